@@ -1,0 +1,92 @@
+"""TRL's GRPOTrainer as a peer: seconds of one GRPO step on the same model, prompts and lengths.
+
+The fastest settings found for one process: no gradient checkpointing, all completions in one generation batch, no
+reference model (beta 0), one optimizer step a batch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerResult:
+    seconds_per_step: list[float]
+    mean_completion_tokens: float
+
+
+def run_trl_grpo(
+    *,
+    model_path: str,
+    prompts: list[list[dict[str, str]]],
+    answers: list[str],
+    score: Callable[[str, str], float],
+    num_tasks: int,
+    group_size: int,
+    max_new_tokens: int,
+    num_steps: int,
+    learning_rate: float,
+    device: str,
+    micro_batch: int,
+) -> PeerResult:
+    """Train `num_steps` steps after one warm-up step; `micro_batch` completions in one forward and backward."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    stamps: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            stamps.append(time.perf_counter())
+
+        def on_step_end(self, *_: object, **__: object) -> None:
+            stamps.append(time.perf_counter())
+
+    def reward(completions: list, answer: list[str], **_: object) -> list[float]:
+        return [score(completion[0]["content"], gold) for completion, gold in zip(completions, answer, strict=True)]
+
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+    batch = num_tasks * group_size
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=device == "cpu",
+            bf16=device != "cpu",
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=batch // micro_batch,
+            num_generations=group_size,
+            max_completion_length=max_new_tokens,
+            max_steps=num_steps + 1,
+            learning_rate=learning_rate,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            temperature=1.0,
+            top_k=0,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            shuffle_dataset=False,
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            processing_class=AutoTokenizer.from_pretrained(model_path),
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": prompts, "answer": answers}),
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
+    starts, ends = stamps[0::2], stamps[1::2]
+    seconds = [end - start for start, end in zip(starts, ends, strict=True)]
+    return PeerResult(
+        seconds_per_step=seconds[1:], mean_completion_tokens=sum(lengths[1:]) / max(1, len(lengths[1:]))
+    )

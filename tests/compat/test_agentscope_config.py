@@ -1,0 +1,89 @@
+"""AgentScope's configuration classes: its fields and defaults, and every field honoured or refused."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from tunesmith.compat.agentscope import AlgorithmConfig, DatasetConfig, TunerModelConfig, translate_tune_arguments
+from tunesmith.config import AlgorithmSection, DatasetSection, EvaluationSection, ModelSection, RunConfig, TrainerSection
+
+NOTHING = dict.fromkeys(
+    (
+        "train_dataset", "eval_dataset", "model", "auxiliary_models", "algorithm",
+        "project_name", "experiment_name", "monitor_type",
+    )
+)  # fmt: skip
+
+
+def translate(**given):
+    return translate_tune_arguments(**(NOTHING | given))
+
+
+def test_defaults_are_those_of_agentscope_and_of_our_sections():
+    model, algorithm = TunerModelConfig(model_path="m", max_model_len=64), AlgorithmConfig()
+    ours = ModelSection(path="m", max_model_len=64)
+    assert (model.temperature, model.top_p, model.max_tokens) == (1.0, 1.0, 8192)
+    assert (ours.temperature, ours.top_p, ours.max_tokens) == (1.0, 1.0, 8192)
+    assert (ours.tool_call_parser, ours.reasoning_parser) == (model.tool_call_parser, model.reasoning_parser)
+    section = AlgorithmSection()
+    assert (section.algorithm_type, section.group_size, section.batch_size) == ("multi_step_grpo", 8, 32)
+    assert TrainerSection().learning_rate == algorithm.learning_rate == 1e-6
+    assert EvaluationSection().interval_steps == algorithm.eval_interval_steps == 100
+    assert DatasetSection(path="d").split == DatasetConfig(path="d").split == "train"
+    assert RunConfig(model={"path": "m"}).save_interval_steps == algorithm.save_interval_steps
+
+
+def test_every_given_field_reaches_the_run_config():
+    given = translate(
+        train_dataset=DatasetConfig(path="d", name="n", split="s", total_epochs=3, total_steps=7),
+        eval_dataset=DatasetConfig(path="e", split="test"),
+        model=TunerModelConfig(
+            model_path="m", max_model_len=99, temperature=0.5, top_p=0.9, max_tokens=11, enable_thinking=False,
+            reasoning_parser=None, tool_call_parser="none",
+        ),
+        auxiliary_models={"helper": TunerModelConfig(model_path="h", max_model_len=50, temperature=0.1)},
+        algorithm=AlgorithmConfig(
+            algorithm_type="grpo", learning_rate=1e-3, group_size=2, batch_size=4,
+            save_interval_steps=5, eval_interval_steps=6,
+        ),
+        project_name="p", experiment_name="x", monitor_type="tensorboard",
+    )  # fmt: skip
+    config = RunConfig(**given)
+    assert (config.train_dataset.path, config.train_dataset.name, config.train_dataset.split) == ("d", "n", "s")
+    assert (config.total_epochs, config.total_steps, config.save_interval_steps) == (3, 7, 5)
+    assert config.eval_datasets["eval_taskset"].split == "test"
+    assert (config.model.path, config.model.max_model_len, config.model.temperature) == ("m", 99, 0.5)
+    assert (config.model.top_p, config.model.max_tokens, config.model.enable_thinking) == (0.9, 11, False)
+    assert (config.model.reasoning_parser, config.model.tool_call_parser) == ("none", "none")
+    assert config.auxiliary_models["helper"].temperature == 0.1
+    assert (config.algorithm.algorithm_type, config.algorithm.group_size) == ("grpo", 2)
+    assert (config.trainer.learning_rate, config.evaluation.interval_steps) == (1e-3, 6)
+    assert (config.project, config.name, config.monitor.trackers) == ("p", "x", ("tensorboard",))
+
+
+def test_fields_that_nobody_set_override_nothing():
+    given = translate(
+        train_dataset=DatasetConfig(path="d"),
+        model=TunerModelConfig(model_path="m", max_model_len=9),
+        algorithm=AlgorithmConfig(group_size=2),
+    )
+    assert given == {
+        "train_dataset": {"path": "d"},
+        "model": {"path": "m", "max_model_len": 9},
+        "algorithm": {"group_size": 2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("tensor_parallel_size", 2), ("inference_engine_num", 4), ("tinker_config", {}), ("temprature", 1)]
+)
+def test_what_cannot_be_honoured_is_an_error(field, value):
+    with pytest.raises(ValidationError, match=field):
+        TunerModelConfig(model_path="m", max_model_len=9, **{field: value})
+
+
+def test_preview_prints_and_returns_the_first_rows(tmp_path, capsys):
+    (tmp_path / "train.jsonl").write_text('{"question": "2 + 2", "answer": "4"}\n{"question": "3", "answer": "3"}\n')
+    assert DatasetConfig(path=str(tmp_path)).preview(n=1) == [{"question": "2 + 2", "answer": "4"}]
+    assert '"question": "2 + 2"' in capsys.readouterr().out

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes import full_disk
+from tunesmith.errors import StorageError
+from tunesmith.experience.store import load_rollouts, save_rollouts
+from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
+
+TASK = Task(task_id="sums/3", index=3, row={"question": "1+1", "answer": 2})
+TURN = Turn(
+    prompt_ids=(1, 2, 3),
+    sampled_ids=(4, 5),
+    logprobs=(-0.1, -2.5),
+    policy_versions=(7, 8),
+    distribution=Distribution(temperature=0.7, top_k=5, logit_bias=((4, -1.5),)),
+    stop_reason="eos",
+)
+GOOD = Trajectory(task=TASK, run_index=0, turns=(TURN,), reward=0.25, metrics={"accuracy": 1.0}, response_text="two")
+BAD = Trajectory(
+    task=TASK, run_index=1, turns=(), reward=None, failure=Failure(where="judge", message="no verdict"), duration_s=1.5
+)
+GROUP = Group(task=TASK, trajectories=(GOOD, BAD))
+
+numbers = st.floats(allow_nan=False)
+ids = st.integers(0, 2**31 - 1)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | numbers | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+distributions = st.builds(
+    Distribution,
+    temperature=numbers,
+    top_p=numbers,
+    top_k=ids,
+    min_p=numbers,
+    logit_bias=st.lists(st.tuples(ids, numbers), max_size=2).map(tuple),
+)
+stop_reasons = st.sampled_from(["eos", "stop", "length", "context", "deadline", "cancelled"])
+
+
+@st.composite
+def turns(draw) -> Turn:
+    sampled = draw(st.lists(st.tuples(ids, numbers, ids), max_size=4))
+    return Turn(
+        prompt_ids=tuple(draw(st.lists(ids, max_size=4))),
+        sampled_ids=tuple(token for token, _, _ in sampled),
+        logprobs=tuple(logprob for _, logprob, _ in sampled),
+        policy_versions=tuple(version for _, _, version in sampled),
+        distribution=draw(distributions),
+        stop_reason=draw(stop_reasons),
+    )
+
+
+@st.composite
+def groups(draw) -> Group:
+    row = draw(st.dictionaries(st.text(max_size=4), json_values, max_size=3))
+    task = Task(task_id=draw(st.text(max_size=8)), index=draw(st.integers(0, 2**40)), row=row)
+    trajectories = []
+    for run_index in range(draw(st.integers(1, 3))):
+        reward = draw(st.none() | numbers)
+        failure = Failure(where="engine", message=draw(st.text(max_size=8))) if reward is None else None
+        trajectory = Trajectory(
+            task=task,
+            run_index=run_index,
+            turns=tuple(draw(st.lists(turns(), max_size=3))),
+            reward=reward,
+            metrics=draw(st.dictionaries(st.text(max_size=4), numbers, max_size=2)),
+            failure=failure,
+            response_text=draw(st.text(max_size=20)),
+            duration_s=draw(numbers),
+        )
+        trajectories.append(trajectory)
+    return Group(task=task, trajectories=tuple(trajectories))
+
+
+@given(st.lists(groups(), max_size=3))
+def test_rollouts_come_back_exactly(tmp_path_factory, saved):
+    path = tmp_path_factory.mktemp("rollouts") / "step_000001.parquet"
+    save_rollouts(path, saved)
+    assert load_rollouts(path) == saved
+
+
+def test_two_groups_of_one_task_stay_two(tmp_path):
+    save_rollouts(tmp_path / "a.parquet", [GROUP, GROUP])
+    assert load_rollouts(tmp_path / "a.parquet") == [GROUP, GROUP]
+
+
+def test_a_reader_of_parquet_sees_advantages_and_unknowns(tmp_path):
+    path = tmp_path / "a.parquet"
+    save_rollouts(path, [GROUP], [[0.5, None]])
+    rows = pq.read_table(path).to_pylist()
+    assert [row["advantage"] for row in rows] == [0.5, None]
+    assert [row["reward"] for row in rows] == [0.25, None]
+    assert [row["failure_message"] for row in rows] == [None, "no verdict"]
+    assert rows[0]["turns"][0]["logprobs"] == [-0.1, -2.5]
+
+
+def test_advantages_must_match_the_trajectories(tmp_path):
+    with pytest.raises(ValueError, match="zip"):
+        save_rollouts(tmp_path / "a.parquet", [GROUP], [[0.5]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_half_a_surrogate_pair_does_not_stop_a_run(tmp_path):
+    group = Group(task=TASK, trajectories=(replace(GOOD, response_text="a\ud83db", metrics={"\udc00": 1.0}),))
+    save_rollouts(tmp_path / "a.parquet", [group])
+    loaded = load_rollouts(tmp_path / "a.parquet")[0].trajectories[0]
+    assert (loaded.response_text, loaded.metrics) == ("a\ufffdb", {"\ufffd": 1.0})
+
+
+def test_values_that_json_does_not_know_are_kept_as_text(tmp_path):
+    task = Task(task_id="t/0", index=0, row={"shape": (1, 2), "set": {3}})
+    save_rollouts(tmp_path / "a.parquet", [Group(task=task, trajectories=(replace(GOOD, task=task),))])
+    assert load_rollouts(tmp_path / "a.parquet")[0].task.row == {"shape": [1, 2], "set": "{3}"}
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.parquet"
+    save_rollouts(path, [GROUP])
+    large = Group(task=TASK, trajectories=(replace(GOOD, response_text="".join(map(chr, range(300, 20000)))),))
+    with full_disk(8000), pytest.raises(StorageError, match=r"^cannot write .*a\.parquet: File too large$"):
+        save_rollouts(path, [large])
+    assert load_rollouts(path) == [GROUP]
+    assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def test_what_is_not_a_rollout_file_is_refused(tmp_path):
+    path = tmp_path / "a.parquet"
+    with pytest.raises(StorageError, match="No such file"):
+        load_rollouts(path)
+    path.write_text("text")
+    with pytest.raises(StorageError, match="it is not a Parquet file"):
+        load_rollouts(path)
+    pq.write_table(pa.table({"a": [1]}), path)
+    with pytest.raises(StorageError, match="rollouts of format 1 are expected, it has none"):
+        load_rollouts(path)

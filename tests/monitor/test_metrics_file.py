@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from fakes import full_disk
+from tunesmith.errors import StorageError
+from tunesmith.monitor.metrics_file import MetricsFile, load_metrics
+
+
+def write_steps(path, steps, *, committed_step=None):
+    file = MetricsFile(path, committed_step=committed_step)
+    for step in steps:
+        file.append(step, "train", {"trainer/loss": step / 3, "perf/rollout_s": 0.5})
+    file.close()
+
+
+def test_a_line_is_one_object_with_exact_numbers(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2])
+    lines = path.read_text().splitlines()
+    assert json.loads(lines[1]) == {"step": 2, "kind": "train", "trainer/loss": 2 / 3, "perf/rollout_s": 0.5}
+    assert load_metrics(path, has_times=False)[0] == {"step": 1, "kind": "train", "trainer/loss": 1 / 3}
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    file = MetricsFile(tmp_path / "m.jsonl", committed_step=None)
+    file.append(1, "eval", {"a": math.nan, "b": math.inf, "c": 0.0})
+    file.close()
+    assert load_metrics(tmp_path / "m.jsonl") == [{"step": 1, "kind": "eval", "a": None, "b": None, "c": 0.0}]
+
+
+def test_resuming_drops_uncommitted_steps_and_half_a_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [1, 2, 3, 4])
+    with path.open("a") as file:
+        file.write('{"step": 5, "ki')
+    assert [record["step"] for record in load_metrics(path)] == [1, 2, 3, 4]
+    write_steps(path, [3], committed_step=2)
+    uninterrupted = tmp_path / "other.jsonl"
+    write_steps(uninterrupted, [1, 2, 3])
+    assert path.read_bytes() == uninterrupted.read_bytes()
+
+
+def test_a_run_that_begins_anew_keeps_no_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, [0, 1])
+    write_steps(path, [0])
+    assert [record["step"] for record in load_metrics(path)] == [0]
+
+
+def test_a_damaged_line_inside_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+    with pytest.raises(StorageError, match="line 2 is not JSON"):
+        MetricsFile(path, committed_step=3)
+
+
+def test_a_full_disk_keeps_whole_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, committed_step=None)
+    file.append(1, "train", {"a": 1.0})
+    whole = path.read_text()
+    with full_disk(len(whole) + 5), pytest.raises(StorageError, match=r"^cannot write .*metrics\.jsonl"):
+        file.append(2, "train", {"a": 2.0})
+    assert path.read_text() == whole
+    file.append(2, "train", {"a": 2.0})
+    file.close()
+    assert [record["step"] for record in load_metrics(path)] == [1, 2]

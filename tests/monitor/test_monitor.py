@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tunesmith.config import MonitorSection
+from tunesmith.monitor.console import ConsoleProgress, format_duration
+from tunesmith.monitor.metrics_file import load_metrics
+from tunesmith.monitor.monitor import TRACKERS, Monitor
+from tunesmith.storage import RunPaths
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def build_metrics(step: int) -> dict[str, float]:
+    return {"rollout/reward_mean": step / 4, "perf/sampled_tokens_per_s": 812.4, "trainer/loss": -0.5 * step}
+
+
+def run(root, steps, *, committed_step=None, stream=None, **settings) -> None:
+    with Monitor(
+        root, MonitorSection(**settings), total_steps=4, committed_step=committed_step, stream=stream or io.StringIO()
+    ) as monitor:
+        for step in steps:
+            monitor.log(step, "train", build_metrics(step))
+
+
+def load_scalars(root) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(RunPaths(root).tensorboard)).Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_every_sink_gets_the_same_numbers_under_the_same_names(tmp_path):
+    run(tmp_path, [1, 2])
+    scalars = load_scalars(tmp_path)
+    for record in load_metrics(RunPaths(tmp_path).metrics):
+        step = record.pop("step")
+        assert record.pop("kind") == "train"
+        assert set(record) == set(scalars)
+        for name, value in record.items():
+            assert dict(scalars[name])[step] == pytest.approx(value, rel=1e-6)
+
+
+def test_a_resumed_run_shows_each_step_once(tmp_path):
+    run(tmp_path, [1, 2, 3])
+    run(tmp_path, [2], committed_step=1)
+    assert [record["step"] for record in load_metrics(RunPaths(tmp_path).metrics)] == [1, 2]
+    assert load_scalars(tmp_path)["trainer/loss"] == [(1, -0.5), (2, -1.0)]
+
+
+def test_a_run_that_begins_anew_shows_nothing_old(tmp_path):
+    run(tmp_path, [1, 2, 3])
+    run(tmp_path, [1])
+    assert load_scalars(tmp_path)["trainer/loss"] == [(1, -0.5)]
+
+
+def test_without_trackers_there_is_only_the_file(tmp_path):
+    run(tmp_path, [1], trackers=())
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_every_tracker_that_the_config_allows_can_be_built():
+    annotation = str(MonitorSection.model_fields["trackers"].annotation)
+    assert all(f"'{name}'" in annotation for name in TRACKERS)
+    assert annotation.count("'") == 2 * len(TRACKERS)
+
+
+def test_without_a_terminal_each_step_is_a_plain_line(tmp_path):
+    stream = io.StringIO()
+    run(tmp_path, [1, 2], stream=stream)
+    first, second = stream.getvalue().splitlines()
+    assert first.startswith("step 1/4  reward 0.250  tok/s 812  loss -0.5000  eta ")
+    assert second.startswith("step 2/4  reward 0.500")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_lines_come_at_the_interval_and_at_the_end(tmp_path):
+    stream = io.StringIO()
+    run(tmp_path, [1, 2, 3, 4], stream=stream, log_interval_steps=3)
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["3/4", "4/4"]
+
+
+def test_a_terminal_shows_progress_above_which_lines_are_kept(tmp_path):
+    stream = Terminal()
+    with Monitor(tmp_path, MonitorSection(), total_steps=4, committed_step=2, stream=stream) as monitor:
+        monitor.show_status("rollouts 3/8")
+        monitor.show_line("[a line] of ours")
+        monitor.log(3, "train", build_metrics(3))
+    shown = stream.getvalue()
+    assert "rollouts 3/8" in shown
+    assert "[a line] of ours" in shown
+    assert "3/4" in shown
+    assert "step 3/4" in shown
+
+
+def test_progress_can_be_turned_off(tmp_path):
+    stream = Terminal()
+    with Monitor(tmp_path, MonitorSection(has_progress=False), total_steps=4, stream=stream) as monitor:
+        monitor.show_status("rollouts 3/8")
+        monitor.log(4, "eval", {"eval/test/reward": 0.5, "eval/test/num_tasks": 20.0})
+    assert stream.getvalue() == "eval at step 4  test/reward 0.5  test/num_tasks 20\n"
+
+
+def test_durations_are_readable():
+    assert [format_duration(s) for s in (0.4, 59.4, 59.6, 185, 7620)] == [
+        "0 s", "59 s", "1 min 00 s", "3 min 05 s", "2 h 07 min"
+    ]  # fmt: skip
+
+
+def test_the_time_to_go_is_the_mean_of_recent_steps_times_what_is_left(monkeypatch):
+    now = iter([0.0, 10.0, 30.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    stream = io.StringIO()
+    console = ConsoleProgress(first_step=2, total_steps=12, has_progress=False, log_interval_steps=1, stream=stream)
+    console.show_train(3, {})
+    console.show_train(4, {})
+    assert stream.getvalue().splitlines() == ["step  3/12  eta 1 min 30 s", "step  4/12  eta 2 min 00 s"]
+
+
+def test_the_monitor_and_the_store_run_without_torch():
+    code = (
+        "import sys, tunesmith.monitor.monitor, tunesmith.experience.store; "
+        "sys.exit(sorted({'torch', 'transformers', 'tensorflow'} & sys.modules.keys()) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,54 @@
+"""The generator of word problems: right, repeatable, and with a test set that no training set meets."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+from tunesmith.tasks.arithmetic import TEMPLATES, build_problems, compute_answer, find_split, save_problems
+
+
+def test_same_seed_same_problems():
+    assert build_problems("train", num_problems=20, seed=1) == build_problems("train", num_problems=20, seed=1)
+    assert build_problems("train", num_problems=20, seed=1) != build_problems("train", num_problems=20, seed=2)
+
+
+def test_splits_are_disjoint_whatever_the_seeds():
+    train = {p.question for seed in range(3) for p in build_problems("train", num_problems=500, seed=seed)}
+    test = {p.question for seed in range(3) for p in build_problems("test", num_problems=200, seed=seed)}
+    assert not train & test
+    assert {find_split(question) for question in test} == {"test"}
+
+
+def test_questions_of_a_set_differ():
+    problems = build_problems("test", num_problems=300, seed=0)
+    assert len({problem.question for problem in problems}) == 300
+
+
+def test_answers_are_whole_and_numbers_small():
+    for problem in build_problems("train", num_problems=500, seed=0):
+        assert Fraction(eval(problem.expression)) == int(problem.answer) >= 0
+        numbers = [int(word) for word in problem.expression.replace("(", " ").replace(")", " ").split() if word.isdigit()]
+        assert max(numbers) <= 999
+        assert problem.num_operations == len(numbers) - 1 <= 3
+        assert all(str(number) in problem.question for number in numbers)
+
+
+def test_templates_use_the_numbers_of_their_expression():
+    for template in TEMPLATES:
+        for key in template.ranges:
+            assert f"{{{key}}}" in template.text and f"{{{key}}}" in template.expression
+
+
+def test_negative_and_broken_results_on_the_way_are_refused():
+    assert compute_answer("3 - 5 + 9") is None
+    assert compute_answer("7 / 2 * 2") is None
+    assert compute_answer("2 + 3 * 4") == 14
+    assert compute_answer("(10 * 5 - 2) / 3") == 16
+
+
+def test_files_hold_one_problem_a_line(tmp_path):
+    folder = save_problems(tmp_path / "data", num_train=5, num_test=3, seed=0)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    assert len(rows) == 5 and set(rows[0]) == {"question", "answer", "expression", "num_operations"}
+    assert len((folder / "test.jsonl").read_text().splitlines()) == 3

@@ -1,0 +1,93 @@
+"""Tasks from folders and files, and one clear sentence for each thing that can be wrong with them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tunesmith.config import DatasetSection
+from tunesmith.errors import DataError
+from tunesmith.tasks.load import load_preview, load_tasks
+
+ROWS = [{"question": "What is 2 + 2?", "answer": "4"}, {"question": "What is 4 + 4?", "answer": "8"}]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "my_dataset"
+    place.mkdir()
+    for split, rows in (("train", ROWS), ("test", ROWS[:1])):
+        (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return place
+
+
+def test_folder_with_splits(folder):
+    tasks = load_tasks(DatasetSection(path=str(folder), split="train"), name="train")
+    assert [task.task_id for task in tasks] == ["train/0", "train/1"]
+    assert [dict(task.row) for task in tasks] == ROWS
+    assert len(load_tasks(DatasetSection(path=str(folder), split="test"), name="eval")) == 1
+
+
+def test_one_file_of_each_format(tmp_path):
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS), encoding="utf-8")
+    (tmp_path / "rows.csv").write_text("question,answer\nWhat is 2 + 2?,four\n", encoding="utf-8")
+    assert len(load_tasks(DatasetSection(path=str(tmp_path / "rows.json")), name="t")) == 2
+    assert load_tasks(DatasetSection(path=str(tmp_path / "rows.csv")), name="t")[0].row["answer"] == "four"
+
+
+def test_a_file_is_the_split_it_is_named_after(folder):
+    assert len(load_tasks(DatasetSection(path=str(folder / "test.jsonl"), split="test"), name="t")) == 1
+    with pytest.raises(DataError, match="is one split"):
+        load_tasks(DatasetSection(path=str(folder / "test.jsonl"), split="validation"), name="t")
+
+
+def test_preview_reads_the_first_rows(folder):
+    assert load_preview(str(folder), name=None, split="train", num_rows=1) == ROWS[:1]
+
+
+@pytest.mark.parametrize("load", [load_tasks, lambda section, name: load_preview(section.path, name=None, split=section.split, num_rows=2)])
+def test_unknown_split_lists_the_splits(folder, load):
+    with pytest.raises(DataError, match=r"no split 'validation'; it has .*train"):
+        load(DatasetSection(path=str(folder), split="validation"), name="t")
+
+
+def test_no_split_named_needs_a_single_one(folder):
+    with pytest.raises(DataError, match="set split to one of them"):
+        load_tasks(DatasetSection(path=str(folder), split=None), name="t")
+
+
+def test_wrong_path(tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        load_tasks(DatasetSection(path=str(tmp_path / "nothing")), name="t")
+
+
+def test_empty_file(tmp_path):
+    (tmp_path / "train.jsonl").write_text("", encoding="utf-8")
+    for path in (tmp_path, tmp_path / "train.jsonl"):
+        with pytest.raises(DataError):
+            load_tasks(DatasetSection(path=str(path)), name="t")
+
+
+def test_broken_json(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": \n', encoding="utf-8")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_tasks(DatasetSection(path=str(tmp_path)), name="t")
+
+
+def test_missing_field_names_field_and_row(tmp_path):
+    rows = [ROWS[0], {"question": "What is 1 + 1?"}]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with pytest.raises(DataError, match="row 1 .*has no 'answer'"):
+        load_tasks(DatasetSection(path=str(tmp_path), required_fields=("question", "answer")), name="t")
+
+
+def test_ending_that_is_no_data_set(tmp_path):
+    (tmp_path / "train.txt").write_text("hello", encoding="utf-8")
+    with pytest.raises(DataError, match="allowed endings"):
+        load_tasks(DatasetSection(path=str(tmp_path / "train.txt")), name="t")

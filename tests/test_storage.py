@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+
+from fakes import full_disk
+from tunesmith.errors import StorageError
+from tunesmith.storage import (
+    RunPaths,
+    check_free_space,
+    load_json,
+    open_atomic,
+    parse_checkpoint_step,
+    remove_tree,
+    save_json,
+    save_text,
+)
+
+
+def test_a_file_is_replaced_whole(tmp_path):
+    path = tmp_path / "deep" / "a.txt"
+    save_text(path, "one")
+    save_text(path, "two")
+    assert path.read_text() == "two"
+    assert [p.name for p in path.parent.iterdir()] == ["a.txt"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "a.txt"
+    save_text(path, "old")
+    with full_disk(1000), pytest.raises(StorageError, match=rf"^cannot write {path}: "):
+        save_text(path, "x" * 5000)
+    with pytest.raises(ZeroDivisionError), open_atomic(path) as file:
+        file.write(b"half")
+        raise ZeroDivisionError
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_json_keeps_floats_exactly(tmp_path):
+    value = {"a": [0.1 + 0.2, 1e-320, -0.0], "b": None, "c": "\u00fc\U0001f600"}
+    save_json(tmp_path / "a.json", value)
+    assert load_json(tmp_path / "a.json") == value
+
+
+def test_unreadable_json_is_a_storage_error(tmp_path):
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(StorageError, match="it is not JSON"):
+        load_json(tmp_path / "a.json")
+    with pytest.raises(StorageError, match="No such file"):
+        load_json(tmp_path / "b.json")
+
+
+def test_a_write_without_room_is_refused_before_it_begins(tmp_path):
+    check_free_space(tmp_path, 1)
+    with pytest.raises(StorageError, match=r"about 1073741824.00 GiB \(1152921504606846976 bytes\)"):
+        check_free_space(tmp_path, 2**60)
+
+
+def test_a_removed_tree_is_gone_under_every_name(tmp_path):
+    save_text(tmp_path / "global_step_1" / "a" / "b", "x")
+    remove_tree(tmp_path / "global_step_1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_a_run(tmp_path):
+    paths = RunPaths(tmp_path)
+    assert paths.rollouts(12) == tmp_path / "rollouts" / "step_000012.parquet"
+    assert paths.evaluation(20) == tmp_path / "eval" / "step_000020.json"
+    assert paths.checkpoint(20) == tmp_path / "global_step_20"
+    assert parse_checkpoint_step(paths.checkpoint(20)) == 20
+    with pytest.raises(ValueError, match="not named global_step_"):
+        parse_checkpoint_step(tmp_path / "global_step_20.tmp-3")

@@ -1,0 +1,51 @@
+"""Tunesmith trains the model inside any LLM agent by reinforcement learning.
+
+Bring a workflow, a judge and tasks; `tune` returns a better model. Names load when used, so that importing the package
+and asking the command line for help stay fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tunesmith.api import (
+        AlgorithmConfig,
+        DatasetConfig,
+        JudgeOutput,
+        JudgeType,
+        TunerModelConfig,
+        TuneResult,
+        WorkflowOutput,
+        WorkflowType,
+        check_judge_function,
+        check_workflow_function,
+        tune,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlgorithmConfig",
+    "DatasetConfig",
+    "JudgeOutput",
+    "JudgeType",
+    "TuneResult",
+    "TunerModelConfig",
+    "WorkflowOutput",
+    "WorkflowType",
+    "check_judge_function",
+    "check_workflow_function",
+    "tune",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("tunesmith.api"), name)
+    raise AttributeError(f"module 'tunesmith' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

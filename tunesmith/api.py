@@ -1,0 +1,175 @@
+"""What users call: `tune` with AgentScope's names, and what the commands run.
+
+Foreign words are translated here, by `compat`, before `pipeline` does the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tunesmith.compat.agentscope import AlgorithmConfig, DatasetConfig, TunerModelConfig, translate_tune_arguments
+from tunesmith.config import RunConfig
+from tunesmith.errors import ConfigError
+from tunesmith.pipeline.compare import format_comparison, run_comparison
+from tunesmith.pipeline.demo import run_demo as run_demo_pipeline
+from tunesmith.pipeline.load_config import load_config
+from tunesmith.pipeline.load_function import load_function
+from tunesmith.pipeline.policy import BuildModel
+from tunesmith.pipeline.tune import TuneResult, run_tuning
+from tunesmith.rollout.chat_model import ChatModel, Endpoint
+from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.storage import save_json
+from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
+
+__all__ = [
+    "AlgorithmConfig",
+    "DatasetConfig",
+    "JudgeOutput",
+    "JudgeType",
+    "TuneResult",
+    "TunerModelConfig",
+    "WorkflowOutput",
+    "WorkflowType",
+    "check_judge_function",
+    "check_workflow_function",
+    "evaluate_config_file",
+    "run_config_file",
+    "run_demo",
+    "tune",
+]
+
+Result = TypeVar("Result")
+
+
+def tune(
+    *,
+    workflow_func: WorkflowType,
+    judge_func: JudgeType | None = None,
+    train_dataset: DatasetConfig | None = None,
+    eval_dataset: DatasetConfig | Mapping[str, DatasetConfig] | None = None,
+    model: TunerModelConfig | None = None,
+    auxiliary_models: Mapping[str, TunerModelConfig] | None = None,
+    algorithm: AlgorithmConfig | None = None,
+    project_name: str | None = None,
+    experiment_name: str | None = None,
+    monitor_type: str | None = None,
+    config_path: str | Path | None = None,
+    continue_from_checkpoint: bool = False,
+    overrides: Sequence[str] = (),
+) -> TuneResult:
+    """Train the model inside an agent; returns where the run and the trained model are.
+
+    `config_path` names a run file; the other arguments override what it says, and `overrides` ("a.b=value", every key
+    of a run file) override both. Raises ConfigError, DataError or ModelError before any weights load, RolloutError
+    when too many rollouts fail, TrainingError when an update cannot be trusted. It may be called where an event loop
+    is already running, as in a notebook.
+    """
+    check_workflow_function(workflow_func)
+    if judge_func is not None:
+        check_judge_function(judge_func)
+    given = translate_tune_arguments(
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        model=model,
+        auxiliary_models=auxiliary_models,
+        algorithm=algorithm,
+        project_name=project_name,
+        experiment_name=experiment_name,
+        monitor_type=monitor_type,
+    )
+    if continue_from_checkpoint:
+        given["continue_from_checkpoint"] = True
+    if model is None and config_path is None and not any(each.startswith("model.path=") for each in overrides):
+        raise ConfigError("model is missing: give tune() a TunerModelConfig, or a config_path that sets model.path")
+    config = load_config(config_path, overrides, values=given)
+    return run_outside_of_loops(
+        lambda: run_tuning(config, workflow=workflow_func, judge=judge_func, build_model=choose_chat_model(config))
+    )
+
+
+def run_config_file(path: str, *, overrides: Sequence[str] = ()) -> TuneResult:
+    """Train as a run file says, with the workflow and judge that it names."""
+    config = load_config(path, overrides)
+    workflow, judge = load_functions(config)
+    return run_tuning(config, workflow=workflow, judge=judge, build_model=choose_chat_model(config))
+
+
+def evaluate_config_file(
+    path: str, *, overrides: Sequence[str] = (), model_paths: Sequence[str] = (), out: str | None = None
+) -> None:
+    """Evaluate models on a run file's held-out tasks, print a table, and write every outcome to `out`."""
+    config = load_config(path, overrides)
+    workflow, judge = load_functions(config)
+    results = run_comparison(
+        config,
+        workflow=workflow,
+        judge=judge,
+        build_model=choose_chat_model(config),
+        model_paths=model_paths or [config.model.path],
+    )
+    print(format_comparison(results))
+    if out is not None:
+        written = {model: {name: each.to_json() for name, each in sets.items()} for model, sets in results.items()}
+        save_json(Path(out), written)
+
+
+def run_demo(*, seed: int, out: str) -> dict[str, float]:
+    """The main job on the embedded default; returns held-out accuracies and seconds."""
+    return run_demo_pipeline(seed=seed, out=Path(out), build_model=build_agentscope_chat_model)
+
+
+def load_functions(config: RunConfig) -> tuple[WorkflowType, JudgeType | None]:
+    """The workflow and judge that a config names."""
+    if config.workflow is None:
+        raise ConfigError("workflow is missing: name the agent as file.py:function (--workflow, or workflow: in the file)")
+    judge = None if config.judge is None else load_function(config.judge, knob="judge")
+    return load_function(config.workflow, knob="workflow"), judge
+
+
+def choose_chat_model(config: RunConfig) -> BuildModel:
+    """What workflows get as `model`: AgentScope's OpenAIChatModel, or ours on the OpenAI client."""
+    kind = config.rollout.chat_model
+    is_installed = importlib.util.find_spec("agentscope") is not None
+    if kind == "agentscope" and not is_installed:
+        raise ConfigError("rollout.chat_model='agentscope' needs AgentScope: pip install 'tunesmith[agentscope]'")
+    if kind == "agentscope" or (kind == "auto" and is_installed):
+        return build_agentscope_chat_model
+    return build_openai_chat_model
+
+
+def build_openai_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
+    return ChatModel(endpoint, options=options)
+
+
+def build_agentscope_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
+    from tunesmith.compat.agentscope_model import build_agentscope_model
+
+    return build_agentscope_model(endpoint, options=options)
+
+
+def run_outside_of_loops(work: Callable[[], Result]) -> Result:
+    """Run `work`, which starts an event loop, in a thread of its own where one is running already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    outcome: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="tunesmith")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return outcome[0]

@@ -1,0 +1,135 @@
+"""AgentScope's tuner configuration classes, with its names, fields and defaults, translated to a `RunConfig`.
+
+Only fields that the caller set override a run file: a default that nobody mentioned changes nothing. A field that
+cannot be honoured is an error; AgentScope drops some of them in silence (temperature, top_p, enable_thinking).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from tunesmith.errors import ConfigError
+from tunesmith.tasks.load import load_preview
+
+
+class DatasetConfig(BaseModel):
+    """A data set of tasks: a folder, a file or a hub id."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str
+    name: str | None = None
+    split: str | None = "train"
+    total_epochs: int = Field(default=1, ge=1)
+    total_steps: int | None = Field(default=None, ge=1)
+
+    def preview(self, n: int = 5) -> list[dict[str, Any]]:
+        """Print and return the first n rows; raises `DataError` when the path or split is not there."""
+        rows = load_preview(self.path, name=self.name, split=self.split, num_rows=n)
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return rows
+
+
+class TunerModelConfig(BaseModel):
+    """The model that is trained, or one that helps, and how it is sampled."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model_path: str
+    max_model_len: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 8192
+    enable_thinking: bool | None = None
+    tensor_parallel_size: int = 1
+    inference_engine_num: int = 1
+    tool_call_parser: str = "hermes"
+    reasoning_parser: str | None = "deepseek_r1"
+
+    @field_validator("tensor_parallel_size", "inference_engine_num")
+    @classmethod
+    def _only_one(cls, value: int) -> int:
+        if value != 1:
+            raise ConfigError(f"{value} is not supported here: sampler and trainer share one set of weights; use 1")
+        return value
+
+
+class AlgorithmConfig(BaseModel):
+    """The algorithm and the pace of a run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    algorithm_type: str = "multi_step_grpo"
+    learning_rate: float = 1e-6
+    group_size: int = 8
+    batch_size: int = 32
+    save_interval_steps: int = 100
+    eval_interval_steps: int = 100
+
+
+def translate_model(model: TunerModelConfig) -> dict[str, Any]:
+    """Fields of our model section; those that the caller left alone are left out."""
+    given = model.model_dump(include=model.model_fields_set)
+    for absent in ("tensor_parallel_size", "inference_engine_num"):
+        given.pop(absent, None)
+    given["path"] = given.pop("model_path")
+    if "reasoning_parser" in given and given["reasoning_parser"] is None:
+        given["reasoning_parser"] = "none"
+    return given
+
+
+def translate_dataset(dataset: DatasetConfig) -> dict[str, Any]:
+    return dataset.model_dump(include=dataset.model_fields_set & {"path", "name", "split"})
+
+
+def translate_algorithm(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Nested overrides of a run file."""
+    given = algorithm.model_dump(include=algorithm.model_fields_set)
+    overrides: dict[str, Any] = {}
+    if "learning_rate" in given:
+        overrides["trainer"] = {"learning_rate": given.pop("learning_rate")}
+    if "save_interval_steps" in given:
+        overrides["save_interval_steps"] = given.pop("save_interval_steps")
+    if "eval_interval_steps" in given:
+        overrides["evaluation"] = {"interval_steps": given.pop("eval_interval_steps")}
+    if given:
+        overrides["algorithm"] = given
+    return overrides
+
+
+def translate_tune_arguments(
+    *,
+    train_dataset: DatasetConfig | None,
+    eval_dataset: DatasetConfig | Mapping[str, DatasetConfig] | None,
+    model: TunerModelConfig | None,
+    auxiliary_models: Mapping[str, TunerModelConfig] | None,
+    algorithm: AlgorithmConfig | None,
+    project_name: str | None,
+    experiment_name: str | None,
+    monitor_type: str | None,
+) -> dict[str, Any]:
+    """Nested overrides of a run file, from the arguments of AgentScope's `tune`."""
+    overrides: dict[str, Any] = {} if algorithm is None else translate_algorithm(algorithm)
+    if train_dataset is not None:
+        overrides["train_dataset"] = translate_dataset(train_dataset)
+        overrides |= train_dataset.model_dump(
+            include=train_dataset.model_fields_set & {"total_epochs", "total_steps"}
+        )
+    if eval_dataset is not None:
+        named = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_taskset": eval_dataset}
+        overrides["eval_datasets"] = {name: translate_dataset(dataset) for name, dataset in named.items()}
+    if model is not None:
+        overrides["model"] = translate_model(model)
+    if auxiliary_models:
+        overrides["auxiliary_models"] = {name: translate_model(each) for name, each in auxiliary_models.items()}
+    if project_name is not None:
+        overrides["project"] = project_name
+    if experiment_name is not None:
+        overrides["name"] = experiment_name
+    if monitor_type is not None:
+        overrides["monitor"] = {"trackers": [monitor_type]}
+    return overrides

@@ -1,0 +1,261 @@
+"""Every knob of a run, once: type, default, unit, and one sentence on when to change it.
+
+A run file is one `RunConfig`. Unknown keys are errors that name the nearest known one. Validators check and raise;
+they repair nothing and touch neither disk nor network. Components get their own section, never the whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+
+class Section(BaseModel):
+    """A group of knobs that refuses unknown keys and names the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_nearest_key(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for key in values:
+            if key not in cls.model_fields:
+                close = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.5)
+                hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(cls.model_fields)}"
+                raise PydanticCustomError("unknown_key", "unknown key {key}: {hint}", {"key": str(key), "hint": hint})
+        return values
+
+
+class ModelSection(Section):
+    """The model that is trained, or a local model beside it, and how it is sampled."""
+
+    path: str
+    """Folder or hub id of a Hugging Face causal language model, or a `.gguf` file."""
+    max_model_len: int = Field(default=4096, ge=2)
+    """Longest context in tokens, prompt and answer together; lower it to save memory."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the parameters; auto is float32 on a CPU and bfloat16 on a GPU."""
+    device: str = "auto"
+    """Where the model lives: cpu, cuda, cuda:1; auto takes a GPU when there is one."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature of rollouts; 0 is greedy, which gives a group no variance to learn from."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Keep the likeliest tokens up to this mass."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k likeliest tokens; 0 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Drop tokens less likely than this share of the likeliest one."""
+    max_tokens: int = Field(default=8192, ge=1)
+    """Most tokens one model call may sample; what the context has left also bounds it."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template as `enable_thinking`; None leaves the template's default."""
+    chat_template: str | None = None
+    """Path of a jinja file to use in place of the tokenizer's own chat template."""
+    tool_call_parser: Literal["hermes", "none"] = "hermes"
+    """How tool calls are read from sampled text: hermes reads <tool_call>{json}</tool_call>."""
+    reasoning_parser: Literal["deepseek_r1", "none"] = "deepseek_r1"
+    """How reasoning is split from sampled text: deepseek_r1 reads <think>...</think>."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model; set only for sources you trust."""
+
+
+class AuxiliaryModelSection(Section):
+    """A model that helps, and is never trained: a second local model, or any OpenAI-compatible URL."""
+
+    path: str
+    """Folder, hub id or `.gguf` of a local model; with `base_url`, the model's name at that server."""
+    base_url: str | None = None
+    """URL of an OpenAI-compatible server; None loads the model here."""
+    api_key_env: str | None = None
+    """Environment variable that holds the server's key; None sends a placeholder."""
+    max_model_len: int = Field(default=4096, ge=2)
+    """Longest context in tokens of a local model."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature of requests that name none."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass of requests that name none."""
+    max_tokens: int = Field(default=8192, ge=1)
+    """Most tokens one call may sample when the request names no limit."""
+    enable_thinking: bool | None = None
+    """Passed to the chat template as `enable_thinking`."""
+    tool_call_parser: Literal["hermes", "none"] = "hermes"
+    """As for the trained model; local models only."""
+    reasoning_parser: Literal["deepseek_r1", "none"] = "deepseek_r1"
+    """As for the trained model; local models only."""
+
+
+class DatasetSection(Section):
+    """Where tasks come from."""
+
+    path: str
+    """Folder of jsonl, json, csv or parquet files, one such file, or a hub id."""
+    name: str | None = None
+    """Configuration of a data set that has several."""
+    split: str | None = "train"
+    """Which split to read."""
+    required_fields: tuple[str, ...] = ()
+    """Fields that every row must have; checked before the model loads."""
+
+
+class AlgorithmSection(Section):
+    """How rewards become advantages and advantages become a loss."""
+
+    algorithm_type: str = "multi_step_grpo"
+    """Name in the table of algorithms; `tunesmith config --algorithms` lists them."""
+    group_size: int = Field(default=8, ge=1)
+    """Rollouts of each task in a step; a group of one has no advantage."""
+    batch_size: int = Field(default=32, ge=1)
+    """Tasks in a step."""
+    advantage_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the advantage function that differ from its defaults; unknown ones are errors."""
+    loss_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the loss function that differ from its defaults; unknown ones are errors."""
+    loss_aggregation: (
+        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
+    ) = None
+    """How token losses are weighed in the batch's loss; None takes the algorithm's own."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the starting model; above 0 a second copy of the model is kept for reference."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    """Estimator of that KL (Schulman, 2020)."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of an entropy bonus; raise it a little (0.001) when answers become alike too early."""
+
+
+class EngineSection(Section):
+    """The sampler: how much it holds at once."""
+
+    page_size: int = Field(default=16, ge=1)
+    """Tokens in one page of the key-value cache."""
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Most requests decoded at once."""
+    max_batched_tokens: int = Field(default=4096, ge=1)
+    """Most tokens in one forward; longer prompts are prefilled in chunks."""
+    kv_cache_tokens: int | None = Field(default=None, ge=1)
+    """Tokens the key-value cache holds; None takes `kv_cache_gib` worth."""
+    kv_cache_gib: float = Field(default=2.0, gt=0)
+    """Memory of the key-value cache in GiB when `kv_cache_tokens` is not given."""
+    max_waiting: int = Field(default=4096, ge=1)
+    """Requests that may queue; further callers wait their turn before they queue."""
+    has_prefix_cache: bool = True
+    """Reuse keys and values of prompts that begin alike."""
+    has_packed_weights: bool = True
+    """On a CPU in float32, sample from a second copy of the weights in a faster layout; turn off to save that memory."""
+
+
+class RolloutSection(Section):
+    """How workflows run."""
+
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds one workflow with its judge may take before the run of the task counts as failed."""
+    max_concurrency: int = Field(default=256, ge=1)
+    """Workflows in flight at once."""
+    chat_model: Literal["auto", "agentscope", "openai"] = "auto"
+    """What workflows get as `model`: AgentScope's OpenAIChatModel, or one that returns OpenAI completions; auto takes
+    AgentScope's where it is installed."""
+    max_failure_rate: float = Field(default=0.5, ge=0, le=1)
+    """The run stops with the first causes when a larger share of a step's trajectories failed."""
+
+
+class TrainerSection(Section):
+    """How a batch of samples becomes an update."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after the warm-up."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where the cosine ends, as a share of the peak."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay; norms and biases are exempt."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the two moments."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients of larger norm are scaled down to it."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps made of one batch, each on whole groups; above 1 the later ones are off-policy and clipped."""
+    max_tokens_per_row: int = Field(default=16384, ge=1)
+    """Tokens packed into one forward and backward; lower it when training runs out of memory."""
+    logprob_chunk_tokens: int = Field(default=1024, ge=1)
+    """Positions whose logits are alive at once; lower it when the vocabulary is large and memory small."""
+    has_gradient_checkpointing: bool = False
+    """Keep only layer inputs and compute the rest again in the backward: less memory, about a third more time."""
+    has_prefix_sharing: bool = True
+    """Compute what samples of a group share once; the gradient is the same."""
+    mismatch_warn: float = Field(default=1e-2, gt=0)
+    """Mean KL between sampler and trainer above which a warning is printed."""
+    mismatch_stop: float = Field(default=1.0, gt=0)
+    """Mean KL between sampler and trainer above which the run stops."""
+
+
+class EvaluationSection(Section):
+    """When and how held-out tasks are tried."""
+
+    interval_steps: int = Field(default=100, ge=0)
+    """Steps between evaluations; 0 evaluates only at the end."""
+    at_start: bool = False
+    """Evaluate the model before the first step."""
+    num_samples: int = Field(default=1, ge=1)
+    """Rollouts of each held-out task."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature of evaluations; None takes the model's."""
+    max_tasks: int | None = Field(default=None, ge=1)
+    """Only the first so many held-out tasks; None takes all."""
+
+
+class MonitorSection(Section):
+    """Where metrics go besides the console and metrics.jsonl."""
+
+    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
+    """Trackers that get every metric under the same name."""
+    has_progress: bool = True
+    """Show live progress on the console."""
+    log_interval_steps: int = Field(default=1, ge=1)
+    """Steps between console lines."""
+
+
+class RunConfig(Section):
+    """One run: what is trained, on what, how, and where the results go."""
+
+    project: str = "AgentScope"
+    """First folder under the checkpoint root."""
+    name: str | None = None
+    """Second folder; None makes Experiment-<YYYYmmddHHMMSS>."""
+    checkpoint_root_dir: str = "./checkpoints"
+    """Folder of all runs."""
+    seed: int = Field(default=42, ge=0)
+    """Fixes task order and every sampled token on a CPU."""
+    workflow: str | None = None
+    """The agent, as `module:function` or `file.py:function`; the command line needs it, `tune()` takes the function."""
+    judge: str | None = None
+    """The judge, in the same form; None takes the reward from the workflow."""
+    continue_from_checkpoint: bool = False
+    """Go on from the last commit of the run folder with this name; without one, start anew."""
+    total_epochs: int = Field(default=1, ge=1)
+    """Passes over the training tasks."""
+    total_steps: int | None = Field(default=None, ge=1)
+    """Steps of the run; overrides `total_epochs`."""
+    save_interval_steps: int = Field(default=100, ge=1)
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: int | None = Field(default=None, ge=1)
+    """Checkpoints kept on disk, the newest ones; None keeps all."""
+    model: ModelSection
+    auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
+    train_dataset: DatasetSection | None = None
+    eval_datasets: dict[str, DatasetSection] = Field(default_factory=dict)
+    """Held-out task sets by the name their metrics carry."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    engine: EngineSection = EngineSection()
+    rollout: RolloutSection = RolloutSection()
+    trainer: TrainerSection = TrainerSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    monitor: MonitorSection = MonitorSection()

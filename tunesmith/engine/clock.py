@@ -1,0 +1,153 @@
+"""When the engine steps.
+
+Lockstep: `EngineLoop` steps its engines exactly when every coroutine waits. asyncio asks its selector to block only then,
+and this loop's selector makes a step instead of blocking. Which requests share a batch is then a function of the program,
+never of the clock. Calls handed to threads are waited for, up to `THREAD_PATIENCE_S` each; what sleeps or talks to
+other processes keeps its own time. On any other event loop a task steps between turns of the loop. Free-running: a
+thread steps whenever there is work, for devices that compute while the loop runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+THREAD_PATIENCE_S = 2.0
+"""A call in a thread that takes longer no longer holds the engines up; it may itself be waiting for them."""
+NUM_TURNS_BETWEEN_STEPS = 3
+"""Turns of a foreign loop for a result to be delivered, its coroutine to wake, and its next request to arrive."""
+
+T = TypeVar("T")
+
+
+class Steppable(Protocol):
+    """What a clock drives."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self) -> None:
+        """Compute one batch and deliver its results to the event loop; never raises for a request's sake."""
+        ...
+
+
+class Clock(Protocol):
+    """Drives one engine."""
+
+    def notify(self) -> None:
+        """There may be work now."""
+        ...
+
+
+class _SteppingSelector(selectors.DefaultSelector):
+    """A selector that makes the engines step where it would block with nothing to report."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engines: list[Steppable] = []
+        self.thread_calls: dict[asyncio.Future[Any], float] = {}
+        """Calls in threads and when each began."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout <= 0:
+            return super().select(timeout)
+        events = super().select(0)
+        working = [engine for engine in self.engines if engine.has_work]
+        if events or not working:
+            return events or super().select(timeout)
+        patience_s = max(self.thread_calls.values(), default=0.0) + THREAD_PATIENCE_S - time.monotonic()
+        if self.thread_calls and patience_s > 0:
+            return super().select(patience_s if timeout is None else min(timeout, patience_s))
+        for engine in working:
+            engine.step()
+        return super().select(0)
+
+
+class EngineLoop(asyncio.SelectorEventLoop):
+    """An event loop whose engines step when every coroutine waits."""
+
+    def __init__(self) -> None:
+        self._stepping = _SteppingSelector()
+        super().__init__(self._stepping)
+
+    def add_engine(self, engine: Steppable) -> None:
+        """Let this loop step the engine; engines step in the order they were added."""
+        if engine not in self._stepping.engines:
+            self._stepping.engines.append(engine)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        future = super().run_in_executor(executor, func, *args)
+        self._stepping.thread_calls[future] = time.monotonic()
+        future.add_done_callback(self._stepping.thread_calls.pop)
+        return future
+
+
+def run_lockstep(coroutine: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` on an `EngineLoop`."""
+    with asyncio.Runner(loop_factory=EngineLoop) as runner:
+        return runner.run(coroutine)
+
+
+class LoopClock:
+    """Lockstep on an `EngineLoop`, which looks for work by itself."""
+
+    def __init__(self, engine: Steppable, loop: EngineLoop) -> None:
+        loop.add_engine(engine)
+
+    def notify(self) -> None:
+        """Nothing to do."""
+
+
+class TaskClock:
+    """Steps from a task of an ordinary event loop."""
+
+    def __init__(self, engine: Steppable, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._task: asyncio.Task[None] | None = None
+
+    def notify(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = self._loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        while self._engine.has_work:
+            for _ in range(NUM_TURNS_BETWEEN_STEPS):
+                await asyncio.sleep(0)
+            self._engine.step()
+
+
+class ThreadClock:
+    """Free-running: a thread lives as long as there is work."""
+
+    def __init__(self, engine: Steppable) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._is_running = False
+
+    def notify(self) -> None:
+        with self._lock:
+            if self._is_running:
+                return
+            self._is_running = True
+        threading.Thread(target=self._run, name="tunesmith-engine", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._engine.has_work:
+                    self._is_running = False
+                    return
+            self._engine.step()
+
+
+def build_clock(engine: Steppable, *, is_lockstep: bool) -> Clock:
+    """The clock for the running event loop."""
+    if not is_lockstep:
+        return ThreadClock(engine)
+    loop = asyncio.get_running_loop()
+    return LoopClock(engine, loop) if isinstance(loop, EngineLoop) else TaskClock(engine, loop)

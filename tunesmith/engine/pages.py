@@ -1,0 +1,110 @@
+"""Who holds which page of the key-value cache, and which full pages can be read again by others.
+
+A page is free, held (by one or more requests), or cached: held by nobody but still known by the digest of its tokens
+and all tokens before it. `allocate` takes free pages first and then drops the cached page that was left longest ago.
+Digests start from a salt (the policy version), so that pages of other weights never match. Holds no tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+
+def compute_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Identify one full page by its tokens and the digest of the page before it (or the salt)."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
+
+
+def compute_salt(policy_version: int) -> bytes:
+    """Where the digests of a policy version begin."""
+    return hashlib.blake2b(str(policy_version).encode(), digest_size=16).digest()
+
+
+class PagePool:
+    """Reference counts of pages, and the prefix cache over them."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._num_holders = [0] * num_pages
+        self._digest_of: list[bytes | None] = [None] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._free: list[int] = list(range(num_pages - 1, -1, -1))
+        self._cached: dict[int, None] = {}  # in the order they were left; a dict keeps it and removes in O(1)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` could hand out now."""
+        return len(self._free) + len(self._cached)
+
+    def allocate(self, num_pages: int) -> list[int] | None:
+        """Hold that many pages, or none at all (None) when there are too few."""
+        if num_pages > self.num_available:
+            return None
+        pages = []
+        for _ in range(num_pages):
+            page = self._free.pop() if self._free else self._evict()
+            self._num_holders[page] = 1
+            pages.append(page)
+        return pages
+
+    def find(self, digests: Iterable[bytes]) -> list[int]:
+        """Pages of the longest known prefix; they are not held yet."""
+        pages = []
+        for digest in digests:
+            page = self._page_of.get(digest)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def count_cached(self, pages: Iterable[int]) -> int:
+        """How many of these pages nobody holds: holding them leaves that many fewer to allocate."""
+        return sum(page in self._cached for page in pages)
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Hold pages that `find` returned, once more each."""
+        for page in pages:
+            if self._num_holders[page] == 0:
+                del self._cached[page]
+            self._num_holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Let go of pages; the last of a prefix is dropped before the first."""
+        for page in reversed(pages):
+            self._num_holders[page] -= 1
+            assert self._num_holders[page] >= 0, f"page {page} was released more often than held"
+            if self._num_holders[page] == 0:
+                if self._digest_of[page] is None:
+                    self._free.append(page)
+                else:
+                    self._cached[page] = None
+
+    def publish(self, page: int, digest: bytes) -> None:
+        """Let others find this full page; the first page of a digest stays the one that is found."""
+        if digest not in self._page_of and self._digest_of[page] is None:
+            self._page_of[digest] = page
+            self._digest_of[page] = digest
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Let nobody find these pages again; their holders keep them."""
+        for page in pages:
+            digest = self._digest_of[page]
+            if digest is not None:
+                del self._page_of[digest]
+                self._digest_of[page] = None
+
+    def reset(self) -> None:
+        """Forget every digest; nobody may hold a page."""
+        assert not any(self._num_holders), "pages are held"
+        self._digest_of = [None] * self.num_pages
+        self._page_of.clear()
+        self._cached.clear()
+        self._free = list(range(self.num_pages - 1, -1, -1))
+
+    def _evict(self) -> int:
+        page = next(iter(self._cached))
+        del self._cached[page]
+        self.forget([page])
+        return page

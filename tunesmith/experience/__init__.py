@@ -1,0 +1,1 @@
+"""What was sampled, as data: samples and their tries. No tensors here."""

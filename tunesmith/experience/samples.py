@@ -1,0 +1,91 @@
+"""From recorded turns to samples.
+
+A turn extends an earlier one when its prompt begins with that turn's prompt and sampled tokens, token for token. Turns
+that extend each other become one sample. When several extend the same turn, the first goes on with its sample and each
+other starts a sample of its own in which the shared tokens are context. So every sampled token of a trajectory that
+trains is trained exactly once, and nothing else is. Text is never looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tunesmith.types import Distribution, Group, Sample, Turn
+
+
+def build_samples(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
+) -> tuple[list[Sample], dict[str, float]]:
+    """Samples of every trajectory that has an advantage, in order, and how many there are.
+
+    `rollout/num_branches` counts samples beyond the first of each trajectory: retries, sub-agents, edited histories.
+    """
+    samples: list[Sample] = []
+    num_trained, num_branches, trajectory_index = 0, 0, 0
+    for group_index, (group, row) in enumerate(zip(groups, advantages, strict=True)):
+        for trajectory, advantage in zip(group.trajectories, row, strict=True):
+            if advantage is not None:
+                chains = chain_turns(trajectory.turns)
+                samples += [_merge_turns(chain, advantage, group_index, trajectory_index) for chain in chains]
+                num_trained += 1
+                num_branches += max(len(chains) - 1, 0)
+            trajectory_index += 1
+    metrics = {
+        "rollout/num_trained_trajectories": float(num_trained),
+        "rollout/num_samples": float(len(samples)),
+        "rollout/num_branches": float(num_branches),
+    }
+    return samples, metrics
+
+
+def chain_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
+    """Split turns into chains in which each extends the one before; turns that sampled nothing are left out.
+
+    A turn goes on from the longest earlier turn that it extends and that no other turn went on from already.
+    """
+    chains: list[list[Turn]] = []
+    for turn in turns:
+        if not turn.sampled_ids:
+            continue
+        open_chains = [chain for chain in chains if _extends(turn, chain[-1])]
+        if open_chains:
+            max(open_chains, key=lambda chain: len(chain[-1].prompt_ids) + len(chain[-1].sampled_ids)).append(turn)
+        else:
+            chains.append([turn])
+    return chains
+
+
+def _extends(turn: Turn, earlier: Turn) -> bool:
+    num_prompt, num_tokens = len(earlier.prompt_ids), len(earlier.prompt_ids) + len(earlier.sampled_ids)
+    return (
+        len(turn.prompt_ids) >= num_tokens
+        and turn.prompt_ids[num_prompt:num_tokens] == earlier.sampled_ids
+        and turn.prompt_ids[:num_prompt] == earlier.prompt_ids
+    )
+
+
+def _merge_turns(chain: Sequence[Turn], advantage: float, group_index: int, trajectory_index: int) -> Sample:
+    """One sample whose tokens are those of the last turn; what each turn of the chain sampled is trained."""
+    last = chain[-1]
+    token_ids = last.prompt_ids + last.sampled_ids
+    is_sampled = [False] * len(token_ids)
+    logprobs, advantages = [0.0] * len(token_ids), [0.0] * len(token_ids)
+    policy_versions: list[int | None] = [None] * len(token_ids)
+    distributions: list[Distribution | None] = [None] * len(token_ids)
+    for turn in chain:
+        start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.sampled_ids)
+        is_sampled[start:end] = [True] * (end - start)
+        logprobs[start:end] = turn.logprobs
+        advantages[start:end] = [advantage] * (end - start)
+        policy_versions[start:end] = turn.policy_versions
+        distributions[start:end] = [turn.distribution] * (end - start)
+    return Sample(
+        token_ids=token_ids,
+        is_sampled=tuple(is_sampled),
+        logprobs=tuple(logprobs),
+        advantages=tuple(advantages),
+        policy_versions=tuple(policy_versions),
+        distributions=tuple(distributions),
+        group_index=group_index,
+        trajectory_index=trajectory_index,
+    )

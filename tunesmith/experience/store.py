@@ -1,0 +1,168 @@
+"""Rollouts on disk: one Parquet file a step, one row a trajectory, exact in both directions.
+
+Turns are nested lists, so a file can be asked for lengths or logprobs without this package. A task's row is JSON text:
+what JSON does not know (dates, images) is kept as its text, tuples come back as lists. Text that is not valid Unicode
+(half of a surrogate pair) is stored with U+FFFD in its place; all else round-trips bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tunesmith.errors import StorageError
+from tunesmith.storage import open_atomic, storage_errors
+from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
+
+FORMAT = "1"
+
+DISTRIBUTION = pa.struct(
+    {
+        "temperature": pa.float64(),
+        "top_p": pa.float64(),
+        "top_k": pa.int32(),
+        "min_p": pa.float64(),
+        "logit_bias": pa.list_(pa.struct({"token_id": pa.int32(), "value": pa.float64()})),
+    }
+)
+TURN = pa.struct(
+    {
+        "prompt_ids": pa.list_(pa.int32()),
+        "sampled_ids": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float64()),
+        "policy_versions": pa.list_(pa.int32()),
+        "distribution": DISTRIBUTION,
+        "stop_reason": pa.string(),
+    }
+)
+SCHEMA = pa.schema(
+    {
+        "group_index": pa.int32(),
+        "run_index": pa.int32(),
+        "task_id": pa.string(),
+        "task_index": pa.int64(),
+        "task_row": pa.string(),
+        "reward": pa.float64(),
+        "advantage": pa.float64(),
+        "failure_where": pa.string(),
+        "failure_message": pa.string(),
+        "response_text": pa.string(),
+        "duration_s": pa.float64(),
+        "metrics": pa.map_(pa.string(), pa.float64()),
+        "turns": pa.list_(TURN),
+    },
+    metadata={"tunesmith.rollouts": FORMAT},
+)
+
+
+def save_rollouts(
+    path: Path, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]] | None = None
+) -> None:
+    """Write the trajectories of one step; `advantages[g][r]` belongs to `groups[g].trajectories[r]`."""
+    if advantages is None:
+        advantages = [[None] * len(group.trajectories) for group in groups]
+    rows = []
+    for index, (group, of_group) in enumerate(zip(groups, advantages, strict=True)):
+        assert group.trajectories, "a group has trajectories"
+        for trajectory, advantage in zip(group.trajectories, of_group, strict=True):
+            rows.append({"group_index": index, "advantage": advantage} | build_row(trajectory))
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    with open_atomic(path) as file:
+        pq.write_table(table, file, compression="zstd")
+
+
+def load_rollouts(path: Path) -> list[Group]:
+    """Read back the groups that `save_rollouts` wrote."""
+    with storage_errors(path, "read"):
+        try:
+            with path.open("rb") as file:
+                table = pq.read_table(file)
+        except pa.ArrowInvalid as error:
+            raise StorageError(f"cannot read {path}: it is not a Parquet file ({error})") from error
+    found = (table.schema.metadata or {}).get(b"tunesmith.rollouts", b"").decode()
+    if found != FORMAT:
+        raise StorageError(f"cannot read {path}: rollouts of format {FORMAT} are expected, it has {found or 'none'}")
+    groups = []
+    for _, rows in groupby(table.to_pylist(), key=lambda row: row["group_index"]):
+        trajectories = tuple(parse_row(row) for row in rows)
+        groups.append(Group(task=trajectories[0].task, trajectories=trajectories))
+    return groups
+
+
+def build_row(trajectory: Trajectory) -> dict[str, Any]:
+    """One trajectory as the columns of `SCHEMA`."""
+    task, failure = trajectory.task, trajectory.failure
+    return {
+        "run_index": trajectory.run_index,
+        "task_id": clean_text(task.task_id),
+        "task_index": task.index,
+        "task_row": json.dumps(dict(task.row), default=str),
+        "reward": trajectory.reward,
+        "failure_where": failure.where if failure is not None else None,
+        "failure_message": clean_text(failure.message) if failure is not None else None,
+        "response_text": clean_text(trajectory.response_text),
+        "duration_s": trajectory.duration_s,
+        "metrics": [(clean_text(name), value) for name, value in trajectory.metrics.items()],
+        "turns": [build_turn(turn) for turn in trajectory.turns],
+    }
+
+
+def build_turn(turn: Turn) -> dict[str, Any]:
+    """One turn as a value of `TURN`."""
+    distribution = turn.distribution
+    return {
+        "prompt_ids": turn.prompt_ids,
+        "sampled_ids": turn.sampled_ids,
+        "logprobs": turn.logprobs,
+        "policy_versions": turn.policy_versions,
+        "distribution": {
+            "temperature": distribution.temperature,
+            "top_p": distribution.top_p,
+            "top_k": distribution.top_k,
+            "min_p": distribution.min_p,
+            "logit_bias": [{"token_id": token, "value": value} for token, value in distribution.logit_bias],
+        },
+        "stop_reason": turn.stop_reason,
+    }
+
+
+def parse_row(row: dict[str, Any]) -> Trajectory:
+    """The inverse of `build_row`."""
+    failure = None
+    if row["failure_where"] is not None:
+        failure = Failure(where=row["failure_where"], message=row["failure_message"])
+    return Trajectory(
+        task=Task(task_id=row["task_id"], index=row["task_index"], row=json.loads(row["task_row"])),
+        run_index=row["run_index"],
+        turns=tuple(parse_turn(turn) for turn in row["turns"]),
+        reward=row["reward"],
+        metrics=dict(row["metrics"]),
+        failure=failure,
+        response_text=row["response_text"],
+        duration_s=row["duration_s"],
+    )
+
+
+def parse_turn(turn: dict[str, Any]) -> Turn:
+    """The inverse of `build_turn`."""
+    distribution = turn["distribution"]
+    bias = tuple((pair["token_id"], pair["value"]) for pair in distribution["logit_bias"])
+    return Turn(
+        prompt_ids=tuple(turn["prompt_ids"]),
+        sampled_ids=tuple(turn["sampled_ids"]),
+        logprobs=tuple(turn["logprobs"]),
+        policy_versions=tuple(turn["policy_versions"]),
+        distribution=Distribution(**(distribution | {"logit_bias": bias})),
+        stop_reason=turn["stop_reason"],
+    )
+
+
+def clean_text(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair, which UTF-8 cannot hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

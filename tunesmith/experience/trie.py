@@ -1,0 +1,133 @@
+"""A token tree over samples, as flat arrays: what samples have in common is there once.
+
+Nodes stand in depth-first order, so a subtree is a range: node k is an ancestor of node q, or q itself, exactly when
+k <= q < subtree_end[k], and a node's depth is its position in every sample that runs through it. A trained event is a
+sampled token of one sample: the node before it predicts it. Rollouts that sampled the same token in the same context
+share nodes and stay two events, each with its own advantage. A sample's last sampled token predicts nothing, so it and
+what follows it have no node.
+
+Axes: T nodes, E trained events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tunesmith.types import Sample
+
+EMPTY = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trie:
+    """One root, or several side by side."""
+
+    token_ids_T: np.ndarray
+    depth_T: np.ndarray
+    subtree_end_T: np.ndarray
+    """One past the last node of each node's subtree."""
+    parent_E: np.ndarray
+    """The node that predicts the event's token."""
+    target_E: np.ndarray
+    """The token that was sampled."""
+    sample_E: np.ndarray
+    """Index of the event's sample in the batch."""
+    time_E: np.ndarray
+    """Position of the event's token in its sample."""
+    num_flat_tokens: int
+    """Nodes there would be if nothing were shared."""
+
+    def __post_init__(self) -> None:
+        assert len(self.token_ids_T) == len(self.depth_T) == len(self.subtree_end_T)
+        assert len(self.parent_E) == len(self.target_E) == len(self.sample_E) == len(self.time_E)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_T)
+
+
+def build_trie(samples: Sequence[Sample], indices: Sequence[int]) -> Trie:
+    """The tree over the samples that `indices` choose; samples that train nothing have no node.
+
+    Paths are laid down in the order of their token ids, so each shares with the one before it all that it can share.
+    """
+    paths = {index: _select_path(samples[index]) for index in indices}
+    nodes_of_sample: dict[int, np.ndarray] = {}
+    token_parts, depth_parts, closings = [], [], []
+    num_nodes = 0
+    tokens, nodes = EMPTY, EMPTY
+    for index in sorted((index for index in indices if paths[index]), key=lambda index: paths[index]):
+        previous, tokens = tokens, np.asarray(paths[index], dtype=np.int64)
+        num_shared = _count_shared(previous, tokens)
+        num_new = len(tokens) - num_shared
+        closings.append((nodes[num_shared:], num_nodes))
+        nodes = np.concatenate([nodes[:num_shared], np.arange(num_nodes, num_nodes + num_new)])
+        nodes_of_sample[index] = nodes
+        token_parts.append(tokens[num_shared:])
+        depth_parts.append(np.arange(num_shared, len(tokens)))
+        num_nodes += num_new
+    closings.append((nodes, num_nodes))
+    subtree_end_T = np.zeros(num_nodes, dtype=np.int64)
+    for closed, end in closings:
+        subtree_end_T[closed] = end
+    return Trie(
+        token_ids_T=_concatenate(token_parts),
+        depth_T=_concatenate(depth_parts),
+        subtree_end_T=subtree_end_T,
+        num_flat_tokens=sum(len(path) for path in paths.values()),
+        **_build_events(samples, nodes_of_sample),
+    )
+
+
+def concatenate_tries(tries: Sequence[Trie]) -> Trie:
+    """Tries side by side, as one."""
+    starts = np.cumsum([0, *(trie.num_tokens for trie in tries)])[:-1].tolist()
+    return Trie(
+        token_ids_T=_concatenate([trie.token_ids_T for trie in tries]),
+        depth_T=_concatenate([trie.depth_T for trie in tries]),
+        subtree_end_T=_concatenate([trie.subtree_end_T + start for trie, start in zip(tries, starts, strict=True)]),
+        parent_E=_concatenate([trie.parent_E + start for trie, start in zip(tries, starts, strict=True)]),
+        target_E=_concatenate([trie.target_E for trie in tries]),
+        sample_E=_concatenate([trie.sample_E for trie in tries]),
+        time_E=_concatenate([trie.time_E for trie in tries]),
+        num_flat_tokens=sum(trie.num_flat_tokens for trie in tries),
+    )
+
+
+def _select_path(sample: Sample) -> tuple[int, ...]:
+    """The tokens that are needed to predict what the sample trains: all before its last sampled token."""
+    for time in range(len(sample.token_ids) - 1, 0, -1):
+        if sample.is_sampled[time]:
+            return sample.token_ids[:time]
+    return ()
+
+
+def _count_shared(a: np.ndarray, b: np.ndarray) -> int:
+    length = min(len(a), len(b))
+    differs = a[:length] != b[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _build_events(samples: Sequence[Sample], nodes_of_sample: dict[int, np.ndarray]) -> dict[str, np.ndarray]:
+    """Events ordered by sample, then time."""
+    parents, targets, sample_indices, times = [], [], [], []
+    for index in sorted(nodes_of_sample):
+        sample = samples[index]
+        time_N = np.flatnonzero(np.asarray(sample.is_sampled))
+        parents.append(nodes_of_sample[index][time_N - 1])
+        targets.append(np.asarray(sample.token_ids, dtype=np.int64)[time_N])
+        sample_indices.append(np.full(len(time_N), index, dtype=np.int64))
+        times.append(time_N)
+    return {
+        "parent_E": _concatenate(parents),
+        "target_E": _concatenate(targets),
+        "sample_E": _concatenate(sample_indices),
+        "time_E": _concatenate(times),
+    }
+
+
+def _concatenate(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else EMPTY

@@ -1,0 +1,141 @@
+r"""Numbers and closed expressions compared with a reference answer.
+
+One candidate is read from a response: its last `\boxed{}`, else what follows its last `####`, else its last "answer
+is", else its last number. Writing many numbers therefore gains nothing. Plain numbers are compared exactly; anything
+else goes to math-verify. A reference that holds no answer gives None: there is no verdict to be had.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from math_verify import parse, verify
+
+from tunesmith.types import JudgeOutput
+
+NUMBER = re.compile(
+    r"(?:(?<![\w)\].])[-+])?"  # a sign, unless it is the operator of a difference or a sum
+    r"(?:(?<![A-Za-z\d.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![A-Za-z\d.])\.\d+)"
+    r"(?:[eE][-+]?\d{1,3}(?!\w))?(?:/\d+(?![\d/]))?"
+)
+STATED = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]*?\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
+SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
+MAX_EXPRESSION_CHARACTERS = 200
+"""Longer candidates are not handed to the algebra system."""
+TIMEOUT_S = 2
+RELATIVE_TOLERANCE = Fraction(1, 10**9)
+"""Of numbers that are not whole; whole numbers are compared exactly."""
+
+
+async def judge_number(task: Mapping[str, Any], response: Any) -> JudgeOutput:
+    """Reward 1.0 when the response's final answer equals `task["answer"]`, else 0.0; ready for `tune()`."""
+    score = score_numeric(read_text(response), str(task["answer"]))
+    return JudgeOutput(reward=score, metrics=None if score is None else {"accuracy": score})
+
+
+def score_numeric(text: str, answer: str) -> float | None:
+    """Tell whether `text` ends on `answer`; None if `answer` itself holds nothing to compare with."""
+    reference = extract_marked(answer) or answer.strip()
+    candidate = extract_answer(text)
+    reference_number = parse_number(reference)
+    if candidate is None:
+        return 0.0 if reference_number is not None or _parse_expression(reference) else None
+    candidate_number = parse_number(candidate)
+    if reference_number is not None and candidate_number is not None:
+        return float(is_equal(candidate_number, reference_number))
+    reference_terms = _parse_expression(reference)
+    if not reference_terms:
+        return None
+    return float(_is_equivalent(candidate, reference_terms))
+
+
+def read_text(response: Any) -> str:
+    """The text of a response: a string, a message with `get_text_content()`, or one with `content`."""
+    if isinstance(response, str):
+        return response
+    if hasattr(response, "get_text_content"):
+        return response.get_text_content() or ""
+    content = response.get("content") if isinstance(response, Mapping) else getattr(response, "content", None)
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
+    raise TypeError(f"a response of type {type(response).__name__} has no text; return a string or a message")
+
+
+def extract_answer(text: str) -> str | None:
+    """The one answer that `text` ends on, as written, or None if it states none."""
+    text = text.replace("\N{MINUS SIGN}", "-")
+    marked = extract_marked(text)
+    if marked is not None:
+        return marked
+    statements = list(STATED.finditer(text))
+    if statements:
+        rest = text[statements[-1].end() :].lstrip()
+        sentence = SENTENCE_END.split(rest, maxsplit=1)[0].rsplit("=", 1)[-1]
+        number = NUMBER.search(sentence) or NUMBER.search(rest)
+        return number.group() if number else sentence.strip(" $*.") or None
+    numbers = NUMBER.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def extract_marked(text: str) -> str | None:
+    r"""What the last `\boxed{}` holds, else what follows the last `####` on its line; None without either."""
+    start = text.rfind("\\boxed{")
+    if start >= 0:
+        boxed = _read_braces(text[start + len("\\boxed") :])
+        if boxed is not None:
+            return boxed.strip()
+    _, mark, rest = text.rpartition("####")
+    if not mark:
+        return None
+    line = rest.strip().split("\n", 1)[0]
+    number = NUMBER.search(line)
+    return number.group() if number else line.strip() or None
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The value of a text that is one number, give or take a currency, a percent sign and a unit's full stop."""
+    bare = text.strip().strip("$*").rstrip(".%").replace("\\$", "").replace("\\%", "").strip()
+    if not NUMBER.fullmatch(bare):
+        return None
+    try:
+        return Fraction(bare.replace(",", ""))
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def is_equal(left: Fraction, right: Fraction) -> bool:
+    if left.denominator == right.denominator == 1:
+        return left == right
+    return abs(left - right) <= RELATIVE_TOLERANCE * max(Fraction(1), abs(right))
+
+
+def _read_braces(text: str) -> str | None:
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[1:position]
+    return None
+
+
+def _parse_expression(text: str) -> list[Any]:
+    """Terms that math-verify reads in `text`; none when it is too long to be an answer."""
+    if len(text) > MAX_EXPRESSION_CHARACTERS:
+        return []
+    return parse(f"${text}$", parsing_timeout=_find_timeout())  # type: ignore[no-any-return]
+
+
+def _is_equivalent(candidate: str, reference_terms: list[Any]) -> bool:
+    terms = _parse_expression(candidate)
+    return bool(terms) and bool(verify(reference_terms, terms, timeout_seconds=_find_timeout()))
+
+
+def _find_timeout() -> int | None:
+    """math-verify interrupts itself by a signal, which only the main thread receives."""
+    return TIMEOUT_S if threading.current_thread() is threading.main_thread() else None

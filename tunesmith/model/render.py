@@ -1,0 +1,181 @@
+"""Messages <-> token ids.
+
+`render` makes the prompt of a conversation; `extend` makes the prompt of a conversation that goes on from a recorded
+turn: the turn's prompt, the tokens that were sampled, and the rendered rest. Sampled text is never tokenized again, so
+a conversation stays one sequence even where the template would render its past differently. `build_parser` and
+`decode` read what was sampled.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from tunesmith.model.detokenize import Detokenizer, TextStream
+from tunesmith.model.messages import Message
+from tunesmith.model.reply import THINK_CLOSE, THINK_OPEN, ReplyParser
+from tunesmith.model.template import SENTINEL, ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NUM_CACHED_PROMPTS = 512
+"""Rendered prompts kept: the runs of a group begin with the same one."""
+NUM_TAIL_IDS = 16
+"""Ids at a prompt's end that are read to see whether it opens the model's reasoning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What a request asks to be rendered."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    variables: tuple[tuple[str, Any], ...] = ()
+    """Chat template variables of the request, which override the renderer's."""
+
+
+class Renderer:
+    """Renders for one tokenizer and reads what its model samples."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        tool_call_parser: str = "hermes",
+        reasoning_parser: str = "deepseek_r1",
+        enable_thinking: bool | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer)
+        self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self.has_tool_calls = tool_call_parser == "hermes"
+        self.has_reasoning = reasoning_parser == "deepseek_r1"
+        self._detokenizer = Detokenizer(tokenizer, hidden_ids=self._template.special_ids.values())
+        self._cache: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._is_reasoning_open = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._ends_in_reasoning)
+
+    def reads(self, variable: str) -> bool:
+        """Whether the chat template mentions a variable."""
+        return self._template.reads(variable)
+
+    def render(self, prompt: Prompt) -> tuple[int, ...]:
+        """Prompt ids of a conversation, by the tokenizer's chat template."""
+        return self._encode(self._render_text(prompt))
+
+    def extend(
+        self, prompt: Prompt, *, num_old: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int], is_ended: bool
+    ) -> tuple[int, ...] | None:
+        """Prompt ids of a conversation whose first `num_old` messages end in the reply of a recorded turn.
+
+        `prompt_ids` and `sampled_ids` are the turn's; `is_ended` says that the last of these ended the reply. None
+        when the template cannot tell what it adds after the reply.
+        """
+        delta = self._render_delta(prompt, num_old)
+        end_of_turn = self._template.end_of_turn
+        if delta is None or end_of_turn is None:
+            return None
+        delta_ids = self._encode(delta)
+        end_id = self._template.special_ids[end_of_turn]
+        if not delta_ids or delta_ids[0] != end_id:
+            return None
+        if is_ended or (sampled_ids and sampled_ids[-1] == end_id):
+            delta_ids = delta_ids[1:]
+        return (*prompt_ids, *sampled_ids, *delta_ids)
+
+    def build_call_prefix(self, name: str | None, prompt_ids: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+        """Text and ids of the start of a reply that must be a tool call; with a name, of a call to it.
+
+        A reply whose prompt opened its reasoning closes it first.
+        """
+        text = self._template.call_start
+        if name is not None:
+            text += json.dumps(name, ensure_ascii=False)[1:-1] + self._template.call_middle
+        if self.is_reasoning_open(prompt_ids):
+            text = f"\n{THINK_CLOSE}\n\n{text}"
+        return text, self._encode(text)
+
+    def build_parser(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        new_call_id: Callable[[], str],
+        has_tools: bool,
+        is_single_call: bool = False,
+        stop: Sequence[str] = (),
+        prefix: str = "",
+    ) -> ReplyParser:
+        """A parser of the reply to a prompt; without tools nothing is read as a call."""
+        return ReplyParser(
+            new_call_id=new_call_id,
+            has_reasoning=self.has_reasoning,
+            is_reasoning_open=self.is_reasoning_open(prompt_ids),
+            has_tool_calls=self.has_tool_calls and has_tools,
+            is_single_call=is_single_call,
+            stop=stop,
+            prefix=prefix,
+        )
+
+    def decode(self, ids: Sequence[int], *, also_hidden: Collection[int] = ()) -> str:
+        """Text of sampled ids without special tokens."""
+        return self._detokenizer.decode(ids, also_hidden=also_hidden)
+
+    def build_text_stream(self, *, also_hidden: Collection[int] = ()) -> TextStream:
+        """Decodes ids one at a time to the same text."""
+        return self._detokenizer.build_stream(also_hidden=also_hidden)
+
+    def format_token(self, token_id: int) -> str:
+        """Text of one token, special or not."""
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    def is_reasoning_open(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the prompt ends in an opened <think>, so that the reply begins with reasoning."""
+        return self.has_reasoning and self._is_reasoning_open(tuple(prompt_ids[-NUM_TAIL_IDS:]))
+
+    def _ends_in_reasoning(self, tail_ids: tuple[int, ...]) -> bool:
+        return self.decode(tail_ids).rstrip().endswith(THINK_OPEN)
+
+    def _render_text(self, prompt: Prompt) -> str:
+        variables = {**self._variables, **dict(prompt.variables)}
+        return self._template.render(prompt.messages, tools=prompt.tools, variables=variables)
+
+    def _render_delta(self, prompt: Prompt, num_old: int) -> str | None:
+        """Text from the end of message `num_old - 1` on, beginning with the end-of-turn token.
+
+        The reply is replaced by a sentinel. Its calls are kept, with empty arguments, for templates that relate
+        results to calls; templates that show no content beside calls are asked again without them.
+        """
+        old, reply, new = prompt.messages[: num_old - 1], prompt.messages[num_old - 1], prompt.messages[num_old:]
+        stripped = Message(role="assistant", content=SENTINEL)
+        calls = tuple(replace(call, arguments="{}") for call in reply.tool_calls)
+        attempts = [replace(stripped, tool_calls=calls), stripped] if calls else [stripped]
+        for attempt in attempts:
+            try:
+                text = self._render_text(replace(prompt, messages=(*old, attempt, *new)))
+            except ValueError:
+                continue
+            if text.count(SENTINEL) != 1:
+                continue
+            after = text.partition(SENTINEL)[2]
+            special = self._template.find_special(after)
+            hoisted = [m for m in new if m.role == "system" and m.content.strip() not in after]
+            if special is not None and special == self._template.end_of_turn and not hoisted:
+                return after[after.find(special) :]
+        return None
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        ids = self._cache.get(text)
+        if ids is None:
+            ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            self._cache[text] = ids
+            if len(self._cache) > NUM_CACHED_PROMPTS:
+                self._cache.popitem(last=False)
+        else:
+            self._cache.move_to_end(text)
+        return ids

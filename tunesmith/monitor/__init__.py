@@ -1,0 +1,3 @@
+"""Where a run's numbers go: metrics.jsonl, trackers, and the console."""
+
+from __future__ import annotations

@@ -1,0 +1,113 @@
+"""What a run says on the terminal: live progress, and a line of key metrics a step.
+
+Everything goes to stderr, so that stdout keeps what a command returns. Without a terminal there are only the lines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import IO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+LINE_METRICS: Mapping[str, tuple[str, str]] = {
+    "rollout/reward_mean": ("reward", "{:.3f}"),
+    "rollout/failure_rate": ("failed", "{:.0%}"),
+    "rollout/num_sampled_tokens": ("tokens", "{:.0f}"),
+    "perf/sampled_tokens_per_s": ("tok/s", "{:.0f}"),
+    "trainer/loss": ("loss", "{:+.4f}"),
+    "trainer/grad_norm": ("grad", "{:.3f}"),
+    "trainer/mismatch_kl": ("mismatch", "{:.1e}"),
+    "perf/rollout_s": ("rollout", "{:.1f} s"),
+    "perf/train_s": ("train", "{:.1f} s"),
+}
+"""Metrics on a training step's line, with their short names, in order."""
+
+PROGRESS_METRICS = ("rollout/reward_mean", "perf/sampled_tokens_per_s")
+NUM_TIMED_STEPS = 20
+"""The time to go is judged by so many steps."""
+
+
+class ConsoleProgress:
+    """The terminal's part of a run of `total_steps`, of which `first_step` are done."""
+
+    def __init__(
+        self,
+        *,
+        first_step: int,
+        total_steps: int,
+        has_progress: bool,
+        log_interval_steps: int,
+        stream: IO[str] | None = None,
+    ) -> None:
+        self._console = RichConsole(file=stream, stderr=stream is None, highlight=False, soft_wrap=True)
+        self._total_steps = total_steps
+        self._interval = log_interval_steps
+        self._started = time.monotonic()
+        self._ends: deque[tuple[int, float]] = deque([(first_step, self._started)], maxlen=NUM_TIMED_STEPS + 1)
+        self._progress: Progress | None = None
+        if has_progress and self._console.is_terminal:
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[numbers]}"),
+                TextColumn("{task.fields[status]}", style="dim"),
+                console=self._console,
+            )
+            self._bar = self._progress.add_task("", total=total_steps, completed=first_step, numbers="", status="")
+            self._progress.start()
+
+    def show_status(self, text: str) -> None:
+        """Say what the run is doing within its step; only live progress shows it."""
+        if self._progress is not None:
+            self._progress.update(self._bar, status=text)
+
+    def show_line(self, text: str) -> None:
+        """Print a line above the progress."""
+        self._console.print(text, markup=False)
+
+    def show_train(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A training step ended."""
+        self._ends.append((step, time.monotonic()))
+        eta = f"eta {format_duration(self._compute_remaining_s(step))}"
+        if self._progress is not None:
+            numbers = [format_metric(name, metrics) for name in PROGRESS_METRICS if name in metrics]
+            self._progress.update(self._bar, completed=step, numbers="  ".join([*numbers, eta]))
+        if step % self._interval == 0 or step == self._total_steps:
+            shown = [format_metric(name, metrics) for name in LINE_METRICS if name in metrics]
+            width = len(str(self._total_steps))
+            self.show_line("  ".join([f"step {step:{width}d}/{self._total_steps}", *shown, eta]))
+
+    def show_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation ended."""
+        shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()]
+        self.show_line("  ".join([f"eval at step {step}", *shown]))
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _compute_remaining_s(self, step: int) -> float:
+        first_step, first_time = self._ends[0]
+        seconds_a_step = (self._ends[-1][1] - first_time) / max(step - first_step, 1)
+        return seconds_a_step * max(self._total_steps - step, 0)
+
+
+def format_metric(name: str, metrics: Mapping[str, float]) -> str:
+    label, form = LINE_METRICS[name]
+    return f"{label} {form.format(metrics[name])}"
+
+
+def format_duration(seconds: float) -> str:
+    """`42 s`, `3 min 05 s` or `2 h 07 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,67 @@
+"""metrics.jsonl: one JSON object a line, `{"step": 3, "kind": "train", "trainer/loss": 0.1, ...}`.
+
+A line is appended by one write and brought to the disk. A kill may leave half a line at the end, which readers skip and
+a resumed run removes together with all lines of steps that were not committed. A number that is not finite is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from tunesmith.errors import StorageError
+from tunesmith.storage import open_atomic, storage_errors
+
+Kind = Literal["train", "eval"]
+TIME_PREFIX = "perf/"
+"""Metrics that measure time, and nothing else, are named so: all others are equal in equal runs."""
+
+
+class MetricsFile:
+    """Appends to metrics.jsonl, after removing what lies past the last commit (all of it when there is none)."""
+
+    def __init__(self, path: Path, *, committed_step: int | None) -> None:
+        self._path = path
+        kept = [] if committed_step is None else [r for r in load_metrics(path) if r["step"] <= committed_step]
+        with open_atomic(path) as file:
+            file.write("".join(format_line(record) for record in kept).encode())
+        with storage_errors(path, "write"):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def append(self, step: int, kind: Kind, metrics: Mapping[str, float]) -> None:
+        """Write one line."""
+        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        line = format_line({"step": step, "kind": kind} | finite).encode()
+        with storage_errors(self._path, "write"):
+            written = os.write(self._descriptor, line)
+            if written < len(line):
+                os.truncate(self._path, self._path.stat().st_size - written)
+                raise StorageError(f"cannot write {self._path}: no space is left on the disk")
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def load_metrics(path: Path, *, has_times: bool = True) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, none when there is no file; without times, equal runs give equal records."""
+    if not path.exists():
+        return []
+    with storage_errors(path, "read"):
+        lines = path.read_text().split("\n")[:-1]
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise StorageError(f"cannot read {path}: line {number} is not JSON ({error})") from error
+        records.append({key: v for key, v in record.items() if has_times or not key.startswith(TIME_PREFIX)})
+    return records
+
+
+def format_line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"

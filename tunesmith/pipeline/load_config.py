@@ -1,0 +1,197 @@
+"""Run files to `RunConfig`, and back.
+
+A file is YAML as OmegaConf reads it: `${oc.env:VAR,default}`, `${other.key}` and `1e-6` work. Dotted overrides come
+after it and win. Whatever is wrong is said in sentences that name the dotted key, what came and what is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from tunesmith.config import RunConfig, Section
+from tunesmith.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One knob as help and documents list it."""
+
+    key: str
+    """Dotted; `<name>` stands for a name that the user chooses."""
+    type: str
+    default: str
+    description: str
+
+
+def load_config(
+    path: Path | str | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """Read a run file, or none, and apply nested values over it, then `a.b=value` overrides."""
+    merged = OmegaConf.create() if path is None else load_yaml(Path(path))
+    if values:
+        merged = OmegaConf.merge(merged, OmegaConf.create(escape_interpolations(dict(values))))
+        assert isinstance(merged, DictConfig)
+    for override in overrides:
+        merged = apply_override(merged, override)
+    try:
+        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or path}: {first_line(error)}") from error
+    assert isinstance(resolved, dict)
+    return build_config(resolved)
+
+
+def load_yaml(path: Path) -> DictConfig:
+    """Read a file that holds one mapping."""
+    try:
+        loaded = OmegaConf.load(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no config file {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the config file {path}: {first_line(error)}") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {error.full_key or 'a value'}: {first_line(error)}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path} must hold a mapping of keys to values, not a list")
+    return loaded
+
+
+def apply_override(config: DictConfig, override: str) -> DictConfig:
+    """Set one dotted key to a value written as in YAML."""
+    key, equals, _ = override.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            f"override {override!r} is not of the form key=value, for instance trainer.learning_rate=1e-5"
+        )
+    try:
+        merged = OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"override {override!r} cannot be applied: {first_line(error)}") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def build_config(values: Mapping[str, Any]) -> RunConfig:
+    """Check plain values; every fault becomes a clause of one `ConfigError`."""
+    try:
+        return RunConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError("; ".join(describe_fault(fault) for fault in error.errors())) from error
+
+
+def describe_fault(fault: ErrorDetails) -> str:
+    """What is wrong at which dotted key, what came and what is allowed."""
+    kind, parts = fault["type"], [str(part) for part in fault["loc"]]
+    if kind == "unknown_key":
+        context = fault["ctx"]
+        return f"{'.'.join([*parts, context['key']])} is not a known key: {context['hint']}"
+    key = ".".join(parts)
+    if kind == "missing":
+        return f"{key} is required"
+    if kind == "value_error":
+        message = fault["msg"].removeprefix("Value error, ")
+        return f"{key}: {message}" if key else message
+    if kind == "model_type":
+        return f"{key} must be a mapping of keys to values, got {fault['input']!r}"
+    return f"{key} {fault['msg'].replace('Input should', 'must', 1)}, got {fault['input']!r}"
+
+
+def dump_config(config: RunConfig) -> str:
+    """The whole config as YAML that `load_config` reads back to an equal one."""
+    text: str = OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(config.model_dump(mode="json"))))
+    return text
+
+
+def escape_interpolations(value: Any) -> Any:
+    """Text with `${` becomes `\\${`, and backslashes right before it double, so that OmegaConf takes it as it is."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {key: escape_interpolations(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [escape_interpolations(inner) for inner in value]
+    return value
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON schema of a run file."""
+    return RunConfig.model_json_schema()
+
+
+def describe_options() -> list[Option]:
+    """Every knob of a run file in the order of `config.py`."""
+    return list(iter_options(RunConfig, prefix=""))
+
+
+def iter_options(section: type[Section], *, prefix: str) -> Iterator[Option]:
+    """The knobs of one section and, in place, of the sections inside it."""
+    for name, field in section.model_fields.items():
+        inner, is_mapping = find_section(field.annotation)
+        if inner is not None:
+            yield from iter_options(inner, prefix=f"{prefix}{name}.<name>." if is_mapping else f"{prefix}{name}.")
+        else:
+            yield Option(
+                key=prefix + name,
+                type=describe_type(field.annotation),
+                default=describe_default(field),
+                description=field.description or "",
+            )
+
+
+def find_section(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """The section that a field holds, if it does, and whether it holds several by name."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, False
+    if get_origin(annotation) is dict:
+        return find_section(get_args(annotation)[1])[0], True
+    if get_origin(annotation) in (Union, UnionType):
+        for part in get_args(annotation):
+            inner, is_mapping = find_section(part)
+            if inner is not None:
+                return inner, is_mapping
+    return None, False
+
+
+def describe_type(annotation: Any) -> str:
+    """A type in the words of a help page."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if origin is Literal:
+        return "|".join(str(part) for part in parts)
+    if origin in (Union, UnionType):
+        return "|".join(describe_type(part) for part in parts)
+    if origin is tuple:
+        inner = [describe_type(part) for part in parts if part is not Ellipsis]
+        return f"list of {inner[0]}" if Ellipsis in parts else f"[{', '.join(inner)}]"
+    if origin is dict:
+        return f"mapping of {describe_type(parts[0])} to {describe_type(parts[1])}"
+    return "any" if annotation is Any else annotation.__name__
+
+
+def describe_default(field: FieldInfo) -> str:
+    """A default as it would be written in YAML."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, tuple):
+        value = list(value)
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

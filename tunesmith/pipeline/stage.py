@@ -1,0 +1,111 @@
+"""The stage on which agents act: the trained model, its helpers, the user's functions, and running tasks on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tunesmith.config import RunConfig
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.monitor.monitor import Monitor
+from tunesmith.pipeline.evaluate import EvaluationResult, compute_evaluation
+from tunesmith.pipeline.policy import Auxiliary, BuildModel, Policy, build_sampling, load_auxiliary, load_policy
+from tunesmith.rollout.groups import run_groups
+from tunesmith.rollout.runner import Agent
+from tunesmith.rollout.seeds import derive_seed
+from tunesmith.types import Group, JudgeType, Sampling, Task, Trajectory, WorkflowType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Everything that a rollout needs."""
+
+    policy: Policy
+    auxiliaries: Mapping[str, Auxiliary]
+    agent: Agent
+    max_concurrency: int
+
+    @property
+    def engines(self) -> list[LocalEngine]:
+        """The engines of all local models, the trained one first."""
+        helpers = [auxiliary.engine for auxiliary in self.auxiliaries.values() if auxiliary.engine is not None]
+        return [self.policy.engine, *helpers]
+
+
+def load_stage(
+    config: RunConfig, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel
+) -> Stage:
+    """Load the models of a run."""
+    policy = load_policy(config.model, config.engine, build_model=build_model)
+    auxiliaries = {
+        name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
+        for name, section in config.auxiliary_models.items()
+    }
+    agent = Agent(workflow=workflow, judge=judge, timeout_s=config.rollout.timeout_s)
+    return Stage(
+        policy=policy, auxiliaries=auxiliaries, agent=agent, max_concurrency=config.rollout.max_concurrency
+    )
+
+
+async def collect_groups(
+    stage: Stage,
+    tasks: Sequence[Task],
+    *,
+    group_size: int,
+    seed: int,
+    step: int,
+    monitor: Monitor | None = None,
+    sampling: Sampling | None = None,
+) -> list[Group]:
+    """Run the agent `group_size` times on each task. The trained model's engine must be sampling."""
+    for engine in stage.engines[1:]:
+        engine.resume(0)  # helpers never change; an empty prefix cache makes a phase a function of its seed
+    num_expected, num_done = len(tasks) * group_size, 0
+
+    def count(trajectory: Trajectory) -> None:
+        nonlocal num_done
+        num_done += 1
+        if monitor is not None:
+            monitor.show_status(f"{num_done}/{num_expected} rollouts")
+
+    return await run_groups(
+        tasks,
+        group_size=group_size,
+        agent=stage.agent,
+        model=stage.policy.service,
+        auxiliary_models={name: auxiliary.source for name, auxiliary in stage.auxiliaries.items()},
+        seed=seed,
+        step=step,
+        sampling=sampling,
+        max_concurrency=stage.max_concurrency,
+        on_progress=count,
+    )
+
+
+async def evaluate_all(
+    config: RunConfig,
+    stage: Stage,
+    eval_tasks: Mapping[str, Sequence[Task]],
+    *,
+    policy_version: int,
+    monitor: Monitor | None = None,
+) -> dict[str, EvaluationResult]:
+    """Try every held-out set with the weights as they are; the draws are the same at every evaluation."""
+    sampling = build_sampling(config.model, temperature=config.evaluation.temperature)
+    results = {}
+    for name, tasks in eval_tasks.items():
+        stage.policy.engine.resume(policy_version)
+        groups = await collect_groups(
+            stage,
+            tasks,
+            group_size=config.evaluation.num_samples,
+            seed=derive_seed(config.seed, "evaluation", name),
+            step=0,
+            monitor=monitor,
+            sampling=sampling,
+        )
+        stage.policy.engine.pause()
+        results[name] = compute_evaluation(name, groups, policy_version=policy_version, seed=config.seed)
+    stage.policy.engine.compute_stats()
+    stage.policy.service.recorder.compute_stats()
+    return results

@@ -1,0 +1,163 @@
+"""All trajectories of a step -> groups, and their numbers.
+
+Trajectories start in a fixed order, at most `max_concurrency` at once, and each has a seed of its own, so that what
+they sample does not depend on when they ran. Failures stay in their group, unscored; too many of them stop the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
+
+from tunesmith.errors import RolloutError
+from tunesmith.rollout.runner import Agent, run_trajectory
+from tunesmith.rollout.seeds import derive_seed
+from tunesmith.rollout.service import ModelSource
+from tunesmith.rollout.watchdog import watch_loop
+from tunesmith.types import FailureWhere, Group, Sampling, StopReason, Task, Trajectory
+
+NUM_SHOWN_CAUSES = 5
+
+OnProgress = Callable[[Trajectory], None]
+"""Called with each trajectory as it ends."""
+
+
+async def run_groups(
+    tasks: Sequence[Task],
+    *,
+    group_size: int,
+    agent: Agent,
+    model: ModelSource,
+    auxiliary_models: Mapping[str, ModelSource] | None = None,
+    seed: int,
+    step: int,
+    sampling: Sampling | None = None,
+    max_concurrency: int,
+    on_progress: OnProgress | None = None,
+) -> list[Group]:
+    """Run the agent `group_size` times on each task; groups come back in the order of the tasks."""
+    slots = asyncio.Semaphore(max_concurrency)
+
+    async def run_one(position: int, run_index: int) -> Trajectory:
+        task = tasks[position]
+        try:
+            trajectory = await run_trajectory(
+                task,
+                run_index,
+                agent=agent,
+                model=model,
+                auxiliary_models=auxiliary_models or {},
+                seed=derive_seed(seed, step, position, task.task_id, run_index),
+                order=(position, run_index),
+                sampling=sampling,
+            )
+        finally:
+            slots.release()
+        if on_progress is not None:
+            on_progress(trajectory)
+        return trajectory
+
+    running: list[asyncio.Task[Trajectory]] = []
+    with watch_loop(agent.logger):
+        try:
+            for position in range(len(tasks)):
+                for run_index in range(group_size):
+                    await slots.acquire()
+                    running.append(asyncio.create_task(run_one(position, run_index)))
+            trajectories = await asyncio.gather(*running)
+        finally:
+            await _cancel_all(running)
+    return [
+        Group(task=task, trajectories=tuple(trajectories[position * group_size : (position + 1) * group_size]))
+        for position, task in enumerate(tasks)
+    ]
+
+
+async def _cancel_all(running: Sequence[asyncio.Task[Trajectory]]) -> None:
+    pending = [each for each in running if not each.done()]
+    for each in pending:
+        each.cancel()
+    if pending:
+        await asyncio.wait(pending)
+
+
+def check_failures(groups: Sequence[Group], max_failure_rate: float) -> None:
+    """Raise a RolloutError with the commonest causes when more than this share of the trajectories failed."""
+    failures = [t.failure for group in groups for t in group.trajectories if t.failure is not None]
+    num_trajectories = sum(len(group.trajectories) for group in groups)
+    if not num_trajectories or len(failures) / num_trajectories <= max_failure_rate:
+        return
+    causes = Counter(f"{failure.where}: {failure.message}" for failure in failures)
+    shown = [f"{count} x {cause}" for cause, count in causes.most_common(NUM_SHOWN_CAUSES)]
+    if len(causes) > len(shown):
+        shown.append(f"and {len(causes) - len(shown)} more causes")
+    raise RolloutError(
+        f"{len(failures)} of {num_trajectories} rollouts failed, more than max_failure_rate={max_failure_rate:g} "
+        f"allows:\n  " + "\n  ".join(shown)
+    )
+
+
+def compute_rollout_metrics(groups: Sequence[Group], *, prefix: str = "rollout") -> dict[str, float]:
+    """Rewards, failures, turns, tokens, stop reasons, and what users report.
+
+    Names without a further slash are ours; what workflows and judges report is `rollout/<metric>/mean`, `/max`, `/min`.
+    Rewards and reports are of scored trajectories, tokens and turns of all.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    metrics = _compute_rewards([t.reward for t in trajectories if t.reward is not None])
+    metrics |= _compute_failures(trajectories) | _compute_sizes(trajectories)
+    metrics |= _compute_reported([t.metrics for t in trajectories if t.failure is None])
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def _compute_rewards(rewards: Sequence[float]) -> dict[str, float]:
+    if not rewards:
+        return {}
+    return {
+        "reward_mean": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+    }
+
+
+def _compute_failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    places = Counter(t.failure.where for t in trajectories if t.failure is not None)
+    metrics = {f"num_failed_{where}": float(places[where]) for where in get_args(FailureWhere)}
+    metrics["num_trajectories"] = float(len(trajectories))
+    metrics["num_failed"] = float(places.total())
+    return metrics
+
+
+def _compute_sizes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    reasons = Counter(turn.stop_reason for turn in turns)
+    num_sampled = [sum(len(turn.sampled_ids) for turn in t.turns) for t in trajectories]
+    metrics = {f"num_stop_{reason}": float(reasons[reason]) for reason in get_args(StopReason)}
+    metrics["num_turns"] = float(len(turns))
+    metrics["num_sampled_tokens"] = float(sum(num_sampled))
+    metrics["num_prompt_tokens"] = float(sum(len(turn.prompt_ids) for turn in turns))
+    if trajectories:
+        metrics["turns_mean"] = len(turns) / len(trajectories)
+        metrics["sampled_tokens_mean"] = statistics.fmean(num_sampled)
+        metrics["sampled_tokens_max"] = float(max(num_sampled))
+        metrics["duration_s_mean"] = statistics.fmean(t.duration_s for t in trajectories)
+        metrics["duration_s_max"] = max(t.duration_s for t in trajectories)
+    if turns:
+        metrics["sampled_tokens_per_turn_mean"] = sum(num_sampled) / len(turns)
+        metrics["prompt_tokens_per_turn_mean"] = metrics["num_prompt_tokens"] / len(turns)
+    return metrics
+
+
+def _compute_reported(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for report in reports:
+        for name, value in report.items():
+            values.setdefault(name, []).append(value)
+    metrics: dict[str, float] = {}
+    for name, given in values.items():
+        metrics |= {f"{name}/mean": statistics.fmean(given), f"{name}/max": max(given), f"{name}/min": min(given)}
+    return metrics

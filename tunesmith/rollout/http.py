@@ -1,0 +1,50 @@
+"""The endpoint over HTTP, for agents in other processes and languages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+SHUTDOWN_GRACE_S = 2
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the process's signals to the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def serve_app(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    """Serve an app from the running event loop and yield its URL; port 0 takes a free one."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        lifespan="off",
+        access_log=False,
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+    )
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        server = _Server(config)
+        task = asyncio.ensure_future(server.serve(sockets=[listener]))
+        try:
+            while not server.started:
+                if task.done():
+                    task.result()
+                    raise RuntimeError(f"the server on {host}:{port} ended before it started")
+                await asyncio.sleep(0.005)
+            shown = f"[{host}]" if ":" in host else host
+            yield f"http://{shown}:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await asyncio.wait({task})

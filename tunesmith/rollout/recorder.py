@@ -1,0 +1,298 @@
+"""Sessions: who may sample, and what was sampled.
+
+A session is one trajectory's right to call the model; its key is the API key. Each call gets its index, its seed and
+its place in the queue on arrival. Every sampled token ends up in exactly one `Turn`, also when the client goes away or
+the engine fails. A closed session answers nothing and records nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from tunesmith.model.messages import MatchKey, Message, compute_match_keys
+from tunesmith.model.render import Prompt, Renderer
+from tunesmith.rollout.seeds import derive_seed
+from tunesmith.types import Completion, Engine, OnToken, Sampling, Turn
+
+Place = tuple[int, int]
+"""Index of a call in its session, and of a choice in its call."""
+
+
+class EngineError(RuntimeError):
+    """The engine could not serve a request; the trajectory fails."""
+
+
+class SessionClosedError(RuntimeError):
+    """The trajectory ended while the request was in flight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One admitted request."""
+
+    index: int
+    """Counts the session's requests in order of arrival."""
+    prompt: Prompt
+    prompt_ids: tuple[int, ...]
+    keys: tuple[MatchKey, ...]
+    scope: str
+    """Tools and template variables; turns are gone on from within one scope only."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Draft:
+    """What a choice in flight has sampled so far."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    task: asyncio.Future[Completion] | None = None
+    sampled_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+
+    def to_turn(self) -> Turn:
+        return Turn(
+            prompt_ids=self.prompt_ids,
+            sampled_ids=tuple(self.sampled_ids),
+            logprobs=tuple(self.logprobs),
+            policy_versions=tuple(self.policy_versions),
+            distribution=self.sampling.distribution,
+            stop_reason="cancelled",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reply:
+    """A finished turn and the conversation that it ends, to go on from."""
+
+    place: Place
+    turn: Turn
+    keys: tuple[MatchKey, ...]
+    scope: str
+
+
+class Session:
+    """One trajectory's calls; `Recorder.open_session` makes it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        *,
+        key: str,
+        seed: int,
+        order: tuple[int, ...],
+        sampling: Sampling,
+        has_recording: bool,
+    ) -> None:
+        self.key = key
+        self.sampling = sampling
+        """How a request that names nothing else is sampled."""
+        self.is_closed = False
+        self.engine_error: str | None = None
+        """Type and message of the first error the engine raised."""
+        self.num_calls = 0
+        self.num_extended = 0
+        """Calls whose prompt goes on from a recorded turn."""
+        self.num_unextended = 0
+        """Calls rendered anew although they go on from a recorded turn: the template could not tell what it adds."""
+        self.num_repeats = 0
+        """Calls that ask what was asked before: retries, or several answers to one question."""
+        self._engine = engine
+        self._renderer = renderer
+        self._seed = seed
+        self._order = order
+        self._has_recording = has_recording
+        self._num_tool_calls = 0
+        self._drafts: dict[Place, _Draft] = {}
+        self._turns: dict[Place, Turn] = {}
+        self._replies: dict[int, _Reply] = {}
+        self._asked: set[tuple[int, str]] = set()
+
+    def admit(self, prompt: Prompt) -> Call:
+        """Take a request in: fix its index and make its prompt, from a recorded turn where one fits."""
+        index, self.num_calls = self.num_calls, self.num_calls + 1
+        keys = compute_match_keys(prompt.messages)
+        scope = json.dumps([prompt.tools, prompt.variables], sort_keys=True, default=str)
+        asked = (hash(keys), scope)
+        self.num_repeats += asked in self._asked
+        self._asked.add(asked)
+        prompt_ids = self._extend(prompt, keys, scope)
+        if prompt_ids is None:
+            prompt_ids = self._renderer.render(prompt)
+        return Call(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
+
+    def _extend(self, prompt: Prompt, keys: tuple[MatchKey, ...], scope: str) -> tuple[int, ...] | None:
+        """Go on from the recorded turn that ends the longest part of the conversation."""
+        for num_old, digest in reversed(list(_iter_reply_digests(keys, scope))):
+            reply = self._replies.get(digest)
+            if reply is None or reply.keys != keys[:num_old] or reply.scope != scope:
+                continue
+            prompt_ids = self._renderer.extend(
+                prompt,
+                num_old=num_old,
+                prompt_ids=reply.turn.prompt_ids,
+                sampled_ids=reply.turn.sampled_ids,
+                is_ended=reply.turn.stop_reason == "eos",
+            )
+            self.num_extended += prompt_ids is not None
+            self.num_unextended += prompt_ids is None
+            return prompt_ids
+        return None
+
+    async def generate(
+        self,
+        call: Call,
+        choice: int,
+        sampling: Sampling,
+        *,
+        seed: int | None = None,
+        prefix_ids: tuple[int, ...] = (),
+        on_token: OnToken | None = None,
+    ) -> Completion:
+        """Sample one choice of a call and record it.
+
+        A request's own `seed` is mixed with the session's, so that it repeats within a trajectory and not across a
+        group. `prefix_ids` begin the reply without having been sampled.
+        """
+        place = (call.index, choice)
+        parts = (call.index, choice) if seed is None else ("request", seed, choice)
+        sampling = replace(sampling, seed=derive_seed(self._seed, *parts))
+        draft = _Draft(prompt_ids=call.prompt_ids + prefix_ids, sampling=sampling)
+
+        def add_token(token_id: int, logprob: float) -> None:
+            draft.sampled_ids.append(token_id)
+            draft.logprobs.append(logprob)
+            draft.policy_versions.append(self._engine.policy_version)
+            if on_token is not None:
+                on_token(token_id, logprob)
+
+        draft.task = asyncio.ensure_future(
+            self._engine.generate(draft.prompt_ids, sampling, order=(*self._order, *place), on_token=add_token)
+        )
+        self._drafts[place] = draft
+        try:
+            completion = await draft.task
+        except asyncio.CancelledError:
+            self._record(place, draft.to_turn())
+            if self.is_closed:
+                raise SessionClosedError from None
+            raise
+        except Exception as error:  # whatever the engine raises fails this trajectory, by name
+            self._record(place, draft.to_turn())
+            message = f"{type(error).__name__}: {error}"
+            self.engine_error = self.engine_error or message
+            raise EngineError(message) from error
+        self._record(place, _build_turn(draft, completion))
+        if self.is_closed:
+            raise SessionClosedError
+        return completion
+
+    def _record(self, place: Place, turn: Turn) -> None:
+        if self._drafts.pop(place, None) is not None and self._has_recording:
+            self._turns[place] = turn
+
+    def remember(self, call: Call, choice: int, reply: Message) -> None:
+        """Let later conversations go on from this choice, now that the client is told what it says."""
+        place = (call.index, choice)
+        turn = self._turns.get(place)
+        if turn is None:
+            return
+        keys = call.keys + compute_match_keys([reply])
+        *_, (_, digest) = _iter_reply_digests(keys, call.scope)
+        known = self._replies.get(digest)
+        if known is None or known.place < place:
+            self._replies[digest] = _Reply(place=place, turn=turn, keys=keys, scope=call.scope)
+
+    def build_call_id(self) -> str:
+        """Id of the next tool call: nine letters and digits, which is what the strictest templates want."""
+        self._num_tool_calls += 1
+        return f"call{self._num_tool_calls:05d}"
+
+    def close(self) -> tuple[Turn, ...]:
+        """End the session: calls in flight are cancelled, and the turns come back in order of arrival."""
+        self.is_closed = True
+        for place, draft in list(self._drafts.items()):
+            self._record(place, draft.to_turn())
+            if draft.task is not None:
+                draft.task.cancel()
+        return tuple(self._turns[place] for place in sorted(self._turns))
+
+
+def _build_turn(draft: _Draft, completion: Completion) -> Turn:
+    assert completion.sampled_ids == tuple(draft.sampled_ids), "the engine reports each token it samples"
+    return Turn(
+        prompt_ids=draft.prompt_ids,
+        sampled_ids=completion.sampled_ids,
+        logprobs=completion.logprobs,
+        policy_versions=completion.policy_versions,
+        distribution=draft.sampling.distribution,
+        stop_reason=completion.stop_reason,
+    )
+
+
+def _iter_reply_digests(keys: Sequence[MatchKey], scope: str) -> Iterator[tuple[int, int]]:
+    """For each assistant message: how many messages end with it, and a digest of those."""
+    digest = hash(scope)
+    for num_messages, key in enumerate(keys, start=1):
+        digest = hash((digest, key))
+        if key[0] == "assistant":
+            yield num_messages, digest
+
+
+class Recorder:
+    """The open sessions of one engine, by key."""
+
+    def __init__(self, engine: Engine, renderer: Renderer) -> None:
+        self.engine = engine
+        self.renderer = renderer
+        self._sessions: dict[str, Session] = {}
+        self._stats: dict[str, float] = {}
+
+    def open_session(
+        self,
+        *,
+        seed: int,
+        sampling: Sampling,
+        order: tuple[int, ...] = (),
+        key: str | None = None,
+        has_recording: bool = True,
+    ) -> Session:
+        """Open a session; without a key it gets one that cannot be guessed.
+
+        `order` comes before the call's index in the engine's queue. Without recording nothing is kept, and each
+        conversation is rendered as the template has it: the way for models that are not trained.
+        """
+        key = secrets.token_urlsafe(16) if key is None else key
+        if key in self._sessions:
+            raise ValueError(f"session {key!r} is already open")
+        session = Session(
+            self.engine,
+            self.renderer,
+            key=key,
+            seed=seed,
+            order=order,
+            sampling=sampling,
+            has_recording=has_recording,
+        )
+        self._sessions[key] = session
+        return session
+
+    def close_session(self, key: str) -> tuple[Turn, ...]:
+        """End a session and return its turns in order of arrival."""
+        session = self._sessions.pop(key)
+        for name in ("num_calls", "num_extended", "num_unextended", "num_repeats"):
+            self._stats[f"rollout/{name}"] = self._stats.get(f"rollout/{name}", 0.0) + getattr(session, name)
+        return session.close()
+
+    def find_session(self, key: str) -> Session | None:
+        return self._sessions.get(key)
+
+    def compute_stats(self) -> dict[str, float]:
+        """Counters of the sessions closed since the last call."""
+        stats, self._stats = self._stats, {}
+        return stats

@@ -1,0 +1,115 @@
+"""Models that workflows get: each bound to one trajectory, all served by one engine.
+
+A `ModelService` puts an engine behind the endpoint and hands out models whose client reaches it in process. The shared
+HTTP client is made once; a trajectory costs a key and a copy of the client. A `FixedModel` is a model that is not
+ours: every trajectory gets the same object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+
+from tunesmith.model.render import Renderer
+from tunesmith.rollout.chat_model import ChatModel, Endpoint, build_client
+from tunesmith.rollout.http import serve_app
+from tunesmith.rollout.recorder import Recorder, Session
+from tunesmith.rollout.server import build_app
+from tunesmith.rollout.transport import InProcessTransport
+from tunesmith.types import Engine, Sampling, Turn
+
+IN_PROCESS_URL = "http://tunesmith.invalid"
+"""Reached by the shared client only; no server listens there."""
+
+BuildModel = Callable[[Endpoint], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A model that one trajectory holds."""
+
+    model: Any
+    session: Session | None
+    """None when calls are not ours to record."""
+
+
+class ModelSource(Protocol):
+    """Where trajectories get a model from."""
+
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> Lease: ...
+
+    def close(self, lease: Lease) -> tuple[Turn, ...]: ...
+
+
+class FixedModel:
+    """A model elsewhere, such as one at a URL: nothing is seeded and nothing recorded."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> Lease:
+        return Lease(model=self._model, session=None)
+
+    def close(self, lease: Lease) -> tuple[Turn, ...]:
+        return ()
+
+
+class ModelService:
+    """One engine's endpoint and the models bound to it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        *,
+        model_name: str,
+        sampling: Sampling,
+        build_model: BuildModel = ChatModel,
+        has_recording: bool = True,
+    ) -> None:
+        """`sampling` holds what requests leave open; `has_recording` is False for models that are not trained."""
+        self.recorder = Recorder(engine, renderer)
+        self.app = build_app(self.recorder, model_name=model_name)
+        self.base_url = f"{IN_PROCESS_URL}/v1"
+        """Changes to a real URL while the endpoint is served over HTTP."""
+        self._model_name = model_name
+        self._sampling = sampling
+        self._build_model = build_model
+        self._has_recording = has_recording
+        self._http_client = httpx.AsyncClient(transport=InProcessTransport(self.app))
+        self._client = build_client(base_url=f"{IN_PROCESS_URL}/v1", api_key="none", http_client=self._http_client)
+
+    def open(self, *, seed: int, order: tuple[int, ...] = (), sampling: Sampling | None = None) -> Lease:
+        """A model bound to a new session; `sampling` overrides the service's."""
+        session = self.recorder.open_session(
+            seed=seed, order=order, sampling=sampling or self._sampling, has_recording=self._has_recording
+        )
+        endpoint = Endpoint(
+            base_url=self.base_url,
+            api_key=session.key,
+            model_name=self._model_name,
+            client=self._client.with_options(api_key=session.key),
+        )
+        return Lease(model=self._build_model(endpoint), session=session)
+
+    def close(self, lease: Lease) -> tuple[Turn, ...]:
+        """End the session and return what it recorded."""
+        assert lease.session is not None
+        return self.recorder.close_session(lease.session.key)
+
+    @contextlib.asynccontextmanager
+    async def serve(self, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+        """Serve the endpoint over HTTP as well; models that are opened meanwhile carry its URL."""
+        async with serve_app(self.app, host=host, port=port) as url:
+            before, self.base_url = self.base_url, f"{url}/v1"
+            try:
+                yield self.base_url
+            finally:
+                self.base_url = before
+
+    async def aclose(self) -> None:
+        await self._http_client.aclose()

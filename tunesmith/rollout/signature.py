@@ -1,0 +1,58 @@
+"""What a workflow and a judge may look like, checked before any model loads.
+
+The names, the order of the checks and their messages are AgentScope's; that the function must be async is ours, since
+a plain function would only fail inside the first rollout.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+OPTIONAL_PARAMETERS = frozenset({"auxiliary_models", "logger"})
+WORKFLOW_PARAMETERS = frozenset({"task", "model"})
+JUDGE_PARAMETERS = frozenset({"task", "response"})
+
+
+def check_workflow_function(func: Callable[..., Any]) -> None:
+    """Raise a ValueError unless `func` is `async f(task, model[, auxiliary_models][, logger])`."""
+    _check_parameters(func, WORKFLOW_PARAMETERS)
+    _check_async(func, "workflow")
+
+
+def check_judge_function(func: Callable[..., Any]) -> None:
+    """Raise a ValueError unless `func` is `async f(task, response[, auxiliary_models][, logger])`."""
+    _check_parameters(func, JUDGE_PARAMETERS)
+    _check_async(func, "judge")
+
+
+def list_parameters(func: Callable[..., Any]) -> frozenset[str]:
+    """Names of the parameters that a checked function takes."""
+    return frozenset(inspect.signature(func).parameters)
+
+
+def _check_parameters(func: Callable[..., Any], essential: frozenset[str]) -> None:
+    parameters = inspect.signature(func).parameters
+    for name, parameter in parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            raise ValueError(f"*args parameter is not allowed: *{name}")
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            raise ValueError(f"**kwargs parameter is not allowed: **{name}")
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise ValueError(f"positional-only parameter is not allowed: {name}; arguments are passed by name")
+    missing = sorted(essential - parameters.keys())
+    if missing:
+        raise ValueError(f"Missing essential parameters: {missing}")
+    disallowed = sorted(parameters.keys() - essential - OPTIONAL_PARAMETERS)
+    if disallowed:
+        raise ValueError(f"Contains disallowed parameters: {disallowed}")
+
+
+def _check_async(func: Callable[..., Any], role: str) -> None:
+    inner = func.func if isinstance(func, functools.partial) else func
+    is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+    if not is_async:
+        name = getattr(inner, "__qualname__", type(inner).__name__)
+        raise ValueError(f"the {role} function {name} must be async: define it with `async def`")

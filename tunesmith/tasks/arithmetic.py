@@ -1,0 +1,178 @@
+"""Word problems of arithmetic, made from a seed: what the pocket model learns on.
+
+A problem is a template filled with a name, a thing and whole numbers up to 999; its expression has one to three
+operations and every intermediate result is a whole number, zero or more. Whether a question is held out is a property
+of its text (a hash), so train and test sets are disjoint whatever their seeds and sizes.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import operator
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+
+Split = Literal["train", "test"]
+
+NAMES = ("Tom", "Ann", "Bob", "Eve", "Sam", "Mia", "Leo", "Zoe", "Max", "Ivy")
+THINGS = ("apples", "pens", "books", "coins", "cards", "shells", "eggs", "cups", "stamps", "balls")
+HELD_OUT_SHARE = 8
+"""One question in so many is held out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A text with places for numbers a, b, c, d, and the expression that answers it."""
+
+    text: str
+    expression: str
+    ranges: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One row of the data set."""
+
+    question: str
+    answer: str
+    expression: str
+    num_operations: int
+
+
+LARGE, MEDIUM, SMALL = (100, 999), (10, 99), (2, 9)
+
+TEMPLATES = (
+    Template(
+        text="{name} has {a} {thing} and buys {b} more. How many now?",
+        expression="{a} + {b}",
+        ranges={"a": LARGE, "b": LARGE},
+    ),
+    Template(
+        text="{name} has {a} {thing} and gives away {b}. How many are left?",
+        expression="{a} - {b}",
+        ranges={"a": LARGE, "b": MEDIUM},
+    ),
+    Template(
+        text="{name} has {a} boxes with {b} {thing} in each. How many {thing}?",
+        expression="{a} * {b}",
+        ranges={"a": MEDIUM, "b": MEDIUM},
+    ),
+    Template(
+        text="{name} shares {a} {thing} equally among {b} friends. How many each?",
+        expression="{a} / {b}",
+        ranges={"a": LARGE, "b": SMALL},
+    ),
+    Template(
+        text="{name} has {a} {thing} and buys {b} bags of {c}. How many now?",
+        expression="{a} + {b} * {c}",
+        ranges={"a": LARGE, "b": MEDIUM, "c": SMALL},
+    ),
+    Template(
+        text="{name} had {a} {thing}, lost {b} and then lost {c} more. How many remain?",
+        expression="{a} - {b} - {c}",
+        ranges={"a": LARGE, "b": MEDIUM, "c": MEDIUM},
+    ),
+    Template(
+        text="{name} packs {a} red and {b} blue {thing} in bags of {c}. How many bags?",
+        expression="({a} + {b}) / {c}",
+        ranges={"a": MEDIUM, "b": MEDIUM, "c": SMALL},
+    ),
+    Template(
+        text="{name} fills {a} shelves, each with {b} red and {c} blue {thing}. How many in all?",
+        expression="{a} * ({b} + {c})",
+        ranges={"a": SMALL, "b": MEDIUM, "c": MEDIUM},
+    ),
+    Template(
+        text="{name} sells {a} {thing} at {b} dollars and {c} at {d} dollars. How much money?",
+        expression="{a} * {b} + {c} * {d}",
+        ranges={"a": MEDIUM, "b": SMALL, "c": MEDIUM, "d": SMALL},
+    ),
+    Template(
+        text="{name} has {a} {thing}, wins {b}, loses {c} and wins {d}. How many in the end?",
+        expression="{a} + {b} - {c} + {d}",
+        ranges={"a": LARGE, "b": MEDIUM, "c": MEDIUM, "d": SMALL},
+    ),
+    Template(
+        text="{name} buys {a} bags of {b} {thing}, uses {c} and shares the rest among {d}. How many each?",
+        expression="({a} * {b} - {c}) / {d}",
+        ranges={"a": MEDIUM, "b": SMALL, "c": SMALL, "d": SMALL},
+    ),
+)
+
+OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def build_problems(split: Split, *, num_problems: int, seed: int) -> list[Problem]:
+    """Make `num_problems` different problems of a split; the same seed gives the same ones."""
+    rng = random.Random(f"{split}-{seed}")
+    problems: dict[str, Problem] = {}
+    while len(problems) < num_problems:
+        problem = _draw_problem(rng)
+        if find_split(problem.question) == split:
+            problems[problem.question] = problem
+    return list(problems.values())
+
+
+def find_split(question: str) -> Split:
+    """Tell by its text alone whether a question is held out."""
+    digest = hashlib.sha256(question.encode("utf-8")).digest()
+    return "test" if digest[0] % HELD_OUT_SHARE == 0 else "train"
+
+
+def save_problems(folder: str | Path, *, num_train: int, num_test: int, seed: int) -> Path:
+    """Write `train.jsonl` and `test.jsonl` into `folder`."""
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", num_train), ("test", num_test)):
+        _save_jsonl(place / f"{split}.jsonl", build_problems(split, num_problems=count, seed=seed))
+    return place
+
+
+def compute_answer(expression: str) -> int | None:
+    """The value of an expression, or None if a result on the way is negative or not whole."""
+    value = _compute_node(ast.parse(expression, mode="eval").body)
+    return None if value is None else int(value)
+
+
+def _compute_node(node: ast.expr) -> Fraction | None:
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    assert isinstance(node, ast.BinOp), "expressions of templates hold numbers and binary operations"
+    left, right = _compute_node(node.left), _compute_node(node.right)
+    if left is None or right is None:
+        return None
+    value = OPERATIONS[type(node.op)](left, right)
+    return value if value >= 0 and value.denominator == 1 else None
+
+
+def _draw_problem(rng: random.Random) -> Problem:
+    template = rng.choice(TEMPLATES)
+    words = {"name": rng.choice(NAMES), "thing": rng.choice(THINGS)}
+    while True:
+        numbers = {key: rng.randint(low, high) for key, (low, high) in template.ranges.items()}
+        expression = template.expression.format(**numbers)
+        answer = compute_answer(expression)
+        if answer is not None:
+            break
+    return Problem(
+        question=template.text.format(**words, **numbers),
+        answer=str(answer),
+        expression=expression,
+        num_operations=len(numbers) - 1,
+    )
+
+
+def _save_jsonl(path: Path, problems: Sequence[Problem]) -> None:
+    lines = [json.dumps(asdict(problem), ensure_ascii=False) for problem in problems]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

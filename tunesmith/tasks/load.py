@@ -1,0 +1,104 @@
+"""Tasks from a folder, a file or a hub id, read by Hugging Face `datasets`.
+
+Everything that can be wrong with a data set is one `DataError` sentence, raised before a model loads. Rows stay plain
+dicts; the order of the file is the order of the tasks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict, IterableDatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
+
+from tunesmith.config import DatasetSection
+from tunesmith.errors import DataError
+from tunesmith.types import Task
+
+FORMATS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+SINGLE_SPLIT = "train"
+"""The name under which `datasets` reads a set that is not split."""
+
+
+def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
+    """Read all rows as tasks `<name>/<row index>` and check that they have what the section requires."""
+    rows = load_rows(dataset.path, name=dataset.name, split=dataset.split)
+    if not rows:
+        raise DataError(f"the data set {dataset.path!r} (split {dataset.split!r}) has no rows")
+    check_required_fields(rows, dataset.required_fields, path=dataset.path)
+    return [Task(task_id=f"{name}/{index}", index=index, row=row) for index, row in enumerate(rows)]
+
+
+def load_rows(path: str, *, name: str | None, split: str | None) -> list[dict[str, Any]]:
+    """Read a split whole."""
+    return list(_open(path, name=name, split=split, is_streaming=False))
+
+
+def load_preview(path: str, *, name: str | None, split: str | None, num_rows: int) -> list[dict[str, Any]]:
+    """Read the first rows of a split without reading the rest."""
+    return list(itertools.islice(_open(path, name=name, split=split, is_streaming=True), num_rows))
+
+
+def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[str], *, path: str) -> None:
+    """Refuse rows that lack a field; `datasets` fills gaps with None, so None counts as lacking."""
+    for index, row in enumerate(rows):
+        for field in fields:
+            if row.get(field) is None:
+                raise DataError(
+                    f"row {index} of {path!r} has no {field!r}; its fields are {', '.join(sorted(row))}. "
+                    "Mend the data or change required_fields"
+                )
+
+
+def _open(path: str, *, name: str | None, split: str | None, is_streaming: bool) -> Any:
+    place = Path(path).expanduser()
+    if place.is_file():
+        arguments = _describe_file(place, split)
+    elif place.exists() or not path.startswith((".", "/", "~")):
+        arguments = {"path": str(place) if place.exists() else path, "name": name}
+    else:
+        raise DataError(f"the data set path {path!r} does not exist; give a folder, a file or a hub id")
+    try:
+        loaded = load_dataset(**arguments, streaming=is_streaming)
+        return _choose_split(loaded, split, path=path, is_file=place.is_file())
+    except DataError:
+        raise
+    except StopIteration as error:
+        raise DataError(f"the data set {path!r} has a file without rows") from error
+    except (OSError, ValueError, TypeError, DatasetsError) as error:
+        raise _explain(path, split, error) from error
+
+
+def _describe_file(place: Path, split: str | None) -> dict[str, Any]:
+    """Arguments of `load_dataset` for one file, which is one split whatever it is called."""
+    if place.suffix not in FORMATS:
+        raise DataError(f"{str(place)!r} is not a data set file; allowed endings: {', '.join(FORMATS)}")
+    if place.stat().st_size == 0:
+        raise DataError(f"the data set {str(place)!r} has no rows")
+    if split not in {None, SINGLE_SPLIT, place.stem}:
+        raise DataError(
+            f"split {split!r}: the file {str(place)!r} is one split; set split to {SINGLE_SPLIT!r}, or give its folder"
+        )
+    return {"path": FORMATS[place.suffix], "data_files": {SINGLE_SPLIT: str(place)}}
+
+
+def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, *, path: str, is_file: bool) -> Any:
+    if split is None or is_file:
+        if len(loaded) > 1:
+            raise DataError(f"{path!r} has the splits {', '.join(loaded)}; set split to one of them")
+        return next(iter(loaded.values()))
+    if split not in loaded:
+        raise DataError(f"{path!r} has no split {split!r}; it has {', '.join(loaded)}")
+    return loaded[split]
+
+
+def _explain(path: str, split: str | None, error: Exception) -> DataError:
+    if not Path(path).expanduser().exists():
+        return DataError(
+            f"the data set {path!r} is no folder or file here, and the hub did not give it (offline, unknown or gated)"
+        )
+    reason = " ".join(str(error).split())
+    return DataError(f"the data set {path!r} (split {split!r}) cannot be read: {reason[:300]}")

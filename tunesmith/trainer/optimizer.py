@@ -1,0 +1,119 @@
+"""AdamW over the parameters that the sampler reads.
+
+Float32 (or wider) parameters are their own masters. A narrower one has a float32 master: the gradients of each
+backward are added up there, so that no sum is rounded to the narrow type; the update happens there; its rounding is
+copied back. Parameters change in place: their memory never moves.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tunesmith.config import TrainerSection
+from tunesmith.errors import ModelError
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What torch's AdamW keeps for each parameter."""
+
+
+class MasterAdamW:
+    """AdamW (Loshchilov and Hutter, 2019) with decoupled weight decay; norms, biases and other vectors are exempt."""
+
+    def __init__(self, model: nn.Module, settings: TrainerSection) -> None:
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        if not trainable:
+            raise ModelError("the model has no parameter that takes a gradient")
+        self._parameters = trainable
+        self._masters = {name: _build_master(parameter) for name, parameter in trainable.items()}
+        decayed = [master for master in self._masters.values() if master.ndim >= 2]
+        exempt = [master for master in self._masters.values() if master.ndim < 2]
+        groups = [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": exempt, "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.epsilon,
+            fused=True,
+        )
+
+    def clear_gradients(self) -> None:
+        """Forget every gradient."""
+        for name, parameter in self._parameters.items():
+            parameter.grad = None
+            self._masters[name].grad = None
+
+    def collect_gradients(self) -> None:
+        """Add the gradients of narrow parameters to their masters'; to be called after each backward."""
+        for name, parameter in self._parameters.items():
+            master = self._masters[name]
+            if master is parameter or parameter.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+    def compute_grad_norm(self) -> Tensor:
+        """Norm over all gradients that have been accumulated; not finite when one of them is not."""
+        return torch.nn.utils.get_total_norm([m.grad for m in self._masters.values() if m.grad is not None])
+
+    @torch.no_grad()
+    def update(self, *, learning_rate: float, grad_norm: Tensor, max_grad_norm: float) -> None:
+        """Scale the gradients down to `max_grad_norm`, update, write the parameters back, forget the gradients."""
+        torch.nn.utils.clip_grads_with_norm_(self._masters.values(), max_grad_norm, grad_norm)
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        self._write_back()
+        self.clear_gradients()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Moments, and masters that are not parameters themselves, as `<kind>:<parameter name>`; not copied."""
+        state = {}
+        for name, master in self._masters.items():
+            for kind in MOMENTS:
+                if kind in self._adamw.state[master]:
+                    state[f"{kind}:{name}"] = self._adamw.state[master][kind]
+            if master is not self._parameters[name]:
+                state[f"master:{name}"] = master.detach()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what `state_dict` gave for the same model; parameters with a master are rewritten from it."""
+        rest = dict(state)
+        for name, master in self._masters.items():
+            if master is not self._parameters[name]:
+                master.copy_(_take(rest, f"master:{name}", master))
+            moments = {kind: rest.pop(f"{kind}:{name}") for kind in MOMENTS if f"{kind}:{name}" in rest}
+            if moments and any(moments[kind].shape != master.shape for kind in MOMENTS[1:]):
+                raise ModelError(f"optimizer state of {name!r} has another shape: it belongs to another model")
+            self._adamw.state[master] = {k: value.to(master.device, copy=True) for k, value in moments.items()}
+        if rest:
+            raise ModelError(f"optimizer state holds {next(iter(rest))!r}, which this model does not have")
+        self._write_back()
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        pairs = [(p, self._masters[name]) for name, p in self._parameters.items() if self._masters[name] is not p]
+        if pairs:
+            parameters, masters = zip(*pairs, strict=True)
+            torch._foreach_copy_(parameters, masters)
+
+
+def _build_master(parameter: nn.Parameter) -> Tensor:
+    """The parameter itself if it is wide enough, or a float32 copy."""
+    if torch.finfo(parameter.dtype).bits >= 32:
+        return parameter
+    return parameter.detach().float().clone().requires_grad_()
+
+
+def _take(state: dict[str, Tensor], key: str, like: Tensor) -> Tensor:
+    if key not in state or state[key].shape != like.shape:
+        raise ModelError(f"optimizer state has no {key!r} of shape {tuple(like.shape)}: it belongs to another model")
+    return state.pop(key)

@@ -1,0 +1,65 @@
+"""From samples to rows: what one forward and backward computes.
+
+With prefix sharing the samples of a group make one trie; without, each sample is a path of its own. A trie that is
+longer than a row is cut into tries of fewer samples; a single path longer than a row is a row of its own. Rows are
+filled to an even cost. Nothing is padded and nothing is cut off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from tunesmith.experience.trie import Trie, build_trie, concatenate_tries
+from tunesmith.types import Sample
+
+
+def pack_samples(
+    samples: Sequence[Sample], *, max_tokens_per_row: int, has_prefix_sharing: bool, hidden_size: int
+) -> list[Trie]:
+    """Rows of at most `max_tokens_per_row` tokens that hold every trained event of the samples once."""
+    groups: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(sample.group_index if has_prefix_sharing else index, []).append(index)
+    tries = [trie for indices in groups.values() for trie in _build_tries(samples, indices, max_tokens_per_row)]
+    costs = [compute_cost(trie, hidden_size=hidden_size) for trie in tries]
+    rows = _fill_rows([trie.num_tokens for trie in tries], costs, max_tokens_per_row)
+    return [concatenate_tries([tries[index] for index in row]) for row in rows]
+
+
+def compute_cost(trie: Trie, *, hidden_size: int) -> float:
+    """Work in units of one token's matrix products.
+
+    A layer multiplies about 12 C^2 numbers for a token and 2 C for a pair of tokens that see each other.
+    """
+    return trie.num_tokens + float((trie.depth_T + 1).sum()) / (6 * hidden_size)
+
+
+def _build_tries(samples: Sequence[Sample], indices: Sequence[int], max_tokens: int) -> list[Trie]:
+    trie = build_trie(samples, indices)
+    if trie.num_tokens == 0:
+        return []
+    if trie.num_tokens <= max_tokens or len(indices) == 1:
+        return [trie]
+    ordered = sorted(indices, key=lambda index: samples[index].token_ids)
+    middle = len(ordered) // 2
+    return [part for half in (ordered[:middle], ordered[middle:]) for part in _build_tries(samples, half, max_tokens)]
+
+
+def _fill_rows(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) -> list[list[int]]:
+    """Put the costliest first, each into the cheapest row that has room; a new row is opened where none has."""
+    num_rows = math.ceil(sum(lengths) / max_tokens)
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    row_lengths, row_costs = [0] * num_rows, [0.0] * num_rows
+    for index in sorted(range(len(lengths)), key=lambda index: -costs[index]):
+        fitting = [row for row in range(len(rows)) if row_lengths[row] + lengths[index] <= max_tokens]
+        if not fitting:
+            rows.append([])
+            row_lengths.append(0)
+            row_costs.append(0.0)
+            fitting = [len(rows) - 1]
+        row = min(fitting, key=lambda row: row_costs[row])
+        rows[row].append(index)
+        row_lengths[row] += lengths[index]
+        row_costs[row] += costs[index]
+    return [sorted(row) for row in rows if row]

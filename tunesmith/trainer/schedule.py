@@ -1,0 +1,22 @@
+"""The learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from tunesmith.config import TrainerSection
+
+
+def compute_learning_rate(settings: TrainerSection, *, step: int, num_total_steps: int) -> float:
+    """Learning rate of step 0, 1, ...
+
+    It rises linearly from 0 (never reached) and is at its peak at step `warmup_steps`. A cosine then falls to
+    `min_lr_ratio` times the peak, which it would reach at step `num_total_steps`, one after the last.
+    """
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / (settings.warmup_steps + 1)
+    if settings.schedule == "constant":
+        return settings.learning_rate
+    progress = min((step - settings.warmup_steps) / max(num_total_steps - settings.warmup_steps, 1), 1.0)
+    share = settings.min_lr_ratio + (1 - settings.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    return settings.learning_rate * share
