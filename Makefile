@@ -34,13 +34,13 @@ clean:
 $(VENV)/.installed-torch:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install $(TORCH)
 	touch $@
 
 $(VENV)/.installed-demo: pyproject.toml $(VENV)/.installed-torch
-	$(BIN)/python -m pip install --quiet -e ".[agentscope]"
+	$(BIN)/python -m pip install -e ".[agentscope]"
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed-torch
-	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	$(BIN)/python -m pip install -e ".[dev]"
 	touch $@

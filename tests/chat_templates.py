@@ -49,7 +49,9 @@ QWEN25 = (
 QWEN3 = (
     _QWEN_TOOLS
     + """{%- set ns = namespace(last_query=-1) %}
-{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last_query = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{% set ns.last_query = loop.index0 %}{% endif %}
+{%- endfor %}
 {%- for message in messages %}
 {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -70,7 +72,9 @@ QWEN3 = (
 )
 """As Qwen3: reasoning is dropped from turns before the last user message."""
 
-THINKING = QWEN25.replace("{{- '<|im_start|>assistant\\n' }}{% endif %}", "{{- '<|im_start|>assistant\\n<think>\\n' }}{% endif %}")
+THINKING = QWEN25.replace(
+    "{{- '<|im_start|>assistant\\n' }}{% endif %}", "{{- '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+)
 """As reasoning models: the prompt opens the reasoning."""
 
 LLAMA3 = """{{- bos_token }}
@@ -81,13 +85,14 @@ LLAMA3 = """{{- bos_token }}
 {%- if message.role == 'tool' %}
 {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (message.content | tojson) + '<|eot_id|>' }}
 {%- elif message.tool_calls %}
-{%- if message.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}
+{%- if message.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}
 {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + message.tool_calls[0].function.name }}
 {{- '", "parameters": ' + (message.tool_calls[0].function.arguments | tojson) + '}<|eot_id|>' }}
 {%- else %}
 {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
 {%- if loop.first and tools %}
-{{- 'Given these functions, answer with JSON.\\n' }}{% for tool in tools %}{{ tool | tojson(indent=4) }}{{ '\\n' }}{% endfor %}
+{{- 'Given these functions, answer with JSON.\\n' }}
+{%- for tool in tools %}{{ (tool | tojson(indent=4)) + '\\n' }}{% endfor %}
 {%- endif %}
 {{- message.content | trim + '<|eot_id|>' }}
 {%- endif %}
@@ -95,12 +100,14 @@ LLAMA3 = """{{- bos_token }}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 """As Llama 3.1: calls as bare JSON and one at a time, tools in the first user message."""
 
-GEMMA2 = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+GEMMA2 = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
 {%- for message in messages %}
 {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
 {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
 {%- endif %}
-{{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' + message['content'] | trim }}
+{{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\\n' }}
+{{- message['content'] | trim }}
 {{- '<end_of_turn>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""

@@ -24,3 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def pocket_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The pocket model, untrained, as a folder."""
+    from tunesmith.model.prepare import prepare_model
+
+    return str(prepare_model("pocket", tmp_path_factory.mktemp("models") / "pocket"))

@@ -36,8 +36,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_json_keeps_floats_exactly(tmp_path):
-    value = {"a": [0.1 + 0.2, 1e-320, -0.0], "b": None, "c": "\u00fc\U0001f600"}
+def test_json_keeps_floats_and_any_text_exactly(tmp_path):
+    value = {"a": [0.1 + 0.2, 1e-320, -0.0], "b": None, "c": "\u00fc\U0001f600 \ud83d"}
     save_json(tmp_path / "a.json", value)
     assert load_json(tmp_path / "a.json") == value
 

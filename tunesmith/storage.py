@@ -104,9 +104,9 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
 
 
 def save_text(path: Path, text: str) -> None:
-    """Write a text file whole."""
+    """Write a text file whole, as UTF-8; half a surrogate pair becomes its escape, as JSON writes it."""
     with open_atomic(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))
 
 
 def save_json(path: Path, value: Any) -> None:
@@ -117,7 +117,7 @@ def save_json(path: Path, value: Any) -> None:
 def load_json(path: Path) -> Any:
     """Read a JSON file."""
     with storage_errors(path, "read"):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

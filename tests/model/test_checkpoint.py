@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     Gemma2Config,
+    GenerationConfig,
     LlamaConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -102,6 +103,15 @@ def test_transformers_loads_the_folder_as_it_is(tmp_path):
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_a_generation_config_that_contradicts_itself_is_kept_as_it_is(tmp_path):
+    model = build_model()
+    model.generation_config = GenerationConfig(do_sample=False, temperature=0.6, eos_token_id=[1, 2])
+    save(tmp_path / "global_step_1", model)
+    saved = GenerationConfig.from_pretrained(tmp_path / "global_step_1")
+    assert (saved.temperature, saved.do_sample, saved.eos_token_id) == (0.6, False, [1, 2])
+    assert model.generation_config.temperature == 0.6
+
+
 def test_others_may_read_every_file(tmp_path):
     umask = os.umask(0o022)
     try:
@@ -154,6 +164,10 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
     save(folder, build_model())
     with pytest.raises(StorageError, match="does not hold the weights of this model"):
         load_checkpoint(folder, build_model("gemma2"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"\xff" * weights.stat().st_size)
+    with pytest.raises(StorageError, match="cannot read the weights"):
+        load_checkpoint(folder, build_model())
     with (folder / "trainer" / "state.pt").open("ab") as file:
         file.truncate(10)
     with pytest.raises(StorageError, match=r"trainer/state\.pt is damaged: it has 10 bytes instead of"):

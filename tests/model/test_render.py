@@ -6,9 +6,9 @@ import json
 import random
 
 import pytest
+
 from chat_templates import CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25, THINKING
 from fakes import build_chat_tokenizer
-
 from tunesmith.model.messages import parse_messages, parse_tools
 from tunesmith.model.render import Prompt, Renderer
 
@@ -60,7 +60,9 @@ def test_clients_may_send_text_or_parts(message):
 
 
 def test_developer_is_system_and_function_is_tool():
-    messages = parse_messages([{"role": "developer", "content": "d"}, {"role": "function", "name": "f", "content": "r"}])
+    messages = parse_messages(
+        [{"role": "developer", "content": "d"}, {"role": "function", "name": "f", "content": "r"}]
+    )
     assert [message.role for message in messages] == ["system", "tool"]
 
 
@@ -232,8 +234,7 @@ def test_templates_that_show_no_content_beside_calls_still_go_on():
     result = {"role": "tool", "content": "2", "tool_call_id": "call1"}
     prompt_ids, sampled_ids, extended = extend(renderer, [USER], "call", reply, [result], end="<|eot_id|>")
     assert show(renderer, extended[len(prompt_ids + sampled_ids) :]) == (
-        '<|start_header_id|>ipython<|end_header_id|>\n\n"2"<|eot_id|>'
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"2"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n'
     )
 
 
@@ -246,6 +247,10 @@ def test_an_end_token_that_is_not_the_templates_takes_its_place():
     assert delta == "\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
 
 
+HOISTING = """{% for m in messages if m.role == 'system' %}{{ 'S:' + m.content }}{% endfor %}
+{%- for m in messages if m.role != 'system' %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"""
+
+
 @pytest.mark.parametrize(
     ("template", "new"),
     [
@@ -253,8 +258,7 @@ def test_an_end_token_that_is_not_the_templates_takes_its_place():
         (CHATML.replace("<|im_end|>", "\n"), [NEXT]),
         (GEMMA2, [NEXT, NEXT]),
         (
-            "{% for m in messages %}{% if m.role == 'system' %}S:{{ m.content }}{% endif %}{% endfor %}"
-            "{% for m in messages %}{% if m.role != 'system' %}{{ m.role + m.content }}<|im_end|>{% endif %}{% endfor %}",
+            HOISTING,
             [{"role": "system", "content": "late rule"}, NEXT],
         ),
     ],
@@ -268,7 +272,9 @@ def test_a_template_that_cannot_tell_the_delta_says_so(template, new):
 # Reading replies
 
 
-def read(renderer: Renderer, text: str, *, prompt: str = "", has_tools: bool = True, pieces: int | None = None, **options):
+def read(
+    renderer: Renderer, text: str, *, prompt: str = "", has_tools: bool = True, pieces: int | None = None, **options
+):
     """Parse a reply, cut into random pieces where a seed is given; the sum of the deltas."""
     numbers = iter(range(100))
     parser = renderer.build_parser(

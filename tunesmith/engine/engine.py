@@ -151,7 +151,7 @@ class LocalEngine:
         with self._lock:
             names = ("requests", "steps", "sampled_tokens", "prefill_tokens", "cached_tokens", "preemptions")
             stats = {f"engine/num_{name}": float(self._counts[name]) for name in names}
-            stats["engine/busy_s"] = self._busy_s
+            stats["perf/engine_busy_s"] = self._busy_s
             self._counts.clear()
             self._busy_s = 0.0
             return stats

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-MIN_WEIGHTS = 1 << 17
+MIN_WEIGHTS = 1 << 16
 """Smaller layers lose more to the call than they gain."""
 TYPICAL_ROWS = 32
 """How many rows the layout is chosen for."""

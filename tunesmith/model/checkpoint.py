@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from tunesmith.errors import StorageError
@@ -124,12 +124,18 @@ def remove_leftovers(run_root: Path) -> None:
 
 def save_model_files(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Weights, configs and tokenizer as Hugging Face names them."""
+    generation_config = model.generation_config
     try:
         with hidden_progress_bars():
+            # Some published ones (temperature without do_sample) are refused by save_pretrained; keep them as they are.
+            model.generation_config = GenerationConfig()
             model.save_pretrained(folder)
+        generation_config.to_json_file(folder / "generation_config.json")
         tokenizer.save_pretrained(folder)
     except SafetensorError as error:
         raise StorageError(describe_failed_write(folder, error)) from error
+    finally:
+        model.generation_config = generation_config
 
 
 def save_states(folder: Path, *, trainer_state: Mapping[str, Any], run_state: Mapping[str, Any]) -> None:
@@ -151,7 +157,10 @@ def describe_failed_write(folder: Path, error: Exception) -> str:
 def restore_weights(folder: Path, model: PreTrainedModel) -> None:
     """Load the folder beside the model, on the CPU, and copy every parameter and buffer that is saved."""
     with hidden_progress_bars():
-        loaded, report = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+        try:
+            loaded, report = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
+        except SafetensorError as error:
+            raise StorageError(f"cannot read the weights in {folder}: {error}") from error
     missing = sorted(report["missing_keys"])
     source = loaded.state_dict()
     target = model.state_dict()

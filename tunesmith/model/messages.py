@@ -174,7 +174,7 @@ def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
 
 def _canonical_json(text: str) -> str:
     try:
-        value = json.loads(text, parse_float=_parse_number)
+        value = _CANONICAL_DECODER.decode(text)
     except (ValueError, RecursionError):
         return text.strip()
     return json.dumps(value, sort_keys=True)
@@ -184,6 +184,8 @@ def _parse_number(text: str) -> int | float:
     number = float(text)
     return int(number) if number.is_integer() else number
 
+
+_CANONICAL_DECODER = json.JSONDecoder(parse_float=_parse_number)
 
 TOOLS_PROMPT = """# Tools
 

@@ -198,7 +198,7 @@ def count_overlap(text: str, tag: str) -> int:
 def parse_call(body: str) -> tuple[str, str] | None:
     """Name and JSON arguments of a call; None when it is not `{"name": text, "arguments": object}`."""
     try:
-        call = json.loads(body, parse_constant=_refuse_constant)
+        call = _DECODER.decode(body)
         if not isinstance(call, dict):
             return None
         name, arguments = call.get("name"), call.get("arguments")
@@ -213,3 +213,6 @@ def parse_call(body: str) -> tuple[str, str] | None:
 
 def _refuse_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

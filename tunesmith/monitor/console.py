@@ -58,6 +58,7 @@ class ConsoleProgress:
                 TextColumn("{task.fields[numbers]}"),
                 TextColumn("{task.fields[status]}", style="dim"),
                 console=self._console,
+                refresh_per_second=4,
             )
             self._bar = self._progress.add_task("", total=total_steps, completed=first_step, numbers="", status="")
             self._progress.start()

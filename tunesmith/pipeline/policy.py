@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import openai
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection
@@ -25,7 +26,7 @@ from tunesmith.model.load import (
     resolve_dtype,
 )
 from tunesmith.model.render import Renderer
-from tunesmith.rollout.chat_model import Endpoint, build_client
+from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.service import FixedModel, ModelService, ModelSource
 from tunesmith.types import Distribution, Sampling
 
@@ -121,7 +122,7 @@ def load_auxiliary(
         base_url=section.base_url,
         api_key=api_key,
         model_name=section.path,
-        client=build_client(base_url=section.base_url, api_key=api_key, max_retries=2),
+        client=openai.AsyncOpenAI(base_url=section.base_url, api_key=api_key, max_retries=2),
     )
     options: dict[str, Any] = {
         "temperature": section.temperature,

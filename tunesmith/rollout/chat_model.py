@@ -1,7 +1,7 @@
 """The model as a workflow sees it when no agent framework is installed: call it with messages, get a completion.
 
-An `Endpoint` says where a model is and how it is reached; `build_client` makes the official OpenAI client for it. The
-expensive parts of a client (TLS contexts, connection pools) are made once and shared; a key costs microseconds.
+An `Endpoint` says where a model is and how it is reached. The expensive parts of a client (TLS contexts, connection
+pools) are made once and shared; a client with a key of its own costs microseconds.
 """
 
 from __future__ import annotations
@@ -25,20 +25,8 @@ class Endpoint:
     model_name: str
     client: openai.AsyncOpenAI
     """A client that is bound to the URL and the key."""
-
-
-def build_client(
-    *,
-    base_url: str,
-    api_key: str,
-    http_client: httpx.AsyncClient | None = None,
-    max_retries: int = 0,
-    timeout_s: float | None = None,
-) -> openai.AsyncOpenAI:
-    """An OpenAI client; the caller owns its `http_client`, if given."""
-    return openai.AsyncOpenAI(
-        base_url=base_url, api_key=api_key, http_client=http_client, max_retries=max_retries, timeout=timeout_s
-    )
+    http_client: httpx.AsyncClient | None = None
+    """What the client sends with, when it is shared."""
 
 
 class ChatModel:

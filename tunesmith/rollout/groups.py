@@ -110,7 +110,11 @@ def compute_rollout_metrics(groups: Sequence[Group], *, prefix: str = "rollout")
     metrics = _compute_rewards([t.reward for t in trajectories if t.reward is not None])
     metrics |= _compute_failures(trajectories) | _compute_sizes(trajectories)
     metrics |= _compute_reported([t.metrics for t in trajectories if t.failure is None])
-    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+    named = {f"{prefix}/{name}": value for name, value in metrics.items()}
+    if trajectories:
+        named["perf/trajectory_s_mean"] = statistics.fmean(t.duration_s for t in trajectories)
+        named["perf/trajectory_s_max"] = max(t.duration_s for t in trajectories)
+    return named
 
 
 def _compute_rewards(rewards: Sequence[float]) -> dict[str, float]:
@@ -144,8 +148,6 @@ def _compute_sizes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics["turns_mean"] = len(turns) / len(trajectories)
         metrics["sampled_tokens_mean"] = statistics.fmean(num_sampled)
         metrics["sampled_tokens_max"] = float(max(num_sampled))
-        metrics["duration_s_mean"] = statistics.fmean(t.duration_s for t in trajectories)
-        metrics["duration_s_max"] = max(t.duration_s for t in trajectories)
     if turns:
         metrics["sampled_tokens_per_turn_mean"] = sum(num_sampled) / len(turns)
         metrics["prompt_tokens_per_turn_mean"] = metrics["num_prompt_tokens"] / len(turns)

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import httpx
 
 from tunesmith.model.render import Renderer
-from tunesmith.rollout.chat_model import ChatModel, Endpoint, build_client
+from tunesmith.rollout.chat_model import ChatModel, Endpoint
+from tunesmith.rollout.client import InProcessClient
+from tunesmith.rollout.endpoint import ChatEndpoint
 from tunesmith.rollout.http import serve_app
 from tunesmith.rollout.recorder import Recorder, Session
 from tunesmith.rollout.server import build_app
@@ -73,15 +75,14 @@ class ModelService:
     ) -> None:
         """`sampling` holds what requests leave open; `has_recording` is False for models that are not trained."""
         self.recorder = Recorder(engine, renderer)
-        self.app = build_app(self.recorder, model_name=model_name)
+        self.endpoint = ChatEndpoint(self.recorder, model_name=model_name)
+        self.app = build_app(self.endpoint)
         self.base_url = f"{IN_PROCESS_URL}/v1"
         """Changes to a real URL while the endpoint is served over HTTP."""
-        self._model_name = model_name
         self._sampling = sampling
         self._build_model = build_model
         self._has_recording = has_recording
         self._http_client = httpx.AsyncClient(transport=InProcessTransport(self.app))
-        self._client = build_client(base_url=f"{IN_PROCESS_URL}/v1", api_key="none", http_client=self._http_client)
 
     def open(self, *, seed: int, order: tuple[int, ...] = (), sampling: Sampling | None = None) -> Lease:
         """A model bound to a new session; `sampling` overrides the service's."""
@@ -91,8 +92,16 @@ class ModelService:
         endpoint = Endpoint(
             base_url=self.base_url,
             api_key=session.key,
-            model_name=self._model_name,
-            client=self._client.with_options(api_key=session.key),
+            model_name=self.endpoint.model_name,
+            client=InProcessClient(
+                endpoint=self.endpoint,
+                base_url=f"{IN_PROCESS_URL}/v1",
+                api_key=session.key,
+                http_client=self._http_client,
+                max_retries=0,
+                timeout=None,
+            ),
+            http_client=self._http_client,
         )
         return Lease(model=self._build_model(endpoint), session=session)
 

@@ -1,0 +1,59 @@
+"""Random models of a few thousand parameters, one for each way of attending."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GEMMA_SIZES = SIZES | {"head_dim": 16}
+SLIDING = {"sliding_window": 5, "query_pre_attn_scalar": 16}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**GEMMA_SIZES),
+    "gemma": GemmaConfig(**GEMMA_SIZES),
+    "gemma2": Gemma2Config(**GEMMA_SIZES, **SLIDING, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma3": Gemma3TextConfig(
+        **GEMMA_SIZES, **SLIDING, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+    "mistral": MistralConfig(**SIZES, sliding_window=5),
+    "phi3": Phi3Config(**SIZES),
+}
+
+
+@cache
+def build_tiny(name: str) -> PreTrainedModel:
+    """A model of the family with large random weights, so that no two of its logits are close; never change it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    return model

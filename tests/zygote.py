@@ -1,0 +1,52 @@
+"""A process that has imported everything and forks a `tunesmith` command for each line of JSON arguments.
+
+The tests of resuming start many commands to kill them; importing torch and transformers once makes that cheap. It
+answers each line with the process id of the command, and with its exit status when it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+
+
+def run_command(arguments: list[str]) -> None:
+    from tunesmith.cli import app
+
+    log = os.open("zygote.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    status = 0
+    try:
+        app(arguments, standalone_mode=True)
+    except SystemExit as ending:
+        status = int(ending.code or 0)
+    except BaseException:  # noqa: BLE001 - the status tells the test, the log tells a person
+        traceback.print_exc()
+        status = 70
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main() -> None:
+    import torch
+
+    import tunesmith.api  # noqa: F401
+
+    torch.set_num_threads(1)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        arguments = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            run_command(arguments)
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The main job on the embedded model: demonstrations, fine-tuning, reinforcement learning, evaluation, a table.
+
+A pocket model is built from a seed, learns the agent's way of speaking from a few demonstrations, then learns by trial
+and error to solve word problems inside AgentScope's ReActAgent with a calculator. Base, fine-tuned and trained model
+are compared on held-out problems, sampled as they were in training and greedily.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from tunesmith.config import (
+    AlgorithmSection,
+    DatasetSection,
+    EvaluationSection,
+    ModelSection,
+    MonitorSection,
+    RunConfig,
+    TrainerSection,
+)
+from tunesmith.errors import ConfigError
+from tunesmith.model.checkpoint import save_model_files
+from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+from tunesmith.pipeline.compare import run_comparison
+from tunesmith.pipeline.evaluate import EvaluationResult
+from tunesmith.pipeline.finetune import FinetuneSettings, run_finetuning
+from tunesmith.pipeline.load_function import load_function
+from tunesmith.pipeline.policy import BuildModel
+from tunesmith.pipeline.tune import run_tuning
+from tunesmith.storage import storage_errors
+from tunesmith.tasks.arithmetic import Problem, build_problems, save_problems
+from tunesmith.types import JudgeType, WorkflowType
+
+AGENT_MODULE = "tunesmith.pipeline.demo_agent"
+AGENT_FUNCTIONS = ("solve_problem", "judge_answer", "build_demonstration")
+TEST_SET = "test"
+MODES: Mapping[str, float] = {"sampled": 1.0, "greedy": 0.0}
+"""Ways to evaluate -> temperature."""
+REPORTED = "sampled"
+"""The mode whose accuracies `run_demo` returns: the agent as it acts in training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings:
+    """Sizes of the demo."""
+
+    num_demonstrations: int = 800
+    num_epochs: int = 4
+    finetune_tokens_per_batch: int = 1024
+    finetune_learning_rate: float = 3e-3
+    num_train_tasks: int = 4000
+    num_test_tasks: int = 200
+    num_steps: int = 40
+    batch_size: int = 16
+    group_size: int = 8
+    learning_rate: float = 1e-4
+
+
+DEFAULTS = DemoSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoAgent:
+    """What the demo takes from the agent's file."""
+
+    workflow: WorkflowType
+    judge: JudgeType
+    build_demonstration: Callable[[Problem], dict[str, Any]]
+
+
+def run_demo(
+    *, seed: int, out: Path, build_model: BuildModel, settings: DemoSettings = DEFAULTS
+) -> dict[str, float]:
+    """Run everything in a new folder below `out`; return accuracies on held-out problems and the seconds it took."""
+    started = time.monotonic()
+    torch.set_num_threads(1)
+    agent = load_agent()
+    screen = Console(stderr=True, highlight=False)
+    root = out.expanduser().absolute() / f"{datetime.now():%Y%m%d%H%M%S}-seed{seed}"
+    screen.print(f"1/4  a pocket model and {settings.num_train_tasks} word problems, in {root}")
+    base = save_base(root, seed=seed, settings=settings)
+    screen.print(f"2/4  fine-tuning on {settings.num_demonstrations} demonstrations")
+    finetuned = finetune(base, agent, root, seed=seed, settings=settings)
+    screen.print(f"3/4  reinforcement learning in AgentScope's ReActAgent, {settings.num_steps} steps")
+    config = build_config(finetuned, root, seed=seed, settings=settings)
+    trained = run_tuning(config, workflow=agent.workflow, judge=agent.judge, build_model=build_model)
+    assert trained.checkpoint is not None, "the last step is always saved"
+    screen.print(f"4/4  evaluating three models on {settings.num_test_tasks} held-out problems")
+    models = {"base": base, "sft": finetuned, "rl": trained.checkpoint}
+    results = evaluate(models, config, agent, build_model=build_model)
+    print_table(results)
+    print(f"run folder: {trained.folder}")
+    accuracies = {name: round(row[REPORTED].mean or 0.0, 4) for name, row in results.items()}
+    return accuracies | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def load_agent() -> DemoAgent:
+    """Load the agent's file, which needs AgentScope."""
+    if importlib.util.find_spec("agentscope") is None:
+        raise ConfigError("the demo's agent is AgentScope's: pip install 'tunesmith[agentscope]'")
+    functions = {name: load_function(f"{AGENT_MODULE}:{name}", knob="demo") for name in AGENT_FUNCTIONS}
+    return DemoAgent(
+        workflow=functions["solve_problem"],
+        judge=functions["judge_answer"],
+        build_demonstration=functions["build_demonstration"],
+    )
+
+
+def save_base(root: Path, *, seed: int, settings: DemoSettings) -> Path:
+    """Write the untrained model and the problems."""
+    folder = root / "base"
+    with storage_errors(root, "write"):
+        folder.mkdir(parents=True)
+        tokenizer = build_pocket_tokenizer()
+        save_model_files(folder, build_pocket_model(tokenizer, seed=seed), tokenizer)
+        save_problems(
+            root / "data", num_train=settings.num_train_tasks, num_test=settings.num_test_tasks, seed=seed
+        )
+    return folder
+
+
+def finetune(base: Path, agent: DemoAgent, root: Path, *, seed: int, settings: DemoSettings) -> Path:
+    """Teach the base model how an agent's conversation goes; return the folder of the result."""
+    problems = build_problems("train", num_problems=settings.num_demonstrations, seed=seed)
+    result = run_finetuning(
+        [agent.build_demonstration(problem) for problem in problems],
+        out_dir=root / "sft",
+        model=build_model_section(base),
+        trainer=TrainerSection(
+            learning_rate=settings.finetune_learning_rate,
+            warmup_steps=20,
+            schedule="cosine",
+            min_lr_ratio=0.1,
+            weight_decay=0.01,
+            betas=(0.9, 0.95),
+        ),
+        settings=FinetuneSettings(
+            num_epochs=settings.num_epochs, max_tokens_per_batch=settings.finetune_tokens_per_batch, seed=seed
+        ),
+        monitor=MonitorSection(log_interval_steps=50),
+    )
+    return result.folder
+
+
+def build_config(finetuned: Path, root: Path, *, seed: int, settings: DemoSettings) -> RunConfig:
+    """The run file of the reinforcement learning."""
+    data = str(root / "data")
+    return RunConfig(
+        checkpoint_root_dir=str(root),
+        project="pocket",
+        name="rl",
+        seed=seed,
+        total_steps=settings.num_steps,
+        save_interval_steps=settings.num_steps,
+        model=build_model_section(finetuned),
+        train_dataset=DatasetSection(path=data, required_fields=("question", "answer")),
+        eval_datasets={TEST_SET: DatasetSection(path=data, split="test")},
+        algorithm=AlgorithmSection(batch_size=settings.batch_size, group_size=settings.group_size),
+        trainer=TrainerSection(learning_rate=settings.learning_rate, betas=(0.9, 0.95)),
+        evaluation=EvaluationSection(interval_steps=0, max_tasks=1),
+        monitor=MonitorSection(log_interval_steps=5),
+    )
+
+
+def build_model_section(path: Path) -> ModelSection:
+    return ModelSection(path=str(path), device="cpu", dtype="float32", max_model_len=512, max_tokens=48)
+
+
+def evaluate(
+    models: Mapping[str, Path], config: RunConfig, agent: DemoAgent, *, build_model: BuildModel
+) -> dict[str, dict[str, EvaluationResult]]:
+    """Each model's result in each mode."""
+    paths = [str(path) for path in models.values()]
+    comparisons = {
+        mode: run_comparison(
+            config.model_copy(update={"evaluation": EvaluationSection(temperature=temperature)}),
+            workflow=agent.workflow,
+            judge=agent.judge,
+            build_model=build_model,
+            model_paths=paths,
+        )
+        for mode, temperature in MODES.items()
+    }
+    return {
+        name: {mode: comparisons[mode][str(path)][TEST_SET] for mode in MODES} for name, path in models.items()
+    }
+
+
+def print_table(results: Mapping[str, Mapping[str, EvaluationResult]]) -> None:
+    """Accuracy with its 95 % interval, by model and mode."""
+    table = Table(title="accuracy on held-out problems")
+    table.add_column("model")
+    for mode, temperature in MODES.items():
+        table.add_column(f"{mode} (temperature {temperature:g})", justify="right")
+    for name, row in results.items():
+        table.add_row(name, *(format_accuracy(row[mode]) for mode in MODES))
+    Console().print(table)
+
+
+def format_accuracy(result: EvaluationResult) -> str:
+    if result.mean is None or result.interval is None:
+        return "-"
+    low, high = result.interval
+    return f"{result.mean:.1%} ({low:.1%} - {high:.1%})"
