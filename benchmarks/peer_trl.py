@@ -87,6 +87,4 @@ def run_trl_grpo(
     lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
     starts, ends = stamps[0::2], stamps[1::2]
     seconds = [end - start for start, end in zip(starts, ends, strict=True)]
-    return PeerResult(
-        seconds_per_step=seconds[1:], mean_completion_tokens=sum(lengths[1:]) / max(1, len(lengths[1:]))
-    )
+    return PeerResult(seconds_per_step=seconds[1:], mean_completion_tokens=sum(lengths[1:]) / max(1, len(lengths[1:])))

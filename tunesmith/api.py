@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tunesmith.compat.agentscope import AlgorithmConfig, DatasetConfig, TunerModelConfig, translate_tune_arguments
+from tunesmith.compat.agentscope import (
+    AlgorithmConfig,
+    DatasetConfig,
+    TaskSelectorConfig,
+    TunerModelConfig,
+    collect_own_selectors,
+    translate_tune_arguments,
+)
+from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.compare import format_comparison, run_comparison
 from tunesmith.pipeline.demo import run_demo as run_demo_pipeline
-from tunesmith.pipeline.load_config import load_config
+from tunesmith.pipeline.feed import OwnParts
+from tunesmith.pipeline.load_config import load_config, load_values
 from tunesmith.pipeline.load_function import load_function
 from tunesmith.pipeline.policy import BuildModel
 from tunesmith.pipeline.tune import TuneResult, run_tuning
@@ -31,6 +41,7 @@ __all__ = [
     "DatasetConfig",
     "JudgeOutput",
     "JudgeType",
+    "TaskSelectorConfig",
     "TuneResult",
     "TunerModelConfig",
     "WorkflowOutput",
@@ -45,12 +56,14 @@ __all__ = [
 
 Result = TypeVar("Result")
 
+logger = logging.getLogger(__name__)
+
 
 def tune(
     *,
     workflow_func: WorkflowType,
     judge_func: JudgeType | None = None,
-    train_dataset: DatasetConfig | None = None,
+    train_dataset: DatasetConfig | Mapping[str, DatasetConfig] | None = None,
     eval_dataset: DatasetConfig | Mapping[str, DatasetConfig] | None = None,
     model: TunerModelConfig | None = None,
     auxiliary_models: Mapping[str, TunerModelConfig] | None = None,
@@ -61,13 +74,15 @@ def tune(
     config_path: str | Path | None = None,
     continue_from_checkpoint: bool = False,
     overrides: Sequence[str] = (),
+    operators: Sequence[Callable[..., Any]] = (),
 ) -> TuneResult:
     """Train the model inside an agent; returns where the run and the trained model are.
 
-    `config_path` names a run file; the other arguments override what it says, and `overrides` ("a.b=value", every key
-    of a run file) override both. Raises ConfigError, DataError or ModelError before any weights load, RolloutError
-    when too many rollouts fail, TrainingError when an update cannot be trusted. It may be called where an event loop
-    is already running, as in a notebook.
+    `config_path` names a run file, ours or Trinity-RFT's; the other arguments override what it says, and `overrides`
+    ("a.b=value", every key of a run file) override both. Several training sets by name are mixed. `operators` are
+    functions on the groups of a step, applied after those that the file names. Raises ConfigError, DataError or
+    ModelError before any weights load, RolloutError when too many rollouts fail, TrainingError when an update cannot
+    be trusted. It may be called where an event loop is already running, as in a notebook.
     """
     check_workflow_function(workflow_func)
     if judge_func is not None:
@@ -86,15 +101,17 @@ def tune(
         given["continue_from_checkpoint"] = True
     if model is None and config_path is None and not any(each.startswith("model.path=") for each in overrides):
         raise ConfigError("model is missing: give tune() a TunerModelConfig, or a config_path that sets model.path")
-    config = load_config(config_path, overrides, values=given)
+    config = load_run_file(config_path, overrides, values=given)
+    own = OwnParts(selectors=collect_own_selectors(train_dataset), operators=tuple(operators))
+    build_model = choose_chat_model(config)
     return run_outside_of_loops(
-        lambda: run_tuning(config, workflow=workflow_func, judge=judge_func, build_model=choose_chat_model(config))
+        lambda: run_tuning(config, workflow=workflow_func, judge=judge_func, build_model=build_model, own=own)
     )
 
 
 def run_config_file(path: str, *, overrides: Sequence[str] = ()) -> TuneResult:
     """Train as a run file says, with the workflow and judge that it names."""
-    config = load_config(path, overrides)
+    config = load_run_file(path, overrides)
     workflow, judge = load_functions(config)
     return run_tuning(config, workflow=workflow, judge=judge, build_model=choose_chat_model(config))
 
@@ -103,7 +120,7 @@ def evaluate_config_file(
     path: str, *, overrides: Sequence[str] = (), model_paths: Sequence[str] = (), out: str | None = None
 ) -> None:
     """Evaluate models on a run file's held-out tasks, print a table, and write every outcome to `out`."""
-    config = load_config(path, overrides)
+    config = load_run_file(path, overrides)
     workflow, judge = load_functions(config)
     results = run_comparison(
         config,
@@ -123,10 +140,24 @@ def run_demo(*, seed: int, out: str) -> dict[str, float]:
     return run_demo_pipeline(seed=seed, out=Path(out), build_model=build_agentscope_chat_model)
 
 
+def load_run_file(
+    path: str | Path | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """Read a run file of ours, or one of Trinity-RFT's, whose keys are translated or refused one by one."""
+    if path is not None and is_trinity_file(foreign := load_values(path)):
+        translation = translate_trinity_file(foreign)
+        for note in translation.notes:
+            logger.warning("%s: %s", path, note)
+        return load_config(None, overrides, values=values, base=translation.values)
+    return load_config(path, overrides, values=values)
+
+
 def load_functions(config: RunConfig) -> tuple[WorkflowType, JudgeType | None]:
     """The workflow and judge that a config names."""
     if config.workflow is None:
-        raise ConfigError("workflow is missing: name the agent as file.py:function (--workflow, or workflow: in the file)")
+        raise ConfigError(
+            "workflow is missing: name the agent as file.py:function (--workflow, or workflow: in the file)"
+        )
     judge = None if config.judge is None else load_function(config.judge, knob="judge")
     return load_function(config.workflow, knob="workflow"), judge
 

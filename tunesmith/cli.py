@@ -26,10 +26,15 @@ app.add_typer(model_app)
 
 ConfigPath = Annotated[str, typer.Argument(help="Run file (YAML); every key: tunesmith config --options.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in --set algorithm.group_size=4.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in --set algorithm.group_size=4."),
 ]
-Workflow = Annotated[str | None, typer.Option(help="The agent: module:function or file.py:function; overrides the file.")]
-Judge = Annotated[str | None, typer.Option(help="The judge, in the same form; without one the workflow gives the reward.")]
+Workflow = Annotated[
+    str | None, typer.Option(help="The agent: module:function or file.py:function; overrides the file.")
+]
+Judge = Annotated[
+    str | None, typer.Option(help="The judge, in the same form; without one the workflow gives the reward.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
 
@@ -93,14 +98,16 @@ def show_config(
     config: Annotated[str | None, typer.Argument(help="Run file (YAML) to resolve.")] = None,
     overrides: Overrides = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of run files.")] = False,
-    options: Annotated[bool, typer.Option("--options", help="List every key: type, default, when to change it.")] = False,
+    options: Annotated[
+        bool, typer.Option("--options", help="List every key: type, default, when to change it.")
+    ] = False,
     algorithms: Annotated[bool, typer.Option("--algorithms", help="List the algorithms and their arguments.")] = False,
     debug: Debug = False,
 ) -> None:
     """Print the resolved configuration of a run file, the schema, or the list of keys."""
 
     def work() -> None:
-        from tunesmith.pipeline.load_config import config_schema, describe_options, dump_config, load_config
+        from tunesmith.pipeline.load_config import config_schema, describe_options, dump_config
 
         if schema:
             typer.echo(json.dumps(config_schema(), indent=2))
@@ -112,7 +119,9 @@ def show_config(
 
             typer.echo(describe_algorithms())
         else:
-            typer.echo(dump_config(load_config(config, overrides or [])), nl=False)
+            from tunesmith.api import load_run_file
+
+            typer.echo(dump_config(load_run_file(config, overrides or [])), nl=False)
 
     run_guarded(work, is_debug=debug)
 
@@ -155,7 +164,9 @@ def _collect_overrides(overrides: list[str] | None, *, workflow: str | None, jud
 
 
 def main() -> None:
-    sys.path.insert(0, "")  # a workflow named as module:function is looked up from the current folder, as with python -m
+    sys.path.insert(
+        0, ""
+    )  # a workflow named as module:function is looked up from the current folder, as with python -m
     app()
 
 

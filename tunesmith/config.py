@@ -89,6 +89,28 @@ class AuxiliaryModelSection(Section):
     """As for the trained model; local models only."""
 
 
+class SelectorSection(Section):
+    """Which tasks of a data set come next."""
+
+    selector_type: str = "shuffle"
+    """sequential, shuffle, random, offline_easy2hard, difficulty_based (BOTS), or your own as `module:function`."""
+    seed: int | None = Field(default=None, ge=0)
+    """Fixes what is drawn; None takes the run's."""
+    feature_keys: tuple[str, ...] = ()
+    """Fields with pass rates of reference models, from 0 to 1, for offline_easy2hard and difficulty_based."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the selector that differ from its defaults; unknown ones are errors."""
+
+
+class OperatorSection(Section):
+    """One operator of a chain."""
+
+    name: str
+    """A name from the table of operators, or your own as `module:function`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments that differ from the operator's defaults; unknown ones are errors."""
+
+
 class DatasetSection(Section):
     """Where tasks come from."""
 
@@ -100,6 +122,13 @@ class DatasetSection(Section):
     """Which split to read."""
     required_fields: tuple[str, ...] = ()
     """Fields that every row must have; checked before the model loads."""
+    operators: tuple[OperatorSection, ...] = ()
+    """Applied once to the tasks, in order: deduplicate, length_filter, quality_score, difficulty_score, priority_order,
+    paraphrase."""
+    task_selector: SelectorSection = SelectorSection()
+    """How training tasks are selected; evaluations try all tasks."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share of this set among several training sets; None everywhere mixes them by size."""
 
 
 class AlgorithmSection(Section):
@@ -127,6 +156,38 @@ class AlgorithmSection(Section):
     """Weight of an entropy bonus; raise it a little (0.001) when answers become alike too early."""
 
 
+class ReplaySection(Section):
+    """Training again on groups of earlier steps."""
+
+    num_groups: int = Field(default=0, ge=0)
+    """Groups of earlier steps that each step trains too; raise it where rollouts cost more than training. The mismatch
+    of sampler and trainer then includes how far the policy moved since."""
+    capacity: int = Field(default=1024, ge=1)
+    """Groups kept; the one of lowest priority goes first."""
+    max_staleness: int = Field(default=4, ge=1)
+    """A group sampled more policy versions ago is forgotten."""
+    max_uses: int = Field(default=3, ge=1)
+    """Most times a group is trained again."""
+    decay: float = Field(default=2.0, ge=0)
+    """Priority is the group's policy version minus this for each time it was trained again."""
+    sigma: float = Field(default=0.0, ge=0)
+    """Standard deviation of noise on the priority, which lets older groups in."""
+
+
+class ExperienceSection(Section):
+    """What happens to groups between the judge and the trainer."""
+
+    operators: tuple[OperatorSection, ...] = ()
+    """Applied to the groups of a step, in order: pass_rate_calculator, reward_filter, reward_std_filter, outcome_gate,
+    dapo_dynamic_sampling, mask_response_truncated, reward_shaping_mapper, invalid_reward_filter."""
+    outcome_key: str | None = None
+    """Metric that says from 0 to 1 how well a run did, for selectors and gates; None takes the judge's reward."""
+    refill_budget: float = Field(default=1.0, ge=1)
+    """Tasks that a step may try, as a multiple of the batch size; above 1, groups that teach nothing are replaced."""
+    replay: ReplaySection = ReplaySection()
+    """Training again on groups of earlier steps."""
+
+
 class EngineSection(Section):
     """The sampler: how much it holds at once."""
 
@@ -145,7 +206,12 @@ class EngineSection(Section):
     has_prefix_cache: bool = True
     """Reuse keys and values of prompts that begin alike."""
     has_packed_weights: bool = True
-    """On a CPU in float32, sample from a second copy of the weights in a faster layout; turn off to save that memory."""
+    """On a CPU in float32, sample from a second copy of the weights in a faster layout; turn off to save memory."""
+    cuda_decode: Literal["graphs", "compiled", "eager"] = "graphs"
+    """How a GPU decodes: graphs replays captured steps; compiled also fuses them, which takes a minute or two at the
+    start and pays in long runs; eager does neither, for debugging."""
+    decode_block: int = Field(default=16, ge=1, le=64)
+    """On a GPU, tokens decoded between two looks of the host; lower it when most answers are very short."""
 
 
 class RolloutSection(Section):
@@ -251,11 +317,35 @@ class RunConfig(Section):
     model: ModelSection
     auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
     train_dataset: DatasetSection | None = None
+    """Training tasks."""
+    train_datasets: dict[str, DatasetSection] = Field(default_factory=dict)
+    """Several training sets by name, in place of `train_dataset`; their tasks are mixed."""
     eval_datasets: dict[str, DatasetSection] = Field(default_factory=dict)
     """Held-out task sets by the name their metrics carry."""
     algorithm: AlgorithmSection = AlgorithmSection()
+    experience: ExperienceSection = ExperienceSection()
+    """What happens to groups between the judge and the trainer."""
     engine: EngineSection = EngineSection()
     rollout: RolloutSection = RolloutSection()
     trainer: TrainerSection = TrainerSection()
     evaluation: EvaluationSection = EvaluationSection()
     monitor: MonitorSection = MonitorSection()
+
+    @model_validator(mode="after")
+    def _check_training_sets(self) -> RunConfig:
+        if self.train_dataset is not None and self.train_datasets:
+            raise ValueError("train_dataset and train_datasets are both given: name every set in train_datasets")
+        return self
+
+    @model_validator(mode="after")
+    def _check_evaluation_sets(self) -> RunConfig:
+        for name, dataset in self.eval_datasets.items():
+            for key in ("task_selector", "weight"):
+                if getattr(dataset, key) != DatasetSection.model_fields[key].default:
+                    raise ValueError(f"eval_datasets.{name}.{key} has no effect: evaluations try every task once")
+        return self
+
+    @property
+    def training_sets(self) -> dict[str, DatasetSection]:
+        """The training sets by the name their tasks carry."""
+        return self.train_datasets if self.train_dataset is None else {"train": self.train_dataset}

@@ -1,6 +1,6 @@
 """One training step, on one screen.
 
-    tasks -> trajectories -> groups -> advantages -> samples -> new policy version
+    tasks -> trajectories -> groups -> operators -> advantages -> samples -> new policy version
 
 Sampler and trainer hold the same parameters, so a version is a promise about time, not a copy: everything sampled
 between `resume(version)` and `pause()` comes from that version, and the trainer changes the weights in between.
@@ -9,54 +9,70 @@ between `resume(version)` and `pause()` comes from that version, and the trainer
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tunesmith.algorithms.table import Algorithm, compute_group_advantages
+from tunesmith.experience.batch import Batch, BatchSize, Collect, Draw, gather_batch
 from tunesmith.experience.samples import build_samples
+from tunesmith.experience.table import BoundOperator
 from tunesmith.rollout.groups import check_failures, compute_rollout_metrics
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Engine, Group, Task
-
-Collect = Callable[[Sequence[Task]], Awaitable[list[Group]]]
-"""Runs the workflow and the judge on tasks, `group_size` times each."""
+from tunesmith.types import Engine, Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What one step leaves behind: its experience and its numbers."""
 
-    groups: list[Group]
+    batch: Batch
     advantages: list[list[float | None]]
+    """Of `batch.groups`; None does not train."""
     metrics: dict[str, float]
+
+    @property
+    def trained(self) -> tuple[list[Group], list[int]]:
+        """The groups that taught something, and their places among those collected."""
+        rows = zip(self.batch.groups, self.batch.positions, self.advantages, strict=True)
+        kept = [(group, place) for group, place, row in rows if any(value is not None for value in row)]
+        return [group for group, _ in kept], [place for _, place in kept]
 
 
 async def run_step(
     *,
-    tasks: Sequence[Task],
+    size: BatchSize,
+    draw: Draw,
+    collect: Collect,
+    operators: Sequence[BoundOperator],
+    replayed: Sequence[Group],
     policy_version: int,
     engine: Engine,
-    collect: Collect,
     algorithm: Algorithm,
     trainer: Trainer,
     max_failure_rate: float,
 ) -> StepResult:
     """Sample groups with `policy_version`, turn rewards into advantages, make one update."""
+
+    def teaches(group: Group) -> bool:
+        return any(value is not None for row in compute_group_advantages(algorithm, [group])[0] for value in row)
+
     started = time.perf_counter()
     engine.resume(policy_version)
-    groups = await collect(tasks)
+    batch = await gather_batch(size, draw=draw, collect=collect, operators=operators, teaches=teaches)
     engine.pause()
-    check_failures(groups, max_failure_rate=max_failure_rate)
+    check_failures(batch.collected, max_failure_rate=max_failure_rate)
     sampled = time.perf_counter()
 
+    groups = [*batch.groups, *replayed]
     advantages, advantage_metrics = compute_group_advantages(algorithm, groups)
     samples, sample_metrics = build_samples(groups, advantages)
     train_metrics = trainer.step(samples)
     trained = time.perf_counter()
 
-    metrics = compute_rollout_metrics(groups) | engine.compute_stats()
+    metrics = compute_rollout_metrics(batch.collected) | engine.compute_stats() | batch.metrics
     metrics |= advantage_metrics | sample_metrics | train_metrics
+    metrics["experience/num_replayed_groups"] = float(len(replayed))
     metrics["perf/rollout_s"] = sampled - started
     metrics["perf/train_s"] = trained - sampled
     metrics["perf/sampled_tokens_per_s"] = metrics["rollout/num_sampled_tokens"] / (sampled - started)
-    return StepResult(groups=groups, advantages=advantages, metrics=metrics)
+    return StepResult(batch=batch, advantages=advantages[: len(batch.groups)], metrics=metrics)

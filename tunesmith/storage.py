@@ -61,6 +61,9 @@ class RunPaths:
     def evaluation(self, step: int) -> Path:
         return self.root / "eval" / f"step_{step:06d}.json"
 
+    def selection(self, step: int) -> Path:
+        return self.root / "selection" / f"step_{step:06d}.json"
+
     def checkpoint(self, step: int) -> Path:
         return self.root / f"global_step_{step}"
 

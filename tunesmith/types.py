@@ -157,6 +157,8 @@ class Turn:
     policy_versions: tuple[int, ...]
     distribution: Distribution
     stop_reason: StopReason
+    is_trained: bool = True
+    """False where an operator took what the turn sampled out of training; it stays as context of later turns."""
 
     def __post_init__(self) -> None:
         assert len(self.sampled_ids) == len(self.logprobs) == len(self.policy_versions)

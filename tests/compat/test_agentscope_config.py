@@ -6,7 +6,14 @@ import pytest
 from pydantic import ValidationError
 
 from tunesmith.compat.agentscope import AlgorithmConfig, DatasetConfig, TunerModelConfig, translate_tune_arguments
-from tunesmith.config import AlgorithmSection, DatasetSection, EvaluationSection, ModelSection, RunConfig, TrainerSection
+from tunesmith.config import (
+    AlgorithmSection,
+    DatasetSection,
+    EvaluationSection,
+    ModelSection,
+    RunConfig,
+    TrainerSection,
+)
 
 NOTHING = dict.fromkeys(
     (
@@ -76,7 +83,8 @@ def test_fields_that_nobody_set_override_nothing():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("tensor_parallel_size", 2), ("inference_engine_num", 4), ("tinker_config", {}), ("temprature", 1)]
+    ("field", "value"),
+    [("tensor_parallel_size", 2), ("inference_engine_num", 4), ("tinker_config", {}), ("temprature", 1)],
 )
 def test_what_cannot_be_honoured_is_an_error(field, value):
     with pytest.raises(ValidationError, match=field):

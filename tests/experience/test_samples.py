@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -138,6 +139,6 @@ def test_chains_hold_each_turn_once_and_extend_token_for_token(turns):
     chains = chain_turns(turns)
     assert sorted(map(id, (t for chain in chains for t in chain))) == sorted(id(t) for t in turns if t.sampled_ids)
     for chain in chains:
-        for earlier, later in zip(chain, chain[1:], strict=False):
+        for earlier, later in pairwise(chain):
             past = earlier.prompt_ids + earlier.sampled_ids
             assert later.prompt_ids[: len(past)] == past

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from tiny_models import CONFIGS, build_tiny
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from tiny_models import CONFIGS, build_tiny
 from tunesmith.errors import ModelError
 from tunesmith.model.attention import CausalPlan, run_body, use_plan_attention
 from tunesmith.model.logits import compute_logits, verify_model

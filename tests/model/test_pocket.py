@@ -71,7 +71,7 @@ def test_every_word_of_the_generator_is_one_token(tokenizer):
 
 
 def test_any_text_survives(tokenizer):
-    text = "Gr\u00fc\u00dfe 12,5 %\n\t<b> {\"a\": 1} \u4f60\u597d"
+    text = 'Gr\u00fc\u00dfe 12,5 %\n\t<b> {"a": 1} \u4f60\u597d'
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -94,9 +94,7 @@ def test_chat_template_takes_every_shape_a_client_sends(tokenizer):
 
 
 def test_prompt_without_system_message_still_shows_tools(tokenizer):
-    text = tokenizer.apply_chat_template(
-        CONVERSATION[1:2], tools=[TOOL], tokenize=False, add_generation_prompt=True
-    )
+    text = tokenizer.apply_chat_template(CONVERSATION[1:2], tools=[TOOL], tokenize=False, add_generation_prompt=True)
     assert text.startswith('<|im_start|>system\n{"name": "calculate"')
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
 

@@ -16,9 +16,7 @@ def build_group(index, rewards, metrics=None):
     for run_index, reward in enumerate(rewards):
         failure = Failure(where="judge", message="no verdict") if reward is None else None
         runs.append(
-            Trajectory(
-                task=task, run_index=run_index, turns=(), reward=reward, metrics=metrics or {}, failure=failure
-            )
+            Trajectory(task=task, run_index=run_index, turns=(), reward=reward, metrics=metrics or {}, failure=failure)
         )
     return Group(task=task, trajectories=tuple(runs))
 

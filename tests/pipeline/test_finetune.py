@@ -67,7 +67,9 @@ def test_rows_that_cannot_be_learned(tokenizer):
 
 
 def test_batches_hold_every_sample_once_an_epoch(tokenizer):
-    rows = [{"messages": [{"role": "user", "content": str(n)}, {"role": "assistant", "content": "x"}]} for n in range(9)]
+    rows = [
+        {"messages": [{"role": "user", "content": str(n)}, {"role": "assistant", "content": "x"}]} for n in range(9)
+    ]
     samples = DemonstrationReader(tokenizer).read(rows, max_model_len=256)
     settings = FinetuneSettings(num_epochs=2, max_tokens_per_batch=3 * len(samples[0].token_ids), seed=1)
     batches = build_batches(samples, settings)

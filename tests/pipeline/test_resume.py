@@ -86,7 +86,11 @@ def workplace(tmp_path_factory):
         "total_steps": NUM_STEPS,
         "save_interval_steps": 2,
         "model": {"path": "pocket", "max_model_len": 128, "max_tokens": 12, "device": "cpu"},
-        "train_dataset": {"path": "data"},
+        "train_dataset": {
+            "path": "data",
+            "task_selector": {"selector_type": "difficulty_based", "args": {"m": 4, "tau": 0.1, "do_sample": True}},
+        },
+        "experience": {"refill_budget": 2},
         "eval_datasets": {"held_out": {"path": "data", "split": "test"}},
         "algorithm": {"batch_size": 3, "group_size": 4},
         "engine": {"kv_cache_tokens": 8192},

@@ -24,7 +24,7 @@ async def judge_length(task, response):
     return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
 
 
-@pytest.fixture()
+@pytest.fixture
 def data(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
@@ -34,7 +34,7 @@ def data(tmp_path):
     return str(folder)
 
 
-@pytest.fixture()
+@pytest.fixture
 def run(tmp_path, data, pocket_folder):
     """Calls tune() with small settings; arguments and overrides may be given."""
 

@@ -1,58 +1,21 @@
-"""The endpoint as clients see it, in process and over HTTP."""
+"""The endpoint as clients see it: what it answers, what it honours, what it refuses."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter
 
-import httpx
 import openai
 import pytest
+from served import ADD, DEFAULTS, SUB, TOOLS, USER, ask, build_service, engine_of
 
-from chat_templates import CHATML, QWEN25, THINKING
-from fakes import FakeEngine, Script, build_chat_tokenizer, say
-from tunesmith.model.render import Renderer
+from chat_templates import THINKING
+from fakes import FakeEngine
 from tunesmith.rollout.client import build_client
-from tunesmith.rollout.service import ModelService
-from tunesmith.types import Distribution, Sampling
+from tunesmith.types import Distribution
 
 pytestmark = pytest.mark.anyio
-
-TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object"}}}
-    for name in ("add", "sub")
-]
-ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-SUB = '<tool_call>\n{"name": "sub", "arguments": {"b": "\u00e9"}}\n</tool_call>'
-USER = [{"role": "user", "content": "hi"}]
-DEFAULTS = Sampling(distribution=Distribution(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1), max_tokens=300)
-
-TOKENIZERS = {template: build_chat_tokenizer(template) for template in (CHATML, QWEN25, THINKING)}
-
-
-def build_service(*replies: str, script: Script | None = None, template: str = QWEN25, **options) -> ModelService:
-    tokenizer = TOKENIZERS[template]
-    engine = FakeEngine(tokenizer, script or say(tokenizer, *replies), **options)
-    return ModelService(engine, Renderer(tokenizer), model_name="m", sampling=DEFAULTS)
-
-
-def engine_of(service: ModelService) -> FakeEngine:
-    return service.recorder.engine
-
-
-async def ask(service: ModelService, messages=USER, **fields):
-    """One call in a session of its own; the completion and the recorded turns."""
-    lease = service.open(seed=1)
-    try:
-        completion = await lease.model.client.chat.completions.create(model="m", messages=messages, **fields)
-        if fields.get("stream"):
-            completion = [chunk async for chunk in completion]
-    finally:
-        turns = service.close(lease)
-    return completion, turns
 
 
 async def test_a_call_is_answered_and_recorded():
@@ -306,177 +269,90 @@ async def test_an_engine_error_amid_a_stream_ends_it_with_an_error():
         await ask(build_service(script=fail), stream=True)
 
 
-# Streams
-
-
-def join_chunks(chunks) -> dict:
-    """What a client makes of the chunks of one choice."""
-    content, reasoning, calls, logprobs, finish = "", "", [], [], None
-    for chunk in chunks:
-        for choice in chunk.choices:
-            delta = choice.delta
-            content += delta.content or ""
-            reasoning += getattr(delta, "reasoning_content", None) or ""
-            for call in delta.tool_calls or []:
-                assert call.index == len(calls)
-                calls.append((call.id, call.function.name, call.function.arguments))
-            logprobs += choice.logprobs.content if choice.logprobs else []
-            finish = choice.finish_reason or finish
-    return {
-        "content": content, "reasoning": reasoning, "calls": calls, "finish": finish,
-        "logprobs": [(token.token, token.logprob) for token in logprobs],
-    }  # fmt: skip
-
-
-PIECES = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    ADD,
-    SUB,
-    "{",
-    " ",
-    "\n",
-    "STOP",
-    "ST",
-    "a",
-    "\u00e9",
-    "\U0001f600",
+JUNK = [
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    10**400,
+    float("inf"),
+    "",
+    "x",
+    "\ud800",
+    [],
+    [1],
+    {},
+    {"type": "text"},
+    [{}],
+    [None],
+    ["a"],
 ]
+FIELDS = [
+    "messages", "model", "tools", "tool_choice", "stop", "n", "seed", "temperature", "top_p", "top_k", "min_p",
+    "max_tokens", "logit_bias", "logprobs", "parallel_tool_calls", "stop_token_ids", "chat_template_kwargs",
+    "reasoning_effort", "response_format", "stream", "stream_options", "return_token_ids", "top_logprobs",
+]  # fmt: skip
+PARTS = ["role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "function_call"]
 
 
-@pytest.mark.parametrize("seed", range(60))
-async def test_a_stream_adds_up_to_the_message(seed):
-    rng = random.Random(seed)
-    tokenizer = TOKENIZERS[QWEN25]
-    text = "".join(rng.choices(PIECES, k=rng.randrange(12)))
-    ids = [i for i in tokenizer.encode(text, add_special_tokens=False) if rng.random() > 0.03]
-    if rng.random() < 0.7:
-        ids.append(tokenizer.eos_token_id)
-    service = build_service(script=lambda *_: ids or [tokenizer.eos_token_id], template=rng.choice([QWEN25, THINKING]))
-    fields = {"tools": TOOLS, "logprobs": True, "parallel_tool_calls": rng.random() < 0.5}
-    fields["stop"] = rng.choice([["STOP"], ["\n\n", "a\u00e9"], []])
-    whole, (turn,) = await ask(service, **fields)
-    chunks, (streamed_turn,) = await ask(service, stream=True, stream_options={"include_usage": True}, **fields)
-    choice = whole.choices[0]
-    assert join_chunks(chunks) == {
-        "content": choice.message.content or "",
-        "reasoning": getattr(choice.message, "reasoning_content", "") or "",
-        "calls": [(c.id, c.function.name, c.function.arguments) for c in choice.message.tool_calls or []],
-        "finish": choice.finish_reason,
-        "logprobs": [(token.token, token.logprob) for token in choice.logprobs.content],
-    }
-    assert streamed_turn == turn
-    assert chunks[-1].usage == whole.usage
-    assert all(chunk.usage is None for chunk in chunks[:-1])
-
-
-async def test_a_stream_without_usage_has_none():
-    chunks, _ = await ask(build_service("x"), stream=True)
-    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
-
-
-async def test_text_comes_while_it_is_sampled():
-    service = build_service("abc def")
-    num_tokens = len(TOKENIZERS[QWEN25].encode("abc def"))
-    lease = service.open(seed=1)
-    stream = await lease.model.client.chat.completions.create(model="m", messages=USER, stream=True)
-    async for chunk in stream:
-        if chunk.choices[0].delta.content:
-            assert len(engine_of(service).ledger[0][1]) < num_tokens
-            break
-    await stream.close()
-    service.close(lease)
-
-
-async def test_streams_of_several_choices_interleave():
-    def script(prompt, sampling, order):
-        return TOKENIZERS[QWEN25].encode("ab" if order[-1] else "cdef")
-
-    chunks, _ = await ask(build_service(script=script), stream=True, n=2, max_tokens=2)
-    texts = ["", ""]
-    for chunk in chunks:
-        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert texts == ["cd", "ab"]
-
-
-@asynccontextmanager
-async def reach(service: ModelService, how: str) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
-    """The service in process or over HTTP."""
-    if how == "in process":
-        yield service._http_client, service.base_url
+def build_junk_body(rng: random.Random) -> dict:
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}], "tools": TOOLS}
+    if rng.random() < 0.5:
+        body |= {rng.choice(FIELDS): rng.choice(JUNK)}
+    elif rng.random() < 0.7:
+        rng.choice(body["messages"])[rng.choice(PARTS)] = rng.choice(JUNK)
     else:
-        async with service.serve() as url, httpx.AsyncClient() as client:
-            yield client, url
+        call = {"id": "x", "function": {"name": "add", "arguments": "{}"}}
+        holder = rng.choice([call, call["function"]])
+        holder[rng.choice(["id", "function", "name", "arguments"])] = rng.choice(JUNK)
+        body["messages"][1]["tool_calls"] = [call]
+    return body
 
 
-def sample_until_cancelled() -> tuple[Script, asyncio.Event, asyncio.Event]:
-    """A script that samples on and on, and says when it has begun and when it was stopped."""
-    begun, stopped = asyncio.Event(), asyncio.Event()
-
-    def script(prompt, sampling, order):
-        try:
-            for count, token_id in enumerate(range(20, 390)):
-                if count == 3:
-                    begun.set()
-                yield token_id
-        finally:
-            stopped.set()
-
-    return script, begun, stopped
-
-
-@pytest.mark.parametrize("how", ["in process", "http"])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_cancels_its_request(how, stream):
-    script, begun, stopped = sample_until_cancelled()
-    service = build_service(script=script)
-    lease = service.open(seed=1)
-    async with reach(service, how) as (http_client, url):
-        client = build_client(base_url=url, api_key=lease.session.key, http_client=http_client)
-        request = asyncio.ensure_future(client.chat.completions.create(model="m", messages=USER, stream=stream))
-        await begun.wait()
-        if stream:
-            await (await request).close()
-        else:
-            request.cancel()
-        await stopped.wait()
-    ((_, sampled_ids),) = engine_of(service).ledger
-    (turn,) = service.close(lease)
-    assert turn.stop_reason == "cancelled"
-    assert turn.sampled_ids == tuple(sampled_ids)
-    assert 3 <= len(sampled_ids) < 370
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_closing_a_session_ends_what_is_in_flight(stream):
-    script, begun, stopped = sample_until_cancelled()
-    service = build_service(script=script)
-    lease = service.open(seed=1)
-
-    async def consume():
-        answer = await lease.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
-        return [chunk async for chunk in answer]
-
-    request = asyncio.ensure_future(consume())
-    await begun.wait()
-    (turn,) = service.close(lease)
-    assert turn.stop_reason == "cancelled"
-    with pytest.raises(openai.APIError, match=r"no open trajectory|SessionClosed"):
-        await request
-    assert stopped.is_set()
-    assert turn.sampled_ids == tuple(engine_of(service).ledger[0][1])
-
-
-async def test_over_http_the_answers_are_the_same():
-    service = build_service(f"both {ADD}")
-    async with service.serve() as url:
+async def test_whatever_is_sent_the_answer_is_an_answer_or_a_400():
+    service = build_service("x")
+    rng = random.Random(0)
+    statuses = Counter()
+    for _ in range(600):
         lease = service.open(seed=1)
-        assert lease.model.base_url == url
-        async with build_client(base_url=url, api_key=lease.session.key) as client:
-            completion = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS)
-            assert completion.choices[0].message.tool_calls[0].function.name == "add"
-            stream = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, stream=True)
-            assert join_chunks([chunk async for chunk in stream])["content"] == "both"
-        assert len(service.close(lease)) == 2
+        response = await service._http_client.post(
+            "http://x/v1/chat/completions",
+            content=json.dumps(build_junk_body(rng)).encode(),
+            headers={"authorization": f"Bearer {lease.session.key}"},
+        )
+        statuses[response.status_code] += 1
+        assert lease.session.engine_error is None
+        service.close(lease)
+    assert set(statuses) <= {200, 400, 404}
+    assert min(statuses[200], statuses[400]) > 100
+
+
+async def test_the_short_way_and_the_long_way_answer_alike():
+    """A copy of the client sends over its transport; the client itself calls the endpoint."""
+    requests = [
+        {"tools": TOOLS, "logprobs": True, "n": 2, "extra_body": {"return_token_ids": True}},
+        {"tools": iter(TOOLS), "temperature": openai.omit, "stream": False, "messages": (dict(USER[0]),)},
+        {"top_logprobs": 3},
+        {"model": "gpt"},
+        {"response_format": {"type": "json_object"}},
+        {"temperature": object()},
+        {"no_such_argument": 1},
+    ]
+    for fields in requests:
+        seen = []
+        for is_copy in (False, True):
+            service = build_service(f"both {ADD}")
+            lease = service.open(seed=1)
+            client = lease.model.client.copy() if is_copy else lease.model.client
+            copied = {key: list(value) if key == "tools" else value for key, value in fields.items()}
+            fields = fields | {key: value for key, value in copied.items() if key == "tools"}
+            try:
+                completion = await client.chat.completions.create(**{"model": "m", "messages": USER} | copied)
+                seen.append(completion.model_dump(exclude={"id", "created"}))
+            except openai.APIStatusError as error:
+                seen.append((type(error), error.body, error.status_code, error.body["message"] in error.message))
+            except TypeError:
+                seen.append(TypeError)
+            service.close(lease)
+        assert seen[0] == seen[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 
 from tunesmith.tasks.arithmetic import TEMPLATES, build_problems, compute_answer, find_split, save_problems
@@ -28,7 +29,7 @@ def test_questions_of_a_set_differ():
 def test_answers_are_whole_and_numbers_small():
     for problem in build_problems("train", num_problems=500, seed=0):
         assert Fraction(eval(problem.expression)) == int(problem.answer) >= 0
-        numbers = [int(word) for word in problem.expression.replace("(", " ").replace(")", " ").split() if word.isdigit()]
+        numbers = [int(digits) for digits in re.findall(r"\d+", problem.expression)]
         assert max(numbers) <= 999
         assert problem.num_operations == len(numbers) - 1 <= 3
         assert all(str(number) in problem.question for number in numbers)

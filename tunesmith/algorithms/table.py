@@ -6,14 +6,10 @@ arguments of those functions, with their types, ranges and defaults; `resolve_al
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any
 
 from tunesmith.algorithms.advantages import (
     Advantages,
@@ -24,6 +20,7 @@ from tunesmith.algorithms.advantages import (
 from tunesmith.algorithms.aggregate import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
 from tunesmith.algorithms.losses import TokenLosses, TokenScores, compute_ppo_clip_losses, compute_sft_losses
+from tunesmith.arguments import bind_arguments, name_nearest
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError
 from tunesmith.types import Group
@@ -72,18 +69,20 @@ def resolve_algorithm(section: AlgorithmSection) -> Algorithm:
     """Look the name up and bind the arguments; what is not known is a ConfigError that names the nearest known."""
     name = section.algorithm_type
     if name not in ALGORITHMS:
-        raise ConfigError(f"unknown algorithm_type {name!r}: {_name_nearest(name, list(ALGORITHMS))}")
+        raise ConfigError(f"unknown algorithm_type {name!r}: {name_nearest(name, list(ALGORITHMS))}")
     entry = ALGORITHMS[name]
     compute_advantages = None
     if entry.compute_advantages is not None:
-        compute_advantages = _bind(entry.compute_advantages, section.advantage_args, f"advantage_args of {name!r}")
+        compute_advantages = bind_arguments(
+            entry.compute_advantages, section.advantage_args, where=f"advantage_args of {name!r}"
+        )
     elif section.advantage_args:
         raise ConfigError(f"advantage_args of {name!r}: it takes none, because it computes no advantages")
     loss_args = {**entry.loss_args, **section.loss_args}
     return Algorithm(
         name=name,
         compute_advantages=compute_advantages,
-        compute_losses=_bind(entry.compute_losses, loss_args, f"loss_args of {name!r}"),
+        compute_losses=bind_arguments(entry.compute_losses, loss_args, where=f"loss_args of {name!r}"),
         aggregation=section.loss_aggregation or entry.aggregation,
         kl_coef=section.kl_coef,
         kl_estimator=section.kl_estimator,
@@ -109,23 +108,22 @@ def compute_group_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> t
     return advantages, metrics
 
 
-def _bind(function: Callable[..., Any], args: Mapping[str, Any], where: str) -> Callable[..., Any]:
-    """Check the arguments against the function's keywords and their types, then bind them."""
-    hints = get_type_hints(function, include_extras=True)
+def describe_algorithms() -> str:
+    """The table as text: each algorithm's functions, their arguments and defaults, and its aggregation."""
+    lines = []
+    for name, entry in ALGORITHMS.items():
+        lines.append(f"{name}  (aggregation {entry.aggregation})")
+        if entry.compute_advantages is not None:
+            lines.append(f"    advantage_args: {_describe_arguments(entry.compute_advantages, {})}")
+        lines.append(f"    loss_args: {_describe_arguments(entry.compute_losses, entry.loss_args)}")
+    return "\n".join(lines)
+
+
+def _describe_arguments(function: Callable[..., Any], changed: Mapping[str, Any]) -> str:
     parameters = inspect.signature(function).parameters.values()
-    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    for name, value in args.items():
-        if name not in known:
-            raise ConfigError(f"unknown argument {name!r} in {where}: {_name_nearest(name, known)}")
-        try:
-            TypeAdapter(hints[name]).validate_python(value, strict=True)
-        except ValidationError as error:
-            raise ConfigError(f"{name}={value!r} in {where}: {error.errors()[0]['msg']}") from error
-    return partial(function, **args)
-
-
-def _name_nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {close[0]!r}?"
-    return f"known: {', '.join(known)}" if known else "it takes none"
+    arguments = [
+        f"{parameter.name}={changed.get(parameter.name, parameter.default)!r}"
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ]
+    return ", ".join(arguments) or "none"

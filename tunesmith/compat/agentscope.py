@@ -15,9 +15,27 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tunesmith.errors import ConfigError
 from tunesmith.tasks.load import load_preview
 
+LENGTHS = {"total_epochs", "total_steps"}
+"""Fields of a training set that say how long the run is."""
+
+
+class TaskSelectorConfig(BaseModel):
+    """How the tasks of a training set are selected; `kwargs` are the selector's arguments."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    selector_type: str = "sequential"
+    seed: int = Field(default=42, ge=0)
+    feature_keys: list[str] = Field(default_factory=list)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
 
 class DatasetConfig(BaseModel):
-    """A data set of tasks: a folder, a file or a hub id."""
+    """A data set of tasks: a folder, a file or a hub id.
+
+    `task_selector` is a TaskSelectorConfig or a dict of its fields, a name or dotted path, a selector of your own, or
+    a class or function that builds one from the tasks. `weight` is the set's share where there are several.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -26,6 +44,20 @@ class DatasetConfig(BaseModel):
     split: str | None = "train"
     total_epochs: int = Field(default=1, ge=1)
     total_steps: int | None = Field(default=None, ge=1)
+    task_selector: Any = None
+    weight: float | None = Field(default=None, gt=0)
+
+    @field_validator("task_selector")
+    @classmethod
+    def _read_selector(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return TaskSelectorConfig(selector_type=value)
+        return TaskSelectorConfig.model_validate(value) if isinstance(value, Mapping) else value
+
+    @property
+    def own_selector(self) -> Any:
+        """The selector that was given as an object, or None."""
+        return None if isinstance(self.task_selector, TaskSelectorConfig) else self.task_selector
 
     def preview(self, n: int = 5) -> list[dict[str, Any]]:
         """Print and return the first n rows; raises `DataError` when the path or split is not there."""
@@ -83,7 +115,41 @@ def translate_model(model: TunerModelConfig) -> dict[str, Any]:
 
 
 def translate_dataset(dataset: DatasetConfig) -> dict[str, Any]:
-    return dataset.model_dump(include=dataset.model_fields_set & {"path", "name", "split"})
+    """Fields of our data set section; a selector that is an object is recorded by its path."""
+    given = dataset.model_dump(include=dataset.model_fields_set & {"path", "name", "split", "weight"})
+    selector = dataset.task_selector
+    if isinstance(selector, TaskSelectorConfig):
+        section = selector.model_dump(exclude_unset=True) | {"selector_type": selector.selector_type}
+        if "kwargs" in section:
+            section["args"] = section.pop("kwargs")
+        given["task_selector"] = section
+    elif selector is not None:
+        kind = selector if hasattr(selector, "__qualname__") else type(selector)
+        given["task_selector"] = {"selector_type": f"{kind.__module__}:{kind.__qualname__}"}
+    return given
+
+
+def translate_training_sets(datasets: DatasetConfig | Mapping[str, DatasetConfig]) -> dict[str, Any]:
+    """One set, or several by name; they must agree on how long the run is."""
+    if isinstance(datasets, DatasetConfig):
+        lengths = datasets.model_dump(include=datasets.model_fields_set & LENGTHS)
+        return {"train_dataset": translate_dataset(datasets), **lengths}
+    translated = {"train_dataset": None, "train_datasets": {n: translate_dataset(d) for n, d in datasets.items()}}
+    for key in sorted(LENGTHS):
+        values = {getattr(dataset, key) for dataset in datasets.values() if key in dataset.model_fields_set}
+        if len(values) > 1:
+            raise ConfigError(f"the training sets give different {key}: {sorted(map(str, values))}; give it once")
+        if values:
+            translated[key] = values.pop()
+    return translated
+
+
+def collect_own_selectors(datasets: DatasetConfig | Mapping[str, DatasetConfig] | None) -> dict[str, Any]:
+    """Selectors that were given as objects, by the name of their training set."""
+    if datasets is None:
+        return {}
+    named = {"train": datasets} if isinstance(datasets, DatasetConfig) else datasets
+    return {name: each.own_selector for name, each in named.items() if each.own_selector is not None}
 
 
 def translate_algorithm(algorithm: AlgorithmConfig) -> dict[str, Any]:
@@ -103,7 +169,7 @@ def translate_algorithm(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 def translate_tune_arguments(
     *,
-    train_dataset: DatasetConfig | None,
+    train_dataset: DatasetConfig | Mapping[str, DatasetConfig] | None,
     eval_dataset: DatasetConfig | Mapping[str, DatasetConfig] | None,
     model: TunerModelConfig | None,
     auxiliary_models: Mapping[str, TunerModelConfig] | None,
@@ -115,10 +181,7 @@ def translate_tune_arguments(
     """Nested overrides of a run file, from the arguments of AgentScope's `tune`."""
     overrides: dict[str, Any] = {} if algorithm is None else translate_algorithm(algorithm)
     if train_dataset is not None:
-        overrides["train_dataset"] = translate_dataset(train_dataset)
-        overrides |= train_dataset.model_dump(
-            include=train_dataset.model_fields_set & {"total_epochs", "total_steps"}
-        )
+        overrides |= translate_training_sets(train_dataset)
     if eval_dataset is not None:
         named = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_taskset": eval_dataset}
         overrides["eval_datasets"] = {name: translate_dataset(dataset) for name, dataset in named.items()}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tunesmith.model.attention import attend_masked
+from tunesmith.model.attention import attend_masked, get_layer_index
 
 MAX_BATCHED_QUERIES = 16
 """Requests with more new tokens attend one by one."""
@@ -85,9 +85,7 @@ class PagedPlan:
         few = [span for span in spans if span.stop - span.start <= MAX_BATCHED_QUERIES]
         self._batches = [_SpanBatch(batch, cache, token_pages_T.device) for batch in split_by_context(few)]
         self._chunks = [
-            _Chunk(span, cache, token_pages_T.device)
-            for span in spans
-            if span.stop - span.start > MAX_BATCHED_QUERIES
+            _Chunk(span, cache, token_pages_T.device) for span in spans if span.stop - span.start > MAX_BATCHED_QUERIES
         ]
 
     def attend(
@@ -101,7 +99,8 @@ class PagedPlan:
         sliding_window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        keys_PKZD, values_PKZD = self.cache.keys[module.layer_idx], self.cache.values[module.layer_idx]
+        layer = get_layer_index(module)
+        keys_PKZD, values_PKZD = self.cache.keys[layer], self.cache.values[layer]
         slots = self._get_slots(key.shape[1])
         _write(keys_PKZD, slots, key)
         _write(values_PKZD, slots, value)
@@ -298,5 +297,7 @@ class _Chunk:
             positions_Q1 = torch.arange(self._start, self._stop, device=device)[:, None]
             distance_QS = positions_Q1 - torch.arange(self._stop, device=device)
             mask_QS = distance_QS >= 0
-            self._masks[sliding_window] = mask_QS if sliding_window is None else mask_QS & (distance_QS < sliding_window)
+            self._masks[sliding_window] = (
+                mask_QS if sliding_window is None else mask_QS & (distance_QS < sliding_window)
+            )
         return self._masks[sliding_window]

@@ -1,7 +1,7 @@
 """When the engine steps.
 
-Lockstep: `EngineLoop` steps its engines exactly when every coroutine waits. asyncio asks its selector to block only then,
-and this loop's selector makes a step instead of blocking. Which requests share a batch is then a function of the program,
+Lockstep: `EngineLoop` steps its engines exactly when every coroutine waits. asyncio asks its selector to block only
+then, and this loop's selector makes a step instead. Which requests share a batch is then a function of the program,
 never of the clock. Calls handed to threads are waited for, up to `THREAD_PATIENCE_S` each; what sleeps or talks to
 other processes keeps its own time. On any other event loop a task steps between turns of the loop. Free-running: a
 thread steps whenever there is work, for devices that compute while the loop runs.
@@ -14,7 +14,8 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Executor
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 THREAD_PATIENCE_S = 2.0
 """A call in a thread that takes longer no longer holds the engines up; it may itself be waiting for them."""
@@ -22,6 +23,7 @@ NUM_TURNS_BETWEEN_STEPS = 3
 """Turns of a foreign loop for a result to be delivered, its coroutine to wake, and its next request to arrive."""
 
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 
 class Steppable(Protocol):
@@ -79,7 +81,9 @@ class EngineLoop(asyncio.SelectorEventLoop):
         if engine not in self._stepping.engines:
             self._stepping.engines.append(engine)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments
+    ) -> asyncio.Future[T]:
         future = super().run_in_executor(executor, func, *args)
         self._stepping.thread_calls[future] = time.monotonic()
         future.add_done_callback(self._stepping.thread_calls.pop)

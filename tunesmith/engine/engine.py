@@ -1,7 +1,7 @@
 """The sampler on the trainer's own model: what rollouts call, and what a clock steps.
 
-`generate` puts a request into an inbox; each step takes the inbox in, lets the scheduler choose, runs the model once, and
-hands tokens and completions to the event loop. Only `step`, `pause` and `resume` touch the scheduler, under one lock,
+`generate` puts a request into an inbox; each step takes the inbox in, lets the scheduler choose, runs the model once
+and hands tokens and completions to the event loop. Only `step`, `pause` and `resume` touch the scheduler, under a lock,
 so the clock may be the event loop or a thread. `resume` forgets every key and value: nothing of another version of the
 weights is read again, and what was in flight computes its tokens anew while old tokens keep their version.
 """
@@ -9,15 +9,17 @@ weights is read again, and what was in flight computes its tokens anew while old
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection
+from tunesmith.engine.block import Block
+from tunesmith.engine.calls import Call, News, find_first_stop, find_stop, hand_out
 from tunesmith.engine.clock import Clock, build_clock
 from tunesmith.engine.pages import PagePool
 from tunesmith.engine.request import Request, check_sampling
@@ -27,27 +29,6 @@ from tunesmith.engine.scheduler import Schedule, Scheduler, Work
 from tunesmith.engine.stops import StopMatcher
 from tunesmith.errors import EngineError
 from tunesmith.types import Completion, OnToken, Sampling, StopReason
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Call:
-    """One `generate` that waits for its completion."""
-
-    request: Request
-    future: asyncio.Future[Completion]
-    on_token: OnToken | None
-    matcher: StopMatcher | None
-    is_queued: bool = True
-    """It takes up one of the `max_waiting` places."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _News:
-    """What one step tells the event loop."""
-
-    tokens: list[tuple[_Call, int, float]] = field(default_factory=list)
-    endings: list[tuple[_Call, Completion | EngineError]] = field(default_factory=list)
-    num_places: int = 0
 
 
 class LocalEngine:
@@ -69,14 +50,14 @@ class LocalEngine:
         self._is_lockstep = model.device.type == "cpu" if lockstep is None else lockstep
         self._eos_ids = collect_eos_ids(model, tokenizer)
         self._vocab_size = model.get_input_embeddings().num_embeddings
-        self._runner = Runner(model, settings)
+        self._runner = Runner(model, settings, max_model_len=max_model_len)
         self._scheduler = self._build_scheduler()
         self._policy_version = 0
         self._is_paused = False
         self._lock = threading.RLock()
-        self._inbox: deque[_Call] = deque()
+        self._inbox: deque[Call] = deque()
         self._cancelled: deque[int] = deque()
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, Call] = {}
         self._num_arrived = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock: Clock | None = None
@@ -123,7 +104,7 @@ class LocalEngine:
         self._num_arrived += 1
         future = asyncio.get_running_loop().create_future()
         matcher = StopMatcher(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
-        self._inbox.append(_Call(request=request, future=future, on_token=on_token, matcher=matcher))
+        self._inbox.append(Call(request=request, future=future, on_token=on_token, matcher=matcher))
         self._notify()
         try:
             return await future
@@ -162,10 +143,10 @@ class LocalEngine:
             if self._is_paused:
                 return
             started_at = time.perf_counter()
-            news = _News()
+            news = News()
             try:
                 self._run_step(news)
-            except Exception as error:  # whatever failed, every caller must learn of it or wait for ever
+            except Exception as error:  # noqa: BLE001 - whatever failed, every caller must learn of it or wait for ever
                 self._fail_all(news, error)
             self._busy_s += time.perf_counter() - started_at
         self._send(news)
@@ -188,7 +169,7 @@ class LocalEngine:
             self._take_in()
             for call in list(self._calls.values()):
                 self._scheduler.remove(call.request)
-                self._forget(call, _News())
+                self._forget(call, News())
 
     def _notify(self) -> None:
         if self._clock is not None and self.has_work:
@@ -203,18 +184,27 @@ class LocalEngine:
             has_prefix_cache=self._settings.has_prefix_cache,
         )
 
-    def _run_step(self, news: _News) -> None:
+    def _run_step(self, news: News) -> None:
         self._take_in()
         self._drop_cancelled(news)
         self._end_expired(news)
         schedule = self._scheduler.schedule()
         for request in schedule.stuck:
             self._end(self._calls[request.request_id], "context", news)
-        if schedule.work:
-            sampling, draws = self._runner.run(schedule.work)
-            self._scheduler.commit(schedule.work)
-            self._count(schedule, news)
+        if not schedule.work:
+            return
+        self._count(schedule, news)
+        in_block = [item for item in schedule.work if self._runner.can_decode_block(item)]
+        others = [item for item in schedule.work if not self._runner.can_decode_block(item)]
+        if others:
+            sampling, draws = self._runner.run(others)
+            self._scheduler.commit(others)
             self._take_draws(sampling, draws, news)
+        if in_block:
+            num_steps = self._scheduler.reserve(
+                in_block, self._settings.decode_block, max_model_len=self._max_model_len
+            )
+            self._take_block(in_block, self._runner.decode_block(in_block, num_steps=num_steps), news)
 
     def _take_in(self) -> None:
         while self._inbox:
@@ -222,21 +212,21 @@ class LocalEngine:
             self._calls[call.request.request_id] = call
             self._scheduler.add(call.request)
 
-    def _drop_cancelled(self, news: _News) -> None:
+    def _drop_cancelled(self, news: News) -> None:
         while self._cancelled:
             call = self._calls.get(self._cancelled.popleft())
             if call is not None:
                 self._scheduler.remove(call.request)
                 self._end(call, "cancelled", news)
 
-    def _end_expired(self, news: _News) -> None:
+    def _end_expired(self, news: News) -> None:
         now = time.monotonic()
         expired = [c for c in self._calls.values() if c.request.deadline_at is not None and c.request.deadline_at < now]
         for call in expired:
             self._scheduler.remove(call.request)
             self._end(call, "deadline", news)
 
-    def _count(self, schedule: Schedule, news: _News) -> None:
+    def _count(self, schedule: Schedule, news: News) -> None:
         self._counts["steps"] += 1
         self._counts["preemptions"] += schedule.num_preemptions
         for item in schedule.work:
@@ -249,7 +239,7 @@ class LocalEngine:
                 self._counts["requests"] += 1
                 self._counts["cached_tokens"] += item.request.num_cached_tokens or 0
 
-    def _take_draws(self, sampling: Sequence[Work], draws: Draws, news: _News) -> None:
+    def _take_draws(self, sampling: Sequence[Work], draws: Draws, news: News) -> None:
         self._counts["sampled_tokens"] += len(sampling)
         rows = zip(sampling, draws.token_ids, draws.logprobs, draws.is_finite, strict=True)
         for item, token_id, logprob, is_finite in rows:
@@ -260,28 +250,35 @@ class LocalEngine:
             call.request.append(token_id, logprob, self._policy_version)
             if call.on_token is not None:
                 news.tokens.append((call, token_id, logprob))
-            stop_reason = self._find_stop(call, token_id)
+            stop_reason = find_stop(call, token_id, eos_ids=self._eos_ids, max_model_len=self._max_model_len)
             if stop_reason is not None:
                 self._scheduler.remove(call.request)
                 self._end(call, stop_reason, news)
 
-    def _find_stop(self, call: _Call, token_id: int) -> StopReason | None:
-        request, sampling = call.request, call.request.sampling
-        if token_id in self._eos_ids and not sampling.ignore_eos:
-            return "eos"
-        if token_id in sampling.stop_token_ids or (call.matcher is not None and call.matcher.add(token_id)):
-            return "stop"
-        if request.num_sampled >= sampling.max_tokens:
-            return "length"
-        if len(request.token_ids) >= self._max_model_len:
-            return "context"
-        return None
+    def _take_block(self, work: Sequence[Work], block: Block, news: News) -> None:
+        """Keep each row's tokens up to the one that ends it."""
+        for item, token_ids, logprobs in zip(work, block.token_ids, block.logprobs, strict=True):
+            call, request = self._calls[item.request.request_id], item.request
+            num_kept, stop_reason = find_first_stop(
+                call, token_ids, eos_ids=self._eos_ids, max_model_len=self._max_model_len
+            )
+            if not math.isfinite(sum(logprobs[:num_kept])):
+                self._fail(call, news)
+                continue
+            request.extend(token_ids[:num_kept], logprobs[:num_kept], self._policy_version)
+            if call.on_token is not None:
+                news.tokens += [(call, *drawn) for drawn in zip(token_ids[:num_kept], logprobs, strict=False)]
+            self._counts["sampled_tokens"] += num_kept
+            self._scheduler.commit([Work(request, item.start, item.start + num_kept)])
+            if stop_reason is not None:
+                self._scheduler.remove(request)
+                self._end(call, stop_reason, news)
 
-    def _end(self, call: _Call, stop_reason: StopReason, news: _News) -> None:
+    def _end(self, call: Call, stop_reason: StopReason, news: News) -> None:
         news.endings.append((call, call.request.complete(stop_reason)))
         self._forget(call, news)
 
-    def _fail(self, call: _Call, news: _News) -> None:
+    def _fail(self, call: Call, news: News) -> None:
         """End a request whose logits were not finite, and wipe its pages: others may be given them."""
         request = call.request
         news.endings.append((call, EngineError(
@@ -294,7 +291,7 @@ class LocalEngine:
         self._scheduler.remove(request)
         self._forget(call, news)
 
-    def _fail_all(self, news: _News, error: Exception) -> None:
+    def _fail_all(self, news: News, error: Exception) -> None:
         self._take_in()
         for call in list(self._calls.values()):
             failure = EngineError(f"a step of the engine failed: {type(error).__name__}: {error}")
@@ -304,12 +301,12 @@ class LocalEngine:
         self._scheduler = self._build_scheduler()
         self._scheduler.restart(self._policy_version)
 
-    def _forget(self, call: _Call, news: _News) -> None:
+    def _forget(self, call: Call, news: News) -> None:
         del self._calls[call.request.request_id]
         news.num_places += call.is_queued
         call.is_queued = False
 
-    def _send(self, news: _News) -> None:
+    def _send(self, news: News) -> None:
         if self._loop is None or self._loop.is_closed() or not (news.tokens or news.endings or news.num_places):
             return
         if self._is_lockstep:
@@ -317,23 +314,9 @@ class LocalEngine:
         else:
             self._loop.call_soon_threadsafe(self._deliver, news)
 
-    def _deliver(self, news: _News) -> None:
-        """In the event loop: hand out tokens and endings, and let as many callers in as places came free."""
-        for call, token_id, logprob in news.tokens:
-            if call.on_token is None or call.future.done():
-                continue
-            try:
-                call.on_token(token_id, logprob)
-            except Exception as error:  # the caller's own code: the error goes back to it, not to others
-                call.future.set_exception(error)
-                self._cancelled.append(call.request.request_id)
-        for call, ending in news.endings:
-            if call.future.done():
-                continue
-            if isinstance(ending, EngineError):
-                call.future.set_exception(ending)
-            else:
-                call.future.set_result(ending)
+    def _deliver(self, news: News) -> None:
+        """In the event loop: hand out the news and let as many callers in as places came free."""
+        self._cancelled.extend(hand_out(news))
         for _ in range(news.num_places):
             self._places.release()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -52,10 +53,11 @@ class PackedLinears:
                 layer.__dict__.pop("forward", None)
 
 
-def _can_pack(module: nn.Module) -> bool:
+def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
     if type(module) is not nn.Linear or not torch.backends.mkldnn.is_available():
         return False
     weight = module.weight
+    assert isinstance(weight, Tensor)
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= MIN_WEIGHTS
 
 

@@ -53,10 +53,21 @@ class Request:
     def num_sampled(self) -> int:
         return len(self.token_ids) - len(self.prompt_ids)
 
+    @property
+    def num_most_tokens(self) -> int:
+        """Prompt and sampled tokens when `max_tokens` ends the request."""
+        return len(self.prompt_ids) + self.sampling.max_tokens
+
     def append(self, token_id: int, logprob: float, policy_version: int) -> None:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.policy_versions.append(policy_version)
+
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], policy_version: int) -> None:
+        """Append a block of tokens."""
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.policy_versions += [policy_version] * len(token_ids)
 
     def complete(self, stop_reason: StopReason) -> Completion:
         return Completion(
@@ -86,4 +97,6 @@ def check_sampling(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: in
         )
     for token_id, bias in distribution.logit_bias:
         if not 0 <= token_id < vocab_size or not math.isfinite(bias):
-            raise ValueError(f"logit_bias of token {token_id} is {bias}; ids lie in [0, {vocab_size}), values are finite")
+            raise ValueError(
+                f"logit_bias of token {token_id} is {bias}; ids lie in [0, {vocab_size}), values are finite"
+            )

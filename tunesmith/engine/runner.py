@@ -16,26 +16,32 @@ from transformers import PreTrainedModel
 
 from tunesmith.config import EngineSection
 from tunesmith.engine.attention import MAX_BATCHED_QUERIES, KVCache, LayerShape, PagedPlan, Span
+from tunesmith.engine.block import Block, BlockDecoder, DecodeRow
 from tunesmith.engine.packed import PackedLinears
-from tunesmith.engine.sampling import Draws, sample_tokens
+from tunesmith.engine.sampling import Draws, sample_tokens, truncates
 from tunesmith.engine.scheduler import Work
 from tunesmith.errors import ConfigError, ModelError
-from tunesmith.model.attention import CausalPlan, run_body
+from tunesmith.model.attention import CausalPlan, get_layer_index, run_body
 from tunesmith.model.logits import compute_logits, verify_model
 
 
 class Runner:
     """The model, its key-value cache, and how a step runs on them."""
 
-    def __init__(self, model: PreTrainedModel, settings: EngineSection) -> None:
+    def __init__(self, model: PreTrainedModel, settings: EngineSection, *, max_model_len: int) -> None:
         verify_model(model)
         self.model = model
         shapes = probe_layers(model)
-        num_pages = compute_num_pages(shapes, settings, model.dtype)
+        self.num_pages = compute_num_pages(shapes, settings, model.dtype)
+        has_graphs = model.device.type == "cuda" and settings.cuda_decode != "eager"
         self.cache = KVCache(
-            shapes, num_pages=num_pages, page_size=settings.page_size, dtype=model.dtype, device=model.device
+            shapes,
+            num_pages=self.num_pages + has_graphs,  # graphs write what nobody reads into a page of their own
+            page_size=settings.page_size,
+            dtype=model.dtype,
+            device=model.device,
         )
-        self.num_pages = num_pages
+        self._graphs = _build_graphs(model, self.cache, settings, max_model_len) if has_graphs else None
         self._packed = PackedLinears(model) if settings.has_packed_weights else None
         self._is_stale = True
 
@@ -64,6 +70,29 @@ class Runner:
                 logits_NV = self._forward(plan, ids_1T, positions_1T, last_tokens)
         self._is_stale = False
         return sampling, self._sample(sampling, logits_NV)
+
+    def can_decode_block(self, item: Work) -> bool:
+        """A graph can decode this request on: one known token is left, and nothing is truncated or biased."""
+        if self._graphs is None or item.stop - item.start > 1 or not item.samples:
+            return False
+        distribution = item.request.sampling.distribution
+        return not (truncates(distribution) or distribution.logit_bias)
+
+    @torch.inference_mode()
+    def decode_block(self, work: Sequence[Work], *, num_steps: int) -> Block:
+        """Decode `num_steps` tokens of each request, whatever they are; the caller finds where each ends."""
+        assert self._graphs is not None
+        rows = [
+            DecodeRow(
+                token_id=item.request.token_ids[-1],
+                position=item.start,
+                pages=item.request.pages,
+                temperature=item.request.sampling.distribution.temperature,
+                seed=item.request.sampling.seed,
+            )
+            for item in work
+        ]
+        return self._graphs.decode(rows, num_steps=num_steps)
 
     def _build_inputs(self, work: Sequence[Work]) -> tuple[PagedPlan, Tensor, Tensor]:
         size, device = self.cache.page_size, self.model.device
@@ -99,6 +128,18 @@ class Runner:
         )
 
 
+def _build_graphs(model: PreTrainedModel, cache: KVCache, settings: EngineSection, max_model_len: int) -> BlockDecoder:
+    from tunesmith.engine.graphs import DecodeGraphs  # needs Triton, which is there on CUDA machines only
+
+    return DecodeGraphs(
+        model,
+        cache,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        is_compiled=settings.cuda_decode == "compiled",
+    )
+
+
 def _by_length_then_context(item: Work) -> tuple[bool, int]:
     """Requests with few new tokens first, by context, as `PagedPlan` wants them."""
     return item.stop - item.start > MAX_BATCHED_QUERIES, item.stop
@@ -114,7 +155,7 @@ class _ShapePlan(CausalPlan):
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
         if key.shape != value.shape:
             raise ModelError(f"{type(module).__name__}: keys and values of different sizes are not supported")
-        self.shape_of_layer[module.layer_idx] = LayerShape(key.shape[1], key.shape[3])
+        self.shape_of_layer[get_layer_index(module)] = LayerShape(key.shape[1], key.shape[3])
         return super().attend(module, query, key, value, **kwargs)
 
 

@@ -5,7 +5,7 @@ distribution: what else is in the batch cannot change it. The logprob is that of
 distribution the token was drawn from. Rows whose logits are not finite come back marked, with no meaning. The
 distribution itself is defined in `tunesmith.model.distribution`; rows of many distributions are handled here at once.
 
-Axes: N rows, V vocabulary, M likeliest tokens.
+Axes: N rows, V vocabulary, M likeliest tokens, B blocks of the vocabulary, Z tokens of a block.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from tunesmith.types import Distribution
 
 NUM_CANDIDATES = 256
 """Top-p first looks among so many likeliest tokens, and sorts the whole vocabulary only where these hold too little."""
+
+MAX_BLOCK_SIZE = 512
+"""The cumulative distribution is scanned in blocks of at most so many tokens, then within one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +46,18 @@ def sample_tokens(
         divisors = [temperature or 1.0 for temperature in temperatures]
         logits_NV.div_(torch.tensor(divisors, device=logits_NV.device)[:, None])
     _truncate_rows(logits_NV, distributions)
-    highest_N, greedy_ids_N = logits_NV.max(dim=1)
+    is_greedy = [temperature == 0 for temperature in temperatures]
+    greedy_ids_N = logits_NV.argmax(dim=1) if any(is_greedy) else None
+    highest_N = logits_NV.amax(dim=1)
     weights_NV = logits_NV.sub_(highest_N[:, None]).exp_()
-    cumulative_NV = weights_NV.cumsum(dim=1, dtype=torch.float64)
-    totals_N = cumulative_NV[:, -1]
-    if all(temperature == 0 for temperature in temperatures):
+    blocks_NB = _sum_blocks(weights_NV)
+    totals_N = blocks_NB[:, -1]
+    if greedy_ids_N is not None and all(is_greedy):
         ids_N = greedy_ids_N
     else:
-        ids_N = _invert(cumulative_NV, compute_uniforms(seeds, positions, logits_NV.device))
-        is_greedy_N = torch.tensor([temperature == 0 for temperature in temperatures], device=logits_NV.device)
-        is_impossible_N = weights_NV.gather(1, ids_N[:, None])[:, 0] == 0  # a parallel scan may round downwards
-        ids_N = torch.where(is_greedy_N | is_impossible_N, greedy_ids_N, ids_N)
+        ids_N = _invert(weights_NV, blocks_NB, compute_uniforms(seeds, positions, logits_NV.device))
+        if greedy_ids_N is not None:
+            ids_N = torch.where(torch.tensor(is_greedy, device=logits_NV.device), greedy_ids_N, ids_N)
     logprobs_N = (weights_NV.gather(1, ids_N[:, None])[:, 0].double() / totals_N).log()
     is_finite_N = totals_N.isfinite() & highest_N.isfinite()
     return Draws(ids_N.tolist(), logprobs_N.tolist(), is_finite_N.tolist())
@@ -60,20 +65,20 @@ def sample_tokens(
 
 def compute_uniforms(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
     """One float64 in [0, 1) per (seed, position): splitmix64 (Steele, Lea and Flood, 2014) over one, then the other."""
-    seeds_N = torch.tensor([_wrap(seed) for seed in seeds], device=device)
+    seeds_N = torch.tensor([wrap_int64(seed) for seed in seeds], device=device)
     positions_N = torch.tensor(positions, device=device)
     return _shift_right(_mix(_mix(seeds_N) ^ positions_N), 11).double() * 2.0**-53
 
 
 def _mix(state_N: Tensor) -> Tensor:
     """One round of splitmix64; int64 arithmetic wraps around as the unsigned one does."""
-    state_N = state_N + _wrap(0x9E3779B97F4A7C15)
-    state_N = (state_N ^ _shift_right(state_N, 30)) * _wrap(0xBF58476D1CE4E5B9)
-    state_N = (state_N ^ _shift_right(state_N, 27)) * _wrap(0x94D049BB133111EB)
+    state_N = state_N + wrap_int64(0x9E3779B97F4A7C15)
+    state_N = (state_N ^ _shift_right(state_N, 30)) * wrap_int64(0xBF58476D1CE4E5B9)
+    state_N = (state_N ^ _shift_right(state_N, 27)) * wrap_int64(0x94D049BB133111EB)
     return state_N ^ _shift_right(state_N, 31)
 
 
-def _wrap(number: int) -> int:
+def wrap_int64(number: int) -> int:
     """The int64 of the same bits."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
@@ -83,12 +88,37 @@ def _shift_right(state_N: Tensor, num_bits: int) -> Tensor:
     return (state_N >> num_bits) & ((1 << (64 - num_bits)) - 1)
 
 
-def _invert(cumulative_NV: Tensor, uniforms_N: Tensor) -> Tensor:
-    """The first token whose cumulative weight exceeds the row's share of the total; its own weight is above zero."""
-    totals_N = cumulative_NV[:, -1]
-    targets_N = torch.minimum(uniforms_N * totals_N, torch.nextafter(totals_N, torch.zeros_like(totals_N)))
-    ids_N1 = torch.searchsorted(cumulative_NV, targets_N[:, None], right=True)
-    return ids_N1[:, 0].clamp_(max=cumulative_NV.shape[1] - 1)
+@cache
+def _choose_block_size(vocab_size: int) -> int:
+    """The largest divisor of the vocabulary size up to `MAX_BLOCK_SIZE`."""
+    return max(size for size in range(1, MAX_BLOCK_SIZE + 1) if vocab_size % size == 0)
+
+
+def _sum_blocks(weights_NV: Tensor) -> Tensor:
+    """Cumulative weight [N, B] at the end of each block of the vocabulary: far fewer numbers to scan than V."""
+    num_rows, vocab_size = weights_NV.shape
+    blocks = weights_NV.view(num_rows, -1, _choose_block_size(vocab_size))
+    return blocks.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
+
+
+def _invert(weights_NV: Tensor, blocks_NB: Tensor, uniforms_N: Tensor) -> Tensor:
+    """The token at which the cumulative weight passes the row's share of the total; its own weight is above zero."""
+    num_rows, size = len(weights_NV), _choose_block_size(weights_NV.shape[1])
+    block_N1, rest_N1 = _find_passing(blocks_NB, uniforms_N[:, None] * blocks_NB[:, -1:])
+    block_NZ = weights_NV.view(num_rows, -1, size).gather(1, block_N1[:, :, None].expand(-1, -1, size))[:, 0]
+    inner_N1, _ = _find_passing(block_NZ.cumsum(dim=1, dtype=torch.float64), rest_N1)
+    is_possible_N1 = block_NZ.gather(1, inner_N1) > 0  # a parallel scan may round its sums downwards
+    inner_N1 = torch.where(is_possible_N1, inner_N1, block_NZ.argmax(dim=1, keepdim=True))
+    return (block_N1 * size + inner_N1)[:, 0]
+
+
+def _find_passing(cumulative_NB: Tensor, targets_N1: Tensor) -> tuple[Tensor, Tensor]:
+    """The first entry [N, 1] above each target, and what the target exceeds the entry before it by."""
+    totals_N1 = cumulative_NB[:, -1:]
+    targets_N1 = torch.minimum(targets_N1, torch.nextafter(totals_N1, torch.zeros_like(totals_N1)))
+    index_N1 = torch.searchsorted(cumulative_NB, targets_N1, right=True).clamp_(max=cumulative_NB.shape[1] - 1)
+    before_N1 = cumulative_NB.gather(1, (index_N1 - 1).clamp(min=0)) * (index_N1 > 0)
+    return index_N1, targets_N1 - before_N1
 
 
 def _add_bias(logits_NV: Tensor, distributions: Sequence[Distribution]) -> None:
@@ -100,7 +130,7 @@ def _add_bias(logits_NV: Tensor, distributions: Sequence[Distribution]) -> None:
 
 def _truncate_rows(logits_NV: Tensor, distributions: Sequence[Distribution]) -> None:
     """Set dropped tokens to -inf in the rows that drop any; the logits are tempered."""
-    rows = [row for row, distribution in enumerate(distributions) if _truncates(distribution)]
+    rows = [row for row, distribution in enumerate(distributions) if truncates(distribution)]
     if not rows:
         return
     index = torch.tensor(rows, device=logits_NV.device)
@@ -111,7 +141,8 @@ def _truncate_rows(logits_NV: Tensor, distributions: Sequence[Distribution]) -> 
         logits_NV[index] = chosen_NV
 
 
-def _truncates(distribution: Distribution) -> bool:
+def truncates(distribution: Distribution) -> bool:
+    """Some tokens are dropped from the vocabulary before the draw."""
     is_filtered = distribution.top_k > 0 or distribution.top_p < 1 or distribution.min_p > 0
     return is_filtered and distribution.temperature > 0
 
@@ -142,9 +173,12 @@ def _compute_nucleus(logits_NV: Tensor, candidates_NM: Tensor, thresholds_N1: Te
     total_N1 = logits_NV.masked_fill(logits_NV < thresholds_N1, -math.inf).logsumexp(dim=1, keepdim=True)
     probs_NM = (candidates_NM.masked_fill(candidates_NM < thresholds_N1, -math.inf) - total_N1).exp()
     cumulative_NM = probs_NM.cumsum(dim=1)
-    num_candidates, vocab_size = candidates_NM.shape[1], logits_NV.shape[1]
-    if num_candidates < vocab_size and bool((cumulative_NM[:, -1:] < top_p_N1).logical_and(top_p_N1 < 1).any()):
-        sorted_NV = logits_NV.sort(dim=1, descending=True).values
-        return _compute_nucleus(logits_NV, sorted_NV, thresholds_N1, top_p_N1)
-    num_kept_N1 = (cumulative_NM - probs_NM < top_p_N1).sum(dim=1, keepdim=True).clamp_(1, num_candidates)
-    return torch.where(top_p_N1 < 1, candidates_NM.gather(1, num_kept_N1 - 1), -math.inf)
+    num_kept_N1 = (cumulative_NM - probs_NM < top_p_N1).sum(dim=1, keepdim=True).clamp_(1, candidates_NM.shape[1])
+    least_N1 = torch.where(top_p_N1 < 1, candidates_NM.gather(1, num_kept_N1 - 1), -math.inf)
+    if candidates_NM.shape[1] < logits_NV.shape[1]:
+        is_short_N = ((cumulative_NM[:, -1:] < top_p_N1) & (top_p_N1 < 1))[:, 0]
+        if bool(is_short_N.any()):
+            logits_NV, thresholds_N1, top_p_N1 = logits_NV[is_short_N], thresholds_N1[is_short_N], top_p_N1[is_short_N]
+            sorted_NV = logits_NV.sort(dim=1, descending=True).values
+            least_N1[is_short_N] = _compute_nucleus(logits_NV, sorted_NV, thresholds_N1, top_p_N1)
+    return least_N1

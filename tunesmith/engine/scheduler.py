@@ -79,8 +79,27 @@ class Scheduler:
             self._admit_waiting(step)
         return step
 
+    def reserve(self, work: Sequence[Work], num_tokens: int, *, max_model_len: int) -> int:
+        """Hold pages for `num_tokens` more tokens of every request, preempting none; return how many there is room for.
+
+        That is `num_tokens`, or the one token that each of them holds pages for already. No request is given pages past
+        where it must end.
+        """
+        missing = []
+        for item in work:
+            request = item.request
+            last = min(item.start + num_tokens, request.num_most_tokens, max_model_len)
+            missing.append(max(0, -(-last // self.page_size) - len(request.pages)))
+        if sum(missing) > self.pool.num_available:
+            return 1
+        for item, num_missing in zip(work, missing, strict=True):
+            pages = self.pool.allocate(num_missing) if num_missing else []
+            assert pages is not None
+            item.request.pages += pages
+        return num_tokens
+
     def commit(self, work: Sequence[Work]) -> None:
-        """Note that the work's keys and values are in the pages now; call before sampled tokens are appended."""
+        """Note that the work's keys and values are in the pages now; the ids of those tokens are known by then."""
         for item in work:
             request = item.request
             request.num_computed = item.stop
@@ -109,7 +128,7 @@ class Scheduler:
             index += 1
 
     def _grow(self, request: Request, num_tokens: int, step: Schedule) -> bool:
-        """Hold pages for `num_tokens`, preempting from the lowest priority up; False if the request itself had to go."""
+        """Hold pages for `num_tokens`, preempting from the lowest priority up; False if the request itself went."""
         num_missing = -(-num_tokens // self.page_size) - len(request.pages)
         if num_missing <= 0:
             return True

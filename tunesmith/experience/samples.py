@@ -3,7 +3,8 @@
 A turn extends an earlier one when its prompt begins with that turn's prompt and sampled tokens, token for token. Turns
 that extend each other become one sample. When several extend the same turn, the first goes on with its sample and each
 other starts a sample of its own in which the shared tokens are context. So every sampled token of a trajectory that
-trains is trained exactly once, and nothing else is. Text is never looked at.
+trains is trained exactly once, and nothing else is. Turns that an operator took out of training stay as context.
+Text is never looked at.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def build_samples(
     for group_index, (group, row) in enumerate(zip(groups, advantages, strict=True)):
         for trajectory, advantage in zip(group.trajectories, row, strict=True):
             if advantage is not None:
-                chains = chain_turns(trajectory.turns)
+                chains = [chain for chain in chain_turns(trajectory.turns) if any(turn.is_trained for turn in chain)]
                 samples += [_merge_turns(chain, advantage, group_index, trajectory_index) for chain in chains]
                 num_trained += 1
                 num_branches += max(len(chains) - 1, 0)
@@ -73,6 +74,8 @@ def _merge_turns(chain: Sequence[Turn], advantage: float, group_index: int, traj
     policy_versions: list[int | None] = [None] * len(token_ids)
     distributions: list[Distribution | None] = [None] * len(token_ids)
     for turn in chain:
+        if not turn.is_trained:
+            continue
         start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.sampled_ids)
         is_sampled[start:end] = [True] * (end - start)
         logprobs[start:end] = turn.logprobs

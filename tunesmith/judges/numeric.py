@@ -128,7 +128,7 @@ def _parse_expression(text: str) -> list[Any]:
     """Terms that math-verify reads in `text`; none when it is too long to be an answer."""
     if len(text) > MAX_EXPRESSION_CHARACTERS:
         return []
-    return parse(f"${text}$", parsing_timeout=_find_timeout())  # type: ignore[no-any-return]
+    return parse(f"${text}$", parsing_timeout=_find_timeout())
 
 
 def _is_equivalent(candidate: str, reference_terms: list[Any]) -> bool:

@@ -9,7 +9,7 @@ Axes: T tokens of the row, C hidden size, H query heads, K key-value heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +43,7 @@ class AttentionPlan(Protocol):
     ) -> Tensor:
         """Take query [1, H, T, D], key and value [1, K, T, D]; return [1, T, H, D].
 
-        `module.layer_idx` names the layer. A token sees itself and at most `sliding_window - 1` tokens before it.
+        `get_layer_index(module)` names the layer. A token sees itself and at most `sliding_window - 1` before it.
         """
         ...
 
@@ -59,9 +59,20 @@ def use_plan_attention(model: PreTrainedModel) -> None:
             )
 
 
-def run_body(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tensor, plan: AttentionPlan) -> Tensor:
-    """Hidden states [1, T, C] after the final norm; the caller applies the head to the positions it needs."""
-    outputs = model.get_decoder()(
+def run_body(
+    model: PreTrainedModel,
+    input_ids_1T: Tensor,
+    position_ids_1T: Tensor,
+    plan: AttentionPlan,
+    *,
+    decoder: Callable[..., Any] | None = None,
+) -> Tensor:
+    """Hidden states [1, T, C] after the final norm; the caller applies the head to the positions it needs.
+
+    `decoder` takes the place of the model's own body: the same, compiled.
+    """
+    decoder = model.get_decoder() if decoder is None else decoder
+    outputs = decoder(
         input_ids=input_ids_1T,
         position_ids=position_ids_1T,
         attention_mask=input_ids_1T.new_empty((1, 1, 1, 1)),  # four axes: transformers then builds no mask of its own
@@ -69,6 +80,13 @@ def run_body(model: PreTrainedModel, input_ids_1T: Tensor, position_ids_1T: Tens
         attention_plan=plan,
     )
     return outputs.last_hidden_state
+
+
+def get_layer_index(module: nn.Module) -> int:
+    """Which layer an attention module belongs to, from 0."""
+    index = module.layer_idx
+    assert isinstance(index, int)
+    return index
 
 
 def attend_masked(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunesmith.errors import ModelError
-from tunesmith.model.attention import CausalPlan, run_body
+from tunesmith.model.attention import CausalPlan, get_layer_index, run_body
 
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -47,7 +47,7 @@ class _WitnessPlan(CausalPlan):
         self.window_of_layer: dict[int, int | None] = {}
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-        self.window_of_layer[module.layer_idx] = kwargs["sliding_window"]
+        self.window_of_layer[get_layer_index(module)] = kwargs["sliding_window"]
         return super().attend(module, query, key, value, **kwargs)
 
 

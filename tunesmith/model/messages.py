@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 ROLES = {
@@ -92,16 +92,25 @@ def _parse_message(fields: Any, where: str) -> Message:
     if role is None:
         raise ValueError(f"{where}.role is {fields.get('role')!r}; allowed: {', '.join(ROLES)}")
     content = _parse_content(fields.get("content"), where)
-    name = fields.get("name")
+    name = _get_text(fields, "name", where)
     if role != "assistant":
-        return Message(role=role, content=content, tool_call_id=fields.get("tool_call_id"), name=name)
+        call_id = _get_text(fields, "tool_call_id", where)
+        return Message(role=role, content=content, tool_call_id=call_id, name=name)
     if fields.get("function_call"):
         raise ValueError(f"{where}.function_call is not supported; send tool_calls")
-    calls = tuple(_parse_tool_call(call, where) for call in fields.get("tool_calls") or ())
-    reasoning = fields.get("reasoning_content") or fields.get("reasoning")
-    if reasoning is not None and not isinstance(reasoning, str):
-        raise ValueError(f"{where}.reasoning_content must be text")
+    raw_calls = fields.get("tool_calls") or []
+    if not isinstance(raw_calls, list):
+        raise ValueError(f"{where}.tool_calls must be a list")
+    calls = tuple(_parse_tool_call(call, where) for call in raw_calls)
+    reasoning = _get_text(fields, "reasoning_content", where) or _get_text(fields, "reasoning", where)
     return Message(role=role, content=content, reasoning=reasoning, tool_calls=calls, name=name)
+
+
+def _get_text(fields: Mapping[str, Any], key: str, where: str) -> str | None:
+    value = fields.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{where}.{key} must be text, got {type(value).__name__}")
+    return value
 
 
 def _parse_content(content: Any, where: str) -> str:
@@ -117,7 +126,7 @@ def _parse_content(content: Any, where: str) -> str:
         field = TEXT_PART_FIELDS.get(kind)
         if field is None:
             raise ValueError(f"{where}.content has a part of type {kind!r}; this model reads text parts only")
-        texts.append(part.get(field) or "")
+        texts.append(_get_text(part, field, where) or "")
     return "\n".join(texts)
 
 
@@ -130,7 +139,7 @@ def _parse_tool_call(call: Any, where: str) -> ToolCall:
         arguments = "{}"
     elif not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(call_id=call.get("id"), name=function["name"], arguments=arguments)
+    return ToolCall(call_id=_get_text(call, "id", where), name=function["name"], arguments=arguments)
 
 
 def parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
@@ -186,74 +195,3 @@ def _parse_number(text: str) -> int | float:
 
 
 _CANONICAL_DECODER = json.JSONDecoder(parse_float=_parse_number)
-
-TOOLS_PROMPT = """# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-{tools}
-</tools>
-
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
-
-
-def put_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Describe tools in the system message, for templates that cannot."""
-    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    prompt = TOOLS_PROMPT.format(tools=lines)
-    if messages and messages[0].role == "system":
-        first = replace(messages[0], content=f"{messages[0].content}\n\n{prompt}".lstrip())
-        return [first, *messages[1:]]
-    return [Message(role="system", content=prompt), *messages]
-
-
-def put_calls_in_text(messages: Sequence[Message]) -> list[Message]:
-    """Write tool calls and tool results as text blocks, for templates that cannot show them.
-
-    Results that follow each other share one user message.
-    """
-    shown: list[Message] = []
-    was_result = False
-    for message in messages:
-        is_result = message.role == "tool"
-        if is_result:
-            text = f"<tool_response>\n{message.content}\n</tool_response>"
-            if was_result:
-                text = f"{shown.pop().content}\n{text}"
-            shown.append(Message(role="user", content=text))
-        elif message.tool_calls:
-            blocks = [message.content] if message.content else []
-            blocks += [_format_call(call) for call in message.tool_calls]
-            shown.append(replace(message, content="\n".join(blocks), tool_calls=()))
-        else:
-            shown.append(message)
-        was_result = is_result
-    return shown
-
-
-def _format_call(call: ToolCall) -> str:
-    arguments = load_arguments(call.arguments)
-    body = json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{body}\n</tool_call>"
-
-
-def put_system_in_user(messages: Sequence[Message]) -> list[Message]:
-    """Put each system message at the head of the user message after it, for templates without a system role."""
-    shown: list[Message] = []
-    pending: list[str] = []
-    for message in messages:
-        if message.role == "system":
-            pending.append(message.content)
-        elif message.role == "user" and pending:
-            shown.append(replace(message, content="\n\n".join([*pending, message.content])))
-            pending = []
-        else:
-            shown.append(message)
-    if pending:
-        shown.append(Message(role="user", content="\n\n".join(pending)))
-    return shown

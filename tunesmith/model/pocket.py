@@ -63,9 +63,9 @@ def build_pocket_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_pocket_model(
-    tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, hidden_size: int = 192, num_layers: int = 4
+    tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, hidden_size: int = 192, num_layers: int = 3
 ) -> LlamaForCausalLM:
-    """A Llama of 1.7 million random parameters for the tokenizer, in float32; `seed` fixes them."""
+    """A Llama of 1.3 million random parameters for the tokenizer, in float32; `seed` fixes them."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -75,6 +75,8 @@ def build_pocket_model(
         num_key_value_heads=max(1, hidden_size // 96),
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
+        initializer_range=INITIALIZER_RANGE,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

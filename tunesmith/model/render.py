@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,14 @@ from tunesmith.model.template import SENTINEL, ChatTemplate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 NUM_CACHED_PROMPTS = 512
 """Rendered prompts kept: the runs of a group begin with the same one."""
+FOREIGN_CALLS = (
+    "the chat template writes tool calls in a form that the hermes parser does not read; tools are described in the "
+    "system message and calls are written as <tool_call> blocks instead"
+)
 NUM_TAIL_IDS = 16
 """Ids at a prompt's end that are read to see whether it opens the model's reasoning."""
 
@@ -51,7 +58,8 @@ class Renderer:
         enable_thinking: bool | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer, has_hermes_parser=tool_call_parser == "hermes")
+        self._has_warned = False
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.has_tool_calls = tool_call_parser == "hermes"
         self.has_reasoning = reasoning_parser == "deepseek_r1"
@@ -65,7 +73,12 @@ class Renderer:
 
     def render(self, prompt: Prompt) -> tuple[int, ...]:
         """Prompt ids of a conversation, by the tokenizer's chat template."""
-        return self._encode(self._render_text(prompt))
+        text = self._render_text(prompt)
+        ids = self._cache.pop(text, None) or self._encode(text)
+        self._cache[text] = ids
+        if len(self._cache) > NUM_CACHED_PROMPTS:
+            self._cache.popitem(last=False)
+        return ids
 
     def extend(
         self, prompt: Prompt, *, num_old: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int], is_ended: bool
@@ -76,14 +89,11 @@ class Renderer:
         when the template cannot tell what it adds after the reply.
         """
         delta = self._render_delta(prompt, num_old)
-        end_of_turn = self._template.end_of_turn
-        if delta is None or end_of_turn is None:
+        delta_ids = () if delta is None else self._encode(delta)
+        if not delta_ids or delta_ids[0] not in self._template.special_ids.values():
             return None
-        delta_ids = self._encode(delta)
-        end_id = self._template.special_ids[end_of_turn]
-        if not delta_ids or delta_ids[0] != end_id:
-            return None
-        if is_ended or (sampled_ids and sampled_ids[-1] == end_id):
+        is_end_sampled = bool(sampled_ids) and sampled_ids[-1] == delta_ids[0]
+        if is_end_sampled or (is_ended and self._template.end_of_turn is not None):
             delta_ids = delta_ids[1:]
         return (*prompt_ids, *sampled_ids, *delta_ids)
 
@@ -142,11 +152,14 @@ class Renderer:
         return self.decode(tail_ids).rstrip().endswith(THINK_OPEN)
 
     def _render_text(self, prompt: Prompt) -> str:
+        if prompt.tools and self._template.has_foreign_calls and not self._has_warned:
+            self._has_warned = True
+            logger.warning(FOREIGN_CALLS)
         variables = {**self._variables, **dict(prompt.variables)}
         return self._template.render(prompt.messages, tools=prompt.tools, variables=variables)
 
     def _render_delta(self, prompt: Prompt, num_old: int) -> str | None:
-        """Text from the end of message `num_old - 1` on, beginning with the end-of-turn token.
+        """Text from the special token on that follows message `num_old - 1`, the reply.
 
         The reply is replaced by a sentinel. Its calls are kept, with empty arguments, for templates that relate
         results to calls; templates that show no content beside calls are asked again without them.
@@ -154,28 +167,24 @@ class Renderer:
         old, reply, new = prompt.messages[: num_old - 1], prompt.messages[num_old - 1], prompt.messages[num_old:]
         stripped = Message(role="assistant", content=SENTINEL)
         calls = tuple(replace(call, arguments="{}") for call in reply.tool_calls)
-        attempts = [replace(stripped, tool_calls=calls), stripped] if calls else [stripped]
-        for attempt in attempts:
+        for attempt in [replace(stripped, tool_calls=calls), stripped] if calls else [stripped]:
             try:
                 text = self._render_text(replace(prompt, messages=(*old, attempt, *new)))
             except ValueError:
                 continue
-            if text.count(SENTINEL) != 1:
-                continue
-            after = text.partition(SENTINEL)[2]
-            special = self._template.find_special(after)
-            hoisted = [m for m in new if m.role == "system" and m.content.strip() not in after]
-            if special is not None and special == self._template.end_of_turn and not hoisted:
-                return after[after.find(special) :]
+            delta = self._template.find_delta(text)
+            if delta is not None and all(_is_shown(message, delta) for message in new):
+                return delta
         return None
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        ids = self._cache.get(text)
-        if ids is None:
-            ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
-            self._cache[text] = ids
-            if len(self._cache) > NUM_CACHED_PROMPTS:
-                self._cache.popitem(last=False)
-        else:
-            self._cache.move_to_end(text)
-        return ids
+        try:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        except TypeError as error:  # the tokenizer's word for text that UTF-8 cannot hold
+            raise ValueError("the messages hold lone surrogates, which are not text") from error
+
+
+def _is_shown(message: Message, text: str) -> bool:
+    """Whether what the model is told is in the text, as it is or in JSON; templates hoist, merge and drop messages."""
+    content = message.content.strip()
+    return message.role == "assistant" or content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text

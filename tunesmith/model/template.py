@@ -1,8 +1,9 @@
 """A tokenizer's chat template, and what it can do.
 
 What a template supports is found out once by rendering small conversations: tools, tool calls and results, a system
-role, and which token ends an assistant's turn. What it lacks is rendered in words the model can still read: tools are
-described in the system message, calls and results become text blocks, a system message joins the user's.
+role, and which token ends an assistant's turn. What it lacks, or writes in a form that the run's parser does not read,
+is rendered in words: tools are described in the system message, calls and results become text blocks, a system message
+joins the user's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
-from tunesmith.model.messages import Message, ToolCall, put_calls_in_text, put_system_in_user, put_tools_in_system
+from tunesmith.model.fallback import put_calls_in_text, put_system_in_user, put_tools_in_system
+from tunesmith.model.messages import Message, ToolCall
 from tunesmith.model.reply import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
 
 if TYPE_CHECKING:
@@ -30,10 +32,14 @@ PROBE_TOOL = {
 }
 
 
+CALL_START, CALL_MIDDLE = f'{CALL_OPEN}\n{{"name": "', '", "arguments":'
+HERMES_CALL = re.compile(rf'({CALL_OPEN}\s*{{\s*"name":\s*"){PROBE}(",\s*"arguments":)')
+
+
 class ChatTemplate:
     """Renders conversations to text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, has_hermes_parser: bool) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.added_tokens_decoder
         special = {token_id: str(token) for token_id, token in added.items() if token.special}
@@ -43,12 +49,17 @@ class ChatTemplate:
         longest_first = sorted(self.special_ids, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.has_system = self._shows([Message(role="system", content=PROBE), Message(role="user", content="u")])
-        self.has_tools = self._shows([Message(role="user", content="u")], [PROBE_TOOL])
-        self.call_start, self.call_middle = f'{CALL_OPEN}\n{{"name": "', '", "arguments":'
+        knows_tools = self._shows([Message(role="user", content="u")], [PROBE_TOOL])
+        calls = self._probe_calls(knows_tools)
+        hermes = None if calls is None else HERMES_CALL.search(calls)
+        self.call_start, self.call_middle = (CALL_START, CALL_MIDDLE) if hermes is None else hermes.groups()
         """How a call is written before its name, and between its name and its arguments."""
-        self.has_tool_calls = self._probe_tool_calls()
+        self.has_foreign_calls = has_hermes_parser and knows_tools and hermes is None
+        """The template has tools, but writes calls as the parser does not read them."""
+        self.has_tools = knows_tools and not self.has_foreign_calls
+        self.has_tool_calls = calls is not None and (hermes is not None or not has_hermes_parser)
         self.end_of_turn = self._probe_end_of_turn()
-        """Text of the special token after an assistant's message; None when the template writes none."""
+        """The special token after an assistant's message; None when the next message's header ends the turn."""
 
     def reads(self, variable: str) -> bool:
         """Whether the template mentions a variable."""
@@ -71,10 +82,19 @@ class ChatTemplate:
             messages = put_system_in_user(messages)
         return self._render(messages, tools, variables or {}, has_generation_prompt)
 
-    def find_special(self, text: str) -> str | None:
-        """The first special token in a text."""
-        found = self._special_pattern.search(text)
-        return None if found is None else found.group()
+    def find_delta(self, text: str) -> str | None:
+        """What follows the sentinel, from the special token on that ends the turn; None when it cannot be told.
+
+        Where no token ends a turn, the header of the next message does, and must follow at once.
+        """
+        if text.count(SENTINEL) != 1:
+            return None
+        after = text.partition(SENTINEL)[2]
+        found = self._special_pattern.search(after)
+        if found is None:
+            return None
+        is_end = found.start() == 0 if self.end_of_turn is None else found.group() == self.end_of_turn
+        return after[found.start() :] if is_end else None
 
     def _render(
         self,
@@ -103,21 +123,20 @@ class ChatTemplate:
         except ValueError:
             return False
 
-    def _probe_tool_calls(self) -> bool:
+    def _probe_calls(self, knows_tools: bool) -> str | None:
+        """How the template shows a call and its result after a question; None when it does not show them."""
         call = ToolCall(call_id="call00000", name=PROBE, arguments='{"a": 1}')
-        asked = [Message(role="user", content="u"), Message(role="assistant", tool_calls=(call,))]
-        answered = [*asked, Message(role="tool", content=SENTINEL, tool_call_id="call00000", name=PROBE)]
+        question = Message(role="user", content="u")
+        answer = Message(role="assistant", tool_calls=(call,))
+        result = Message(role="tool", content=SENTINEL, tool_call_id="call00000", name=PROBE)
+        tools = [PROBE_TOOL] if knows_tools else []
         try:
-            text = self._render(answered, [PROBE_TOOL] if self.has_tools else [], {}, True)
+            before = self._render([question], tools, {}, False)
+            text = self._render([question, answer, result], tools, {}, True)
         except ValueError:
-            return False
-        shown = text.rfind(PROBE, 0, text.find(SENTINEL))
-        start = text.rfind(CALL_OPEN, 0, shown)
-        middle = re.compile(rf'{PROBE}(",\s*"arguments":)').search(text, start)
-        if 0 <= start < shown and text[start:shown].endswith('"') and middle is not None and middle.start() == shown:
-            self.call_start, self.call_middle = text[start:shown], middle.group(1)
-        conversation = self._render(asked[:1], [PROBE_TOOL] if self.has_tools else [], {}, False)
-        return SENTINEL in text and PROBE in text.removeprefix(conversation)
+            return None
+        shown = text.removeprefix(before)
+        return shown if PROBE in shown and SENTINEL in shown else None
 
     def _probe_end_of_turn(self) -> str | None:
         messages = [Message(role="user", content="u"), Message(role="assistant", content=SENTINEL)]
@@ -125,4 +144,5 @@ class ChatTemplate:
             text = self._render(messages, (), {}, False)
         except ValueError:
             return None
-        return self.find_special(text.partition(SENTINEL)[2])
+        found = self._special_pattern.search(text, text.find(SENTINEL))
+        return None if found is None else found.group()

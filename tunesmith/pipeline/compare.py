@@ -37,7 +37,7 @@ def run_comparison(
         name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
     }
-    configs = {path: config.model_copy(update={"model": config.model.model_copy(update={"path": path})}) for path in model_paths}
+    configs = {path: with_model_path(config, path) for path in model_paths}
     for each in configs.values():
         check_policy(each.model)
     results: dict[str, dict[str, EvaluationResult]] = {}
@@ -49,6 +49,10 @@ def run_comparison(
     return results
 
 
+def with_model_path(config: RunConfig, path: str) -> RunConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+
+
 def format_comparison(results: Comparison) -> str:
     """A table: one line a model and task set."""
     width = max(len(path) for path in results)
@@ -57,7 +61,6 @@ def format_comparison(results: Comparison) -> str:
         for name, result in sets.items():
             reward = "-" if result.mean is None else f"{result.mean:.4f}"
             interval = "-" if result.interval is None else f"{result.interval[0]:.4f} - {result.interval[1]:.4f}"
-            lines.append(
-                f"{path:<{width}}  {name:<16} {reward:>8} {interval:>18} {len(result.groups):>6} {result.num_failures:>6}"
-            )
+            counts = f"{len(result.groups):>6} {result.num_failures:>6}"
+            lines.append(f"{path:<{width}}  {name:<16} {reward:>8} {interval:>18} {counts}")
     return "\n".join(lines)

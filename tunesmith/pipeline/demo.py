@@ -38,11 +38,11 @@ from tunesmith.pipeline.load_function import load_function
 from tunesmith.pipeline.policy import BuildModel
 from tunesmith.pipeline.tune import run_tuning
 from tunesmith.storage import storage_errors
-from tunesmith.tasks.arithmetic import Problem, build_problems, save_problems
+from tunesmith.tasks.arithmetic import build_problems, save_problems
 from tunesmith.types import JudgeType, WorkflowType
 
 AGENT_MODULE = "tunesmith.pipeline.demo_agent"
-AGENT_FUNCTIONS = ("solve_problem", "judge_answer", "build_demonstration")
+AGENT_FUNCTIONS = ("solve_problem", "judge_answer", "build_demonstrations")
 TEST_SET = "test"
 MODES: Mapping[str, float] = {"sampled": 1.0, "greedy": 0.0}
 """Ways to evaluate -> temperature."""
@@ -63,7 +63,8 @@ class DemoSettings:
     num_steps: int = 40
     batch_size: int = 16
     group_size: int = 8
-    learning_rate: float = 1e-4
+    num_minibatches: int = 4
+    learning_rate: float = 2e-4
 
 
 DEFAULTS = DemoSettings()
@@ -75,12 +76,10 @@ class DemoAgent:
 
     workflow: WorkflowType
     judge: JudgeType
-    build_demonstration: Callable[[Problem], dict[str, Any]]
+    build_demonstrations: Callable[..., list[dict[str, Any]]]
 
 
-def run_demo(
-    *, seed: int, out: Path, build_model: BuildModel, settings: DemoSettings = DEFAULTS
-) -> dict[str, float]:
+def run_demo(*, seed: int, out: Path, build_model: BuildModel, settings: DemoSettings = DEFAULTS) -> dict[str, float]:
     """Run everything in a new folder below `out`; return accuracies on held-out problems and the seconds it took."""
     started = time.monotonic()
     torch.set_num_threads(1)
@@ -112,7 +111,7 @@ def load_agent() -> DemoAgent:
     return DemoAgent(
         workflow=functions["solve_problem"],
         judge=functions["judge_answer"],
-        build_demonstration=functions["build_demonstration"],
+        build_demonstrations=functions["build_demonstrations"],
     )
 
 
@@ -123,9 +122,7 @@ def save_base(root: Path, *, seed: int, settings: DemoSettings) -> Path:
         folder.mkdir(parents=True)
         tokenizer = build_pocket_tokenizer()
         save_model_files(folder, build_pocket_model(tokenizer, seed=seed), tokenizer)
-        save_problems(
-            root / "data", num_train=settings.num_train_tasks, num_test=settings.num_test_tasks, seed=seed
-        )
+        save_problems(root / "data", num_train=settings.num_train_tasks, num_test=settings.num_test_tasks, seed=seed)
     return folder
 
 
@@ -133,7 +130,7 @@ def finetune(base: Path, agent: DemoAgent, root: Path, *, seed: int, settings: D
     """Teach the base model how an agent's conversation goes; return the folder of the result."""
     problems = build_problems("train", num_problems=settings.num_demonstrations, seed=seed)
     result = run_finetuning(
-        [agent.build_demonstration(problem) for problem in problems],
+        agent.build_demonstrations(problems, seed=seed),
         out_dir=root / "sft",
         model=build_model_section(base),
         trainer=TrainerSection(
@@ -166,7 +163,9 @@ def build_config(finetuned: Path, root: Path, *, seed: int, settings: DemoSettin
         train_dataset=DatasetSection(path=data, required_fields=("question", "answer")),
         eval_datasets={TEST_SET: DatasetSection(path=data, split="test")},
         algorithm=AlgorithmSection(batch_size=settings.batch_size, group_size=settings.group_size),
-        trainer=TrainerSection(learning_rate=settings.learning_rate, betas=(0.9, 0.95)),
+        trainer=TrainerSection(
+            learning_rate=settings.learning_rate, betas=(0.9, 0.95), num_minibatches=settings.num_minibatches
+        ),
         evaluation=EvaluationSection(interval_steps=0, max_tasks=1),
         monitor=MonitorSection(log_interval_steps=5),
     )
@@ -191,9 +190,7 @@ def evaluate(
         )
         for mode, temperature in MODES.items()
     }
-    return {
-        name: {mode: comparisons[mode][str(path)][TEST_SET] for mode in MODES} for name, path in models.items()
-    }
+    return {name: {mode: comparisons[mode][str(path)][TEST_SET] for mode in MODES} for name, path in models.items()}
 
 
 def print_table(results: Mapping[str, Mapping[str, EvaluationResult]]) -> None:

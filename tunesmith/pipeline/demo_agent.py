@@ -1,12 +1,14 @@
 """The demo's agent: AgentScope's ReActAgent with a calculator, as a user would write it, and its judge.
 
-`build_demonstration` writes down how a perfect agent's conversation goes, with the very system prompt and tool schema
-that the agent sends.
+`build_demonstrations` writes down how good conversations go, with the very system prompt and tool schema that the agent
+sends. The demonstrators are right where the pocket model, imitating them, cannot be: it has no head for sums. That the
+tool pays everywhere is left to reinforcement learning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentscope.agent import ReActAgent
@@ -21,6 +23,8 @@ from tunesmith.tools import calculator
 from tunesmith.types import JudgeOutput, WorkflowOutput
 
 SYSTEM_PROMPT = "Use the tool."
+SHARE_FROM_HEAD = 0.8
+"""Of the demonstrations with one operation: those that do not use the tool."""
 MAX_ITERATIONS = 3
 """Model calls of one run; one to compute and one to answer is enough."""
 
@@ -60,18 +64,39 @@ async def judge_answer(task: Mapping[str, Any], response: Any) -> JudgeOutput:
     return await judge_number(task, response)
 
 
-def build_demonstration(problem: Problem) -> dict[str, Any]:
-    """One row to fine-tune on."""
+def build_demonstrations(problems: Sequence[Problem], *, seed: int) -> list[dict[str, Any]]:
+    """Rows to fine-tune on: the tool is used, but easy problems are mostly answered from the head, as people do."""
+    rng = random.Random(f"demonstrations-{seed}")
+    return [
+        _build_answer_from_head(problem)
+        if problem.num_operations == 1 and rng.random() < SHARE_FROM_HEAD
+        else _build_answer_by_tool(problem)
+        for problem in problems
+    ]
+
+
+def _build_answer_from_head(problem: Problem) -> dict[str, Any]:
+    return _build_row(problem, [])
+
+
+def _build_answer_by_tool(problem: Problem) -> dict[str, Any]:
     call = {
         "id": "call_1",
         "type": "function",
         "function": {"name": calculate.__name__, "arguments": {"expression": problem.expression}},
     }
+    used = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": problem.answer},
+    ]
+    return _build_row(problem, used)
+
+
+def _build_row(problem: Problem, before_answer: Sequence[dict[str, Any]]) -> dict[str, Any]:
     messages = [
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": problem.question},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": problem.answer},
+        *before_answer,
         {"role": "assistant", "content": f"The answer is {problem.answer}."},
     ]
     return {"messages": messages, "tools": build_toolkit().get_json_schemas()}

@@ -26,7 +26,7 @@ class DemonstrationReader:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._renderer = Renderer(tokenizer)
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer, has_hermes_parser=True)
         if self._template.end_of_turn is None:
             raise DataError("the chat template writes no special token after a reply, so its end cannot be learned")
 

@@ -68,9 +68,7 @@ def run_finetuning(
     if folder.exists():
         raise StorageError(f"{str(folder)!r} is there already; choose another folder for the fine-tuned model")
     check_model(model.path, max_model_len=model.max_model_len, trust_remote_code=model.trust_remote_code)
-    tokenizer = load_tokenizer(
-        model.path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code
-    )
+    tokenizer = load_tokenizer(model.path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
     samples = DemonstrationReader(tokenizer).read(rows, max_model_len=model.max_model_len)
     if not samples:
         raise DataError("there are no rows to fine-tune on")
@@ -119,9 +117,7 @@ def build_batches(samples: Sequence[Sample], settings: FinetuneSettings) -> list
     return batches
 
 
-def train(
-    learner: Trainer, batches: Sequence[Sequence[Sample]], *, root: Path, monitor: MonitorSection
-) -> list[float]:
+def train(learner: Trainer, batches: Sequence[Sequence[Sample]], *, root: Path, monitor: MonitorSection) -> list[float]:
     """One update a batch; return their losses."""
     losses = []
     with Monitor(root, monitor, total_steps=len(batches)) as screen:

@@ -36,21 +36,36 @@ class Option:
 
 
 def load_config(
-    path: Path | str | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    values: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Read a run file, or none, and apply nested values over it, then `a.b=value` overrides."""
+    """Read a run file, or take `base` for its content, and apply nested values over it, then `a.b=value` overrides."""
     merged = OmegaConf.create() if path is None else load_yaml(Path(path))
-    if values:
-        merged = OmegaConf.merge(merged, OmegaConf.create(escape_interpolations(dict(values))))
-        assert isinstance(merged, DictConfig)
+    for layer in (base, values):
+        if layer:
+            merged = OmegaConf.merge(merged, OmegaConf.create(escape_interpolations(dict(layer))))
+            assert isinstance(merged, DictConfig)
     for override in overrides:
         merged = apply_override(merged, override)
+    return build_config(resolve(merged, path))
+
+
+def load_values(path: Path | str) -> dict[str, Any]:
+    """What a file says, with its interpolations filled in, and nothing checked."""
+    return resolve(load_yaml(Path(path)), path)
+
+
+def resolve(config: DictConfig, path: Path | str | None) -> dict[str, Any]:
+    """Plain values, with interpolations filled in."""
     try:
-        resolved = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or path}: {first_line(error)}") from error
     assert isinstance(resolved, dict)
-    return build_config(resolved)
+    return resolved
 
 
 def load_yaml(path: Path) -> DictConfig:

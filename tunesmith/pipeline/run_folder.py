@@ -159,8 +159,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def remove_steps_after(paths: RunPaths, step: int | None) -> None:
-    """Remove rollouts and evaluations of steps that were not committed; they will be made again."""
-    for folder, suffix in ((paths.rollouts(0).parent, ".parquet"), (paths.evaluation(0).parent, ".json")):
+    """Remove what belongs to steps that were not committed; it will be made again."""
+    for any_step in (paths.rollouts(0), paths.evaluation(0), paths.selection(0)):
+        folder, suffix = any_step.parent, any_step.suffix
         for path in sorted(folder.glob(f"step_*{suffix}*")):
             number = path.name.removeprefix("step_").split(".")[0]
             is_temporary = not path.name.endswith(suffix)

@@ -32,9 +32,7 @@ class Stage:
         return [self.policy.engine, *helpers]
 
 
-def load_stage(
-    config: RunConfig, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel
-) -> Stage:
+def load_stage(config: RunConfig, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel) -> Stage:
     """Load the models of a run."""
     policy = load_policy(config.model, config.engine, build_model=build_model)
     auxiliaries = {
@@ -42,9 +40,7 @@ def load_stage(
         for name, section in config.auxiliary_models.items()
     }
     agent = Agent(workflow=workflow, judge=judge, timeout_s=config.rollout.timeout_s)
-    return Stage(
-        policy=policy, auxiliaries=auxiliaries, agent=agent, max_concurrency=config.rollout.max_concurrency
-    )
+    return Stage(policy=policy, auxiliaries=auxiliaries, agent=agent, max_concurrency=config.rollout.max_concurrency)
 
 
 async def collect_groups(

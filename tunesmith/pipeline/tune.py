@@ -7,31 +7,45 @@ commits it, so a run that is killed goes on from the last commit and makes the s
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 from tunesmith.algorithms.table import Algorithm, resolve_algorithm
 from tunesmith.config import RunConfig
 from tunesmith.engine.clock import run_lockstep
 from tunesmith.errors import ConfigError
-from tunesmith.experience.store import save_rollouts
+from tunesmith.experience.batch import BatchSize
+from tunesmith.experience.replay import ReplayBuffer
+from tunesmith.experience.store import load_rollouts, save_rollouts
+from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.loop import StepResult, run_step
-from tunesmith.model.checkpoint import load_checkpoint, remove_old_checkpoints, save_checkpoint
+from tunesmith.model.checkpoint import (
+    estimate_checkpoint_bytes,
+    load_checkpoint,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
 from tunesmith.model.load import load_model
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.pipeline.evaluate import EvaluationResult
+from tunesmith.pipeline.feed import OwnParts, TaskFeed, build_feed
+from tunesmith.pipeline.load_function import load_part
 from tunesmith.pipeline.policy import BuildModel, check_auxiliary, check_policy
 from tunesmith.pipeline.run_folder import RunFolder, open_run_folder
 from tunesmith.pipeline.stage import Stage, collect_groups, evaluate_all, load_stage
+from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.storage import save_json
+from tunesmith.storage import check_free_space, save_json
 from tunesmith.tasks.load import load_tasks
-from tunesmith.tasks.selector import TaskSelector
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import JudgeType, Task, WorkflowType
+from tunesmith.types import Group, JudgeType, Task, WorkflowType
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,22 +67,30 @@ class Plan:
     """What is known before a model loads."""
 
     algorithm: Algorithm
-    train_tasks: list[Task]
+    feed: TaskFeed
+    operators: list[BoundOperator]
+    replay: ReplayBuffer
     eval_tasks: dict[str, list[Task]]
     total_steps: int
 
 
 def run_tuning(
-    config: RunConfig, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel
+    config: RunConfig,
+    *,
+    workflow: WorkflowType,
+    judge: JudgeType | None,
+    build_model: BuildModel,
+    own: OwnParts = OwnParts(),
 ) -> TuneResult:
     """Train; raises when the run fails."""
     check_workflow_function(workflow)
     if judge is not None:
         check_judge_function(judge)
-    plan = build_plan(config)
+    plan = build_plan(config, own)
     with open_run_folder(config) as folder:
         stage = load_stage(config, workflow=workflow, judge=judge, build_model=build_model)
         trainer = build_trainer(config, stage, plan)
+        check_free_space(folder.paths.root, estimate_checkpoint_bytes(stage.policy.model, trainer.state_dict()))
         with Monitor(
             folder.paths.root,
             config.monitor,
@@ -78,14 +100,16 @@ def run_tuning(
             return run_lockstep(train(config, plan, stage, trainer, folder, monitor))
 
 
-def build_plan(config: RunConfig) -> Plan:
+def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
     """Check everything that needs no weights."""
     algorithm = resolve_algorithm(config.algorithm)
     if algorithm.is_supervised:
         raise ConfigError(f"algorithm.algorithm_type={algorithm.name!r} does not learn from rewards; choose grpo")
-    if config.train_dataset is None:
-        raise ConfigError("train_dataset is missing: give tune() a DatasetConfig, or set train_dataset.path")
-    train_tasks = load_tasks(config.train_dataset, name="train")
+    operators = build_operators(
+        config.experience, load=partial(load_part, knob="experience.operators"), own=own.operators
+    )
+    feed, counted = build_feed(config, own)
+    logger.info("%d training tasks %s", len(feed.tasks), counted or "")
     eval_tasks = {
         name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
@@ -93,8 +117,14 @@ def build_plan(config: RunConfig) -> Plan:
     check_policy(config.model)
     for name, section in config.auxiliary_models.items():
         check_auxiliary(name, section)
-    total_steps = compute_total_steps(config, num_tasks=len(train_tasks))
-    return Plan(algorithm=algorithm, train_tasks=train_tasks, eval_tasks=eval_tasks, total_steps=total_steps)
+    return Plan(
+        algorithm=algorithm,
+        feed=feed,
+        operators=operators,
+        replay=ReplayBuffer(config.experience.replay, seed=config.seed),
+        eval_tasks=eval_tasks,
+        total_steps=compute_total_steps(config, num_tasks=len(feed.tasks)),
+    )
 
 
 def compute_total_steps(config: RunConfig, *, num_tasks: int) -> int:
@@ -135,23 +165,22 @@ async def train(
     config: RunConfig, plan: Plan, stage: Stage, trainer: Trainer, folder: RunFolder, monitor: Monitor
 ) -> TuneResult:
     """All steps of a run, from its last commit or from the start."""
-    selector = TaskSelector(len(plan.train_tasks), order="shuffle", seed=config.seed)
-    first_step = restore(folder, stage, trainer, selector)
+    first_step = restore(folder, stage, trainer, plan)
     evaluations: dict[str, EvaluationResult] = {}
     if first_step == 0 and config.evaluation.at_start:
         evaluations = await evaluate(config, plan, stage, folder, monitor, step=0)
     metrics: dict[str, float] = {}
     for step in range(first_step + 1, plan.total_steps + 1):
-        tasks = [plan.train_tasks[index] for index in selector.select(config.algorithm.batch_size)]
-        result = await run_one_step(config, plan, stage, trainer, monitor, tasks=tasks, step=step)
+        result = await run_one_step(config, plan, stage, trainer, monitor, step=step)
         metrics = result.metrics
-        save_rollouts(folder.paths.rollouts(step), result.groups, result.advantages)
+        save_rollouts(folder.paths.rollouts(step), result.batch.collected, result.batch.spread(result.advantages))
+        plan.feed.save_selection(folder.paths.selection(step))
         monitor.log(step, "train", metrics)
         is_last = step == plan.total_steps
         if is_last or is_due(step, config.evaluation.interval_steps):
             evaluations = await evaluate(config, plan, stage, folder, monitor, step=step) or evaluations
         if is_last or is_due(step, config.save_interval_steps):
-            commit(config, stage, trainer, selector, folder, step=step)
+            commit(config, plan, stage, trainer, folder, step=step)
     checkpoint = folder.paths.checkpoint(plan.total_steps)
     return TuneResult(
         folder=folder.paths.root,
@@ -163,25 +192,33 @@ async def train(
 
 
 async def run_one_step(
-    config: RunConfig, plan: Plan, stage: Stage, trainer: Trainer, monitor: Monitor, *, tasks: Sequence[Task], step: int
+    config: RunConfig, plan: Plan, stage: Stage, trainer: Trainer, monitor: Monitor, *, step: int
 ) -> StepResult:
-    """Bind the step's seed and place, and run it. Policy version v is what v steps made."""
-    started = time.perf_counter()
+    """Bind the step's seeds and place, run it, and hand on what was learned. Policy version v is what v steps made."""
+    started, batch_size = time.perf_counter(), config.algorithm.batch_size
+    rounds = count()
 
-    async def collect(chosen: Sequence[Task]) -> Any:
+    async def collect(chosen: Sequence[Task]) -> list[Group]:
+        again = next(rounds)
+        seed = derive_seed(config.seed, "refill", again) if again else config.seed
         return await collect_groups(
-            stage, chosen, group_size=config.algorithm.group_size, seed=config.seed, step=step, monitor=monitor
+            stage, chosen, group_size=config.algorithm.group_size, seed=seed, step=step, monitor=monitor
         )
 
     result = await run_step(
-        tasks=tasks,
+        size=BatchSize(num_groups=batch_size, max_tasks=int(config.experience.refill_budget * batch_size)),
+        draw=plan.feed.draw,
+        collect=collect,
+        operators=plan.operators,
+        replayed=plan.replay.draw(policy_version=step - 1),
         policy_version=step - 1,
         engine=stage.policy.engine,
-        collect=collect,
         algorithm=plan.algorithm,
         trainer=trainer,
         max_failure_rate=config.rollout.max_failure_rate,
     )
+    result.metrics.update(plan.feed.give_feedback(result.batch.collected))
+    plan.replay.add(*result.trained, step=step, policy_version=step - 1)
     result.metrics.update(stage.policy.service.recorder.compute_stats())
     result.metrics["perf/step_s"] = time.perf_counter() - started
     return result
@@ -206,26 +243,29 @@ def is_due(step: int, interval_steps: int) -> bool:
     return interval_steps > 0 and step % interval_steps == 0
 
 
-def restore(folder: RunFolder, stage: Stage, trainer: Trainer, selector: TaskSelector) -> int:
+def restore(folder: RunFolder, stage: Stage, trainer: Trainer, plan: Plan) -> int:
     """Bring everything back to the last commit; return its step, 0 without one."""
     if folder.checkpoint is None:
         return 0
     state = load_checkpoint(folder.checkpoint, stage.policy.model)
     trainer.load_state_dict(state.trainer_state)
-    selector.load_state_dict(state.run_state["selector"])
+    plan.feed.selector.load_state_dict(state.run_state["selector"])
+    plan.replay.load_state_dict(state.run_state["replay"], lambda step: load_rollouts(folder.paths.rollouts(step)))
     return int(state.run_state["step"])
 
 
-def commit(
-    config: RunConfig, stage: Stage, trainer: Trainer, selector: TaskSelector, folder: RunFolder, *, step: int
-) -> None:
+def commit(config: RunConfig, plan: Plan, stage: Stage, trainer: Trainer, folder: RunFolder, *, step: int) -> None:
     """Write the step's checkpoint; from here on the run never goes back behind it."""
     save_checkpoint(
         folder.paths.checkpoint(step),
         stage.policy.model,
         stage.policy.tokenizer,
         trainer_state=trainer.state_dict(),
-        run_state={"step": step, "selector": selector.state_dict()},
+        run_state={
+            "step": step,
+            "selector": plan.feed.selector.state_dict(),
+            "replay": plan.replay.state_dict(),
+        },
     )
     if config.keep_checkpoints is not None:
         remove_old_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints)

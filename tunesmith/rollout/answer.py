@@ -13,10 +13,11 @@ from typing import Any
 
 from starlette.types import Send
 
+from tunesmith.errors import EngineError
 from tunesmith.model.messages import Message
 from tunesmith.model.render import Renderer
 from tunesmith.model.reply import CALL_CLOSE, Delta, ReplyParser, join_deltas
-from tunesmith.rollout.recorder import Call, EngineError, Session, SessionClosedError
+from tunesmith.rollout.recorder import Call, Session, SessionClosedError
 from tunesmith.rollout.request import ChatRequest
 from tunesmith.rollout.response import (
     END_OF_STREAM,

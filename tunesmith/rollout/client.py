@@ -110,4 +110,4 @@ def _build_status_error(error: ApiError, base_url: str) -> openai.APIStatusError
     request = httpx.Request("POST", f"{base_url}chat/completions")
     response = httpx.Response(error.status, json=body, request=request)
     kind = ERRORS.get(error.status, openai.InternalServerError)
-    return kind(f"Error code: {error.status} - {body}", response=response, body=body["error"])
+    return kind(f"Error code: {error.status} - {error}", response=response, body=body["error"])

@@ -10,8 +10,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from tunesmith.errors import EngineError
 from tunesmith.rollout.answer import Answer, answer_at_once
-from tunesmith.rollout.recorder import EngineError, Recorder, Session, SessionClosedError
+from tunesmith.rollout.recorder import Recorder, SamplingRefusedError, Session, SessionClosedError
 from tunesmith.rollout.request import RequestError, parse_request
 
 NO_KEY = "no API key: use the key of the trajectory as the API key, or /t/<key>/v1 as the base URL"
@@ -35,6 +36,8 @@ def translate_errors() -> Iterator[None]:
         yield
     except RequestError as error:
         raise ApiError(404 if error.param == "model" else 400, str(error), param=error.param) from error
+    except SamplingRefusedError as error:
+        raise ApiError(400, str(error)) from error
     except SessionClosedError as error:
         raise ApiError(401, CLOSED) from error
     except EngineError as error:

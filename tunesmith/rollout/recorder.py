@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from tunesmith.errors import EngineError
 from tunesmith.model.messages import MatchKey, Message, compute_match_keys
 from tunesmith.model.render import Prompt, Renderer
 from tunesmith.rollout.seeds import derive_seed
@@ -22,8 +23,8 @@ Place = tuple[int, int]
 """Index of a call in its session, and of a choice in its call."""
 
 
-class EngineError(RuntimeError):
-    """The engine could not serve a request; the trajectory fails."""
+class SamplingRefusedError(ValueError):
+    """The engine cannot sample as the request asks."""
 
 
 class SessionClosedError(RuntimeError):
@@ -159,6 +160,8 @@ class Session:
         A request's own `seed` is mixed with the session's, so that it repeats within a trajectory and not across a
         group. `prefix_ids` begin the reply without having been sampled.
         """
+        if self.is_closed:
+            raise SessionClosedError
         place = (call.index, choice)
         parts = (call.index, choice) if seed is None else ("request", seed, choice)
         sampling = replace(sampling, seed=derive_seed(self._seed, *parts))
@@ -182,8 +185,10 @@ class Session:
             if self.is_closed:
                 raise SessionClosedError from None
             raise
-        except Exception as error:  # whatever the engine raises fails this trajectory, by name
+        except Exception as error:  # whatever the engine raises is named, and fails this trajectory unless it refuses
             self._record(place, draft.to_turn())
+            if isinstance(error, ValueError) and not draft.sampled_ids:
+                raise SamplingRefusedError(str(error)) from error
             message = f"{type(error).__name__}: {error}"
             self.engine_error = self.engine_error or message
             raise EngineError(message) from error
@@ -193,7 +198,9 @@ class Session:
         return completion
 
     def _record(self, place: Place, turn: Turn) -> None:
-        if self._drafts.pop(place, None) is not None and self._has_recording:
+        is_known = self._drafts.pop(place, None) is not None
+        is_empty = turn.stop_reason == "cancelled" and not turn.sampled_ids
+        if is_known and not is_empty and self._has_recording:
             self._turns[place] = turn
 
     def remember(self, call: Call, choice: int, reply: Message) -> None:

@@ -8,11 +8,12 @@ the defaults. An option that would change the result and cannot be honoured is a
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tunesmith.model.messages import Message, parse_messages, parse_tools
+from tunesmith.model.messages import parse_messages, parse_tools
 from tunesmith.model.render import Prompt
 from tunesmith.types import Distribution, Sampling
 
@@ -54,6 +55,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_NUMBER = 2**63
+MAX_SHOWN_CHARS = 80
 
 ToolChoice = Literal["auto", "none", "required"]
 
@@ -84,10 +87,6 @@ class ChatRequest:
     has_logprobs: bool
     has_token_ids: bool
     model: str | None
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        return self.prompt.messages
 
     @property
     def has_callable_tools(self) -> bool:
@@ -127,7 +126,7 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
     for key in NEUTRAL_VALUES.keys() & body.keys():
         value = body[key]
         if value is not None and value not in NEUTRAL_VALUES[key]:
-            raise RequestError(f"{key}={value!r} is not supported by this endpoint; leave it out", param=key)
+            raise RequestError(f"{key}={_show(value)} is not supported by this endpoint; leave it out", param=key)
 
 
 def _checked(param: str, parse: Callable[[Any], Any], raw: Any) -> Any:
@@ -185,7 +184,7 @@ def _parse_sampling(body: Mapping[str, Any], defaults: Sampling) -> Sampling:
         distribution=distribution,
         max_tokens=_bounded(body, limit, int, defaults.max_tokens, low=1, high=math.inf),
         stop=defaults.stop if stop is None else _parse_stop(stop),
-        stop_token_ids=tuple(_get(body, "stop_token_ids", list, defaults.stop_token_ids)),
+        stop_token_ids=_parse_stop_token_ids(body, defaults),
         ignore_eos=_get(body, "ignore_eos", bool, defaults.ignore_eos),
     )
 
@@ -195,6 +194,13 @@ def _parse_stop(stop: Any) -> tuple[str, ...]:
     if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise RequestError(f"stop must be text or a list of at most {MAX_STOPS} non-empty texts", param="stop")
     return tuple(stops)
+
+
+def _parse_stop_token_ids(body: Mapping[str, Any], defaults: Sampling) -> tuple[int, ...]:
+    ids = _get(body, "stop_token_ids", list, list(defaults.stop_token_ids))
+    if not all(type(token_id) is int for token_id in ids):
+        raise RequestError("stop_token_ids must be a list of token ids", param="stop_token_ids")
+    return tuple(ids)
 
 
 def _parse_logit_bias(raw: Any) -> tuple[tuple[int, float], ...]:
@@ -211,11 +217,12 @@ def _get(body: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     value = body.get(key)
     if value is None:
         return default
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise RequestError(f"{key} must be {kind.__name__}, got {value!r}", param=key)
-    return value
+    if kind in (int, float):
+        if type(value) in (int, kind) and abs(value) < MAX_NUMBER:
+            return kind(value)
+    elif isinstance(value, kind):
+        return value
+    raise RequestError(f"{key} must be {kind.__name__}, got {_show(value)}", param=key)
 
 
 def _bounded(
@@ -229,6 +236,10 @@ def _bounded(
     is_low_open: bool = False,
 ) -> Any:
     value = _get(body, key, kind, default)
-    if not low <= value <= high or (is_low_open and value == low) or not math.isfinite(value):
+    if not low <= value <= high or (is_low_open and value == low):
         raise RequestError(f"{key}={value} is outside of {'(' if is_low_open else '['}{low}, {high}]", param=key)
     return value
+
+
+def _show(value: Any) -> str:
+    return textwrap.shorten(repr(value), MAX_SHOWN_CHARS)

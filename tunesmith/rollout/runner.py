@@ -12,7 +12,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -34,8 +34,6 @@ from tunesmith.types import (
 
 Output = TypeVar("Output", WorkflowOutput, JudgeOutput)
 
-CANCEL_GRACE_S = 5.0
-"""How long cancelled user code may take to clean up before it is abandoned."""
 MAX_MESSAGE_CHARS = 500
 MAX_RESPONSE_CHARS = 4000
 
@@ -49,6 +47,8 @@ class Agent:
     timeout_s: float
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("tunesmith.workflow"))
     """Handed to functions that ask for one; tracebacks of failures go here at debug level."""
+    cancel_grace_s: float = 5.0
+    """Seconds that cancelled functions may take to clean up before they are abandoned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ async def run_trajectory(
         turns = model.close(lease)
         for name, helper in helpers.items():
             auxiliary_models[name].close(helper)
-    failure = _find_engine_failure(lease, helpers) or outcome.failure
+    failure = _find_engine_failure(lease, helpers) or outcome.failure or _find_silence(lease, turns)
     return Trajectory(
         task=task,
         run_index=run_index,
@@ -111,10 +111,10 @@ async def _run_until_deadline(user_code: Awaitable[_Outcome], agent: Agent) -> _
     try:
         await asyncio.wait({running}, timeout=agent.timeout_s)
     except asyncio.CancelledError:
-        await _stop(running, agent.logger)
+        await _stop(running, agent)
         raise
     if not running.done():
-        await _stop(running, agent.logger)
+        await _stop(running, agent)
         return _Outcome(failure=Failure(where="timeout", message=f"not done after timeout_s={agent.timeout_s:g}"))
     if running.cancelled():
         message = "CancelledError: the workflow or the judge cancelled itself"
@@ -122,12 +122,12 @@ async def _run_until_deadline(user_code: Awaitable[_Outcome], agent: Agent) -> _
     return running.result()
 
 
-async def _stop(running: asyncio.Future[_Outcome], logger: logging.Logger) -> None:
+async def _stop(running: asyncio.Future[_Outcome], agent: Agent) -> None:
     """Cancel user code; abandon it when it does not stop."""
     running.cancel()
-    await asyncio.wait({running}, timeout=CANCEL_GRACE_S)
+    await asyncio.wait({running}, timeout=agent.cancel_grace_s)
     if not running.done():
-        logger.warning("a workflow or judge ignored its cancellation for %g s and was abandoned", CANCEL_GRACE_S)
+        agent.logger.warning("user code went on for %g s after it was cancelled; abandoned", agent.cancel_grace_s)
         running.add_done_callback(lambda late: late.cancelled() or late.exception())
 
 
@@ -186,6 +186,14 @@ def _find_engine_failure(lease: Lease, helpers: Mapping[str, Lease]) -> Failure 
     return None
 
 
+def _find_silence(lease: Lease, turns: Sequence[Turn]) -> Failure | None:
+    """A run whose every call was refused has nothing to train on."""
+    if lease.session is None or turns:
+        return None
+    message = f"none of the workflow's {lease.session.num_calls} calls to `model` was answered"
+    return Failure(where="workflow", message=message)
+
+
 def _check_reward(where: FailureWhere, reward: float | None, none_message: str) -> float:
     if reward is None:
         raise _UserError(where, none_message)
@@ -216,13 +224,14 @@ def describe_error(error: BaseException, task: Task) -> str:
 
 def describe_response(response: Any) -> str:
     """The response as text, for people to read: text, an AgentScope message's text, or its repr."""
-    if response is None:
-        return ""
-    if isinstance(response, str):
-        return response
-    get_text = getattr(response, "get_text_content", None)
-    text = get_text() if callable(get_text) else None
-    return _shorten(text if isinstance(text, str) else repr(response), MAX_RESPONSE_CHARS)
+    if response is None or isinstance(response, str):
+        return response or ""
+    try:
+        get_text = getattr(response, "get_text_content", None)
+        text = get_text() if callable(get_text) else None
+        return _shorten(text if isinstance(text, str) else repr(response), MAX_RESPONSE_CHARS)
+    except Exception:  # noqa: BLE001 - the user's own object
+        return f"<{_describe_type(type(response))}>"
 
 
 def _describe_type(kind: type) -> str:

@@ -17,6 +17,10 @@ from collections.abc import Iterator
 
 BLOCKED_LIMIT_S = 30.0
 NUM_SHOWN_FRAMES = 12
+WARNING = (
+    "the event loop has been blocked for more than %g s by a synchronous call; every rollout waits and no timeout can "
+    "fire. Use an async client, or asyncio.to_thread. Blocked at:\n%s"
+)
 
 
 @contextlib.contextmanager
@@ -43,8 +47,9 @@ class _Watchdog:
     def watch(self) -> None:
         """Runs in its own thread."""
         while not self.is_done.wait(self._limit_s / 4):
-            if time.monotonic() - self._last_turn > self._limit_s:
-                self._warn()
+            stack = self._find_stack() if time.monotonic() - self._last_turn > self._limit_s else None
+            if stack is not None:
+                self._logger.warning(WARNING, self._limit_s, stack)
                 return
             try:
                 self._loop.call_soon_threadsafe(self._note_turn)
@@ -54,12 +59,11 @@ class _Watchdog:
     def _note_turn(self) -> None:
         self._last_turn = time.monotonic()
 
-    def _warn(self) -> None:
+    def _find_stack(self) -> str | None:
+        """The loop thread's stack; None where the loop itself takes long to wait, as when an engine steps meanwhile."""
         frame = sys._current_frames().get(self._thread_id)
-        stack = "".join(traceback.format_stack(frame)[-NUM_SHOWN_FRAMES:]) if frame is not None else ""
-        self._logger.warning(
-            "the event loop has been blocked for more than %g s by a synchronous call; every rollout waits and no "
-            "timeout can fire. Use an async client, or asyncio.to_thread. Blocked at:\n%s",
-            self._limit_s,
-            stack,
-        )
+        if frame is None:
+            return None
+        frames = [entry for entry, _ in traceback.walk_stack(frame)]
+        is_in_callback = any(entry.f_code is asyncio.Handle._run.__code__ for entry in frames)
+        return "".join(traceback.format_stack(frame)[-NUM_SHOWN_FRAMES:]) if is_in_callback else None

@@ -49,59 +49,59 @@ LARGE, MEDIUM, SMALL = (100, 999), (10, 99), (2, 9)
 
 TEMPLATES = (
     Template(
-        text="{name} has {a} {thing} and buys {b} more. How many now?",
+        text="{name} has {a} {thing} and wins {b}. How many in the end?",
         expression="{a} + {b}",
-        ranges={"a": LARGE, "b": LARGE},
+        ranges={"a": LARGE, "b": MEDIUM},
     ),
     Template(
-        text="{name} has {a} {thing} and gives away {b}. How many are left?",
+        text="{name} had {a} {thing} and lost {b}. How many remain?",
         expression="{a} - {b}",
         ranges={"a": LARGE, "b": MEDIUM},
     ),
     Template(
-        text="{name} has {a} boxes with {b} {thing} in each. How many {thing}?",
+        text="{name} fills {a} shelves, each with {b} {thing}. How many in all?",
         expression="{a} * {b}",
-        ranges={"a": MEDIUM, "b": MEDIUM},
+        ranges={"a": SMALL, "b": MEDIUM},
     ),
     Template(
-        text="{name} shares {a} {thing} equally among {b} friends. How many each?",
+        text="{name} packs {a} {thing} in bags of {b}. How many bags?",
         expression="{a} / {b}",
         ranges={"a": LARGE, "b": SMALL},
     ),
     Template(
-        text="{name} has {a} {thing} and buys {b} bags of {c}. How many now?",
+        text="{name} has {a} {thing} and buys {b} bags of {c}. How many in the end?",
         expression="{a} + {b} * {c}",
-        ranges={"a": LARGE, "b": MEDIUM, "c": SMALL},
+        ranges={"a": LARGE, "b": SMALL, "c": MEDIUM},
     ),
     Template(
-        text="{name} had {a} {thing}, lost {b} and then lost {c} more. How many remain?",
+        text="{name} had {a} {thing}, lost {b} and sold {c}. How many remain?",
         expression="{a} - {b} - {c}",
-        ranges={"a": LARGE, "b": MEDIUM, "c": MEDIUM},
+        ranges={"a": LARGE, "b": MEDIUM, "c": SMALL},
     ),
     Template(
         text="{name} packs {a} red and {b} blue {thing} in bags of {c}. How many bags?",
         expression="({a} + {b}) / {c}",
-        ranges={"a": MEDIUM, "b": MEDIUM, "c": SMALL},
+        ranges={"a": LARGE, "b": MEDIUM, "c": SMALL},
     ),
     Template(
         text="{name} fills {a} shelves, each with {b} red and {c} blue {thing}. How many in all?",
         expression="{a} * ({b} + {c})",
-        ranges={"a": SMALL, "b": MEDIUM, "c": MEDIUM},
+        ranges={"a": SMALL, "b": MEDIUM, "c": SMALL},
     ),
     Template(
-        text="{name} sells {a} {thing} at {b} dollars and {c} at {d} dollars. How much money?",
+        text="{name} sells {a} {thing} for {b} dollars each and {c} at {d} dollars. How much money?",
         expression="{a} * {b} + {c} * {d}",
-        ranges={"a": MEDIUM, "b": SMALL, "c": MEDIUM, "d": SMALL},
+        ranges={"a": MEDIUM, "b": SMALL, "c": SMALL, "d": SMALL},
     ),
     Template(
-        text="{name} has {a} {thing}, wins {b}, loses {c} and wins {d}. How many in the end?",
+        text="{name} has {a} {thing}, wins {b}, loses {c} and finds {d}. How many in the end?",
         expression="{a} + {b} - {c} + {d}",
-        ranges={"a": LARGE, "b": MEDIUM, "c": MEDIUM, "d": SMALL},
+        ranges={"a": LARGE, "b": MEDIUM, "c": SMALL, "d": SMALL},
     ),
     Template(
         text="{name} buys {a} bags of {b} {thing}, uses {c} and shares the rest among {d}. How many each?",
         expression="({a} * {b} - {c}) / {d}",
-        ranges={"a": MEDIUM, "b": SMALL, "c": SMALL, "d": SMALL},
+        ranges={"a": SMALL, "b": MEDIUM, "c": SMALL, "d": SMALL},
     ),
 )
 
@@ -134,7 +134,8 @@ def save_problems(folder: str | Path, *, num_train: int, num_test: int, seed: in
     """Write `train.jsonl` and `test.jsonl` into `folder`."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    for split, count in (("train", num_train), ("test", num_test)):
+    counts: dict[Split, int] = {"train": num_train, "test": num_test}
+    for split, count in counts.items():
         _save_jsonl(place / f"{split}.jsonl", build_problems(split, num_problems=count, seed=seed))
     return place
 
@@ -147,6 +148,7 @@ def compute_answer(expression: str) -> int | None:
 
 def _compute_node(node: ast.expr) -> Fraction | None:
     if isinstance(node, ast.Constant):
+        assert isinstance(node.value, int), "numbers of templates are whole"
         return Fraction(node.value)
     assert isinstance(node, ast.BinOp), "expressions of templates hold numbers and binary operations"
     left, right = _compute_node(node.left), _compute_node(node.right)

@@ -2,8 +2,8 @@
 
 Node q sees node k exactly when k <= q < subtree_end[k]; a sliding window counts in depth. A CPU goes segment by segment
 (`segments.py`). On a GPU one flex-attention kernel reads the same rule, with the blocks it may skip worked out from the
-trie; what that kernel does not take (short rows, float64) goes through a dense mask. Masks are made once per row and
-used by every layer.
+trie; what that kernel does not take (short rows, float64, tiny heads) goes through a dense mask. Masks are made once
+per row and used by every layer.
 
 Axes: T tokens of the row, B blocks of tokens.
 """
@@ -26,6 +26,8 @@ BLOCK_TOKENS = 128
 """Edge of a block of flex attention."""
 FLEX_MIN_TOKENS = 1024
 """Shorter rows are faster under a dense mask."""
+FLEX_MIN_HEAD = 16
+"""Smallest head size of flex attention's kernels."""
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query node, key node) -> whether the query sees the key."""
@@ -61,14 +63,14 @@ class TreePlan:
         if self._segments is not None:
             scoring = Scoring(scaling=scaling, window=window, softcap=softcap)
             output = self._segments.attend(query, key, value, scoring)
-        elif num_tokens < FLEX_MIN_TOKENS or query.dtype == torch.float64:
+        elif num_tokens < FLEX_MIN_TOKENS or query.shape[-1] < FLEX_MIN_HEAD or query.dtype == torch.float64:
             output = attend_masked(query, key, value, self._get_dense_mask(window), scaling=scaling, softcap=softcap)
         else:
             output = compile_flex_attention()(
                 query,
                 key,
                 value,
-                score_mod=None if softcap is None else build_softcap(softcap),
+                score_mod=None if softcap is None else build_softcap(softcap, query.device),
                 block_mask=self._get_block_mask(window),
                 scale=scaling,
                 enable_gqa=query.shape[1] != key.shape[1],
@@ -106,11 +108,12 @@ def build_rule(depth_T: Tensor, subtree_end_T: Tensor, window: int | None) -> Ru
 
 
 @lru_cache
-def build_softcap(cap: float) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+def build_softcap(cap: float, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
     """Soft capping of attention scores; one function per cap, so that the kernel is compiled once."""
+    cap_tensor = torch.tensor(cap, device=device)  # a float would become symbolic, which the kernel's backward refuses
 
     def softcap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
+        return cap_tensor * torch.tanh(score / cap_tensor)
 
     return softcap
 

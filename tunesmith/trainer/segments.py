@@ -1,8 +1,8 @@
 """Tree attention on a CPU: the row is cut into segments, and each sees the whole path above it.
 
-A segment is a run of nodes without a branch. Its queries see all keys of its path but the later ones of its own, so
-what is computed is close to what is needed and there are at most twice as many calls as samples. A path without
-branches is one causal call.
+A segment is a run of nodes without a branch. Its queries are scored against all keys of its path, of which only later
+ones of its own are hidden; a long run that hangs from others is cut, so that these stay few. What is computed is close
+to what is needed. A run from a root is one causal call.
 
 Axes: N tokens of a segment, P tokens of its path.
 """
@@ -18,6 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import attend_masked
+
+MAX_HANGING_TOKENS = 128
+"""Longest segment that hangs from another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,19 +44,19 @@ class Segment:
 
 def cut_segments(trie: Trie) -> list[Segment]:
     """Segments in depth-first order; they tile the row."""
-    if trie.num_tokens == 0:
-        return []
     is_single_child_T = (np.diff(trie.depth_T) == 1) & (np.diff(trie.subtree_end_T) == 0)
     starts = [0, *(np.flatnonzero(~is_single_child_T) + 1).tolist()]
-    ends = [*starts[1:], trie.num_tokens]
-    depths = trie.depth_T[starts].tolist()
     segments: list[Segment] = []
     path: list[int] = []
-    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        while path and depths[path[-1]] >= depths[index]:
+    for run_start, run_end in zip(starts, [*starts[1:], trie.num_tokens], strict=True):
+        depth = trie.depth_T[run_start]
+        while path and trie.depth_T[segments[path[-1]].start] >= depth:
             path.pop()
-        segments.append(Segment(start=start, end=end, parent=path[-1] if path else None))
-        path.append(index)
+        length = MAX_HANGING_TOKENS if path else run_end - run_start
+        for start in range(run_start, run_end, length):
+            parent = path[-1] if path else None
+            path.append(len(segments))
+            segments.append(Segment(start=start, end=min(start + length, run_end), parent=parent))
     return segments
 
 

@@ -1,4 +1,4 @@
-"""Forward, loss and backward of one row.
+"""Forward, loss and backward of a batch, row by row.
 
 A token's loss depends on the scores of that token alone, so each chunk of positions goes from hidden states to logits
 to loss and back at once: the logits of one chunk are all that is ever alive, and nothing is computed twice. The
@@ -11,37 +11,70 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tunesmith.algorithms.aggregate import compute_token_weights
 from tunesmith.algorithms.kl import compute_kl
 from tunesmith.algorithms.losses import TokenScores
 from tunesmith.algorithms.table import Algorithm
+from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import run_body
 from tunesmith.model.logprobs import compute_logprobs
-from tunesmith.trainer.batch import Chunk, Row
+from tunesmith.trainer.batch import Chunk, Row, build_row
+from tunesmith.types import Sample
 
 Totals = dict[str, Tensor]
 """Quantities of trained tokens, on their device. `loss` and `pg_loss` are sums of weight times token loss; names that
 begin with `max_` are maxima; all others are plain sums over tokens."""
 
 
-def run_row(
+def run_batch(
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    rows: Sequence[Trie],
+    algorithm: Algorithm,
+    *,
+    norm_length: int,
+    chunk_tokens: int,
+    reference_model: PreTrainedModel | None = None,
+    collect_gradients: Callable[[], None] = lambda: None,
+) -> Totals:
+    """Add the batch's gradient to the parameters' (not under `no_grad`) and return its totals.
+
+    `rows` are the samples as packed; together they are one batch. `collect_gradients` is called after each backward.
+    """
+    trajectories = [np.asarray([samples[index].trajectory_index for index in row.sample_E]) for row in rows]
+    weights_E = compute_token_weights(
+        np.concatenate(trajectories), aggregation=algorithm.aggregation, norm_length=norm_length
+    )
+    ends = np.cumsum([len(row.parent_E) for row in rows])
+    totals = []
+    for trie, row_weights_E in zip(rows, np.split(weights_E, ends[:-1]), strict=True):
+        row = build_row(
+            trie,
+            samples,
+            row_weights_E,
+            chunk_tokens=chunk_tokens,
+            device=model.device,
+            dtype=torch.promote_types(model.dtype, torch.float32),
+        )
+        totals.append(_run_row(model, row, algorithm, reference_model, collect_gradients))
+    return merge_totals(totals)
+
+
+def _run_row(
     model: PreTrainedModel,
     row: Row,
     algorithm: Algorithm,
-    *,
     reference_model: PreTrainedModel | None,
     collect_gradients: Callable[[], None],
 ) -> Totals:
-    """Add the row's gradient to the parameters' (not under `no_grad`) and return its totals.
-
-    `collect_gradients` is called after each backward.
-    """
     has_backward = torch.is_grad_enabled()
     hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
-    hidden_SC = hidden_TC[torch.cat([chunk.node_S for chunk in row.chunks])]
+    hidden_SC = hidden_TC.index_select(0, torch.cat([chunk.node_S for chunk in row.chunks]))
     parts = hidden_SC.detach().split([len(chunk.node_S) for chunk in row.chunks])
     reference_logprobs = _score_reference(reference_model, row) if reference_model is not None else None
     totals, gradients = [], []
@@ -72,7 +105,7 @@ def _run_chunk(
     """The chunk's share of the batch's loss, and its totals."""
     has_bonus = algorithm.entropy_coef > 0
     logprobs_S, entropy_S = _score(model, hidden_SC, chunk, with_entropy=has_bonus)
-    logprobs_E = logprobs_S[chunk.site_E]
+    logprobs_E = logprobs_S.index_select(0, chunk.site_E)
     scores = TokenScores(logprobs_N=logprobs_E, old_logprobs_N=chunk.old_logprobs_E, advantages_N=chunk.advantages_E)
     token_losses = algorithm.compute_losses(scores)
     losses_E = token_losses.losses_N

@@ -8,27 +8,24 @@ own, changed in place; the model stays in eval mode, so sampler and trainer run 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tunesmith.algorithms.aggregate import compute_token_weights
 from tunesmith.algorithms.table import resolve_algorithm
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError, ModelError, TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import PLAN_ATTENTION
-from tunesmith.trainer.batch import build_row
+from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.metrics import Update, build_metrics, check_finite
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.schedule import compute_learning_rate
-from tunesmith.trainer.step import Totals, merge_totals, run_row
+from tunesmith.trainer.step import Totals, run_batch
 from tunesmith.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -64,8 +61,7 @@ class Trainer:
         self._model = model.eval()
         self._reference_model = None if reference_model is None else reference_model.eval()
         if settings.has_gradient_checkpointing:
-            _check_dropout(model)
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable_checkpointing(model)
         self._optimizer = MasterAdamW(model, settings)
         self.num_steps = 0
         """Steps taken, empty ones included; the learning rate follows it."""
@@ -94,7 +90,7 @@ class Trainer:
         rows = self._pack(samples)
         if not rows:
             raise ValueError(f"none of the {len(samples)} samples has a sampled token, so there is no loss to compute")
-        return self._run_rows(samples, rows)["loss"].item()
+        return self._run(samples, rows)["loss"].item()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the parameters; tensors are not copied."""
@@ -115,8 +111,9 @@ class Trainer:
 
     def _update(self, samples: Sequence[Sample], rows: Sequence[Trie], learning_rate: float, is_first: bool) -> Update:
         self._optimizer.clear_gradients()
-        with _checkpointed_layers(self._model, is_on=self._settings.has_gradient_checkpointing):
-            totals = self._run_rows(samples, rows)
+        has_checkpointing = self._settings.has_gradient_checkpointing
+        with checkpointed_layers(self._model) if has_checkpointing else nullcontext():
+            totals = self._run(samples, rows)
         grad_norm = self._optimizer.compute_grad_norm()
         update = Update(
             totals={name: value.item() for name, value in totals.items()},
@@ -137,33 +134,17 @@ class Trainer:
         )
         return update
 
-    def _run_rows(self, samples: Sequence[Sample], rows: Sequence[Trie]) -> Totals:
-        """Add up the gradient of the rows, taken as one batch (none under `no_grad`)."""
-        trajectories = [np.asarray([samples[index].trajectory_index for index in row.sample_E]) for row in rows]
-        weights_E = compute_token_weights(
-            np.concatenate(trajectories), aggregation=self._algorithm.aggregation, norm_length=self._max_model_len
+    def _run(self, samples: Sequence[Sample], rows: Sequence[Trie]) -> Totals:
+        return run_batch(
+            self._model,
+            samples,
+            rows,
+            self._algorithm,
+            norm_length=self._max_model_len,
+            chunk_tokens=self._settings.logprob_chunk_tokens,
+            reference_model=self._reference_model,
+            collect_gradients=self._optimizer.collect_gradients,
         )
-        ends = np.cumsum([len(row.parent_E) for row in rows])
-        totals = []
-        for trie, row_weights_E in zip(rows, np.split(weights_E, ends[:-1]), strict=True):
-            row = build_row(
-                trie,
-                samples,
-                row_weights_E,
-                chunk_tokens=self._settings.logprob_chunk_tokens,
-                device=self._model.device,
-                dtype=torch.promote_types(self._model.dtype, torch.float32),
-            )
-            totals.append(
-                run_row(
-                    self._model,
-                    row,
-                    self._algorithm,
-                    reference_model=self._reference_model,
-                    collect_gradients=self._optimizer.collect_gradients,
-                )
-            )
-        return merge_totals(totals)
 
     def _check_reference(self, reference_model: PreTrainedModel | None) -> None:
         kl_coef = self._algorithm.kl_coef
@@ -197,26 +178,3 @@ def _split_minibatches(samples: Sequence[Sample], num_minibatches: int) -> list[
         turn = turn_of_group.setdefault(sample.group_index, len(turn_of_group))
         minibatches[turn % num_minibatches].append(sample)
     return [minibatch for minibatch in minibatches if minibatch]
-
-
-@contextmanager
-def _checkpointed_layers(model: PreTrainedModel, *, is_on: bool) -> Iterator[None]:
-    """Transformers checkpoints a layer only in training mode: put the layers, not what is in them, in that mode."""
-    layers = [module for module in model.modules() if is_on and isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
-
-
-def _check_dropout(model: PreTrainedModel) -> None:
-    """A checkpointed layer is in training mode, where it may drop at random what the sampler keeps."""
-    for name, value in model.config.get_text_config().to_dict().items():
-        if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
-            raise ConfigError(
-                f"the model's config has {name}={value}, which trainer.has_gradient_checkpointing would switch on: "
-                "set one of them to 0"
-            )

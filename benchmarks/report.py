@@ -1,0 +1,51 @@
+"""How benchmarks report: a table to read, one JSON line to parse, and a file with the environment that made it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "tokenizers", "openai", "agentscope")
+
+
+def describe_environment(device: str) -> dict[str, Any]:
+    """What a reader needs to make the figures again."""
+    import torch
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    hardware = platform.processor() or platform.machine()
+    if device != "cpu":
+        hardware = torch.cuda.get_device_name()
+    elif Path("/proc/cpuinfo").exists():
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        hardware = names[0].split(":")[1].strip() if names else hardware
+    return {
+        "python": platform.python_version(),
+        "versions": versions,
+        "device": device,
+        "hardware": hardware,
+        "num_threads": torch.get_num_threads(),
+    }
+
+
+def publish(
+    *, name: str, unit: str, ours: float, peers: Mapping[str, float], device: str, details: Any, out: str | None
+) -> None:
+    """Print the closing JSON line and write it with the environment; a higher figure is better."""
+    ratio = ours / max(peers.values()) if peers else None
+    line = {"name": name, "unit": unit, "ours": ours, "peers": dict(peers), "ratio": ratio}
+    if out is not None:
+        path = Path(out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = line | {"environment": describe_environment(device), "details": details}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(line))

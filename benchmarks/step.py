@@ -1,0 +1,184 @@
+"""Seconds of a whole GRPO step, ours and TRL's: rollouts, rewards, advantages, update.
+
+Both train the same model on the same questions with the same number of tasks, rollouts, new tokens, learning rate and
+sampling temperature, plain AdamW and no reference model. Ours takes the path that users take: an async workflow that
+calls the OpenAI-compatible endpoint in process. The figure is steps an hour, so that higher is better.
+
+    python benchmarks/step.py --device cpu --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from peer_trl import run_trl_grpo
+from report import publish
+from tqdm import tqdm
+
+from tunesmith.algorithms.table import resolve_algorithm
+from tunesmith.engine.clock import run_lockstep
+from tunesmith.judges.numeric import score_numeric
+from tunesmith.loop import run_step
+from tunesmith.pipeline.load_config import build_config
+from tunesmith.pipeline.stage import Stage, collect_groups, load_stage
+from tunesmith.rollout.chat_model import ChatModel
+from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import JudgeOutput, Task, WorkflowOutput
+
+
+async def ask(task: dict[str, Any], model: ChatModel) -> WorkflowOutput:
+    completion = await model([{"role": "user", "content": task["question"]}])
+    return WorkflowOutput(response=completion.choices[0].message.content or "")
+
+
+async def judge(task: dict[str, Any], response: str) -> JudgeOutput:
+    return JudgeOutput(reward=score(response, task["answer"]))
+
+
+def score(response: str, answer: str) -> float:
+    """Right or wrong, and a little for brevity, so that groups have variance before anything is learned."""
+    return float(score_numeric(response, answer) or 0.0) - 1e-4 * len(response)
+
+
+def load_questions(path: str) -> list[dict[str, str]]:
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    return [{"question": row["question"], "answer": row["answer"].split("####")[-1].strip()} for row in rows]
+
+
+def run_ours(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> list[dict[str, float]]:
+    """Metrics of each step, the warm-up step first."""
+    config = build_config(
+        {
+            "model": {
+                "path": arguments.model,
+                "device": arguments.device,
+                "max_model_len": arguments.max_model_len,
+                "max_tokens": arguments.max_new_tokens,
+            },
+            "algorithm": {"algorithm_type": "grpo", "group_size": arguments.group, "batch_size": arguments.tasks},
+            "trainer": {"learning_rate": arguments.learning_rate},
+            "rollout": {"chat_model": "openai", "max_concurrency": arguments.tasks * arguments.group},
+            "engine": {"max_num_seqs": max(256, arguments.tasks * arguments.group)},
+        }
+    )
+    stage = load_stage(config, workflow=ask, judge=judge, build_model=lambda e, o: ChatModel(e, options=o))
+    trainer = Trainer(
+        stage.policy.model,
+        config.trainer,
+        config.algorithm,
+        max_model_len=config.model.max_model_len,
+        num_total_steps=arguments.steps + 1,
+    )
+    return run_lockstep(run_steps(arguments, questions, stage, trainer, config))
+
+
+async def run_steps(
+    arguments: argparse.Namespace, questions: list[dict[str, str]], stage: Stage, trainer: Trainer, config: Any
+) -> list[dict[str, float]]:
+    history = []
+    for step in tqdm(range(arguments.steps + 1), desc="tunesmith"):
+        chosen = [questions[(step * arguments.tasks + i) % len(questions)] for i in range(arguments.tasks)]
+        tasks = [Task(task_id=f"q/{step}/{i}", index=i, row=row) for i, row in enumerate(chosen)]
+        started = time.perf_counter()
+        result = await run_step(
+            tasks=tasks,
+            policy_version=step,
+            engine=stage.policy.engine,
+            collect=lambda some, step=step: collect_groups(stage, some, group_size=arguments.group, seed=0, step=step),
+            algorithm=resolve_algorithm(config.algorithm),
+            trainer=trainer,
+            max_failure_rate=0.0,
+        )
+        if arguments.device != "cpu":
+            torch.cuda.synchronize()
+        history.append(result.metrics | {"seconds": time.perf_counter() - started})
+        await asyncio.sleep(0)
+    return history
+
+
+def run_trl(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> dict[str, Any]:
+    prompts = [[{"role": "user", "content": row["question"]}] for row in questions]
+    batch = arguments.tasks * arguments.group
+    results = {}
+    for micro_batch in arguments.trl_micro_batch or [batch]:
+        results[f"TRL, micro-batch {micro_batch}"] = run_trl_grpo(
+            model_path=arguments.model,
+            prompts=prompts,
+            answers=[row["answer"] for row in questions],
+            score=score,
+            num_tasks=arguments.tasks,
+            group_size=arguments.group,
+            max_new_tokens=arguments.max_new_tokens,
+            num_steps=arguments.steps,
+            learning_rate=arguments.learning_rate,
+            device=arguments.device,
+            micro_batch=micro_batch,
+        )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--model", required=True, help="folder of the model")
+    parser.add_argument("--questions", required=True, help="jsonl with question and answer")
+    parser.add_argument("--tasks", type=int, default=4)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps after one warm-up step")
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
+    parser.add_argument("--trl-micro-batch", type=int, action="append", help="may repeat; default the whole batch")
+    parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--out", help="results/NAME.json")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
+    questions = load_questions(arguments.questions)[:512]
+    history = run_ours(arguments, questions)
+    ours = statistics.median(row["seconds"] for row in history[1:])
+    with tempfile.TemporaryDirectory():
+        peers = {} if arguments.without_peers else run_trl(arguments, questions)
+    print(
+        f"\n{arguments.tasks} tasks x {arguments.group} rollouts, {arguments.max_new_tokens} new tokens, "
+        f"{arguments.model}"
+    )
+    print(f"{'':<28}{'step s':>10}{'rollout s':>11}{'train s':>10}{'tokens/rollout':>16}")
+    rows = history[1:]
+    medians = {key: statistics.median(row[key] for row in rows) for key in ("perf/rollout_s", "perf/train_s")}
+    length = statistics.fmean(row["rollout/sampled_tokens_mean"] for row in rows)
+    print(
+        f"{'tunesmith':<28}{ours:>10.2f}{medians['perf/rollout_s']:>11.2f}{medians['perf/train_s']:>10.2f}{length:>16.1f}"
+    )
+    for name, peer in peers.items():
+        print(
+            f"{name:<28}{statistics.median(peer.seconds_per_step):>10.2f}{'':>21}{peer.mean_completion_tokens:>16.1f}"
+        )
+    publish(
+        name="grpo_step",
+        unit="steps an hour",
+        ours=3600 / ours,
+        peers={name: 3600 / statistics.median(peer.seconds_per_step) for name, peer in peers.items()},
+        device=arguments.device,
+        details={
+            "arguments": vars(arguments),
+            "ours": history,
+            "peers": {
+                name: {"seconds": peer.seconds_per_step, "mean_completion_tokens": peer.mean_completion_tokens}
+                for name, peer in peers.items()
+            },
+        },
+        out=arguments.out,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,369 @@
+"""Trinity-RFT's run files: every key is honoured, holds anyway, or is refused by name with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tunesmith.api import load_run_file
+from tunesmith.compat.trinity_draft import allow_neutral
+from tunesmith.compat.trinity_yaml import RULES, is_trinity_file, translate_trinity_file
+from tunesmith.errors import ConfigError
+from tunesmith.pipeline.load_config import build_config
+
+RECIPE = Path(__file__).parent.parent.parent / "recipes" / "data_augment"
+MATH_AGENT = """
+project: AgentScope
+name: GSM8K-Qwen3-0.6B
+checkpoint_root_dir: ${oc.env:TRINITY_CHECKPOINT_ROOT_DIR,./checkpoints}
+algorithm: {algorithm_type: multi_step_grpo, repeat_times: 8}
+model:
+  model_path: ${oc.env:TRINITY_MODEL_PATH,Qwen/Qwen3-0.6B}
+  max_response_tokens: 16384
+  max_model_len: 24576
+  temperature: 1.0
+cluster: {node_num: 1, gpu_per_node: 8}
+buffer:
+  total_epochs: 1
+  batch_size: 32
+  train_batch_size: 256
+  explorer_input:
+    taskset: {name: gsm8k, path: openai/gsm8k, subset_name: main, split: train}
+explorer:
+  runner_per_model: 16
+  max_timeout: 600
+  rollout_model:
+    engine_num: 4
+    tensor_parallel_size: 1
+    enable_openai_api: true
+    enable_history: true
+    enable_auto_tool_choice: true
+    tool_call_parser: hermes
+    reasoning_parser: deepseek_r1
+synchronizer: {sync_style: dynamic_by_explorer, sync_method: nccl, sync_interval: 1, sync_timeout: 1800}
+trainer: {save_interval: 100, use_dynamic_bsz: true, ulysses_sequence_parallel_size: 1}
+monitor: {monitor_type: tensorboard}
+"""
+
+
+def nest(key, value):
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value
+
+
+def merge(one, other):
+    merged = dict(one)
+    for key, value in other.items():
+        merged[key] = merge(merged[key], value) if isinstance(merged.get(key), dict) else value
+    return merged
+
+
+def translate(*pairs):
+    """The run config that a file with these keys means."""
+    values = {"buffer": {}, "model": {"model_path": "m"}}
+    for key, value in pairs:
+        values = merge(values, nest(key, value))
+    return build_config(translate_trinity_file(values).values)
+
+
+def read(config, key):
+    for part in key.split("."):
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
+    return config
+
+
+def test_the_recipes_files_are_recognised_and_mean_what_they_say(monkeypatch):
+    monkeypatch.setenv("TUNESMITH_MODEL", "my/model")
+    chance, bots = (load_run_file(RECIPE / f"config_{name}.yaml") for name in ("random", "difficulty"))
+    assert chance.train_dataset.task_selector.selector_type == "random"
+    selector = bots.train_dataset.task_selector
+    assert selector.selector_type == "difficulty_based"
+    assert selector.feature_keys == ("qwen2.5_7b_pass_rate", "qwen3_30b_pass_rate")
+    assert selector.args == {"m": 8, "lamb": 0.1, "rho": 0.1, "target_reward": 0.8, "tau": 0, "do_sample": True}
+    assert [operator.name for operator in bots.experience.operators] == ["pass_rate_calculator"]
+    assert (bots.algorithm.group_size, bots.algorithm.batch_size, bots.evaluation.interval_steps) == (8, 16, 20)
+    assert bots.model.path == "my/model" and bots.eval_datasets["aime24"].split == "test"
+    differing = {"name", "train_dataset", "experience"}
+    assert chance.model_dump(exclude=differing) == bots.model_dump(exclude=differing)
+
+
+def test_the_math_agents_file_is_honoured(tmp_path, caplog):
+    path = tmp_path / "config.yaml"
+    path.write_text(MATH_AGENT)
+    config = load_run_file(path, ["total_steps=3"], values={"algorithm": {"batch_size": 4}})
+    assert (config.name, config.checkpoint_root_dir, config.total_steps) == ("GSM8K-Qwen3-0.6B", "./checkpoints", 3)
+    assert (config.model.path, config.model.max_model_len, config.model.max_tokens) == ("Qwen/Qwen3-0.6B", 24576, 16384)
+    assert (config.train_dataset.path, config.train_dataset.name) == ("openai/gsm8k", "main")
+    assert (config.algorithm.group_size, config.algorithm.batch_size, config.trainer.num_minibatches) == (8, 4, 1)
+    assert (config.rollout.max_concurrency, config.rollout.timeout_s) == (64, 600)
+    assert "cluster.gpu_per_node=8" in caplog.text and "rollout_model.engine_num=4" in caplog.text
+
+
+def test_a_file_of_ours_is_not_taken_for_one():
+    assert not is_trinity_file({"model": {"path": "m"}, "trainer": {}, "algorithm": {}, "monitor": {}})
+    assert is_trinity_file({"buffer": {}})
+
+
+MOVED = [
+    ("project", "p", "project", "p"),
+    ("name", "n", "name", "n"),
+    ("checkpoint_root_dir", "c", "checkpoint_root_dir", "c"),
+    ("continue_from_checkpoint", True, "continue_from_checkpoint", True),
+    ("algorithm.algorithm_type", "grpo", "algorithm.algorithm_type", "grpo"),
+    ("algorithm.repeat_times", 4, "algorithm.group_size", 4),
+    ("algorithm.optimizer.lr", 1e-5, "trainer.learning_rate", 1e-5),
+    ("algorithm.optimizer.lr_warmup_steps", -1, "trainer.warmup_steps", 0),
+    ("algorithm.optimizer.lr_scheduler_type", "cosine", "trainer.schedule", "cosine"),
+    ("algorithm.optimizer.min_lr_ratio", 0.1, "trainer.min_lr_ratio", 0.1),
+    ("algorithm.optimizer.betas", [0.8, 0.9], "trainer.betas", (0.8, 0.9)),
+    ("algorithm.optimizer.weight_decay", 0.02, "trainer.weight_decay", 0.02),
+    ("algorithm.optimizer.clip_grad", 0.5, "trainer.max_grad_norm", 0.5),
+    ("algorithm.policy_loss_fn_args", {"clip_range_high": 0.28}, "algorithm.loss_args", {"clip_range_high": 0.28}),
+    (
+        "algorithm.policy_loss_fn_args", {"clip_range": 0.1},
+        "algorithm.loss_args", {"clip_range_low": 0.1, "clip_range_high": 0.1},
+    ),
+    (
+        "algorithm.policy_loss_fn_args", {"loss_agg_mode": "seq-mean-token-sum"},
+        "algorithm.loss_aggregation", "seq-mean-token-sum",
+    ),
+    ("algorithm.loss_agg_mode", "seq-mean-token-mean", "algorithm.loss_aggregation", "seq-mean-token-mean"),
+    ("algorithm.kl_loss_fn", "k2", "algorithm.kl_coef", 0.001),
+    ("algorithm.kl_loss_fn", "low_var_kl", "algorithm.kl_estimator", "k3"),
+    ("algorithm.kl_loss_fn", "none", "algorithm.kl_coef", 0.0),
+    ("algorithm.kl_loss_fn_args", {"kl_coef": 0.02}, "algorithm.kl_coef", 0.02),
+    ("algorithm.entropy_loss_fn_args", {"entropy_coef": 0.01}, "algorithm.entropy_coef", 0.01),
+    ("algorithm.entropy_loss_fn", "none", "algorithm.entropy_coef", 0.0),
+    ("algorithm.advantage_fn_args", {"enable_step_norm": True}, "algorithm.advantage_args", {"enable_step_norm": True}),
+    ("model.max_model_len", 99, "model.max_model_len", 99),
+    ("model.max_response_tokens", 9, "model.max_tokens", 9),
+    ("model.temperature", 0.7, "model.temperature", 0.7),
+    ("model.top_p", 0.9, "model.top_p", 0.9),
+    ("model.top_k", -1, "model.top_k", 0),
+    ("model.top_k", 5, "model.top_k", 5),
+    ("model.enable_thinking", False, "model.enable_thinking", False),
+    ("model.chat_template_path", "t.jinja", "model.chat_template", "t.jinja"),
+    ("buffer.total_epochs", 3, "total_epochs", 3),
+    ("buffer.total_steps", 7, "total_steps", 7),
+    ("buffer.batch_size", 5, "algorithm.batch_size", 5),
+    ("buffer.train_batch_size", 64, "trainer.num_minibatches", 4),
+    ("buffer.train_batch_size", 0, "trainer.num_minibatches", 1),
+    ("buffer.train_batch_size", 2048, "trainer.num_minibatches", 1),
+    ("buffer.explorer_input.taskset", {"path": "d", "split": "s"}, "train_dataset.split", "s"),
+    ("buffer.explorer_input.taskset", {"path": "d", "subset_name": "x"}, "train_dataset.name", "x"),
+    ("buffer.explorer_input.taskset", {"path": "d", "repeat_times": 3}, "algorithm.group_size", 3),
+    ("buffer.explorer_input.taskset", {"path": "d", "rollout_args": {"temperature": 0.3}}, "model.temperature", 0.3),
+    ("buffer.explorer_input.taskset", {"path": "d", "rollout_args": {"max_tokens": 7}}, "model.max_tokens", 7),
+    (
+        "buffer.explorer_input.taskset", {"path": "d", "task_selector": {"selector_type": "random", "seed": 3}},
+        "train_dataset.task_selector.seed", 3,
+    ),
+    (
+        "buffer.explorer_input.taskset", {"path": "d", "data_selector": {"selector_type": "shuffle"}},
+        "train_dataset.task_selector.selector_type", "shuffle",
+    ),
+    ("buffer.explorer_input.tasksets", [{"path": "d"}], "train_dataset.path", "d"),
+    ("buffer.explorer_input.tasksets", [{"path": "d"}, {"path": "e", "name": "b"}], "train_datasets.b.path", "e"),
+    ("buffer.explorer_input.eval_tasksets", [{"path": "e", "name": "held"}], "eval_datasets.held.path", "e"),
+    ("buffer.explorer_input.eval_tasksets", [{"path": "e", "repeat_times": 4}], "evaluation.num_samples", 4),
+    (
+        "buffer.explorer_input.eval_tasksets", [{"path": "e", "rollout_args": {"temperature": 0.0}}],
+        "evaluation.temperature", 0.0,
+    ),
+    (
+        "buffer.trainer_input.experience_buffer.replay_buffer",
+        {"enable": True, "reuse_cooldown_time": 1.0, "priority_fn": "linear_decay", "priority_fn_args": {"decay": 0.5}},
+        "experience.replay.decay", 0.5,
+    ),
+    (
+        "buffer.trainer_input.experience_buffer.replay_buffer", {"enable": True, "priority_fn_args": {"decay": 0.5}},
+        "experience.replay.num_groups", 0,
+    ),
+    (
+        "data_processor.experience_pipeline.operators", [{"name": "reward_filter", "args": {"threshold": 0.5}}],
+        "experience.operators.0.args", {"threshold": 0.5},
+    ),
+    ("explorer.runner_per_model", 6, "rollout.max_concurrency", 6),
+    ("explorer.max_timeout", 90, "rollout.timeout_s", 90),
+    ("explorer.eval_interval", 20, "evaluation.interval_steps", 20),
+    ("explorer.eval_on_startup", True, "evaluation.at_start", True),
+    ("explorer.rollout_model.dtype", "bfloat16", "model.dtype", "bfloat16"),
+    ("explorer.rollout_model.seed", 7, "seed", 7),
+    ("explorer.rollout_model.enable_prefix_caching", False, "engine.has_prefix_cache", False),
+    ("explorer.rollout_model.tool_call_parser", "hermes", "model.tool_call_parser", "hermes"),
+    ("explorer.rollout_model.enable_auto_tool_choice", False, "model.tool_call_parser", "none"),
+    ("explorer.rollout_model.reasoning_parser", "deepseek_r1", "model.reasoning_parser", "deepseek_r1"),
+    ("explorer.rollout_model.enable_thinking", True, "model.enable_thinking", True),
+    ("explorer.rollout_model.max_model_len", 77, "model.max_model_len", 77),
+    (
+        "explorer.auxiliary_models", [{"name": "helper", "model_path": "h", "max_model_len": 64, "engine_num": 2}],
+        "auxiliary_models.helper.path", "h",
+    ),
+    ("trainer.save_interval", 50, "save_interval_steps", 50),
+    ("trainer.total_steps", 9, "total_steps", 9),
+    ("trainer.max_checkpoints_to_keep", 2, "keep_checkpoints", 2),
+    ("trainer.grad_clip", 0.3, "trainer.max_grad_norm", 0.3),
+    ("trainer.max_token_len_per_gpu", 512, "trainer.max_tokens_per_row", 512),
+    ("monitor.monitor_type", "tensorboard", "monitor.trackers", ("tensorboard",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value", "ours", "expected"), MOVED)
+def test_a_key_reaches_ours(key, value, ours, expected):
+    config = translate((key, value))
+    if ".0." in ours:
+        section, field = ours.split(".0.")
+        assert getattr(read(config, section)[0], field) == expected
+    else:
+        assert read(config, ours) == expected
+
+
+ACCEPTED = [
+    ("mode", "both"), ("mode", "colocate"), ("group", ""), ("ray_namespace", "x"), ("stages", []),
+    ("cluster.node_num", 1), ("cluster.gpu_per_node", 8), ("cluster.ray_address", "auto"),
+    ("algorithm.policy_loss_fn", "ppo"), ("algorithm.kl_penalty_fn", "none"), ("algorithm.entropy_loss_fn", "default"),
+    ("algorithm.sample_strategy", "default"), ("algorithm.bypass_old_logprobs", True),
+    ("algorithm.optimizer.optimizer_type", "adam"), ("algorithm.rollout_correction", None),
+    ("model.logprobs", 0), ("model.tinker", {"enable": False, "rank": 16}), ("model.lora_configs", None),
+    ("buffer.explorer_input.taskset", {"path": "d", "storage_type": "file", "rollout_args": {"logprobs": 0}}),
+    ("buffer.explorer_input.taskset", {"path": "d", "format": {"prompt_key": "question"}, "workflow_args": {}}),
+    ("buffer.explorer_input.taskset", {"path": "d", "default_workflow_type": "agentscope_workflow_adapter_v1"}),
+    ("buffer.explorer_input.eval_tasksets", []),
+    ("buffer.trainer_input.experience_buffer", {"name": "x", "storage_type": "queue", "path": "q.jsonl"}),
+    ("buffer.trainer_input.experience_buffer", {"capacity": 100, "max_read_timeout": 7200}),
+    ("data_processor.experience_pipeline.save_input", True),
+    ("explorer.max_retry_times", 0), ("explorer.max_repeat_times_per_runner", 1), ("explorer.over_rollout.ratio", 0),
+    ("explorer.dynamic_timeout", {"enable": False, "ratio": 3}),
+    ("explorer.rollout_model", {"engine_num": 2, "tensor_parallel_size": 1, "gpu_memory_utilization": 0.9}),
+    ("explorer.rollout_model", {"enforce_eager": False, "enable_openai_api": True, "enable_history": True}),
+    ("synchronizer", {"sync_style": "fixed", "sync_method": "checkpoint", "sync_interval": 4, "sync_timeout": 9}),
+    ("trainer", {"use_dynamic_bsz": True, "ulysses_sequence_parallel_size": 1, "trainer_type": "verl"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), ACCEPTED)
+def test_a_key_that_holds_anyway_changes_nothing(key, value):
+    plain = translate()
+    config = translate((key, value))
+    assert config.model_copy(update={"train_dataset": None}) == plain
+
+
+REFUSED = [
+    ("mode", "bench", r"mode='bench'.*tunesmith eval"),
+    ("group", "g", r"group='g'.*put the group into name"),
+    ("stages", [{"stage_name": "a"}], r"stages=.*one file a stage"),
+    ("cluster.node_num", 4, r"cluster\.node_num=4.*one device"),
+    ("algorithm.policy_loss_fn", "gspo", r"algorithm\.policy_loss_fn='gspo'.*choose another algorithm_type"),
+    ("algorithm.kl_loss_fn", "sideways", r"algorithm\.kl_estimator must be"),
+    ("algorithm.kl_penalty_fn", "k1", r"kl_penalty_fn='k1'.*kl_loss_fn"),
+    ("algorithm.kl_loss_fn_args", {"adaptive": True}, r"kl_loss_fn_args\.adaptive=True.*set kl_coef"),
+    ("algorithm.optimizer.lr_warmup_steps_ratio", 0.1, r"lr_warmup_steps_ratio=0\.1.*lr_warmup_steps"),
+    ("algorithm.sample_strategy", "mix", r"sample_strategy='mix'.*experience\.replay"),
+    ("algorithm.rollout_correction", {"a": 1}, r"rollout_correction=.*trainer\.mismatch_stop"),
+    ("model.lora_configs", [{"lora_rank": 8}], r"model\.lora_configs=.*no adapters"),
+    ("model.tinker", {"enable": True}, r"model\.tinker\.enable=True.*model\.device"),
+    ("model.repetition_penalty", 1.2, r"repetition_penalty=1\.2.*must be one"),
+    ("model.temprature", 1, r"model\.temprature is not a known key: did you mean 'temperature'"),
+    ("buffer.train_batch_size", 100, r"train_batch_size=100.*must divide.*256.*num_minibatches"),
+    ("buffer.explorer_input.taskset", {"path": "d", "storage_type": "sql"}, r"taskset\.storage_type='sql'.*jsonl"),
+    ("buffer.explorer_input.taskset", {"path": "d", "workflow_args": {"a": 1}}, r"workflow_args=.*functools\.partial"),
+    ("buffer.explorer_input.taskset", {"path": "d", "rollout_args": {"n": 4}}, r"rollout_args\.n cannot"),
+    ("buffer.explorer_input.taskset", {"path": "d", "default_workflow_type": "math"}, r"workflow: module:function"),
+    ("buffer.explorer_input.taskset", {"path": "d", "pth": 1}, r"taskset\.pth is not a known key: did you mean 'path'"),
+    (
+        "buffer.explorer_input.taskset", {"path": "d", "task_selector": {"selector": "random"}},
+        r"task_selector\.selector is not a known key",
+    ),
+    (
+        "buffer.explorer_input.eval_tasksets", [{"path": "d", "task_selector": {"selector_type": "random"}}],
+        r"eval_tasksets\[0\]\.task_selector=.*every task once",
+    ),
+    (
+        "buffer.explorer_input.eval_tasksets", [{"path": "a", "repeat_times": 2}, {"path": "b", "repeat_times": 3}],
+        r"eval_tasksets\[1\]\.repeat_times=3: another key of the file says 2",
+    ),
+    ("data_processor.task_pipeline", {"operators": []}, r"task_pipeline=.*train_dataset\.operators"),
+    ("data_processor.experience_pipeline.operators", [{"name": "data_juicer"}], r"data_juicer.*train_dataset"),
+    ("explorer.max_retry_times", 2, r"max_retry_times=2.*left out of its group"),
+    ("explorer.over_rollout.ratio", 0.2, r"over_rollout\.ratio=0\.2.*max_timeout"),
+    ("explorer.dynamic_timeout", {"enable": True}, r"dynamic_timeout\.enable=True.*max_timeout"),
+    ("explorer.rollout_model.tensor_parallel_size", 2, r"tensor_parallel_size=2.*one device"),
+    ("explorer.rollout_model.enable_history", False, r"enable_history=False.*cannot train"),
+    ("explorer.auxiliary_models", [{"name": "h"}], r"auxiliary_models\[0\] needs a name.*model_path"),
+    ("trainer.save_interval", 0, r"save_interval=0.*leave it out"),
+    ("trainer.ulysses_sequence_parallel_size", 2, r"ulysses_sequence_parallel_size=2.*max_token_len_per_gpu"),
+    ("trainer.trainer_config", {"a": 1}, r"trainer_config=.*--options"),
+    ("monitor.monitor_type", "nothing", r"monitor\.trackers"),
+    ("service", {"data_juicer": {}}, r"service=.*Data-Juicer"),
+    ("bufer", {}, r"bufer is not a known key: did you mean 'buffer'"),
+    ("synchronizer", "x", r"synchronizer must be a mapping"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value", "message"), REFUSED)
+def test_a_key_that_cannot_be_honoured_is_refused_by_name_with_the_reason(key, value, message):
+    with pytest.raises(ConfigError, match=message):
+        translate((key, value))
+
+
+USED = [
+    "project", "name", "group", "checkpoint_root_dir", "algorithm.algorithm_type", "algorithm.repeat_times",
+    "algorithm.optimizer.lr", "algorithm.policy_loss_fn", "algorithm.policy_loss_fn_args", "algorithm.kl_loss_fn",
+    "algorithm.kl_loss_fn_args", "algorithm.advantage_fn_args", "model.model_path", "model.max_model_len",
+    "model.max_prompt_tokens", "model.max_response_tokens", "model.temperature", "model.top_p", "model.top_k",
+    "model.logprobs", "model.enable_thinking", "model.tinker", "cluster.node_num", "cluster.gpu_per_node",
+    "cluster.ray_address", "buffer.total_epochs", "buffer.total_steps", "buffer.batch_size",
+    "buffer.train_batch_size", "buffer.explorer_input.taskset", "buffer.explorer_input.tasksets",
+    "buffer.explorer_input.eval_tasksets", "buffer.trainer_input.experience_buffer.name",
+    "buffer.trainer_input.experience_buffer.storage_type", "buffer.trainer_input.experience_buffer.path",
+    "buffer.trainer_input.experience_buffer.capacity", "buffer.trainer_input.experience_buffer.max_read_timeout",
+    "buffer.trainer_input.experience_buffer.replay_buffer", "data_processor.experience_pipeline.operators",
+    "explorer.runner_per_model", "explorer.max_timeout", "explorer.max_retry_times",
+    "explorer.max_repeat_times_per_runner", "explorer.eval_interval", "explorer.eval_on_startup",
+    "explorer.over_rollout.ratio", "explorer.over_rollout.wait_after_min",
+    "explorer.over_rollout.return_partial_tasks", "explorer.dynamic_timeout.enable", "explorer.dynamic_timeout.ratio",
+    "explorer.dynamic_timeout.warmup_min_steps", "explorer.rollout_model.engine_num",
+    "explorer.rollout_model.tensor_parallel_size", "explorer.rollout_model.gpu_memory_utilization",
+    "explorer.rollout_model.dtype", "explorer.rollout_model.seed", "explorer.rollout_model.enforce_eager",
+    "explorer.rollout_model.enable_prefix_caching", "explorer.rollout_model.enable_openai_api",
+    "explorer.rollout_model.enable_history", "explorer.rollout_model.enable_auto_tool_choice",
+    "explorer.rollout_model.tool_call_parser", "explorer.rollout_model.reasoning_parser",
+    "explorer.rollout_model.enable_thinking", "explorer.rollout_model.max_model_len", "explorer.auxiliary_models",
+    "synchronizer.sync_style", "synchronizer.sync_method", "synchronizer.sync_interval", "synchronizer.sync_timeout",
+    "trainer.save_interval", "trainer.grad_clip", "trainer.use_dynamic_bsz", "trainer.max_token_len_per_gpu",
+    "trainer.ulysses_sequence_parallel_size", "monitor.monitor_type",
+]  # fmt: skip
+
+
+def test_every_key_of_the_published_examples_has_a_rule():
+    assert [key for key in USED if key not in RULES] == []
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ({"max_prompt_tokens": 100, "max_response_tokens": 28}, (128, 28)),
+        ({"max_prompt_tokens": 100, "max_model_len": 128}, (128, 28)),
+        ({"max_prompt_tokens": 100, "max_model_len": 128, "max_response_tokens": 28}, (128, 28)),
+        ({"max_prompt_tokens": 90, "max_model_len": 128, "max_response_tokens": 28}, "set max_model_len=118"),
+        ({"max_prompt_tokens": 90}, "alone says nothing"),
+    ],
+)
+def test_lengths_complete_each_other(lengths, expected):
+    pairs = [(f"model.{name}", value) for name, value in lengths.items()]
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            translate(*pairs)
+    else:
+        config = translate(*pairs)
+        assert (config.model.max_model_len, config.model.max_tokens) == expected
+
+
+def test_neutral_values_are_neutral():
+    for value in (None, "", "none", 0, False, [], {}):
+        allow_neutral("x")(None, "key", value)
+    for value in (1, "x", [0], {"a": None}, True):
+        with pytest.raises(ConfigError, match=r"key=.* cannot be honoured: x"):
+            allow_neutral("x")(None, "key", value)

@@ -1,0 +1,213 @@
+"""The engine's tokens and logprobs are those of the model, whatever shares the batch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+import torch
+from engines import GREEDY, build_engine, build_prompts, compute_reference_logits, generate_all
+
+from tiny_models import CONFIGS, build_tiny
+from tunesmith.config import EngineSection
+from tunesmith.engine.clock import run_lockstep
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.errors import EngineError
+from tunesmith.model.distribution import truncate_logits
+from tunesmith.model.load import load_model
+from tunesmith.types import Completion, Distribution, Sampling
+
+PROMPT_LENGTHS = (3, 17, 30, 4, 65, 8)
+SMOLLM2 = os.environ.get("TUNESMITH_SMOLLM2")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_equals_generate_token_for_token(name: str) -> None:
+    prompts = build_prompts(*PROMPT_LENGTHS)
+    completions = generate_all(build_engine(name), prompts, Sampling(max_tokens=12, distribution=GREEDY))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = build_tiny(name).generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert list(completion.sampled_ids) == ids[0, len(prompt) :].tolist()
+        assert completion.stop_reason == "length"
+
+
+@pytest.mark.skipif(SMOLLM2 is None, reason="TUNESMITH_SMOLLM2 names no folder")
+def test_greedy_equals_generate_on_smollm2() -> None:
+    model = load_model(str(SMOLLM2), dtype=torch.float32, device=torch.device("cpu"))
+    prompts = [[1, 4093, 198, *range(500, 500 + length)] for length in (5, 40, 23)]
+    engine = LocalEngine(model, None, EngineSection(kv_cache_tokens=2000), max_model_len=256)
+    completions = generate_all(engine, prompts, Sampling(max_tokens=24, distribution=GREEDY, ignore_eos=True))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=24, min_new_tokens=24, do_sample=False)
+        logits = compute_reference_logits(model, prompt, completion.sampled_ids)
+        assert list(completion.sampled_ids) == ids[0, len(prompt) :].tolist()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(completion.sampled_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    [
+        Distribution(),
+        GREEDY,
+        Distribution(temperature=0.6),
+        Distribution(top_k=4),
+        Distribution(top_p=0.7, temperature=1.4),
+        Distribution(min_p=0.1),
+        Distribution(temperature=2.0, top_k=30, top_p=0.9, min_p=0.01, logit_bias=((5, 3.0), (6, -100.0))),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_logprobs_equal_a_full_forward_under_every_setting(name: str, distribution: Distribution) -> None:
+    prompts = build_prompts(*PROMPT_LENGTHS)
+    engine = build_engine(name, max_batched_tokens=24)
+    for prompt, completion in zip(
+        prompts, generate_all(engine, prompts, Sampling(max_tokens=10, distribution=distribution)), strict=True
+    ):
+        ids = torch.tensor(completion.sampled_ids)
+        logits = compute_reference_logits(build_tiny(name), prompt, completion.sampled_ids)
+        expected = truncate_logits(logits, distribution, keep_ids_N=ids).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3"])
+def test_chunks_preemption_and_shared_prefixes_change_nothing(name: str) -> None:
+    prompts = [[*build_prompts(20)[0], *tail] for tail in build_prompts(1, 9, 30, 5, 2)] * 2
+    sampling = Sampling(max_tokens=20)
+    expected = generate_all(build_engine(name, has_prefix_cache=False), prompts, sampling)
+    engine = build_engine(name, kv_cache_tokens=160, max_batched_tokens=11)
+    completions = generate_all(engine, prompts, sampling)
+    stats = engine.compute_stats()
+    assert [c.sampled_ids for c in completions] == [c.sampled_ids for c in expected]
+    assert stats["engine/num_preemptions"] > 0
+    assert stats["engine/num_cached_tokens"] > 0
+
+
+def test_a_group_computes_its_prompt_once() -> None:
+    engine = build_engine()
+    completions = generate_all(engine, build_prompts(22) * 8, Sampling(max_tokens=5))
+    stats = engine.compute_stats()
+    assert stats["engine/num_prefill_tokens"] == 22 + 7 * 2
+    assert stats["engine/num_cached_tokens"] == 7 * 20
+    assert sorted(c.num_cached_tokens for c in completions) == [0] + [20] * 7
+    assert stats["engine/num_sampled_tokens"] == 8 * 5
+    assert stats["engine/num_requests"] == 8
+    assert len({c.sampled_ids for c in completions}) == 8
+    assert engine.compute_stats()["engine/num_steps"] == 0
+
+
+def test_a_prompt_without_room_gives_no_token_and_a_full_context_ends() -> None:
+    engine = build_engine(max_model_len=10)
+    too_long, fits = generate_all(engine, build_prompts(10, 7), Sampling(max_tokens=50))
+    assert (too_long.sampled_ids, too_long.stop_reason) == ((), "context")
+    assert (len(fits.sampled_ids), fits.stop_reason) == (3, "context")
+
+
+def test_a_request_larger_than_the_cache_ends_with_what_it_has() -> None:
+    engine = build_engine(kv_cache_tokens=16)
+    too_long, grows = generate_all(engine, build_prompts(18, 10), Sampling(max_tokens=50))
+    assert (too_long.sampled_ids, too_long.stop_reason) == ((), "context")
+    assert (len(grows.sampled_ids), grows.stop_reason) == (7, "context")
+
+
+def test_every_stop_is_honoured_and_its_token_kept() -> None:
+    model = build_engine()._runner.model
+    model.generation_config.eos_token_id = [5, 6]
+    engine = build_engine(model)
+    (prompt,) = build_prompts(6)
+    (free,) = generate_all(engine, [prompt], Sampling(max_tokens=40, ignore_eos=True))
+    target = free.sampled_ids[10]
+    first = free.sampled_ids.index(target)
+
+    def run(**settings: object) -> Completion:
+        return generate_all(engine, [prompt], Sampling(max_tokens=40, **settings))[0]
+
+    stopped = run(stop_token_ids=(target,), ignore_eos=True)
+    assert (stopped.sampled_ids, stopped.stop_reason) == (free.sampled_ids[: first + 1], "stop")
+    text = engine._tokenizer.decode([target])
+    assert run(stop=(text,), ignore_eos=True).stop_reason == "stop"
+    always_eos = Distribution(logit_bias=((6, 100.0),))
+    ended = run(distribution=always_eos)
+    assert (ended.sampled_ids, ended.stop_reason) == ((6,), "eos")
+    assert run(distribution=always_eos, ignore_eos=True).stop_reason == "length"
+
+
+def test_after_an_update_no_token_comes_from_old_keys_and_old_tokens_keep_their_version() -> None:
+    engine = build_engine()
+    model = engine._runner.model
+    prompts = build_prompts(9, 21)
+
+    async def run() -> list[Completion]:
+        received: list[int] = []
+        tasks = [
+            asyncio.ensure_future(
+                engine.generate(
+                    prompt, Sampling(max_tokens=12, distribution=GREEDY), on_token=lambda *token: received.append(1)
+                )
+            )
+            for prompt in prompts
+        ]
+        while len(received) < 10:
+            await asyncio.sleep(0)
+            await engine.generate([1], Sampling(max_tokens=1))
+        engine.pause()
+        assert not engine.has_work
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.7).add_(0.05)
+        engine.resume(1)
+        return await asyncio.gather(*tasks)
+
+    for prompt, completion in zip(prompts, run_lockstep(run()), strict=True):
+        num_old = completion.policy_versions.count(0)
+        assert 0 < num_old < 12
+        assert completion.policy_versions == (0,) * num_old + (1,) * (12 - num_old)
+        expected = compute_reference_logits(model, prompt, completion.sampled_ids)[num_old:].log_softmax(-1).max(-1)
+        assert list(completion.sampled_ids[num_old:]) == expected.indices.tolist()
+        torch.testing.assert_close(torch.tensor(completion.logprobs[num_old:]), expected.values, atol=1e-4, rtol=0)
+
+
+def test_a_phase_begun_again_finds_no_page_of_the_last_one() -> None:
+    engine = build_engine()
+    for _ in range(2):
+        engine.resume(3)
+        (completion,) = generate_all(engine, build_prompts(20), Sampling(max_tokens=2))
+        assert completion.num_cached_tokens == 0
+        assert completion.policy_versions == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "settings", "message"),
+    [
+        ([], {}, "no tokens"),
+        ([97], {}, "must lie in"),
+        ([-1], {}, "must lie in"),
+        ([1], {"max_tokens": 0}, "max_tokens=0"),
+        ([1], {"distribution": Distribution(temperature=-1.0)}, "temperature=-1.0"),
+        ([1], {"distribution": Distribution(top_p=0.0)}, "top_p=0.0"),
+        ([1], {"distribution": Distribution(logit_bias=((97, 1.0),))}, "logit_bias"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(prompt: list[int], settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_lockstep(build_engine().generate(prompt, Sampling(**({"max_tokens": 4} | settings))))
+
+
+def test_logits_that_are_not_finite_name_the_request_and_spare_the_others() -> None:
+    engine = build_engine(page_size=16)
+    with torch.no_grad():
+        engine._runner.model.get_input_embeddings().weight[13] = torch.nan
+
+    async def run(prompts: list[list[int]]) -> list[Completion | BaseException]:
+        calls = [engine.generate(prompt, Sampling(max_tokens=6, distribution=GREEDY)) for prompt in prompts]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    good, bad, other = run_lockstep(run([[1, 2, 3], [4, 13, 5], [6, 7]]))
+    assert isinstance(bad, EngineError)
+    assert "request 1 are not finite after 3 tokens" in str(bad)
+    assert isinstance(good, Completion)
+    assert isinstance(other, Completion)
+    after, again = run_lockstep(run([[1, 2, 3], [8, 9, 10]]))
+    assert after == Completion(**{name: getattr(good, name) for name in good.__slots__})
+    assert isinstance(again, Completion)

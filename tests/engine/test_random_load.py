@@ -1,0 +1,111 @@
+"""Under any load the engine gives each request the tokens it would have had alone."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import cache
+
+from engines import build_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tunesmith.engine.clock import run_lockstep
+from tunesmith.types import Completion, Distribution, Sampling
+
+PREFIXES = ((), (5, 6, 7, 8, 9), tuple(range(30, 47)))
+DISTRIBUTIONS = (Distribution(), Distribution(temperature=0.8, top_p=0.9), Distribution(top_k=3))
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """A request, when it comes and when it leaves."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    order: int
+    num_steps_before: int
+    cancel_after: int | None
+
+
+@st.composite
+def visitors(draw: st.DrawFn) -> Visitor:
+    tail = tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=20)))
+    return Visitor(
+        prompt=draw(st.sampled_from(PREFIXES)) + tail,
+        sampling=Sampling(
+            max_tokens=draw(st.integers(1, 15)),
+            distribution=draw(st.sampled_from(DISTRIBUTIONS)),
+            seed=draw(st.integers(0, 3)),
+            stop_token_ids=(11,),
+        ),
+        order=draw(st.integers(0, 2)),
+        num_steps_before=draw(st.sampled_from([0, 0, 0, 1, 5])),
+        cancel_after=draw(st.sampled_from([None, None, None, 1, 4])),
+    )
+
+
+@cache
+def build_lonely_engine():
+    return build_engine(has_prefix_cache=False)
+
+
+@cache
+def generate_alone(prompt: tuple[int, ...], sampling: Sampling) -> Completion:
+    return run_lockstep(build_lonely_engine().generate(prompt, sampling))
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(visitors(), min_size=1, max_size=10),
+    st.fixed_dictionaries(
+        {
+            "page_size": st.sampled_from([1, 3, 8]),
+            "kv_cache_tokens": st.sampled_from([48, 64, 150, 1000]),
+            "max_num_seqs": st.sampled_from([1, 3, 16]),
+            "max_batched_tokens": st.sampled_from([1, 7, 40, 400]),
+            "has_prefix_cache": st.booleans(),
+            "max_waiting": st.sampled_from([1, 100]),
+        }
+    ),
+)
+def test_any_load_gives_the_tokens_of_one_by_one(load: list[Visitor], section: dict) -> None:
+    engine = build_engine(**section)
+
+    async def visit(visitor: Visitor) -> tuple[list[int], Completion | None]:
+        received: list[int] = []
+
+        def take(token_id: int, logprob: float) -> None:
+            received.append(token_id)
+            if len(received) == visitor.cancel_after:
+                task.cancel()
+
+        if visitor.num_steps_before:
+            await engine.generate([50, 51], Sampling(max_tokens=visitor.num_steps_before))
+        task = asyncio.ensure_future(
+            engine.generate(visitor.prompt, visitor.sampling, order=(visitor.order,), on_token=take)
+        )
+        await asyncio.wait([task])
+        return received, None if task.cancelled() else task.result()
+
+    async def run() -> list[tuple[list[int], Completion | None]]:
+        results = await asyncio.gather(*map(visit, load))
+        await engine.generate([50], Sampling(max_tokens=1))  # a step in which the last cancelled request leaves
+        return results
+
+    for visitor, (received, completion) in zip(load, run_lockstep(run()), strict=True):
+        alone = generate_alone(visitor.prompt, visitor.sampling)
+        if completion is None:
+            assert received == list(alone.sampled_ids[: visitor.cancel_after])
+            continue
+        assert tuple(received) == completion.sampled_ids
+        if completion.stop_reason == "context":
+            assert len(visitor.prompt) + len(received) >= section["kv_cache_tokens"]
+            assert completion.sampled_ids == alone.sampled_ids[: len(received)]
+        else:
+            assert completion.sampled_ids == alone.sampled_ids
+            assert completion.stop_reason == alone.stop_reason
+            assert max(abs(a - b) for a, b in zip(completion.logprobs, alone.logprobs, strict=True)) < 1e-4
+    assert not engine._calls
+    assert not engine._scheduler.has_requests
+    assert engine._scheduler.pool.num_available == engine._runner.num_pages

@@ -1,0 +1,82 @@
+"""A batch is filled up with groups that teach, within a budget of tasks, and everything tried is kept and counted."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tunesmith.experience.batch import Batch, BatchSize, gather_batch, merge_rounds
+from tunesmith.experience.table import BoundOperator
+from tunesmith.types import Group, Task, Trajectory
+
+
+def group_of(index, *rewards):
+    task = Task(task_id=f"t/{index}", index=index, row={})
+    runs = tuple(Trajectory(task=task, run_index=i, turns=(), reward=float(r)) for i, r in enumerate(rewards))
+    return Group(task=task, trajectories=runs)
+
+
+def teaches(group):
+    return len({run.reward for run in group.trajectories}) > 1
+
+
+def gather(outcomes, *, num_groups, max_tasks, operators=()):
+    """Tasks are tried in order; `outcomes` says which teach. Also returns how many were drawn in each round."""
+    drawn = []
+
+    def draw(num_tasks):
+        start = sum(drawn)
+        drawn.append(num_tasks)
+        return [Task(task_id=f"t/{i}", index=i, row={}) for i in range(start, start + num_tasks)]
+
+    async def collect(tasks):
+        return [group_of(task.index, 0, int(outcomes[task.index])) for task in tasks]
+
+    size = BatchSize(num_groups=num_groups, max_tasks=max_tasks)
+    batch = asyncio.run(gather_batch(size, draw=draw, collect=collect, operators=operators, teaches=teaches))
+    return batch, drawn
+
+
+def test_without_a_budget_a_batch_is_what_was_drawn():
+    batch, drawn = gather([1, 0, 1], num_groups=3, max_tasks=3)
+    assert drawn == [3]
+    assert batch.groups == batch.collected and batch.positions == [0, 1, 2]
+    assert batch.metrics["experience/num_useful_groups"] == 2
+
+
+def test_groups_that_teach_nothing_are_replaced_until_the_batch_is_full():
+    batch, drawn = gather([1, 0, 0, 0, 1, 1, 1], num_groups=3, max_tasks=9)
+    assert drawn == [3, 2, 1]
+    assert [group.task.index for group in batch.groups] == [0, 4, 5] and batch.positions == [0, 4, 5]
+    assert len(batch.collected) == 6
+    assert batch.metrics["experience/num_rounds"] == 3
+    assert batch.metrics["experience/num_tasks_tried"] == 6
+
+
+def test_the_budget_ends_the_search():
+    batch, drawn = gather([0] * 9, num_groups=3, max_tasks=5)
+    assert drawn == [3, 2]
+    assert batch.groups == [] and len(batch.collected) == 5
+
+
+def test_groups_that_operators_emptied_are_not_trained():
+    def drop_first(groups):
+        return [Group(task=groups[0].task, trajectories=()), *groups[1:]], {"num_dropped": 1, "share": 0.5}
+
+    operator = BoundOperator(name="drop", apply=drop_first)
+    batch, drawn = gather([1] * 9, num_groups=3, max_tasks=9, operators=[operator])
+    assert drawn == [3, 1, 1, 1, 1, 1, 1] and len(batch.groups) == 2
+    assert batch.metrics["experience/drop/num_dropped"] == 7
+    plain, _ = gather([1] * 3, num_groups=3, max_tasks=3, operators=[operator])
+    assert plain.positions == [1, 2]
+
+
+def test_counts_are_added_and_the_rest_is_averaged_over_groups():
+    merged = merge_rounds([(3, {"a/num_x": 1.0, "a/rate": 0.0}), (1, {"a/num_x": 2.0, "a/rate": 1.0})])
+    assert merged == {"a/num_x": 3.0, "a/rate": 0.25}
+
+
+def test_advantages_go_back_to_where_their_runs_were_collected():
+    collected = [group_of(0, 1, 2), group_of(1, 1, 2, 3)]
+    kept = Group(task=collected[1].task, trajectories=collected[1].trajectories[::2])
+    batch = Batch(collected=collected, groups=[kept], positions=[1])
+    assert batch.spread([[0.5, None]]) == [[None, None], [0.5, None, None]]

@@ -1,0 +1,244 @@
+"""Operators on groups: what each keeps, changes and counts, and how they are named, checked and chained."""
+
+from __future__ import annotations
+
+import pytest
+
+from tunesmith.config import ExperienceSection, OperatorSection
+from tunesmith.errors import ConfigError
+from tunesmith.experience.operators import (
+    dapo_dynamic_sampling,
+    invalid_reward_filter,
+    mask_response_truncated,
+    outcome_gate,
+    pass_rate_calculator,
+    reward_filter,
+    reward_shaping_mapper,
+    reward_std_filter,
+)
+from tunesmith.experience.outcomes import compute_pass_rates
+from tunesmith.experience.samples import build_samples
+from tunesmith.experience.table import OPERATORS, apply_operators, build_operators
+from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
+
+
+def turn_of(prompt, sampled, reason="eos"):
+    return Turn(
+        prompt_ids=tuple(prompt),
+        sampled_ids=tuple(sampled),
+        logprobs=(-1.0,) * len(sampled),
+        policy_versions=(0,) * len(sampled),
+        distribution=Distribution(),
+        stop_reason=reason,
+    )
+
+
+def group_of(*rewards, index=0, metrics=None, num_turns=None):
+    """A run for each reward; None is a failed one."""
+    task = Task(task_id=f"t/{index}", index=index, row={})
+    runs = [
+        Trajectory(
+            task=task,
+            run_index=place,
+            turns=tuple(turn_of([1], [2]) for _ in range(num_turns[place] if num_turns else 1)),
+            reward=reward,
+            metrics=metrics[place] if metrics else {},
+            failure=None if reward is not None else Failure(where="workflow", message="x"),
+        )
+        for place, reward in enumerate(rewards)
+    ]
+    return Group(task=task, trajectories=tuple(runs))
+
+
+def rewards_of(result):
+    return [[run.reward for run in group.trajectories] for group in result[0]]
+
+
+def test_pass_rates_count_runs_and_not_calls_are_clipped_and_leave_failures_out():
+    groups = [group_of(1.0, 0.0, num_turns=[3, 1]), group_of(-1.0, 3.0, None), group_of(None, None)]
+    assert compute_pass_rates(groups, None) == [0.5, 0.5, None]
+
+
+def test_an_outcome_may_be_a_metric_and_must_then_be_reported():
+    groups = [group_of(0.2, 0.9, metrics=[{"accuracy": 1.0}, {"accuracy": 0.0}])]
+    assert compute_pass_rates(groups, "accuracy") == [0.5]
+    with pytest.raises(ConfigError, match="outcome_key='acuracy' is no metric of run 0 of task t/0.*reports accuracy"):
+        compute_pass_rates(groups, "acuracy")
+
+
+def test_pass_rate_calculator_counts_and_changes_nothing():
+    groups = [group_of(1, 1), group_of(0, 0), group_of(1, 0), group_of(*[1] * 15, 0), group_of(None)]
+    kept, metrics = pass_rate_calculator(groups)
+    assert kept == groups
+    assert metrics["pass_rate_mean"] == pytest.approx((1 + 0 + 0.5 + 15 / 16) / 4)
+    assert metrics["valid_ratio"] == 0.5
+    assert metrics["strict_valid_ratio"] == 0.25
+    assert metrics["below_1_ratio"] == metrics["above_0_ratio"] == 0.75
+    assert metrics["below_15_16_ratio"] == 0.5
+    assert metrics["above_1_16_ratio"] == 0.75
+    assert pass_rate_calculator([group_of(None)])[1] == {}
+
+
+def test_reward_filter_keeps_what_reaches_the_threshold():
+    result = reward_filter([group_of(0.5, 0.4, None), group_of(1.0)], threshold=0.5)
+    assert rewards_of(result) == [[0.5], [1.0]]
+    assert result[1] == {"num_filtered_runs": 2}
+
+
+def test_invalid_rewards_are_left_out():
+    result = invalid_reward_filter([group_of(0.5, float("inf"), None, float("nan"))])
+    assert rewards_of(result) == [[0.5]]
+
+
+def test_reward_std_filter_drops_groups_that_hardly_deviate():
+    groups = [group_of(1, 0), group_of(0.1, 0.1, 0.1), group_of(1.0), group_of(0.5, 0.6), group_of(1, None)]
+    result = reward_std_filter(groups, threshold=0.05)
+    assert rewards_of(result) == [[1, 0], [], [], [], []]
+    assert result[1] == {"num_filtered_groups": 4}
+    assert rewards_of(reward_std_filter(groups))[3] == [0.5, 0.6]
+
+
+def test_the_gate_closes_on_groups_whose_outcome_is_the_same_whatever_the_shaping():
+    metrics = [{"accuracy": 1.0}, {"accuracy": 1.0}]
+    shaped_alike = group_of(0.9, 0.7, metrics=metrics)
+    differing = group_of(0.9, 0.7, metrics=[{"accuracy": 1.0}, {"accuracy": 0.0}])
+    result = outcome_gate([shaped_alike, differing, group_of(1.0, metrics=metrics)], outcome_key="accuracy")
+    assert rewards_of(result) == [[], [0.9, 0.7], [1.0]]
+    assert rewards_of(outcome_gate([group_of(0.5, 0.6)], tolerance=0.2)) == [[]]
+
+
+def test_dapo_keeps_groups_with_right_and_wrong_runs():
+    groups = [
+        group_of(1, 1), group_of(0, 0), group_of(1, 0, None),
+        group_of(1, 1, metrics=[{"accuracy": 1.0}, {"accuracy": 0.0}]),
+    ]  # fmt: skip
+    result = dapo_dynamic_sampling(groups)
+    assert rewards_of(result) == [[], [], [1, 0, None], [1, 1]]
+    assert result[1] == {"num_filtered_groups": 2}
+    assert rewards_of(dapo_dynamic_sampling([group_of(0.4, 0.6)], correct_threshold=0.5)) == [[0.4, 0.6]]
+
+
+def test_truncated_turns_do_not_train_but_stay_as_context():
+    task = Task(task_id="t/0", index=0, row={})
+    turns = (turn_of([1], [2, 3], "length"), turn_of([1, 2, 3, 4], [5]))
+    run = Trajectory(task=task, run_index=0, turns=turns, reward=1.0)
+    masked, metrics = mask_response_truncated([Group(task=task, trajectories=(run,))])
+    assert metrics == {"num_masked_turns": 1}
+    ((sample,), _) = build_samples(masked, [[0.5]])
+    assert sample.token_ids == (1, 2, 3, 4, 5)
+    assert sample.is_sampled == (False, False, False, False, True)
+    cut = Trajectory(task=task, run_index=0, turns=turns[:1], reward=1.0)
+    assert build_samples(mask_response_truncated([Group(task=task, trajectories=(cut,))])[0], [[0.5]])[0] == []
+
+
+def test_shaping_changes_rewards_in_order_and_counts_what_it_skips():
+    group = group_of(1.0, 2.0, None, metrics=[{"length": 4.0}, {"length": 0.0}, {}])
+    configs = [
+        {"stats_key": "length", "op_type": "SUB", "weight": 0.1},
+        {"stats_key": "length", "op_type": "DIV", "weight": 1.0},
+        {"stats_key": "missing", "op_type": "ADD", "weight": 1.0},
+    ]
+    result = reward_shaping_mapper([group], reward_shaping_configs=configs)
+    assert rewards_of(result) == [[pytest.approx(0.6 / 4), 2.0, None]]
+    assert result[1]["num_skipped"] == 3
+    assert result[1]["reward_diff_min"] == pytest.approx(0.15 - 1.0)
+    assert result[1]["reward_diff_max"] == 0.0
+
+
+def chain_of(*operators, own=(), outcome_key=None, load=None):
+    section = ExperienceSection(
+        operators=[OperatorSection(name=name, args=args) for name, args in operators], outcome_key=outcome_key
+    )
+    return build_operators(section, load=load or {}.__getitem__, own=own)
+
+
+def test_every_name_builds_with_its_defaults():
+    needed = {"reward_shaping_mapper": {"reward_shaping_configs": [{"stats_key": "a", "op_type": "MUL", "weight": 2}]}}
+    assert len(chain_of(*[(name, needed.get(name, {})) for name in OPERATORS])) == len(OPERATORS)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("reward_filer", {}, "unknown operator 'reward_filer': did you mean 'reward_filter'"),
+        ("reward_filter", {"treshold": 1}, "unknown argument 'treshold'.*did you mean 'threshold'"),
+        ("reward_filter", {"threshold": "high"}, "threshold='high'"),
+        ("reward_std_filter", {"threshold": -1}, "threshold=-1.*greater than or equal to 0"),
+        ("reward_shaping_mapper", {}, "needs the argument 'reward_shaping_configs'"),
+        ("reward_shaping_mapper", {"reward_shaping_configs": [{"stats_key": "a"}]}, "Field required"),
+        (
+            "reward_shaping_mapper",
+            {"reward_shaping_configs": [{"stats_key": "a", "op_type": "POW", "weight": 1}]},
+            "'ADD', 'SUB', 'MUL' or 'DIV'",
+        ),
+    ],
+)
+def test_unknown_names_and_arguments_are_errors(name, args, message):
+    with pytest.raises(ConfigError, match=message):
+        chain_of((name, args))
+
+
+def test_a_chain_runs_in_order_and_its_numbers_carry_its_names():
+    chain = chain_of(("reward_filter", {"threshold": 0.1}), ("reward_std_filter", {}), ("reward_filter", {}))
+    groups, metrics = apply_operators([group_of(0.0, 1.0), group_of(1.0, 0.5)], chain)
+    assert [[run.reward for run in group.trajectories] for group in groups] == [[], [1.0, 0.5]]
+    assert metrics == {
+        "experience/reward_filter/num_filtered_runs": 1,
+        "experience/reward_std_filter/num_filtered_groups": 1,
+        "experience/reward_filter_2/num_filtered_runs": 0,
+    }
+
+
+def test_a_gate_that_would_see_shaped_rewards_is_refused():
+    shaping = (
+        "reward_shaping_mapper",
+        {"reward_shaping_configs": [{"stats_key": "a", "op_type": "ADD", "weight": 1.0}]},
+    )
+    with pytest.raises(ConfigError, match="put it before"):
+        chain_of(shaping, ("outcome_gate", {}))
+    assert len(chain_of(("outcome_gate", {}), shaping)) == 2
+    assert len(chain_of(shaping, ("outcome_gate", {}), outcome_key="accuracy")) == 2
+
+
+def test_the_outcome_of_the_section_reaches_the_operators_that_use_it():
+    (gate,) = chain_of(("outcome_gate", {}), outcome_key="accuracy")
+    groups, _ = gate.apply([group_of(0, 1, metrics=[{"accuracy": 1.0}, {"accuracy": 1.0}])])
+    assert groups[0].trajectories == ()
+
+
+def keep_first(groups, *, num_runs: int = 1):
+    kept = [Group(task=group.task, trajectories=group.trajectories[:num_runs]) for group in groups]
+    return kept, {"mine": 1}
+
+
+def test_a_users_operator_comes_by_path_or_as_an_object():
+    by_path = chain_of(("mine:keep_first", {"num_runs": 2}), load={"mine:keep_first": keep_first}.__getitem__)
+    groups, metrics = apply_operators([group_of(1, 2, 3)], by_path)
+    assert len(groups[0].trajectories) == 2 and metrics == {"experience/keep_first/mine": 1}
+    groups, _ = apply_operators([group_of(1, 2, 3)], chain_of(own=[keep_first]))
+    assert len(groups[0].trajectories) == 1
+
+
+@pytest.mark.parametrize(
+    ("operator", "message"),
+    [
+        (lambda groups: (groups[:1], {}), "gave 1 groups for 2"),
+        (lambda groups: (groups[::-1], {}), "changed the order"),
+        (
+            lambda groups: ([Group(task=g.task, trajectories=g.trajectories[::-1]) for g in groups], {}),
+            "changed the order",
+        ),
+    ],
+)
+def test_what_a_users_operator_must_not_do_is_named(operator, message):
+    with pytest.raises(ConfigError, match=message):
+        apply_operators([group_of(1, 2, index=0), group_of(3, 4, index=1)], chain_of(own=[operator]))
+
+
+def test_a_users_operator_must_not_change_turns():
+    def cut(groups):
+        runs = [Trajectory(task=g.task, run_index=0, turns=(), reward=1.0) for g in groups]
+        return [Group(task=g.task, trajectories=(run,)) for g, run in zip(groups, runs, strict=True)], {}
+
+    with pytest.raises(ConfigError, match="added, removed or changed turns"):
+        apply_operators([group_of(1.0)], chain_of(own=[cut]))

@@ -1,0 +1,105 @@
+"""Groups come back by priority while they are fresh, and a restored buffer hands out the same ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from tunesmith.config import ReplaySection
+from tunesmith.experience.replay import ReplayBuffer
+from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
+
+TURN = Turn(
+    prompt_ids=(1,), sampled_ids=(2,), logprobs=(-1.0,), policy_versions=(0,), distribution=Distribution(),
+    stop_reason="eos",
+)  # fmt: skip
+
+
+def groups_of(step, num_groups=3):
+    """The groups that a step collects: two scored runs and a failed one each."""
+    groups = []
+    for place in range(num_groups):
+        task = Task(task_id=f"t/{step}-{place}", index=place, row={})
+        runs = [
+            Trajectory(task=task, run_index=0, turns=(TURN, TURN), reward=1.0),
+            Trajectory(task=task, run_index=1, turns=(TURN,), reward=0.25),
+            Trajectory(task=task, run_index=2, turns=(), reward=None, failure=Failure(where="judge", message="x")),
+        ]
+        groups.append(Group(task=task, trajectories=tuple(runs)))
+    return groups
+
+
+def add(buffer, step, **options):
+    groups = groups_of(step, **options)
+    buffer.add(groups, list(range(len(groups))), step=step, policy_version=step - 1)
+
+
+def names(groups):
+    return [group.task.task_id.removeprefix("t/") for group in groups]
+
+
+def build(**settings):
+    return ReplayBuffer(ReplaySection(**({"num_groups": 2} | settings)), seed=0)
+
+
+def test_off_by_default():
+    buffer = ReplayBuffer(ReplaySection(), seed=0)
+    add(buffer, 1)
+    assert len(buffer) == 0 and buffer.draw(policy_version=1) == []
+
+
+def test_the_freshest_come_first_and_each_use_costs_priority():
+    buffer = build(decay=2.0)
+    add(buffer, 1, num_groups=2)
+    add(buffer, 2, num_groups=2)
+    assert names(buffer.draw(policy_version=2)) == ["2-0", "2-1"]
+    assert names(buffer.draw(policy_version=2)) == ["1-0", "1-1"]
+    assert names(buffer.draw(policy_version=2)) == ["2-0", "2-1"]
+
+
+def test_stale_and_used_up_groups_are_forgotten():
+    buffer = build(max_uses=1, max_staleness=2)
+    add(buffer, 1)
+    buffer.draw(policy_version=2)
+    assert len(buffer) == 1
+    assert buffer.draw(policy_version=3) == [] and len(buffer) == 0
+
+
+def test_over_capacity_the_lowest_priority_goes():
+    buffer = build(capacity=4)
+    add(buffer, 1)
+    add(buffer, 2)
+    assert names(buffer.draw(policy_version=2) + buffer.draw(policy_version=2)) == ["2-0", "2-1", "2-2", "1-0"]
+
+
+def test_noise_changes_the_order_and_not_from_run_to_run():
+    def order(sigma):
+        buffer = build(sigma=sigma, num_groups=6)
+        add(buffer, 1)
+        add(buffer, 2)
+        return names(buffer.draw(policy_version=2))
+
+    assert order(0.0) != order(5.0) == order(5.0)
+
+
+def test_a_restored_buffer_goes_on_exactly_with_what_operators_changed():
+    buffer = build(sigma=1.0)
+    for step in (1, 2, 3):
+        changed = [
+            replace(
+                group,
+                trajectories=tuple(
+                    replace(
+                        run, reward=run.reward + 0.1, turns=(replace(run.turns[0], is_trained=False), *run.turns[1:])
+                    )
+                    for run in group.trajectories[:2]
+                ),
+            )
+            for group in groups_of(step)
+        ]
+        buffer.add(changed, [0, 1, 2], step=step, policy_version=step - 1)
+    buffer.draw(policy_version=3)
+    restored = build(sigma=1.0)
+    restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())), groups_of)
+    for version in (3, 4, 5, 6):
+        assert restored.draw(policy_version=version) == buffer.draw(policy_version=version)

@@ -1,0 +1,158 @@
+"""Groups in order, whatever order they end in; failures counted; numbers by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from chat_templates import QWEN25
+from fakes import FakeEngine, build_chat_tokenizer
+from tunesmith.errors import RolloutError
+from tunesmith.model.render import Renderer
+from tunesmith.rollout.groups import check_failures, compute_rollout_metrics, run_groups
+from tunesmith.rollout.runner import Agent
+from tunesmith.rollout.service import ModelService
+from tunesmith.rollout.watchdog import watch_loop
+from tunesmith.types import Distribution, Failure, Group, Sampling, Task, Trajectory, Turn, WorkflowOutput
+
+TOKENIZER = build_chat_tokenizer(QWEN25)
+TASKS = [Task(task_id=f"train/{i}", index=i, row={"number": i}) for i in range(4)]
+
+
+def build_service() -> ModelService:
+    engine = FakeEngine(TOKENIZER, lambda prompt, sampling, order: [20 + sampling.seed % 200, TOKENIZER.eos_token_id])
+    return ModelService(engine, Renderer(TOKENIZER), model_name="m", sampling=Sampling(max_tokens=50))
+
+
+async def work(task, model):
+    await model([{"role": "user", "content": str(task["number"])}])
+    if task["number"] == 2:
+        raise ValueError("two")
+    return WorkflowOutput(reward=float(task["number"]))
+
+
+async def collect(service, *, workflow=work, max_concurrency=100, **options):
+    agent = Agent(workflow=workflow, timeout_s=5)
+    return await run_groups(
+        TASKS, group_size=3, agent=agent, model=service, seed=7, step=1, max_concurrency=max_concurrency, **options
+    )
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("max_concurrency", [1, 4, 100])
+async def test_groups_come_in_order_and_concurrency_changes_no_token(max_concurrency):
+    seen = []
+    groups = await collect(build_service(), max_concurrency=max_concurrency, on_progress=seen.append)
+    assert [group.task for group in groups] == TASKS
+    assert all([t.run_index for t in group.trajectories] == [0, 1, 2] for group in groups)
+    assert [len(group.scored) for group in groups] == [3, 3, 0, 3]
+    assert groups[2].trajectories[0].failure == Failure(where="workflow", message="ValueError: two")
+    sampled = [t.turns[0].sampled_ids for group in groups for t in group.trajectories]
+    reference = await collect(build_service())
+    assert sampled == [t.turns[0].sampled_ids for group in reference for t in group.trajectories]
+    assert len(set(sampled)) > 6
+    assert len(seen) == 12
+
+
+@pytest.mark.anyio
+async def test_runs_start_in_order_and_never_too_many():
+    running, most, started = 0, 0, []
+
+    async def workflow(task, model):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        started.append(task["number"])
+        try:
+            return await work(task, model)
+        finally:
+            running -= 1
+
+    service = build_service()
+    await collect(service, workflow=workflow, max_concurrency=2)
+    assert started == sorted(started)
+    assert most == 2
+    assert [order[:2] for *_, order in service.recorder.engine.requests][:3] == [(0, 0), (0, 1), (0, 2)]
+
+
+@pytest.mark.anyio
+async def test_sampling_can_be_overridden():
+    service = build_service()
+    await collect(service, sampling=Sampling(distribution=Distribution(temperature=0), max_tokens=3))
+    assert {sampling.distribution.temperature for _, sampling, _ in service.recorder.engine.requests} == {0}
+
+
+@pytest.mark.anyio
+async def test_an_error_of_ours_ends_all_runs():
+    def broken(trajectory):
+        raise AssertionError("ours")
+
+    service = build_service()
+    with pytest.raises(AssertionError, match="ours"):
+        await collect(service, on_progress=broken)
+    assert service.recorder._sessions == {}
+
+
+def make_trajectory(reward=None, *, where="workflow", message="boom", num_sampled=(), metrics=None) -> Trajectory:
+    turns = tuple(
+        Turn(
+            prompt_ids=(1, 2, 3), sampled_ids=(4,) * n, logprobs=(0.0,) * n, policy_versions=(0,) * n,
+            distribution=Distribution(), stop_reason="eos" if n < 3 else "length",
+        )
+        for n in num_sampled
+    )  # fmt: skip
+    failure = None if reward is not None else Failure(where=where, message=message)
+    return Trajectory(
+        task=TASKS[0], run_index=0, turns=turns, reward=reward, failure=failure, metrics=metrics or {}, duration_s=2.0
+    )
+
+
+def test_metrics_by_hand():
+    group = Group(
+        task=TASKS[0],
+        trajectories=(
+            make_trajectory(1.0, num_sampled=(2, 4), metrics={"accuracy": 1.0}),
+            make_trajectory(0.0, num_sampled=(1,), metrics={"accuracy": 0.0, "other": 5.0}),
+            make_trajectory(num_sampled=(5,), metrics={"accuracy": 9.0}),
+            make_trajectory(where="timeout"),
+        ),
+    )
+    metrics = compute_rollout_metrics([group])
+    expected = {
+        "reward_mean": 0.5, "reward_std": 0.5, "reward_min": 0.0, "reward_max": 1.0,
+        "num_trajectories": 4, "num_failed": 2, "num_failed_workflow": 1, "num_failed_timeout": 1,
+        "num_failed_judge": 0, "num_failed_engine": 0, "num_turns": 4, "turns_mean": 1.0,
+        "num_sampled_tokens": 12, "sampled_tokens_mean": 3.0, "sampled_tokens_max": 6,
+        "sampled_tokens_per_turn_mean": 3.0, "num_prompt_tokens": 12, "prompt_tokens_per_turn_mean": 3.0,
+        "num_stop_eos": 2, "num_stop_length": 2, "num_stop_context": 0,
+        "accuracy/mean": 0.5, "accuracy/max": 1.0, "accuracy/min": 0.0, "other/mean": 5.0,
+    }  # fmt: skip
+    assert {f"rollout/{name}": value for name, value in expected.items()}.items() <= metrics.items()
+    assert metrics["perf/trajectory_s_mean"] == metrics["perf/trajectory_s_max"] == 2.0
+    assert compute_rollout_metrics([])["rollout/num_trajectories"] == 0
+
+
+def test_too_many_failures_stop_the_run_with_their_causes():
+    failed = [make_trajectory(message=f"cause {i // 2}") for i in range(3)]
+    groups = [Group(task=TASKS[0], trajectories=(*failed, make_trajectory(1.0)))]
+    check_failures(groups, 0.75)
+    with pytest.raises(RolloutError, match="3 of 4 rollouts failed, more than max_failure_rate=0.5") as caught:
+        check_failures(groups, 0.5)
+    assert str(caught.value).splitlines()[1:] == ["  2 x workflow: cause 0", "  1 x workflow: cause 1"]
+    check_failures([], 0.0)
+
+
+@pytest.mark.anyio
+async def test_the_watchdog_names_what_blocks_the_loop(caplog):
+    def block_here():
+        time.sleep(0.5)
+
+    with watch_loop(logging.getLogger("test"), limit_s=0.1):
+        await asyncio.sleep(0.2)
+        assert not caplog.records
+        block_here()
+    assert len(caplog.records) == 1
+    assert "block_here" in caplog.text

@@ -1,0 +1,341 @@
+"""Sessions: every sampled token is in exactly one turn, and conversations go on from what was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from chat_templates import CHATML, LLAMA3, QWEN3, QWEN25
+from fakes import FakeEngine, Script, build_chat_tokenizer, say
+from tunesmith.experience.samples import build_samples
+from tunesmith.model.messages import compute_match_keys, parse_messages
+from tunesmith.model.render import Renderer
+from tunesmith.rollout.service import Lease, ModelService
+from tunesmith.types import Group, Sampling, Task, Trajectory, Turn
+
+pytestmark = pytest.mark.anyio
+
+TOKENIZERS = {template: build_chat_tokenizer(template) for template in (CHATML, LLAMA3, QWEN25, QWEN3)}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object"}}}
+    for name in ("add", "sub")
+]
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2.0}}\n</tool_call>'
+USER = {"role": "user", "content": "hi"}
+
+
+def build_service(*replies: str, script: Script | None = None, template: str = QWEN25) -> ModelService:
+    tokenizer = TOKENIZERS[template]
+    engine = FakeEngine(tokenizer, script or say(tokenizer, *replies))
+    return ModelService(engine, Renderer(tokenizer), model_name="m", sampling=Sampling(max_tokens=300))
+
+
+def goes_on(later: Turn, turn: Turn) -> bool:
+    tokens = turn.prompt_ids + turn.sampled_ids
+    return later.prompt_ids[: len(tokens)] == tokens
+
+
+# What counts as the same conversation
+
+
+CALLS = [{"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2.0, "y"]}'}}]
+RESULT = {"role": "tool", "tool_call_id": "x", "content": "3"}
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [USER, {"role": "assistant", "content": "", "tool_calls": CALLS}, RESULT],
+        [
+            {"role": "user", "content": [{"type": "text", "text": "hi "}]},
+            {"role": "assistant", "tool_calls": CALLS},
+            RESULT,
+        ],
+        [
+            USER,
+            {"role": "assistant", "content": [], "reasoning_content": "hm", "name": "friday", "tool_calls": CALLS},
+            {**RESULT, "name": "add"},
+        ],
+        [
+            USER,
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "other", "function": {"name": "add", "arguments": '{"b":[2,"\\u0079"],"a":1}'}},
+                ],
+            },
+            {**RESULT, "tool_call_id": "other"},
+        ],
+        [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, {"role": "tool", "content": "3\n"}],
+    ],
+    ids=["null or empty", "parts", "reasoning and names", "other ids and JSON", "no id"],
+)
+def test_clients_re_render_histories(history):
+    reference = [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, RESULT]
+    assert compute_match_keys(parse_messages(history)) == compute_match_keys(parse_messages(reference))
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [USER, {"role": "assistant", "content": "x", "tool_calls": CALLS}, RESULT],
+        [USER, {"role": "assistant", "tool_calls": CALLS * 2}, RESULT],
+        [{"role": "system", "content": "hi"}, {"role": "assistant", "tool_calls": CALLS}, RESULT],
+        [{**USER, "name": "bob"}, {"role": "assistant", "tool_calls": CALLS}, RESULT],
+        [USER, {"role": "assistant", "tool_calls": CALLS}, {**RESULT, "content": "4"}],
+        [
+            USER,
+            {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": "add", "arguments": "{}"}}]},
+            RESULT,
+        ],
+    ],
+)
+def test_other_histories_differ(history):
+    reference = [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, RESULT]
+    assert compute_match_keys(parse_messages(history)) != compute_match_keys(parse_messages(reference))
+
+
+def test_results_answer_calls_by_id_and_not_by_place():
+    calls = [{"id": i, "function": {"name": "add", "arguments": "{}"}} for i in "xy"]
+    in_order = [USER, {"role": "assistant", "tool_calls": calls}]
+    in_order += [{"role": "tool", "tool_call_id": i, "content": "r"} for i in "xy"]
+    swapped = [*in_order[:2], in_order[3], in_order[2]]
+    assert compute_match_keys(parse_messages(in_order)) != compute_match_keys(parse_messages(swapped))
+
+
+# Going on, branching, counting
+
+
+async def ask(lease: Lease, messages, **options):
+    return (await lease.model(messages, **options)).choices[0].message
+
+
+async def test_counts_of_calls():
+    service = build_service("a")
+    lease = service.open(seed=1)
+    first = await ask(lease, [USER])
+    history = [USER, first]
+    await ask(lease, [*history, USER])
+    await ask(lease, [*history, USER])
+    await ask(lease, [{"role": "system", "content": "new"}, *history, USER])
+    turns = service.close(lease)
+    assert [goes_on(turn, turns[0]) for turn in turns[1:]] == [True, True, False]
+    assert service.recorder.compute_stats() == {
+        "rollout/num_calls": 4, "rollout/num_extended": 2, "rollout/num_unextended": 0, "rollout/num_repeats": 1,
+    }  # fmt: skip
+    assert service.recorder.compute_stats() == {}
+
+
+async def test_a_conversation_goes_on_from_its_longest_recorded_part():
+    service = build_service("a", "b", "c")
+    lease = service.open(seed=1)
+    history = [USER]
+    for _ in range(3):
+        history += [await ask(lease, history), USER]
+    turns = service.close(lease)
+    assert goes_on(turns[1], turns[0])
+    assert goes_on(turns[2], turns[1])
+
+
+async def test_other_tools_are_another_conversation():
+    service = build_service("a")
+    lease = service.open(seed=1)
+    history = [USER, await ask(lease, [USER], tools=TOOLS), USER]
+    await ask(lease, history, tools=TOOLS[:1])
+    await ask(lease, history, tools=TOOLS)
+    turns = service.close(lease)
+    assert [goes_on(turn, turns[0]) for turn in turns[1:]] == [False, True]
+
+
+async def test_of_equal_answers_the_last_one_is_gone_on_from():
+    tokenizer = TOKENIZERS[QWEN25]
+    spellings = iter([tokenizer.encode("the"), tokenizer.encode("t") + tokenizer.encode("he"), tokenizer.encode("x")])
+    service = build_service(script=lambda *_: [*next(spellings), tokenizer.eos_token_id])
+    lease = service.open(seed=1)
+    await ask(lease, [USER])
+    reply = await ask(lease, [USER])
+    await ask(lease, [USER, reply, USER])
+    turns = service.close(lease)
+    assert turns[0].sampled_ids != turns[1].sampled_ids
+    assert goes_on(turns[2], turns[1])
+    assert not goes_on(turns[2], turns[0])
+
+
+async def test_answers_cut_short_are_gone_on_from():
+    service = build_service("one two three")
+    lease = service.open(seed=1)
+    short = await ask(lease, [USER], max_tokens=4)
+    stopped = await ask(lease, [USER, short, USER], stop=["two"])
+    assert stopped.content == "one "
+    await ask(lease, [USER, short, USER, stopped, USER])
+    turns = service.close(lease)
+    assert [turn.stop_reason for turn in turns] == ["length", "stop", "eos"]
+    assert goes_on(turns[1], turns[0])
+    assert goes_on(turns[2], turns[1])
+    text = service.recorder.renderer._tokenizer.decode(turns[2].prompt_ids)
+    assert "one two<|im_end|>\n<|im_start|>user\nhi<|im_end|>" in text
+
+
+async def test_sessions_do_not_see_each_other():
+    service = build_service("a")
+    first, second = service.open(seed=1), service.open(seed=2)
+    reply = await ask(first, [USER])
+    await ask(second, [USER, reply, USER])
+    assert second.session.num_extended == 0
+    assert len(service.close(first)) == len(service.close(second)) == 1
+
+
+async def test_turns_are_in_order_of_arrival():
+    def script(prompt, sampling, order):
+        return [30] * (9 if order[-2] == 0 else 2)
+
+    service = build_service(script=script)
+    lease = service.open(seed=1, order=(5,))
+    await asyncio.gather(ask(lease, [USER], max_tokens=9), ask(lease, [USER, USER], max_tokens=2))
+    turns = service.close(lease)
+    assert [len(turn.sampled_ids) for turn in turns] == [9, 2]
+    assert [order for *_, order in service.recorder.engine.requests] == [(5, 0, 0), (5, 1, 0)]
+
+
+async def test_versions_are_recorded():
+    service = build_service(script=lambda *_: [30, 31, 32])
+    service.recorder.engine.policy_version = 4
+    lease = service.open(seed=1)
+    await ask(lease, [USER], max_tokens=3)
+    (turn,) = service.close(lease)
+    assert turn.policy_versions == (4, 4, 4)
+
+
+# Fuzz: agents of every kind
+
+
+def reshape(message: dict, rng: random.Random) -> dict:
+    """An assistant message as some client would send it back."""
+    message = {key: value for key, value in message.items() if value is not None}
+    if rng.random() < 0.5 and "reasoning_content" in message:
+        del message["reasoning_content"]
+    content = message.get("content") or ""
+    shapes = [content, [{"type": "text", "text": content}], content + "\n"] + ([None] if not content else [])
+    message["content"] = rng.choice(shapes)
+    if message.get("tool_calls"):
+        new_ids = rng.random() < 0.3
+        message["tool_calls"] = [
+            {
+                "id": f"new{len(content)}{i}" if new_ids else call["id"],
+                "type": "function",
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(json.loads(call["function"]["arguments"]), sort_keys=rng.random() < 0.5),
+                },
+            }
+            for i, call in enumerate(message["tool_calls"])
+        ]
+    return message
+
+
+async def call_model(lease: Lease, history: list[dict], rng: random.Random) -> dict | None:
+    """One request in one of the ways that clients have; None when it brought nothing to go on from."""
+    fields = {"model": "m", "messages": history, "tools": TOOLS, "max_tokens": rng.choice([3, 60, 300])}
+    create = lease.model.client.chat.completions.create
+    way = rng.random()
+    if way < 0.2:
+        stream = await create(**fields, stream=True)
+        num_chunks = rng.randrange(9)
+        async for _ in stream:
+            num_chunks -= 1
+            if num_chunks < 0:
+                break
+        await stream.close()
+        return None
+    if way < 0.35:
+        request = asyncio.ensure_future(create(**fields))
+        for _ in range(rng.randrange(60)):
+            await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.wait({request})
+        return None
+    if way < 0.45:
+        completion, _ = await asyncio.gather(create(**fields), create(**fields))
+    else:
+        completion = await create(**fields, n=rng.choice([1, 1, 1, 2]))
+    return rng.choice(completion.choices).message.model_dump(exclude_unset=True)
+
+
+async def run_agent(lease: Lease, rng: random.Random) -> None:
+    """Calls tools, retries, asks in parallel, gives up on streams, edits and drops messages."""
+    history = [{"role": "system", "content": "S"}, dict(USER)]
+    for _ in range(rng.randrange(1, 7)):
+        message = await call_model(lease, list(history), rng)
+        if message is None or rng.random() < 0.1:
+            continue
+        message = reshape(message, rng)
+        history.append(message)
+        calls = message.get("tool_calls") or ()
+        history += [{"role": "tool", "tool_call_id": c["id"], "content": str(rng.randrange(99))} for c in calls]
+        if not calls or rng.random() < 0.2:
+            history.append(dict(USER))
+        if rng.random() < 0.15:
+            del history[rng.randrange(len(history))]
+        if rng.random() < 0.2:
+            history[rng.randrange(len(history))]["content"] = "edited"
+
+
+PIECES = [
+    ADD,
+    ADD.replace("add", "sub"),
+    "<think>\nhm\n</think>\n\n",
+    "<tool_call>{",
+    "text",
+    " ",
+    "\n",
+    "\u00e9",
+    "\U0001f600",
+]
+
+
+def build_random_script(template: str) -> Script:
+    """Samples pieces of replies in random spellings, so that tokenizing the text again gives other tokens."""
+    tokenizer = TOKENIZERS[template]
+
+    def script(prompt, sampling, order):
+        rng = random.Random(sampling.seed)
+        text = "".join(rng.choices(PIECES, k=rng.randrange(1, 5)))
+        cuts = sorted(rng.choices(range(len(text) + 1), k=4))
+        ids = [i for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) for i in tokenizer.encode(text[a:b])]
+        return [*ids, tokenizer.eos_token_id]
+
+    return script
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, QWEN25, QWEN3], ids=["chatml", "llama3", "qwen25", "qwen3"])
+@pytest.mark.parametrize("seed", range(12))
+async def test_every_sampled_token_is_recorded_once_and_trained_once(template, seed):
+    service = build_service(script=build_random_script(template), template=template)
+    lease = service.open(seed=seed)
+    await run_agent(lease, random.Random(seed))
+    turns = service.close(lease)
+
+    sampled = Counter((prompt, tuple(ids)) for prompt, ids in service.recorder.engine.ledger if ids)
+    assert Counter((turn.prompt_ids, turn.sampled_ids) for turn in turns) == sampled
+    for turn in turns:
+        assert turn.logprobs == tuple(map(FakeEngine.logprob_of, turn.sampled_ids))
+
+    task = Task(task_id="t/0", index=0, row={})
+    trajectories = tuple(Trajectory(task=task, run_index=i, turns=turns, reward=1.0) for i in range(2))
+    group = Group(task=task, trajectories=trajectories)
+    samples, _ = build_samples([group], [[1.0, None]])
+    trained = Counter(
+        sample.token_ids[: position + 1]
+        for sample in samples
+        for position, is_sampled in enumerate(sample.is_sampled)
+        if is_sampled
+    )
+    expected = Counter(
+        turn.prompt_ids + turn.sampled_ids[: count + 1] for turn in turns for count in range(len(turn.sampled_ids))
+    )
+    assert trained == expected

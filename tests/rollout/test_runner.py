@@ -1,0 +1,392 @@
+"""One run of user code: a reward, or a failure that says where and why."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+
+import openai
+import pytest
+
+from chat_templates import GEMMA2, QWEN25
+from fakes import FakeEngine, Script, build_chat_tokenizer, say
+from tunesmith.model.render import Renderer
+from tunesmith.rollout.runner import Agent, describe_response, run_trajectory
+from tunesmith.rollout.service import FixedModel, ModelService
+from tunesmith.types import Failure, JudgeOutput, Sampling, Task, Trajectory, WorkflowOutput
+
+pytestmark = pytest.mark.anyio
+
+TOKENIZER = build_chat_tokenizer(QWEN25)
+TASK = Task(task_id="train/0", index=0, row={"question": "q", "tags": ["a"]})
+
+
+def build_service(script: Script | None = None, **options) -> ModelService:
+    engine = FakeEngine(TOKENIZER, script or say(TOKENIZER, "fine"))
+    return ModelService(engine, Renderer(TOKENIZER), model_name="m", sampling=Sampling(max_tokens=50), **options)
+
+
+async def run(workflow, judge=None, *, service=None, auxiliary_models=None, timeout_s=5.0, grace_s=0.05) -> Trajectory:
+    return await run_trajectory(
+        TASK,
+        3,
+        agent=Agent(workflow=workflow, judge=judge, timeout_s=timeout_s, cancel_grace_s=grace_s),
+        model=service or build_service(),
+        auxiliary_models=auxiliary_models or {},
+        seed=1,
+    )
+
+
+async def ask(model) -> str:
+    completion = await model([{"role": "user", "content": "hi"}])
+    return completion.choices[0].message.content
+
+
+async def answer(task, model):
+    return WorkflowOutput(reward=0.5, response=await ask(model), metrics={"a": 1.0, "b": 2.0})
+
+
+async def test_a_run_without_a_judge_takes_the_workflows_reward():
+    trajectory = await run(answer)
+    assert (trajectory.reward, trajectory.failure, trajectory.run_index) == (0.5, None, 3)
+    assert trajectory.metrics == {"a": 1.0, "b": 2.0}
+    assert trajectory.response_text == "fine"
+    assert [turn.stop_reason for turn in trajectory.turns] == ["eos"]
+
+
+async def test_the_judges_reward_wins_and_its_metrics_are_added():
+    async def judge(task, response):
+        assert task == TASK.row
+        return JudgeOutput(reward=float(response == "fine"), metrics={"b": 3.0})
+
+    trajectory = await run(answer, judge)
+    assert trajectory.reward == 1.0
+    assert trajectory.metrics == {"a": 1.0, "b": 3.0}
+
+
+async def test_functions_get_what_their_signature_asks_for():
+    seen = {}
+
+    async def workflow(task, model, auxiliary_models, logger):
+        seen["workflow"] = (auxiliary_models, logger)
+        return await answer(task, model)
+
+    async def judge(task, response, logger=None, auxiliary_models=None):
+        seen["judge"] = (auxiliary_models, logger)
+        return JudgeOutput(reward=1.0)
+
+    await run(workflow, judge, auxiliary_models={"helper": FixedModel("it")})
+    assert seen["workflow"] == seen["judge"]
+    assert seen["workflow"][0] == {"helper": "it"}
+    assert isinstance(seen["workflow"][1], logging.Logger)
+
+
+async def test_each_function_gets_a_row_of_its_own():
+    async def workflow(task, model):
+        task["tags"].append("b")
+        task["new"] = 1
+        return await answer(task, model)
+
+    async def judge(task, response):
+        return JudgeOutput(reward=float(task == {"question": "q", "tags": ["a"]}))
+
+    assert (await run(workflow, judge)).reward == 1.0
+
+
+async def test_local_helpers_are_seeded_by_the_run_and_record_nothing():
+    helper = build_service(has_recording=False)
+
+    async def workflow(task, model, auxiliary_models):
+        await ask(auxiliary_models["helper"])
+        return await answer(task, model)
+
+    trajectory = await run(workflow, auxiliary_models={"helper": helper})
+    assert len(trajectory.turns) == 1
+    await run(workflow, auxiliary_models={"helper": helper})
+    first, second = (sampling.seed for _, sampling, _ in helper.recorder.engine.requests)
+    assert first == second
+
+
+async def raising(task, model):
+    await ask(model)
+    raise RuntimeError("first line\nsecond line")
+
+
+async def missing_field(task, model):
+    await ask(model)
+    return task["answer"]
+
+
+async def wrong_type(task, model):
+    return await ask(model)
+
+
+async def foreign_output(task, model):
+    class WorkflowOutput:
+        pass
+
+    await ask(model)
+    return WorkflowOutput()
+
+
+async def not_finite(task, model):
+    await ask(model)
+    return WorkflowOutput(reward=math.nan)
+
+
+async def no_reward(task, model):
+    await ask(model)
+    return WorkflowOutput(response="x")
+
+
+async def bad_metric(task, model):
+    await ask(model)
+    return WorkflowOutput(reward=1, metrics={"m": math.inf})
+
+
+async def silent(task, model):
+    return WorkflowOutput(reward=1.0)
+
+
+async def leaving(task, model):
+    await ask(model)
+    raise SystemExit(3)
+
+
+async def cancelling(task, model):
+    await ask(model)
+    raise asyncio.CancelledError
+
+
+async def grouped(task, model):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(raising(task, model))
+
+
+@pytest.mark.parametrize(
+    ("workflow", "message"),
+    [
+        (raising, "RuntimeError: first line"),
+        (grouped, "RuntimeError: first line"),
+        (missing_field, "KeyError: 'answer' (fields of the task: question, tags)"),
+        (wrong_type, "the workflow must return a WorkflowOutput, got str"),
+        (foreign_output, "the workflow must return a WorkflowOutput, got test_runner.foreign_output.<locals>."),
+        (not_finite, "the workflow gave reward nan; it must be a finite number"),
+        (no_reward, "neither the workflow nor a judge gave a reward"),
+        (bad_metric, "the workflow gave metric m=inf; metrics must be finite numbers"),
+        (silent, "the workflow made no call to `model`, so there is nothing to train on"),
+        (leaving, "SystemExit: 3"),
+        (cancelling, "CancelledError: the workflow or the judge cancelled itself"),
+    ],
+)
+async def test_a_workflow_that_fails_leaves_a_failure(workflow, message):
+    trajectory = await run(workflow)
+    assert trajectory.reward is None
+    assert trajectory.failure.where == "workflow"
+    assert trajectory.failure.message.startswith(message)
+    assert len(trajectory.turns) == (workflow is not silent)
+
+
+async def judge_raises(task, response):
+    raise ValueError("no answer")
+
+
+async def judge_is_undecided(task, response):
+    return JudgeOutput(reward=None)
+
+
+async def judge_is_infinite(task, response):
+    return JudgeOutput(reward=math.inf)
+
+
+async def judge_returns_a_number(task, response):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        (judge_raises, "ValueError: no answer"),
+        (judge_is_undecided, "the judge gave no verdict: its reward is None"),
+        (judge_is_infinite, "the judge gave reward inf; it must be a finite number"),
+        (judge_returns_a_number, "the judge must return a JudgeOutput, got float"),
+    ],
+)
+async def test_a_judge_that_fails_leaves_a_failure(judge, message):
+    trajectory = await run(answer, judge)
+    assert (trajectory.reward, trajectory.failure) == (None, Failure(where="judge", message=message))
+
+
+async def test_a_run_that_takes_too_long_is_cancelled():
+    cleaned = []
+
+    async def workflow(task, model):
+        await ask(model)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cleaned.append(True)
+
+    trajectory = await run(workflow, timeout_s=0.05)
+    assert trajectory.failure == Failure(where="timeout", message="not done after timeout_s=0.05")
+    assert cleaned
+    assert len(trajectory.turns) == 1
+
+
+async def test_workflow_and_judge_share_the_deadline():
+    async def judge(task, response):
+        await asyncio.sleep(60)
+
+    assert (await run(answer, judge, timeout_s=0.05)).failure.where == "timeout"
+
+
+async def test_user_code_that_ignores_its_cancellation_is_abandoned(caplog):
+    late = []
+
+    async def workflow(task, model):
+        for _ in range(4):
+            try:
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                late.append("cancelled")
+        try:
+            await ask(model)
+        except openai.AuthenticationError:
+            late.append("refused")
+        raise RuntimeError("nobody hears this")
+
+    service = build_service()
+    trajectory = await run(workflow, service=service, timeout_s=0.05)
+    assert trajectory.failure.where == "timeout"
+    assert "abandoned" in caplog.text
+    await asyncio.sleep(0.6)
+    assert late == ["cancelled", "refused"]
+    assert service.recorder.engine.ledger == []
+
+
+@pytest.mark.parametrize("is_swallowed", [True, False])
+async def test_an_engine_error_is_never_a_reward(is_swallowed):
+    def fail(prompt, sampling, order):
+        yield 40
+        raise RuntimeError("out of memory")
+
+    async def workflow(task, model):
+        try:
+            await ask(model)
+        except openai.InternalServerError:
+            if not is_swallowed:
+                raise
+        return WorkflowOutput(reward=0.0)
+
+    trajectory = await run(workflow, service=build_service(fail))
+    assert trajectory.failure == Failure(where="engine", message="model: RuntimeError: out of memory")
+    assert trajectory.reward is None
+    assert trajectory.turns[0].sampled_ids == (40,)
+
+
+async def test_an_engine_error_of_a_helper_is_named():
+    def fail(prompt, sampling, order):
+        raise RuntimeError("lost")
+
+    async def judge(task, response, auxiliary_models):
+        try:
+            await ask(auxiliary_models["critic"])
+        except openai.InternalServerError:
+            return JudgeOutput(reward=0.0)
+
+    trajectory = await run(answer, judge, auxiliary_models={"critic": build_service(fail, has_recording=False)})
+    assert trajectory.failure == Failure(where="engine", message="critic: RuntimeError: lost")
+
+
+async def test_cancelling_the_runner_closes_the_session():
+    service = build_service(lambda *_: [30] * 10_000)
+    running = asyncio.ensure_future(run(answer, service=service))
+    while not service.recorder.engine.ledger:  # noqa: ASYNC110 - the fake engine has no event to wait for
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert service.recorder._sessions == {}
+
+
+async def test_calls_that_outlive_the_workflow_are_ended_with_it():
+    pending, begun = [], asyncio.Event()
+
+    def script(prompt, sampling, order):
+        yield from range(20, 30)
+        begun.set()
+        yield from range(30, 60)
+
+    async def workflow(task, model):
+        pending.append(asyncio.ensure_future(ask(model)))
+        await begun.wait()
+        return WorkflowOutput(reward=1.0)
+
+    service = build_service(script)
+    (turn,) = (await run(workflow, service=service)).turns
+    with pytest.raises(openai.AuthenticationError):
+        await pending[0]
+    assert turn.stop_reason == "cancelled"
+    assert 10 <= len(turn.sampled_ids) < 40
+    assert list(turn.sampled_ids) == service.recorder.engine.ledger[0][1]
+
+
+async def test_a_run_whose_calls_were_all_refused_fails():
+    async def workflow(task, model):
+        with pytest.raises(openai.BadRequestError):
+            await model([{"role": "assistant", "content": "x", "tool_calls": 3}])
+        with pytest.raises(openai.BadRequestError):
+            await model([{"role": "user", "content": "x"}, {"role": "robot"}])
+        return WorkflowOutput(reward=0.0)
+
+    async def workflow_of_a_strict_template(task, model):
+        with pytest.raises(openai.BadRequestError):
+            await model([{"role": "user", "content": "x"}, {"role": "user", "content": "y"}])
+        return WorkflowOutput(reward=0.0)
+
+    assert (await run(workflow)).failure.message.startswith("the workflow made no call to `model`")
+    strict = build_chat_tokenizer(GEMMA2)
+    engine = FakeEngine(strict, say(strict, "x"))
+    service = ModelService(engine, Renderer(strict), model_name="m", sampling=Sampling(max_tokens=50))
+    failure = (await run(workflow_of_a_strict_template, service=service)).failure
+    assert failure.message == "none of the workflow's 1 calls to `model` was answered"
+
+
+class Speaker:
+    def get_text_content(self):
+        return "said"
+
+
+class Broken:
+    def __repr__(self):
+        raise RuntimeError
+
+
+BROKEN = "<test_runner.Broken>"
+
+
+@pytest.mark.parametrize(
+    ("response", "text"),
+    [
+        ("a", "a"),
+        (None, ""),
+        (Speaker(), "said"),
+        ({"x": 1}, "{'x': 1}"),
+        ("y" * 9000, "y" * 9000),
+        (Broken(), "<test_runner.Broken>"),
+    ],
+)
+def test_responses_are_shown_as_text(response, text):
+    assert describe_response(response) == text
+
+
+def test_long_values_are_shortened():
+    assert len(describe_response(list(range(100_000)))) < 5000
+
+
+async def test_duration_is_measured():
+    started = time.perf_counter()
+    trajectory = await run(answer)
+    assert 0 < trajectory.duration_s <= time.perf_counter() - started

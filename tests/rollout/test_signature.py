@@ -1,0 +1,79 @@
+"""What workflows and judges may look like."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+
+
+async def full_workflow(task, model, auxiliary_models=None, logger=None): ...
+
+
+async def judge(task, response): ...
+
+
+class Methods:
+    async def workflow(self, task, model): ...
+
+    async def __call__(self, task, response, logger): ...
+
+
+def test_allowed_shapes_pass():
+    check_workflow_function(full_workflow)
+    check_workflow_function(Methods().workflow)
+    check_workflow_function(functools.partial(full_workflow))
+    check_judge_function(judge)
+    check_judge_function(Methods())
+
+
+async def with_args(task, model, *rest): ...
+
+
+async def with_kwargs(task, model, **rest): ...
+
+
+async def with_nothing(): ...
+
+
+async def with_more(task, model, temperature=1.0, seed=0): ...
+
+
+async def with_self(self, task, model): ...
+
+
+def not_async(task, model): ...
+
+
+async def yielding(task, model):
+    yield
+
+
+async def positional(task, model, /): ...
+
+
+@pytest.mark.parametrize(
+    ("func", "message"),
+    [
+        (with_args, "*args parameter is not allowed: *rest"),
+        (with_kwargs, "**kwargs parameter is not allowed: **rest"),
+        (with_nothing, "Missing essential parameters: ['model', 'task']"),
+        (judge, "Missing essential parameters: ['model']"),
+        (with_more, "Contains disallowed parameters: ['seed', 'temperature']"),
+        (Methods.workflow, "Contains disallowed parameters: ['self']"),
+        (not_async, "the workflow function not_async must be async: define it with `async def`"),
+        (yielding, "the workflow function yielding must be async: define it with `async def`"),
+        (positional, "positional-only parameter is not allowed: task; arguments are passed by name"),
+    ],
+)
+def test_others_are_refused_with_agentscopes_words(func, message):
+    with pytest.raises(ValueError) as caught:
+        check_workflow_function(func)
+    assert str(caught.value) == message
+
+
+def test_a_judge_needs_a_response():
+    with pytest.raises(ValueError, match=r"Missing essential parameters: \['response'\]"):
+        check_judge_function(full_workflow)

@@ -1,0 +1,54 @@
+"""Several data sets: in turn by size as published, by weight to within one task, each with its own selector."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from tunesmith.tasks.bots import BotsSelector
+from tunesmith.tasks.mixture import Mixture
+from tunesmith.tasks.selector import build_sequential
+
+SIZES = {"a": 5, "b": 7}
+
+
+def build(**options):
+    return Mixture({n: build_sequential(np.zeros((k, 0)), seed=0) for n, k in SIZES.items()}, SIZES, **options)
+
+
+def sets_of(indices):
+    return [int(index >= 5) for index in indices]
+
+
+def test_sets_take_turns_in_a_shuffled_list_of_their_sizes():
+    mixture = build(seed=0)
+    first, second = mixture.select(12), mixture.select(12)
+    assert sets_of(first) == [1, 0, 1, 0, 1, 1, 0, 0, 1, 1, 1, 0]
+    assert sets_of(second) == [1, 1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 0]
+    assert sorted(first) == sorted(second) == list(range(12))
+
+
+def test_weights_hold_in_every_stretch():
+    mixture = build(seed=0, weights={"a": 3.0, "b": 1.0})
+    turns = [turn for _ in range(5) for turn in sets_of(mixture.select(7))]
+    for length in range(1, len(turns) + 1):
+        assert abs(sum(turns[:length]) - length / 4) <= 1
+
+
+def test_feedback_goes_to_the_set_that_a_task_is_of():
+    selectors = {n: BotsSelector(np.zeros((k, 0)), seed=0, m=8, rho=0.0) for n, k in SIZES.items()}
+    mixture = Mixture(selectors, SIZES, seed=0)
+    metrics = mixture.feedback([1, 6], [1.0, 0.0])
+    assert selectors["a"].alpha[1] > 2 and selectors["b"].beta[1] > 2
+    assert metrics["selector/num_feedback/a"] == metrics["selector/num_feedback/b"] == 1
+    drawn = mixture.select(4)
+    assert sorted(choice.index for choice in mixture.explain().choices) == sorted(drawn)
+
+
+def test_state_restores_what_comes_next():
+    for options in ({"seed": 2}, {"seed": 2, "weights": {"a": 1.0, "b": 2.0}}):
+        first, second = build(**options), build(**options)
+        first.select(17)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert second.select(20) == first.select(20)

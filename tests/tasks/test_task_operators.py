@@ -1,0 +1,127 @@
+"""Operators on tasks, one by one, and paraphrases from a model that answers over HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from tunesmith.errors import DataError
+from tunesmith.tasks.operators import (
+    compute_quality,
+    deduplicate,
+    length_filter,
+    order_by_priority,
+    score_difficulty,
+    score_quality,
+)
+from tunesmith.tasks.paraphrase import is_faithful, paraphrase
+from tunesmith.types import Task
+
+
+def tasks_of(*rows):
+    return [Task(task_id=f"t/{i}", index=i, row=row) for i, row in enumerate(rows)]
+
+
+def kept(result):
+    return [task.index for task in result[0]]
+
+
+def test_duplicates_differ_in_spacing_case_and_punctuation_alone():
+    tasks = tasks_of({"q": "What is 2 + 2?"}, {"q": "what  is 2 2"}, {"q": "What is 2 + 3?"})
+    assert kept(deduplicate(tasks, fields=["q"])) == [0, 2]
+    assert deduplicate(tasks, fields=["q"])[1] == {"num_removed": 1}
+
+
+def test_length_counts_characters():
+    tasks = tasks_of({"q": "ab"}, {"q": "abcd"}, {"q": "abcdef"})
+    assert kept(length_filter(tasks, field="q", min_chars=3, max_chars=5)) == [1]
+
+
+def test_quality_of_prose_is_above_that_of_noise():
+    prose = "A train leaves the station at noon and travels sixty miles before it stops for water."
+    assert compute_quality(prose) > 0.95
+    assert compute_quality("!!!! ???? $$$$ ####") == 0.0
+    assert compute_quality("<<a>> ## b ** {c} // [d] %% e") < 0.8
+    assert compute_quality("again and again and " * 20) < 0.5
+    assert compute_quality("  ") == 0.0
+
+
+def test_scores_are_new_fields():
+    tasks = tasks_of({"q": "Hello there", "easy": 0.25, "easier": 0.75})
+    (task,), _ = score_quality(tasks, field="q")
+    assert task.row["quality_score"] == compute_quality("Hello there")
+    (task,), _ = score_difficulty(tasks, feature_keys=["easy", "easier"], to="hard")
+    assert task.row["hard"] == 0.5
+    with pytest.raises(DataError, match="have a field 'easy' already"):
+        score_quality(tasks, field="q", to="easy")
+
+
+def test_priority_is_a_weighted_sum_and_equals_keep_their_order():
+    tasks = tasks_of({"a": 1, "b": 0}, {"a": 0, "b": 3}, {"a": 1, "b": 0})
+    assert kept(order_by_priority(tasks, weights={"a": 1.0, "b": 0.5})) == [1, 0, 2]
+    assert kept(order_by_priority(tasks, weights={"a": 1.0, "b": -0.5}, top_k=2)) == [0, 2]
+
+
+def test_a_field_that_is_missing_or_no_number_is_named():
+    with pytest.raises(DataError, match="t/0 has no 'z'; its fields are q"):
+        length_filter(tasks_of({"q": "a"}), field="z")
+    with pytest.raises(DataError, match="which is no number"):
+        order_by_priority(tasks_of({"q": "a"}), weights={"q": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("rewritten", "expected"),
+    [
+        ("Ann owns 3 pens and gets 12", True),
+        ("Ann has 3 pens, then 12", False),
+        ("Ann owns 3 pens", False),
+        (" ", False),
+    ],
+)
+def test_a_faithful_paraphrase_keeps_every_number(rewritten, expected):
+    assert is_faithful("Ann has 3 pens, then 12", rewritten) is expected
+
+
+@pytest.fixture
+def rewriter():
+    """An OpenAI-compatible server that turns questions round; it counts what it is asked."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append(body["seed"])
+            text = body["messages"][0]["content"].split("\n\n")[-1]
+            answer = f"Say: {text}" if body["seed"] == 0 else "Say: nothing"
+            choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
+            head = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
+            reply = json.dumps(head | {"choices": [choice]})
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            self.wfile.write(reply.encode())
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    server.shutdown()
+
+
+def test_paraphrases_are_made_once_and_read_back(rewriter, tmp_path):
+    url, asked = rewriter
+    args = {"field": "q", "model": "m", "base_url": url, "cache_path": str(tmp_path / "said.jsonl"), "num_variants": 2}
+    tasks = tasks_of({"q": "What is 2?", "answer": "2"})
+    made, metrics = paraphrase(tasks, **args)
+    assert [task.task_id for task in made] == ["t/0", "t/0/paraphrase-0"]
+    assert made[1].row == {"q": "Say: What is 2?", "answer": "2"} and made[1].index == 0
+    assert metrics == {"num_asked": 2, "num_refused": 1}
+    with (tmp_path / "said.jsonl").open("a") as file:
+        file.write('["cut sho')
+    again, metrics = paraphrase(tasks, **args)
+    assert again == made and metrics["num_asked"] == 0 and len(asked) == 2

@@ -1,0 +1,158 @@
+"""AdamW against torch's, against the update rule in float64, and against its own state written and read."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tunesmith.config import TrainerSection
+from tunesmith.errors import ModelError
+from tunesmith.trainer.optimizer import MasterAdamW
+
+SETTINGS = TrainerSection(learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.95), max_grad_norm=0.5)
+
+
+def build_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)).to(dtype)
+
+
+def run_backward(model: nn.Module, step: int) -> None:
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+    model(x.to(next(model.parameters()).dtype)).float().square().sum().backward()
+
+
+def run_updates(model: nn.Module, optimizer: MasterAdamW, steps: range) -> None:
+    for step in steps:
+        run_backward(model, step)
+        optimizer.collect_gradients()
+        norm = optimizer.compute_grad_norm()
+        optimizer.update(learning_rate=1e-2 / (step + 1), grad_norm=norm, max_grad_norm=0.5)
+
+
+def compute_reference(start: torch.Tensor, gradients: list[torch.Tensor], norms: list[float], decay: float):
+    """The rule of Loshchilov and Hutter (2019), algorithm 2, in float64."""
+    x, m, v = start.double(), torch.zeros_like(start).double(), torch.zeros_like(start).double()
+    for step, (gradient, norm) in enumerate(zip(gradients, norms, strict=True)):
+        g, rate = gradient.double() * min(1.0, 0.5 / (norm + 1e-6)), 1e-2 / (step + 1)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+        m_hat, v_hat = m / (1 - 0.9 ** (step + 1)), v / (1 - 0.95 ** (step + 1))
+        x = x - rate * decay * x - rate * m_hat / (v_hat.sqrt() + 1e-8)
+    return x
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_updates_equal_the_rule(dtype, tolerance):
+    model = build_model(dtype)
+    start = copy.deepcopy(model.state_dict())
+    optimizer, gradients, norms = MasterAdamW(model, SETTINGS), [], []
+    for step in range(4):
+        run_backward(model, step)
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        norm = optimizer.compute_grad_norm()
+        norms.append(norm.item())
+        optimizer.update(learning_rate=1e-2 / (step + 1), grad_norm=norm, max_grad_norm=0.5)
+    for name, parameter in model.named_parameters():
+        decay = 0.1 if parameter.ndim == 2 else 0.0
+        expected = compute_reference(start[name], [g[name] for g in gradients], norms, decay)
+        torch.testing.assert_close(parameter.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_float32_updates_equal_those_of_torch():
+    model = build_model()
+    theirs = copy.deepcopy(model)
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=True)
+    run_updates(model, MasterAdamW(model, SETTINGS), range(5))
+    for step in range(5):
+        run_backward(theirs, step)
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        for group in adamw.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        adamw.step()
+        adamw.zero_grad()
+    for a, b in zip(model.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_bfloat16_parameters_follow_float32_masters():
+    """Steps far below the rounding of bfloat16 add up."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    pointer = model.weight.data_ptr()
+    optimizer = MasterAdamW(model, TrainerSection(learning_rate=1e-5))
+    for _ in range(1000):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.collect_gradients()
+        optimizer.update(learning_rate=1e-5, grad_norm=optimizer.compute_grad_norm(), max_grad_norm=10.0)
+    master = optimizer.state_dict()["master:weight"]
+    assert master.item() == pytest.approx(0.99, abs=5e-5)
+    assert torch.equal(model.weight, master.to(torch.bfloat16))
+    assert model.weight.data_ptr() == pointer
+
+
+def test_gradients_of_bfloat16_parameters_add_up_in_float32():
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    optimizer = MasterAdamW(model, TrainerSection())
+    for value in (256.0, *[1.0] * 8):
+        model.weight.grad = torch.full_like(model.weight, value)
+        optimizer.collect_gradients()
+        assert model.weight.grad is None
+    assert optimizer.compute_grad_norm().item() == 264.0
+
+
+def test_frozen_parameters_are_left_alone():
+    model = build_model()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    run_updates(model, MasterAdamW(model, SETTINGS), range(2))
+    assert torch.equal(model[0].weight, before)
+    with pytest.raises(ModelError, match="no parameter"):
+        MasterAdamW(model.requires_grad_(False), SETTINGS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_goes_on_bit_for_bit(dtype):
+    whole, first = build_model(dtype), build_model(dtype)
+    run_updates(whole, MasterAdamW(whole, SETTINGS), range(6))
+    optimizer = MasterAdamW(first, SETTINGS)
+    run_updates(first, optimizer, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    second = build_model(dtype)
+    second.load_state_dict(first.state_dict())
+    resumed = MasterAdamW(second, SETTINGS)
+    resumed.load_state_dict(state)
+    for key, value in resumed.state_dict().items():
+        assert torch.equal(value, state[key]), key
+    run_updates(second, resumed, range(3, 6))
+    for a, b in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    run_updates(first, optimizer, range(3, 6))
+    assert not torch.equal(state["exp_avg:0.weight"], optimizer.state_dict()["exp_avg:0.weight"])
+
+
+def test_state_before_the_first_update_goes_on_too():
+    model = build_model()
+    optimizer = MasterAdamW(model, SETTINGS)
+    assert optimizer.state_dict() == {}
+    optimizer.load_state_dict({})
+    run_updates(model, optimizer, range(1))
+
+
+def test_state_of_another_model_is_refused():
+    model = build_model(torch.bfloat16)
+    optimizer = MasterAdamW(model, SETTINGS)
+    run_updates(model, optimizer, range(1))
+    state = optimizer.state_dict()
+    with pytest.raises(ModelError, match="does not have"):
+        optimizer.load_state_dict(state | {"exp_avg:9.weight": torch.zeros(1)})
+    with pytest.raises(ModelError, match="belongs to another model"):
+        optimizer.load_state_dict(state | {"exp_avg:0.weight": torch.zeros(1)})
+    with pytest.raises(ModelError, match="belongs to another model"):
+        optimizer.load_state_dict({key: value for key, value in state.items() if key != "master:0.weight"})

@@ -1,0 +1,82 @@
+"""Functions chosen by name in a file, and their arguments.
+
+A table maps names to functions; the arguments a user may give are a function's keyword-only parameters, with their
+types, ranges and defaults. What is not known, is missing or has another type is a ConfigError that names the nearest
+known name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from tunesmith.errors import ConfigError
+
+LoadFunction = Callable[[str], Callable[..., Any]]
+"""Finds what a user named as `module:function` or `file.py:function`."""
+
+
+def find_function(
+    name: str, table: Mapping[str, Callable[..., Any]], *, load: LoadFunction, where: str
+) -> Callable[..., Any]:
+    """The table's function of that name, or the user's own where the name is a path."""
+    if name in table:
+        return table[name]
+    if ":" in name or "." in name:
+        return load(name)
+    raise ConfigError(
+        f"unknown {where} {name!r}: {name_nearest(name, list(table))}, or name your own as module:function"
+    )
+
+
+def bind_arguments(
+    function: Callable[..., Any], args: Mapping[str, Any], *, where: str, reserved: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """Check the arguments against the function's keywords and their types, then bind them.
+
+    `reserved` keywords are given by the caller later and are none of the user's business.
+    """
+    hints = _find_hints(function, where=where)
+    parameters = [p for p in find_keywords(function).values() if p.name not in reserved]
+    known = [parameter.name for parameter in parameters]
+    bound = {}
+    for name, value in args.items():
+        if name not in known:
+            raise ConfigError(f"unknown argument {name!r} in {where}: {name_nearest(name, known)}")
+        try:
+            bound[name] = TypeAdapter(hints.get(name, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ConfigError(f"{name}={value!r} in {where}: {error.errors()[0]['msg']}") from error
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in args]
+    if missing:
+        raise ConfigError(f"{where} needs the argument {missing[0]!r}")
+    return partial(function, **bound)
+
+
+def find_keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The keyword-only parameters of a function or class."""
+    parameters = inspect.signature(function).parameters
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+def name_nearest(name: str, known: Sequence[str]) -> str:
+    """A clause that helps whoever mistyped a name."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(known)}" if known else "it takes none"
+
+
+def _find_hints(function: Callable[..., Any], *, where: str) -> dict[str, Any]:
+    target = function.__init__ if inspect.isclass(function) else function
+    if not inspect.isroutine(target):
+        target = type(target).__call__
+    try:
+        return get_type_hints(target, include_extras=True)
+    except NameError as error:
+        raise ConfigError(f"{where}: a type annotation cannot be resolved: {error}") from error

@@ -1,0 +1,279 @@
+"""The parts of a Trinity-RFT file that are more than one value: task sets, operators, losses, helpers, the buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tunesmith.compat.trinity_draft import (
+    Draft,
+    Rule,
+    accept,
+    allow,
+    allow_neutral,
+    move,
+    read_list,
+    read_mapping,
+    walk,
+)
+from tunesmith.config import AlgorithmSection
+from tunesmith.errors import ConfigError
+
+ADAPTER = "agentscope_workflow_adapter_v1"
+DEFAULT_KL_COEF = 0.001
+KL_NAMES = {"low_var_kl": "k3", "mse": "k2", "kl": "k1"}
+PPO_LOSS = frozenset(
+    {"ppo", "grpo", "multi_step_grpo", "gigpo", "dapo", "reinforceplusplus", "rloo", "on_policy_distill", "jsd"}
+)
+"""Algorithms whose policy loss is `ppo`; the others' has the algorithm's name."""
+ADVANTAGE_NAMES = {"multi_step_grpo": "step_wise_grpo", "dapo": "grpo", "gspo": "grpo", "cispo": "grpo", "sapo": "grpo"}
+
+RowRules = dict[str, str]
+TASKSET_KEYS: RowRules = {"path": "path", "split": "split", "subset_name": "name"}
+"""Keys of a task set that are fields of our data set section."""
+SAMPLING_KEYS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_tokens"}
+
+
+def read_taskset(draft: Draft, key: str, value: Any) -> None:
+    """The one training set."""
+    draft.values["train_dataset"] = read_one_set(draft, key, read_mapping(value, key), is_evaluation=False)
+
+
+def read_tasksets(draft: Draft, key: str, value: Any) -> None:
+    """Several training sets, mixed by size."""
+    sets = [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
+    if sets and "train_dataset" in draft.values:
+        raise ConfigError(f"{key} and taskset are both given: name every set in tasksets")
+    if len(sets) == 1:
+        draft.values["train_dataset"] = read_one_set(draft, f"{key}[0]", sets[0], is_evaluation=False)
+    elif sets:
+        draft.values["train_datasets"] = name_sets(draft, key, sets, is_evaluation=False)
+
+
+def read_eval_tasksets(draft: Draft, key: str, value: Any) -> None:
+    """Held-out sets."""
+    sets = [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
+    if sets:
+        draft.values["eval_datasets"] = name_sets(draft, key, sets, is_evaluation=True)
+
+
+def name_sets(draft: Draft, key: str, sets: list[Mapping[str, Any]], *, is_evaluation: bool) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for number, each in enumerate(sets):
+        name = str(each.get("name") or f"taskset_{number}")
+        if name in named:
+            raise ConfigError(f"{key}[{number}].name={name!r}: another set has that name")
+        named[name] = read_one_set(draft, f"{key}[{number}]", each, is_evaluation=is_evaluation)
+    return named
+
+
+def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluation: bool) -> dict[str, Any]:
+    """A data set section; what a set says of sampling and of repeats goes to the sections that hold it."""
+    section: dict[str, Any] = {}
+
+    def keep(target: str) -> Rule:
+        def apply(draft: Draft, key: str, value: Any) -> None:
+            if value is not None:
+                section[target] = value
+
+        return apply
+
+    def keep_selector(draft: Draft, key: str, value: Any) -> None:
+        if "task_selector" in section:
+            raise ConfigError(f"{key}: task_selector and data_selector mean the same; give one")
+        section["task_selector"] = read_selector(read_mapping(value, key), key)
+
+    no_selector = allow_neutral("an evaluation tries every task once; leave the selector out")
+    rules: dict[str, Rule] = {
+        "name": accept(),
+        "storage_type": allow("file", reason="tasks are read from files and from the hub; export the table to jsonl"),
+        "repeat_times": move("evaluation.num_samples" if is_evaluation else "algorithm.group_size"),
+        "rollout_args": read_evaluation_sampling if is_evaluation else read_sampling,
+        "workflow_args": allow_neutral("the workflow is your function; bind its arguments there (functools.partial)"),
+        "reward_fn_args": allow_neutral("the judge is your function; bind its arguments there (functools.partial)"),
+        "format": accept("workflows and judges get the row as it is"),
+        "default_workflow_type": allow(ADAPTER, reason="give the workflow as a function, workflow: module:function"),
+        "default_reward_fn_type": allow_neutral("give the judge as a function, judge: module:function"),
+        "task_selector": no_selector if is_evaluation else keep_selector,
+        "data_selector": no_selector if is_evaluation else keep_selector,
+        "enable_progress_bar": accept(),
+        **{name: keep(target) for name, target in TASKSET_KEYS.items()},
+    }
+    walk(draft, rules, given, place=f"{key}.")
+    return section
+
+
+def read_selector(given: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Our selector section; names and arguments are the same, and are checked where the selector is built."""
+    names = {"selector_type": "selector_type", "seed": "seed", "feature_keys": "feature_keys", "kwargs": "args"}
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        raise ConfigError(f"{key}.{unknown[0]} is not a known key: known are {', '.join(names)}")
+    return {names[name]: value for name, value in given.items() if value is not None}
+
+
+def read_sampling(draft: Draft, key: str, value: Any) -> None:
+    """How training rollouts are sampled; it overrides what the model section says."""
+    for name, given in read_mapping(value, key).items():
+        if name == "n" and given in (None, 1):
+            continue
+        if name == "logprobs":
+            continue
+        if name not in SAMPLING_KEYS:
+            raise ConfigError(
+                f"{key}.{name} cannot be honoured: a request samples one answer, by {list(SAMPLING_KEYS)}"
+            )
+        if given is not None:
+            given = max(given, 0) if name == "top_k" else given
+            draft.set(f"model.{SAMPLING_KEYS[name]}", given, source=f"{key}.{name}", is_finer=True)
+
+
+def read_evaluation_sampling(draft: Draft, key: str, value: Any) -> None:
+    """Evaluations have a temperature of their own; the rest is the model's."""
+    for name, given in read_mapping(value, key).items():
+        if name == "temperature":
+            draft.set("evaluation.temperature", given, source=f"{key}.{name}")
+        elif name != "logprobs" and given != draft.find(f"model.{name}", given):
+            raise ConfigError(
+                f"{key}.{name}={given!r} cannot be honoured: evaluations differ from training in temperature alone; "
+                f"set model.{name}"
+            )
+
+
+def read_operators(draft: Draft, key: str, value: Any) -> None:
+    """The chain of operators on experience; names and arguments are checked where the chain is built."""
+    operators = []
+    for number, each in enumerate(read_list(value, key)):
+        given = read_mapping(each, f"{key}[{number}]")
+        unknown = [name for name in given if name not in ("name", "args")]
+        if unknown or "name" not in given:
+            raise ConfigError(f"{key}[{number}] must have a name and may have args, got {dict(given)}")
+        if given["name"] == "data_juicer":
+            raise ConfigError(
+                f"{key}[{number}].name='data_juicer' cannot be honoured: no Data-Juicer service is used; nearest are "
+                "train_dataset.operators (deduplicate, length_filter, quality_score, priority_order)"
+            )
+        operators.append({"name": given["name"], "args": dict(given.get("args") or {})})
+    draft.set("experience.operators", operators, source=key)
+
+
+def read_loss_name(draft: Draft, key: str, value: Any) -> None:
+    algorithm = draft.find("algorithm.algorithm_type", "ppo")
+    own = "ppo" if algorithm in PPO_LOSS else algorithm
+    allow(own, reason=f"the loss belongs to the algorithm: {algorithm} has {own!r}; choose another algorithm_type")(
+        draft, key, value
+    )
+
+
+def read_loss_args(draft: Draft, key: str, value: Any) -> None:
+    """Arguments of the loss that differ from its defaults; the others keep theirs."""
+    args = dict(read_mapping(value, key))
+    if args.get("loss_agg_mode") is not None:
+        draft.set("algorithm.loss_aggregation", args.pop("loss_agg_mode"), source=f"{key}.loss_agg_mode")
+    if args.get("clip_range") is not None:
+        both = args.pop("clip_range")
+        args = {"clip_range_low": both, "clip_range_high": both} | args
+    draft.set("algorithm.loss_args", {k: v for k, v in args.items() if v is not None}, source=key)
+
+
+def read_advantage_name(draft: Draft, key: str, value: Any) -> None:
+    algorithm = draft.find("algorithm.algorithm_type", "ppo")
+    own = ADVANTAGE_NAMES.get(algorithm, algorithm)
+    allow(own, algorithm, reason=f"advantages belong to the algorithm: {algorithm} has {own!r}; choose another")(
+        draft, key, value
+    )
+
+
+def read_kl_name(draft: Draft, key: str, value: Any) -> None:
+    """The KL to the starting model; with no coefficient in the file, Trinity's own."""
+    if value is None:
+        return
+    if value == "none":
+        draft.set("algorithm.kl_coef", 0.0, source=key)
+        return
+    draft.set("algorithm.kl_estimator", KL_NAMES.get(value, value), source=key)
+    if draft.find("algorithm.kl_loss_fn_args.kl_coef") is None:
+        draft.set("algorithm.kl_coef", DEFAULT_KL_COEF, source=key)
+
+
+def read_kl_args(draft: Draft, key: str, value: Any) -> None:
+    rules = {
+        "kl_coef": move("algorithm.kl_coef", float),
+        "adaptive": allow_neutral("the coefficient is constant; set kl_coef"),
+        "target_kl": accept("the coefficient is constant"),
+        "horizon": accept("the coefficient is constant"),
+    }
+    walk(draft, rules, read_mapping(value, key), place=f"{key}.")
+
+
+def read_entropy_name(draft: Draft, key: str, value: Any) -> None:
+    allow("default", "none", reason="the entropy bonus is the mean entropy of sampled tokens; choose default or none")(
+        draft, key, value
+    )
+    if value == "none":
+        draft.set("algorithm.entropy_coef", 0.0, source=key)
+
+
+def read_entropy_args(draft: Draft, key: str, value: Any) -> None:
+    rules = {"entropy_coef": move("algorithm.entropy_coef", float)}
+    walk(draft, rules, read_mapping(value, key), place=f"{key}.")
+
+
+def read_replay(draft: Draft, key: str, value: Any) -> None:
+    """Without a cool-down Trinity's buffer only prefers fresh experience, and here all experience is fresh.
+
+    With one, experience is trained again: as many groups of earlier steps as a step has of its own.
+    """
+    given = read_mapping(value, key)
+    unknown = [n for n in given if n not in ("enable", "priority_fn", "reuse_cooldown_time", "priority_fn_args")]
+    if unknown:
+        raise ConfigError(f"{key}.{unknown[0]} is not a known key")
+    if not given.get("enable"):
+        return
+    if given.get("reuse_cooldown_time") is None:
+        draft.notes.append(f"{key}.enable=True: every step trains the experience that it sampled, and only that")
+        return
+    allow(
+        "linear_decay", "decay_limit_randomization", reason="a priority is linear_decay or decay_limit_randomization"
+    )(draft, f"{key}.priority_fn", given.get("priority_fn"))
+    draft.set(
+        "experience.replay.num_groups", draft.find("buffer.batch_size", AlgorithmSection().batch_size), source=key
+    )
+    targets = {"decay": "decay", "use_count_limit": "max_uses", "sigma": "sigma"}
+    for name, number in read_mapping(given.get("priority_fn_args"), f"{key}.priority_fn_args").items():
+        if name not in targets:
+            raise ConfigError(f"{key}.priority_fn_args.{name} is not a known key: known are {', '.join(targets)}")
+        draft.set(f"experience.replay.{targets[name]}", number, source=f"{key}.priority_fn_args.{name}")
+
+
+def read_auxiliary_models(draft: Draft, key: str, value: Any) -> None:
+    """Helpers by name; each has a path of its own, and its own sampling."""
+    models: dict[str, Any] = {}
+    for number, each in enumerate(read_list(value, key)):
+        given = read_mapping(each, f"{key}[{number}]")
+        name, path = given.get("name"), given.get("model_path")
+        if not name or not path or name in models:
+            raise ConfigError(f"{key}[{number}] needs a name of its own and a model_path, got {dict(given)}")
+        models[str(name)] = read_auxiliary(draft, f"{key}[{number}]", given)
+    if models:
+        draft.values["auxiliary_models"] = models
+
+
+def read_auxiliary(draft: Draft, key: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {
+        "model_path": "path", "max_model_len": "max_model_len", "temperature": "temperature", "top_p": "top_p",
+        "max_tokens": "max_tokens", "max_response_tokens": "max_tokens", "enable_thinking": "enable_thinking",
+        "tool_call_parser": "tool_call_parser", "reasoning_parser": "reasoning_parser", "base_url": "base_url",
+    }  # fmt: skip
+    one_engine = "a helper runs on one engine, beside the trained model or behind base_url"
+    rules: dict[str, Rule] = dict.fromkeys(kept, accept())
+    rules |= {name: accept() for name in ("name", "enable_openai_api", "enable_history", "enable_auto_tool_choice")}
+    rules |= {name: accept() for name in ("enforce_eager", "enable_prefix_caching", "seed", "gpu_memory_utilization")}
+    rules |= {
+        "engine_num": accept(one_engine),
+        "tensor_parallel_size": allow(1, reason=f"{one_engine}; serve a large model elsewhere and name its base_url"),
+        "dtype": allow("auto", "bfloat16", "float32", reason="a helper has the type that suits the device"),
+        "engine_type": accept(),
+    }
+    walk(draft, rules, given, place=f"{key}.")
+    return {kept[name]: value for name, value in given.items() if name in kept and value is not None}

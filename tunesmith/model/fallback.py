@@ -1,0 +1,86 @@
+"""What a chat template lacks, said in words.
+
+A template without tools, without tool calls or without a system role still serves an agent: tools are described in the
+system message, calls and results are text blocks, and a system message joins the user's. The wording is the one that
+hermes-style models are trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tunesmith.model.messages import Message, ToolCall, load_arguments
+
+TOOLS_PROMPT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def put_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Describe tools in the system message, for templates that cannot."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    prompt = TOOLS_PROMPT.format(tools=lines)
+    if messages and messages[0].role == "system":
+        first = replace(messages[0], content=f"{messages[0].content}\n\n{prompt}".lstrip())
+        return [first, *messages[1:]]
+    return [Message(role="system", content=prompt), *messages]
+
+
+def put_calls_in_text(messages: Sequence[Message]) -> list[Message]:
+    """Write tool calls and tool results as text blocks, for templates that cannot show them.
+
+    Results that follow each other share one user message.
+    """
+    shown: list[Message] = []
+    was_result = False
+    for message in messages:
+        is_result = message.role == "tool"
+        if is_result:
+            text = f"<tool_response>\n{message.content}\n</tool_response>"
+            if was_result:
+                text = f"{shown.pop().content}\n{text}"
+            shown.append(Message(role="user", content=text))
+        elif message.tool_calls:
+            blocks = [message.content] if message.content else []
+            blocks += [_format_call(call) for call in message.tool_calls]
+            shown.append(replace(message, content="\n".join(blocks), tool_calls=()))
+        else:
+            shown.append(message)
+        was_result = is_result
+    return shown
+
+
+def _format_call(call: ToolCall) -> str:
+    arguments = load_arguments(call.arguments)
+    body = json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def put_system_in_user(messages: Sequence[Message]) -> list[Message]:
+    """Put each system message at the head of the user message after it, for templates without a system role."""
+    shown: list[Message] = []
+    pending: list[str] = []
+    for message in messages:
+        if message.role == "system":
+            pending.append(message.content)
+        elif message.role == "user" and pending:
+            shown.append(replace(message, content="\n\n".join([*pending, message.content])))
+            pending = []
+        else:
+            shown.append(message)
+    if pending:
+        shown.append(Message(role="user", content="\n\n".join(pending)))
+    return shown

@@ -1,0 +1,120 @@
+"""Operators on tasks, applied once before a run: fewer, scored or reordered tasks, and what was counted.
+
+An operator is a function `(tasks, **args) -> (tasks, numbers)`. A task keeps its index and id whatever happens around
+it, so that it can be found in the data set; fields that an operator adds to a row are new.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from tunesmith.errors import DataError
+from tunesmith.types import Task
+
+TaskOperator = Callable[..., tuple[list[Task], dict[str, float]]]
+
+WORD = re.compile(r"\w+")
+REPEATED_CHARS = 10
+REPEATED_WORDS = 5
+"""Lengths of the stretches whose repetition is measured."""
+
+
+def deduplicate(tasks: Sequence[Task], *, fields: list[str]) -> tuple[list[Task], dict[str, float]]:
+    """Keep the first of tasks whose fields say the same, whatever their spacing, case and punctuation."""
+    seen: set[tuple[str, ...]] = set()
+    kept = []
+    for task in tasks:
+        key = tuple(" ".join(WORD.findall(read_text(task, field).casefold())) for field in fields)
+        if key not in seen:
+            seen.add(key)
+            kept.append(task)
+    return kept, {"num_removed": float(len(tasks) - len(kept))}
+
+
+def length_filter(
+    tasks: Sequence[Task], *, field: str, min_chars: NonNegativeInt = 0, max_chars: PositiveInt | None = None
+) -> tuple[list[Task], dict[str, float]]:
+    """Keep tasks whose field has so many characters."""
+
+    def is_kept(task: Task) -> bool:
+        length = len(read_text(task, field))
+        return min_chars <= length and (max_chars is None or length <= max_chars)
+
+    kept = [task for task in tasks if is_kept(task)]
+    return kept, {"num_removed": float(len(tasks) - len(kept))}
+
+
+def score_quality(
+    tasks: Sequence[Task], *, field: str, to: str = "quality_score"
+) -> tuple[list[Task], dict[str, float]]:
+    """Add a score from 0 to 1: how much of the text is plain, and unrepeated in characters and in phrases."""
+    return _add_scores(tasks, to, [compute_quality(read_text(task, field)) for task in tasks])
+
+
+def score_difficulty(
+    tasks: Sequence[Task], *, feature_keys: list[str], to: str = "difficulty_score"
+) -> tuple[list[Task], dict[str, float]]:
+    """Add one minus the mean pass rate of the reference models."""
+    scores = [1.0 - fmean(read_number(task, key) for key in feature_keys) for task in tasks]
+    return _add_scores(tasks, to, scores)
+
+
+def order_by_priority(
+    tasks: Sequence[Task], *, weights: dict[str, float], top_k: PositiveInt | None = None
+) -> tuple[list[Task], dict[str, float]]:
+    """Highest weighted sum of number fields first, the data set's order among equals; keep the first `top_k`."""
+
+    def compute_priority(task: Task) -> float:
+        return sum(weight * read_number(task, field) for field, weight in weights.items())
+
+    kept = sorted(tasks, key=compute_priority, reverse=True)[:top_k]
+    return kept, {"num_removed": float(len(tasks) - len(kept))}
+
+
+def compute_quality(text: str) -> float:
+    """Mean of three shares, each 1 for clean prose; 0 for a text without words."""
+    words = WORD.findall(text.casefold())
+    if not words:
+        return 0.0
+    characters = [text[start : start + REPEATED_CHARS] for start in range(max(len(text) - REPEATED_CHARS + 1, 1))]
+    phrases = [tuple(words[start : start + REPEATED_WORDS]) for start in range(max(len(words) - REPEATED_WORDS + 1, 1))]
+    plain = fmean(character.isalnum() for character in text if not character.isspace())
+    return fmean([plain, compute_unique_share(characters), compute_unique_share(phrases)])
+
+
+def compute_unique_share(items: Sequence[Any]) -> float:
+    """Share of the items that occur once."""
+    counts = Counter(items)
+    return sum(count for count in counts.values() if count == 1) / len(items)
+
+
+def read_text(task: Task, field: str) -> str:
+    value = _read(task.row, field, task)
+    return value if isinstance(value, str) else str(value)
+
+
+def read_number(task: Task, field: str) -> float:
+    value = _read(task.row, field, task)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise DataError(f"task {task.task_id} has {field}={value!r}, which is no number")
+    return float(value)
+
+
+def _read(row: Mapping[str, Any], field: str, task: Task) -> Any:
+    if row.get(field) is None:
+        raise DataError(f"task {task.task_id} has no {field!r}; its fields are {', '.join(map(str, row))}")
+    return row[field]
+
+
+def _add_scores(tasks: Sequence[Task], to: str, scores: Sequence[float]) -> tuple[list[Task], dict[str, float]]:
+    if any(to in task.row for task in tasks):
+        raise DataError(f"the tasks have a field {to!r} already; name another with `to`")
+    scored = [replace(task, row={**task.row, to: score}) for task, score in zip(tasks, scores, strict=True)]
+    return scored, {"mean": fmean(scores), "min": min(scores), "max": max(scores)}

@@ -1,0 +1,149 @@
+"""The one place where selectors and operators on tasks have names.
+
+A selector of ours is built from the features of its tasks; a user's own from the tasks themselves:
+`build(tasks, *, seed, **args)`, and `feature_keys` too if it takes them. Arguments are checked by the signature.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tunesmith.arguments import LoadFunction, bind_arguments, find_function, find_keywords
+from tunesmith.config import OperatorSection, SelectorSection
+from tunesmith.errors import ConfigError, DataError
+from tunesmith.tasks.bots import BotsSelector
+from tunesmith.tasks.operators import (
+    TaskOperator,
+    deduplicate,
+    length_filter,
+    order_by_priority,
+    score_difficulty,
+    score_quality,
+)
+from tunesmith.tasks.paraphrase import paraphrase
+from tunesmith.tasks.selector import (
+    Floats,
+    RandomSelector,
+    Selector,
+    build_easy_to_hard,
+    build_sequential,
+    build_shuffle,
+)
+from tunesmith.types import Task
+
+GIVEN_TO_SELECTORS = ("seed", "feature_keys")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorEntry:
+    """A line of the table."""
+
+    build: Callable[..., Selector]
+    """Takes the features of the tasks, one row a task, and `seed`."""
+    min_features: int = 0
+    max_features: float = 0
+
+
+SELECTORS: dict[str, SelectorEntry] = {
+    "sequential": SelectorEntry(build=build_sequential),
+    "shuffle": SelectorEntry(build=build_shuffle),
+    "random": SelectorEntry(build=RandomSelector),
+    "offline_easy2hard": SelectorEntry(build=build_easy_to_hard, min_features=1, max_features=math.inf),
+    "difficulty_based": SelectorEntry(build=BotsSelector, max_features=math.inf),
+}
+
+TASK_OPERATORS: dict[str, TaskOperator] = {
+    "deduplicate": deduplicate,
+    "length_filter": length_filter,
+    "quality_score": score_quality,
+    "difficulty_score": score_difficulty,
+    "priority_order": order_by_priority,
+    "paraphrase": paraphrase,
+}
+
+
+def build_selector(section: SelectorSection, tasks: Sequence[Task], *, seed: int, load: LoadFunction) -> Selector:
+    """The selector that a section names; `seed` is the run's, used where the section has none."""
+    name, keys = section.selector_type, section.feature_keys
+    seed = seed if section.seed is None else section.seed
+    where = f"the arguments of selector {name!r}"
+    if name not in SELECTORS:
+        build = find_function(name, {key: entry.build for key, entry in SELECTORS.items()}, load=load, where="selector")
+        return build_own_selector(build, tasks, section=section, seed=seed)
+    entry = SELECTORS[name]
+    if not entry.min_features <= len(keys) <= entry.max_features:
+        needed = f"at least {entry.min_features}" if entry.max_features else "none"
+        raise ConfigError(f"selector {name!r} takes {needed} of feature_keys, got {list(keys)}")
+    build = bind_arguments(entry.build, section.args, where=where, reserved=GIVEN_TO_SELECTORS)
+    selector: Selector = build(load_features(tasks, keys), seed=seed)
+    return selector
+
+
+def build_own_selector(
+    build: Callable[..., Any], tasks: Sequence[Task], *, section: SelectorSection, seed: int
+) -> Selector:
+    """Call a user's class or function, and check that what it makes is a selector."""
+    name = section.selector_type
+    bound = bind_arguments(
+        build, section.args, where=f"the arguments of selector {name!r}", reserved=GIVEN_TO_SELECTORS
+    )
+    given: dict[str, Any] = {"seed": seed, "feature_keys": section.feature_keys}
+    taken = find_keywords(build)
+    if section.feature_keys and "feature_keys" not in taken:
+        raise ConfigError(f"selector {name!r} does not take feature_keys: leave them out, or give it that keyword")
+    return check_selector(bound(tasks, **{key: value for key, value in given.items() if key in taken}), name=name)
+
+
+def check_selector(selector: Any, *, name: str) -> Selector:
+    """Refuse an object that lacks a method of `Selector`."""
+    methods = ("select", "feedback", "state_dict", "load_state_dict")
+    missing = [method for method in methods if not callable(getattr(selector, method, None))]
+    if missing:
+        raise ConfigError(f"selector {name!r} has no {', '.join(missing)}; a selector has {', '.join(methods)}")
+    checked: Selector = selector
+    return checked
+
+
+def load_features(tasks: Sequence[Task], keys: Sequence[str]) -> Floats:
+    """The pass rates of reference models in the tasks' rows, one column a key."""
+    features_NK = np.empty((len(tasks), len(keys)))
+    for row, task in enumerate(tasks):
+        for column, key in enumerate(keys):
+            value = task.row.get(key)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise DataError(
+                    f"task {task.task_id} has {key}={value!r}, and a feature is a pass rate from 0 to 1; its fields "
+                    f"are {', '.join(map(str, task.row))}. Mend the data or change task_selector.feature_keys"
+                )
+            features_NK[row, column] = value
+    return features_NK
+
+
+def apply_task_operators(
+    tasks: Sequence[Task], sections: Sequence[OperatorSection], *, load: LoadFunction
+) -> tuple[list[Task], dict[str, float]]:
+    """Run the operators in turn; what they count goes under `tasks/<operator>/`."""
+    kept = list(tasks)
+    metrics: dict[str, float] = {}
+    for section in sections:
+        operator = find_function(section.name, TASK_OPERATORS, load=load, where="operator on tasks")
+        bound = bind_arguments(operator, section.args, where=f"the arguments of operator {section.name!r}")
+        kept, counted = bound(kept)
+        metrics |= {f"tasks/{section.name}/{key}": value for key, value in counted.items()}
+        if not kept:
+            raise DataError(f"operator {section.name!r} left no tasks; loosen its arguments {dict(section.args)}")
+    return kept, metrics
+
+
+def compute_weights(weights: Mapping[str, float | None]) -> dict[str, float] | None:
+    """Weights of a mixture, or None where it goes by size; some without a weight are an error."""
+    given = {name: weight for name, weight in weights.items() if weight is not None}
+    if given and len(given) < len(weights):
+        missing = [name for name in weights if name not in given]
+        raise ConfigError(f"train_datasets.{missing[0]}.weight is missing: give every set a weight, or none")
+    return given or None
