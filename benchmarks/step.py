@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from tunesmith.algorithms.table import resolve_algorithm
 from tunesmith.engine.clock import run_lockstep
+from tunesmith.experience.batch import BatchSize
 from tunesmith.judges.numeric import score_numeric
 from tunesmith.loop import run_step
 from tunesmith.pipeline.load_config import build_config
@@ -89,7 +90,8 @@ async def run_steps(
         tasks = [Task(task_id=f"q/{step}/{i}", index=i, row=row) for i, row in enumerate(chosen)]
         started = time.perf_counter()
         result = await run_step(
-            tasks=tasks,
+            size=BatchSize(num_groups=len(tasks), max_tasks=len(tasks)),
+            draw=lambda num_tasks, tasks=tasks: tasks,
             policy_version=step,
             engine=stage.policy.engine,
             collect=lambda some, step=step: collect_groups(stage, some, group_size=arguments.group, seed=0, step=step),

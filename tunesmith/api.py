@@ -29,6 +29,7 @@ from tunesmith.pipeline.demo import run_demo as run_demo_pipeline
 from tunesmith.pipeline.feed import OwnParts
 from tunesmith.pipeline.load_config import load_config, load_values
 from tunesmith.pipeline.load_function import load_function
+from tunesmith.pipeline.pass_rates import PassRates, measure_pass_rates
 from tunesmith.pipeline.policy import BuildModel
 from tunesmith.pipeline.tune import TuneResult, run_tuning
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
@@ -49,6 +50,7 @@ __all__ = [
     "check_judge_function",
     "check_workflow_function",
     "evaluate_config_file",
+    "measure_config_file",
     "run_config_file",
     "run_demo",
     "tune",
@@ -133,6 +135,21 @@ def evaluate_config_file(
     if out is not None:
         written = {model: {name: each.to_json() for name, each in sets.items()} for model, sets in results.items()}
         save_json(Path(out), written)
+
+
+def measure_config_file(path: str, *, overrides: Sequence[str] = (), field: str, num_runs: int, out: str) -> PassRates:
+    """Write the training set of a run file with the model's pass rates under `field`."""
+    config = load_run_file(path, overrides)
+    workflow, judge = load_functions(config)
+    return measure_pass_rates(
+        config,
+        workflow=workflow,
+        judge=judge,
+        build_model=choose_chat_model(config),
+        field=field,
+        num_runs=num_runs,
+        out=Path(out),
+    )
 
 
 def run_demo(*, seed: int, out: str) -> dict[str, float]:

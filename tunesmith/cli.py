@@ -93,6 +93,31 @@ def evaluate(
     run_guarded(work, is_debug=debug)
 
 
+@app.command("pass-rate")
+def measure_pass_rate(
+    config: ConfigPath,
+    field: Annotated[str, typer.Option(help="Name of the new field, as in qwen3_0.6b_pass_rate.")],
+    out: Annotated[str, typer.Option(help="The jsonl file to write.")],
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each task.")] = 8,
+    model: Annotated[str | None, typer.Option(help="Model folder or hub id to try; default the run file's.")] = None,
+    workflow: Workflow = None,
+    judge: Judge = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Try every training task and write its pass rate beside it: what difficulty_based selectors start from."""
+
+    def work() -> None:
+        from tunesmith.api import measure_config_file
+
+        chosen = _collect_overrides(overrides, workflow=workflow, judge=judge)
+        chosen += [] if model is None else [f"model.path={model}"]
+        result = measure_config_file(config, overrides=chosen, field=field, num_runs=runs, out=out)
+        typer.echo(f"{result.path}: {result.num_rows} rows, {result.num_unscored} without a scored run left out")
+
+    run_guarded(work, is_debug=debug)
+
+
 @app.command("config")
 def show_config(
     config: Annotated[str | None, typer.Argument(help="Run file (YAML) to resolve.")] = None,

@@ -335,14 +335,16 @@ class RunConfig(Section):
     def _check_training_sets(self) -> RunConfig:
         if self.train_dataset is not None and self.train_datasets:
             raise ValueError("train_dataset and train_datasets are both given: name every set in train_datasets")
+        if self.train_dataset is not None and self.train_dataset.weight is not None:
+            raise ValueError("train_dataset.weight has no effect on a single set; name several in train_datasets")
         return self
 
     @model_validator(mode="after")
     def _check_evaluation_sets(self) -> RunConfig:
         for name, dataset in self.eval_datasets.items():
-            for key in ("task_selector", "weight"):
+            for key in ("task_selector", "weight", "operators"):
                 if getattr(dataset, key) != DatasetSection.model_fields[key].default:
-                    raise ValueError(f"eval_datasets.{name}.{key} has no effect: evaluations try every task once")
+                    raise ValueError(f"eval_datasets.{name}.{key} has no effect: evaluations try every task as it is")
         return self
 
     @property

@@ -43,13 +43,13 @@ async def run_step(
     size: BatchSize,
     draw: Draw,
     collect: Collect,
-    operators: Sequence[BoundOperator],
-    replayed: Sequence[Group],
     policy_version: int,
     engine: Engine,
     algorithm: Algorithm,
     trainer: Trainer,
     max_failure_rate: float,
+    operators: Sequence[BoundOperator] = (),
+    replayed: Sequence[Group] = (),
 ) -> StepResult:
     """Sample groups with `policy_version`, turn rewards into advantages, make one update."""
 

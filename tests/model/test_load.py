@@ -93,9 +93,9 @@ def test_broken_config_is_one_sentence(tmp_path):
 
 
 def test_context_longer_than_the_model(folder):
-    assert check_model(str(folder), max_model_len=2048).max_position_embeddings == 2048
-    with pytest.raises(ModelError, match="max_model_len=4096 is longer than the model's 2048 positions"):
-        check_model(str(folder), max_model_len=4096)
+    assert check_model(str(folder), max_model_len=16384).max_position_embeddings == 16384
+    with pytest.raises(ModelError, match="max_model_len=16385 is longer than the model's 16384 positions"):
+        check_model(str(folder), max_model_len=16385)
 
 
 def test_no_limit_is_no_error():

@@ -141,6 +141,16 @@ def test_several_training_sets_are_mixed_by_weight(run, data):
     )
 
 
+def test_operators_on_tasks_say_what_they_counted(run, capfd):
+    result = run(
+        "train_dataset.operators=[{name: difficulty_score, args: {feature_keys: [easy]}}, "
+        "{name: priority_order, args: {weights: {difficulty_score: 1.0}, top_k: 4}}]",
+        "train_dataset.task_selector.selector_type=sequential",
+    )
+    assert [read_tasks(result, step) for step in (1, 2)] == [[7, 6], [5, 4]]
+    assert "tasks/priority_order/num_removed 4" in "".join(capfd.readouterr())
+
+
 def test_operators_filter_what_trains_and_rollouts_keep_what_happened(run):
     result = run(
         "experience.operators=[{name: dapo_dynamic_sampling}]",
@@ -186,6 +196,8 @@ def test_groups_that_teach_nothing_are_replaced_within_the_budget(run):
             ConfigError,
             r"eval_datasets\.t\.weight has no effect",
         ),
+        (("eval_datasets.t.path=d", "eval_datasets.t.operators=[{name: x}]"), ConfigError, "operators has no effect"),
+        (("train_dataset.weight=2",), ConfigError, r"train_dataset\.weight has no effect"),
         (("train_datasets.b.path=d",), ConfigError, "train_dataset and train_datasets are both given"),
     ],
 )

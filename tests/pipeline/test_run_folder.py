@@ -66,6 +66,7 @@ def test_resuming_goes_on_from_the_last_commit_and_forgets_what_came_after(tmp_p
     for step in (4, 5):
         save_text(paths.rollouts(step), "x")
         save_text(paths.evaluation(step), "x")
+        save_text(paths.selection(step), "x")
     save_text(paths.root / "rollouts" / "step_000003.parquet.tmp-99", "x")
     save_text(paths.root / "global_step_6.tmp-99" / "model.safetensors", "x")
     save_text(paths.root / "global_step_8" / "model.safetensors", "no DONE.json")
@@ -74,6 +75,7 @@ def test_resuming_goes_on_from_the_last_commit_and_forgets_what_came_after(tmp_p
         assert run.committed_step == 4
     assert sorted(p.name for p in (paths.root / "rollouts").iterdir()) == ["step_000004.parquet"]
     assert sorted(p.name for p in (paths.root / "eval").iterdir()) == ["step_000004.json"]
+    assert sorted(p.name for p in (paths.root / "selection").iterdir()) == ["step_000004.json"]
     assert not (paths.root / "global_step_6.tmp-99").exists()
 
 

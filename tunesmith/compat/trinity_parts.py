@@ -36,6 +36,8 @@ SAMPLING_KEYS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k
 
 def read_taskset(draft: Draft, key: str, value: Any) -> None:
     """The one training set."""
+    if value is None:
+        return
     draft.values["train_dataset"] = read_one_set(draft, key, read_mapping(value, key), is_evaluation=False)
 
 

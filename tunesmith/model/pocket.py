@@ -18,7 +18,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY_SIZE = 768
-MAX_POSITIONS = 2048
+MAX_POSITIONS = 16384
 INITIALIZER_RANGE = 0.06
 """The usual 0.02 is made for wide models; a narrow one then needs twice the steps to learn to copy a number."""
 ROPE_THETA = 500.0

@@ -15,9 +15,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.utils import logging as transformers_logging
 
 from tunesmith.config import (
     AlgorithmSection,
@@ -83,6 +85,8 @@ def run_demo(*, seed: int, out: Path, build_model: BuildModel, settings: DemoSet
     """Run everything in a new folder below `out`; return accuracies on held-out problems and the seconds it took."""
     started = time.monotonic()
     torch.set_num_threads(1)
+    transformers_logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     agent = load_agent()
     screen = Console(stderr=True, highlight=False)
     root = out.expanduser().absolute() / f"{datetime.now():%Y%m%d%H%M%S}-seed{seed}"

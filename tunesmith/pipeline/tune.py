@@ -7,7 +7,6 @@ commits it, so a run that is killed goes on from the last commit and makes the s
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,8 +44,6 @@ from tunesmith.tasks.load import load_tasks
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
@@ -68,6 +65,8 @@ class Plan:
 
     algorithm: Algorithm
     feed: TaskFeed
+    task_counts: dict[str, float]
+    """What operators on tasks counted."""
     operators: list[BoundOperator]
     replay: ReplayBuffer
     eval_tasks: dict[str, list[Task]]
@@ -109,7 +108,6 @@ def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
         config.experience, load=partial(load_part, knob="experience.operators"), own=own.operators
     )
     feed, counted = build_feed(config, own)
-    logger.info("%d training tasks %s", len(feed.tasks), counted or "")
     eval_tasks = {
         name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
@@ -120,6 +118,7 @@ def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
     return Plan(
         algorithm=algorithm,
         feed=feed,
+        task_counts=counted,
         operators=operators,
         replay=ReplayBuffer(config.experience.replay, seed=config.seed),
         eval_tasks=eval_tasks,
@@ -166,6 +165,8 @@ async def train(
 ) -> TuneResult:
     """All steps of a run, from its last commit or from the start."""
     first_step = restore(folder, stage, trainer, plan)
+    for name, number in plan.task_counts.items():
+        monitor.show_line(f"{name} {number:g}")
     evaluations: dict[str, EvaluationResult] = {}
     if first_step == 0 and config.evaluation.at_start:
         evaluations = await evaluate(config, plan, stage, folder, monitor, step=0)

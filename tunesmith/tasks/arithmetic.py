@@ -49,12 +49,12 @@ LARGE, MEDIUM, SMALL = (100, 999), (10, 99), (2, 9)
 
 TEMPLATES = (
     Template(
-        text="{name} has {a} {thing} and wins {b}. How many in the end?",
+        text="{name} has {a} {thing}, wins {b}. How many in the end?",
         expression="{a} + {b}",
         ranges={"a": LARGE, "b": MEDIUM},
     ),
     Template(
-        text="{name} had {a} {thing} and lost {b}. How many remain?",
+        text="{name} had {a} {thing}, lost {b}. How many remain?",
         expression="{a} - {b}",
         ranges={"a": LARGE, "b": MEDIUM},
     ),
@@ -66,12 +66,12 @@ TEMPLATES = (
     Template(
         text="{name} packs {a} {thing} in bags of {b}. How many bags?",
         expression="{a} / {b}",
-        ranges={"a": LARGE, "b": SMALL},
+        ranges={"a": MEDIUM, "b": SMALL},
     ),
     Template(
         text="{name} has {a} {thing} and buys {b} bags of {c}. How many in the end?",
         expression="{a} + {b} * {c}",
-        ranges={"a": LARGE, "b": SMALL, "c": MEDIUM},
+        ranges={"a": LARGE, "b": SMALL, "c": SMALL},
     ),
     Template(
         text="{name} had {a} {thing}, lost {b} and sold {c}. How many remain?",
@@ -81,7 +81,7 @@ TEMPLATES = (
     Template(
         text="{name} packs {a} red and {b} blue {thing} in bags of {c}. How many bags?",
         expression="({a} + {b}) / {c}",
-        ranges={"a": LARGE, "b": MEDIUM, "c": SMALL},
+        ranges={"a": MEDIUM, "b": SMALL, "c": SMALL},
     ),
     Template(
         text="{name} fills {a} shelves, each with {b} red and {c} blue {thing}. How many in all?",
@@ -96,7 +96,7 @@ TEMPLATES = (
     Template(
         text="{name} has {a} {thing}, wins {b}, loses {c} and finds {d}. How many in the end?",
         expression="{a} + {b} - {c} + {d}",
-        ranges={"a": LARGE, "b": MEDIUM, "c": SMALL, "d": SMALL},
+        ranges={"a": LARGE, "b": SMALL, "c": SMALL, "d": SMALL},
     ),
     Template(
         text="{name} buys {a} bags of {b} {thing}, uses {c} and shares the rest among {d}. How many each?",

@@ -1,0 +1,87 @@
+"""The quick start's complete program, and its workflow with a plain chat model outside of tuning."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tunesmith.config import ModelSection, MonitorSection, TrainerSection
+from tunesmith.pipeline.finetune import FinetuneSettings, run_finetuning
+
+pytest.importorskip("agentscope")
+
+RECIPES = Path(__file__).parent.parent.parent / "recipes"
+QUESTIONS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(32)]
+
+
+@pytest.fixture(scope="module")
+def brief_model(pocket_folder, tmp_path_factory):
+    """A pocket model that has learned to answer in a few words, so that a step of 256 rollouts takes seconds."""
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": "You are a helpful math problem solving agent."},
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
+        }
+        for row in QUESTIONS
+    ]
+    result = run_finetuning(
+        rows,
+        out_dir=tmp_path_factory.mktemp("brief") / "model",
+        model=ModelSection(path=str(pocket_folder), max_model_len=512, device="cpu", dtype="float32"),
+        trainer=TrainerSection(learning_rate=5e-3),
+        settings=FinetuneSettings(num_epochs=8, max_tokens_per_batch=512),
+        monitor=MonitorSection(trackers=(), has_progress=False),
+    )
+    return result.folder
+
+
+def test_the_quick_start_runs_as_it_is_written(brief_model, tmp_path, monkeypatch):
+    (tmp_path / "my_dataset").mkdir()
+    text = "".join(json.dumps(row) + "\n" for row in QUESTIONS)
+    (tmp_path / "my_dataset" / "train.jsonl").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL", str(brief_model))
+    runpy.run_path(str(RECIPES / "math_agent" / "main.py"), run_name="__main__")
+    (run_folder,) = (tmp_path / "checkpoints" / "AgentScope").glob("Experiment-*")
+    (record,) = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert 0.0 < record["rollout/reward_mean"] < 1.0
+    assert record["rollout/num_failed"] == 0.0
+    assert any((run_folder / "monitor" / "tensorboard").iterdir())
+    AutoModelForCausalLM.from_pretrained(run_folder / "global_step_1")
+
+
+def test_the_quick_starts_program_differs_in_imports_and_paths_alone():
+    text = (RECIPES / "math_agent" / "main.py").read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if "tunesmith" in line] == [
+        "from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune"
+    ]
+
+
+def test_a_workflow_runs_with_a_plain_chat_model(monkeypatch, capsys):
+    def answer(request: httpx.Request) -> httpx.Response:
+        question = json.loads(request.content)["messages"][-1]["content"][0]["text"]
+        assert question == "What is 123 plus 456?"
+        message = {"role": "assistant", "content": "123 plus 456 is 579."}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return httpx.Response(
+            200, json={"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        )
+
+    recipe = runpy.run_path(str(RECIPES / "chat_model_outside" / "main.py"))
+    monkeypatch.setenv("MODEL", "m")
+    monkeypatch.setenv("BASE_URL", "http://model.invalid/v1")
+    model = recipe["build_model"]()
+    transport = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    model.client = openai.AsyncOpenAI(api_key="EMPTY", base_url="http://model.invalid/v1", http_client=transport)
+    assert asyncio.run(recipe["try_once"](model)).reward == 1.0
+    assert "judge reward: 1.0" in capsys.readouterr().out

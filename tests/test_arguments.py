@@ -1,0 +1,72 @@
+"""Functions by name, and their arguments checked by their signatures."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pytest
+from pydantic import Field
+
+from tunesmith.arguments import bind_arguments, find_function, name_nearest
+from tunesmith.errors import ConfigError
+
+
+def scale(value, *, factor: Annotated[float, Field(gt=0)], offset: float = 0.0):
+    return value * factor + offset
+
+
+class Scale:
+    def __init__(self, *, factor: float):
+        self.factor = factor
+
+
+class Callable:
+    def __call__(self, value, *, power: int = 1):
+        return value**power
+
+
+def test_arguments_are_bound_to_functions_classes_and_callables():
+    assert bind_arguments(scale, {"factor": 2}, where="scale")(3) == 6
+    assert bind_arguments(Scale, {"factor": 2.5}, where="scale")().factor == 2.5
+    assert bind_arguments(Callable(), {"power": 2}, where="power")(3) == 9
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"factr": 1.0}, "unknown argument 'factr' in scale: did you mean 'factor'"),
+        ({"factor": "2"}, "factor='2' in scale: Input should be a valid number"),
+        ({"factor": -1.0}, "factor=-1.0 in scale: Input should be greater than 0"),
+        ({"offset": 1.0}, "scale needs the argument 'factor'"),
+        ({"factor": 1.0, "value": 2}, "unknown argument 'value'"),
+    ],
+)
+def test_what_does_not_fit_the_signature_is_named(args, message):
+    with pytest.raises(ConfigError, match=message):
+        bind_arguments(scale, args, where="scale")
+
+
+def test_reserved_arguments_are_not_the_users():
+    with pytest.raises(ConfigError, match="unknown argument 'offset'"):
+        bind_arguments(scale, {"factor": 1.0, "offset": 1.0}, where="scale", reserved=["offset"])
+
+
+def test_an_annotation_that_cannot_be_resolved_is_named():
+    def broken(*, size: Nowhere):  # noqa: F821
+        return size
+
+    with pytest.raises(ConfigError, match="broken: a type annotation cannot be resolved"):
+        bind_arguments(broken, {"size": 1}, where="broken")
+
+
+def test_names_come_from_the_table_or_are_loaded():
+    assert find_function("scale", {"scale": scale}, load={}.__getitem__, where="operator") is scale
+    assert find_function("m:Scale", {}, load={"m:Scale": Scale}.__getitem__, where="operator") is Scale
+    with pytest.raises(ConfigError, match="unknown operator 'scal': did you mean 'scale'"):
+        find_function("scal", {"scale": scale}, load={}.__getitem__, where="operator")
+
+
+def test_the_nearest_name_is_offered_or_all_of_them():
+    assert name_nearest("alpa", ["alpha", "beta"]) == "did you mean 'alpha'?"
+    assert name_nearest("zzz", ["alpha", "beta"]) == "known: alpha, beta"
+    assert name_nearest("zzz", []) == "it takes none"
