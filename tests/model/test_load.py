@@ -68,6 +68,20 @@ def test_path_that_is_not_there(tmp_path):
             check_model(path, max_model_len=16)
 
 
+def test_gguf_without_its_reader_names_the_command(tmp_path, monkeypatch):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install 'tunesmith\[gguf\]'"):
+        check_model(str(tmp_path / "model.gguf"), max_model_len=16)
+
+
+def test_broken_gguf_is_one_sentence(tmp_path):
+    pytest.importorskip("gguf")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF but no more")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        check_model(str(tmp_path / "model.gguf"), max_model_len=16)
+
+
 def test_folder_without_config(tmp_path):
     with pytest.raises(ModelError, match="without config.json"):
         check_model(str(tmp_path), max_model_len=16)
@@ -90,6 +104,18 @@ def test_broken_config_is_one_sentence(tmp_path):
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
         with pytest.raises(ModelError, match="cannot be loaded"):
             check_model(str(tmp_path), max_model_len=16)
+
+
+def test_damaged_weights_are_one_sentence(folder, tmp_path):
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    whole = (folder / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
 
 
 def test_context_longer_than_the_model(folder):

@@ -4,7 +4,7 @@ Lockstep: `EngineLoop` steps its engines exactly when every coroutine waits. asy
 then, and this loop's selector makes a step instead. Which requests share a batch is then a function of the program,
 never of the clock. Calls handed to threads are waited for, up to `THREAD_PATIENCE_S` each; what sleeps or talks to
 other processes keeps its own time. On any other event loop a task steps between turns of the loop. Free-running: a
-thread steps whenever there is work, for devices that compute while the loop runs.
+thread steps whenever there is work, for a loop that must stay responsive.
 """
 
 from __future__ import annotations

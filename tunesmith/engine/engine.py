@@ -41,13 +41,17 @@ class LocalEngine:
         settings: EngineSection,
         *,
         max_model_len: int,
-        lockstep: bool | None = None,
+        lockstep: bool = True,
     ) -> None:
-        """Without a tokenizer there are no stop strings. `lockstep` None means: on a CPU."""
+        """Without a tokenizer there are no stop strings.
+
+        In lockstep the engine steps when every coroutine waits. Otherwise a thread steps whenever there is work, for
+        an event loop that must stay responsive; agents and engine then compete for the interpreter.
+        """
         self._settings = settings
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._is_lockstep = model.device.type == "cpu" if lockstep is None else lockstep
+        self._is_lockstep = lockstep
         self._eos_ids = collect_eos_ids(model, tokenizer)
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self._runner = Runner(model, settings, max_model_len=max_model_len)

@@ -7,7 +7,9 @@ runs our attention and its parameters take gradients; nothing is downloaded when
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,7 +31,16 @@ from tunesmith.errors import ModelError
 from tunesmith.model.attention import use_plan_attention
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, StrictDataclassError)
+LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    struct.error,
+    SafetensorError,
+    StrictDataclassError,
+)
 """What transformers raises on files that are missing, broken or of an unknown kind."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -78,6 +90,7 @@ def find_model(path: str) -> ModelSource:
     if place.suffix == ".gguf":
         if not place.is_file():
             raise ModelError(f"model.path={path!r}: there is no such .gguf file")
+        check_gguf_reader()
         return ModelSource(name_or_path=str(place.parent), gguf_file=place.name)
     if place.is_dir():
         if not (place / "config.json").is_file():
@@ -91,6 +104,12 @@ def find_model(path: str) -> ModelSource:
     if not HUB_ID.fullmatch(path):
         raise ModelError(f"model.path={path!r}: there is no such folder")
     return ModelSource(name_or_path=path)
+
+
+def check_gguf_reader() -> None:
+    """Refuse GGUF files where the package that reads them is absent."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError("reading a .gguf file needs the package gguf: pip install 'tunesmith[gguf]'")
 
 
 def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:

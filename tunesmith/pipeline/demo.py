@@ -56,17 +56,17 @@ REPORTED = "sampled"
 class DemoSettings:
     """Sizes of the demo."""
 
-    num_demonstrations: int = 800
-    num_epochs: int = 4
+    num_demonstrations: int = 2500
+    num_epochs: int = 5
     finetune_tokens_per_batch: int = 1024
     finetune_learning_rate: float = 3e-3
     num_train_tasks: int = 4000
     num_test_tasks: int = 200
-    num_steps: int = 40
-    batch_size: int = 16
+    num_steps: int = 50
+    batch_size: int = 32
     group_size: int = 8
     num_minibatches: int = 4
-    learning_rate: float = 2e-4
+    learning_rate: float = 3e-4
 
 
 DEFAULTS = DemoSettings()
@@ -168,9 +168,13 @@ def build_config(finetuned: Path, root: Path, *, seed: int, settings: DemoSettin
         eval_datasets={TEST_SET: DatasetSection(path=data, split="test")},
         algorithm=AlgorithmSection(batch_size=settings.batch_size, group_size=settings.group_size),
         trainer=TrainerSection(
-            learning_rate=settings.learning_rate, betas=(0.9, 0.95), num_minibatches=settings.num_minibatches
+            learning_rate=settings.learning_rate,
+            schedule="cosine",
+            min_lr_ratio=0.1,
+            betas=(0.9, 0.95),
+            num_minibatches=settings.num_minibatches,
         ),
-        evaluation=EvaluationSection(interval_steps=0, max_tasks=1),
+        evaluation=EvaluationSection(interval_steps=0),
         monitor=MonitorSection(log_interval_steps=5),
     )
 

@@ -23,8 +23,8 @@ from tunesmith.tools import calculator
 from tunesmith.types import JudgeOutput, WorkflowOutput
 
 SYSTEM_PROMPT = "Use the tool."
-SHARE_FROM_HEAD = 0.8
-"""Of the demonstrations with one operation: those that do not use the tool."""
+SHARE_FROM_HEAD = 0.35
+"""Of the demonstrations: those that do not use the tool."""
 MAX_ITERATIONS = 3
 """Model calls of one run; one to compute and one to answer is enough."""
 
@@ -65,12 +65,10 @@ async def judge_answer(task: Mapping[str, Any], response: Any) -> JudgeOutput:
 
 
 def build_demonstrations(problems: Sequence[Problem], *, seed: int) -> list[dict[str, Any]]:
-    """Rows to fine-tune on: the tool is used, but easy problems are mostly answered from the head, as people do."""
+    """Rows to fine-tune on: some use the tool, some answer from the head, as people do."""
     rng = random.Random(f"demonstrations-{seed}")
     return [
-        _build_answer_from_head(problem)
-        if problem.num_operations == 1 and rng.random() < SHARE_FROM_HEAD
-        else _build_answer_by_tool(problem)
+        _build_answer_from_head(problem) if rng.random() < SHARE_FROM_HEAD else _build_answer_by_tool(problem)
         for problem in problems
     ]
 
@@ -85,7 +83,7 @@ def _build_answer_by_tool(problem: Problem) -> dict[str, Any]:
         "type": "function",
         "function": {"name": calculate.__name__, "arguments": {"expression": problem.expression}},
     }
-    used = [
+    used: list[dict[str, Any]] = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": problem.answer},
     ]

@@ -51,12 +51,12 @@ TEMPLATES = (
     Template(
         text="{name} has {a} {thing}, wins {b}. How many in the end?",
         expression="{a} + {b}",
-        ranges={"a": LARGE, "b": MEDIUM},
+        ranges={"a": MEDIUM, "b": SMALL},
     ),
     Template(
         text="{name} had {a} {thing}, lost {b}. How many remain?",
         expression="{a} - {b}",
-        ranges={"a": LARGE, "b": MEDIUM},
+        ranges={"a": MEDIUM, "b": SMALL},
     ),
     Template(
         text="{name} fills {a} shelves, each with {b} {thing}. How many in all?",
@@ -71,7 +71,7 @@ TEMPLATES = (
     Template(
         text="{name} has {a} {thing} and buys {b} bags of {c}. How many in the end?",
         expression="{a} + {b} * {c}",
-        ranges={"a": LARGE, "b": SMALL, "c": SMALL},
+        ranges={"a": MEDIUM, "b": SMALL, "c": SMALL},
     ),
     Template(
         text="{name} had {a} {thing}, lost {b} and sold {c}. How many remain?",

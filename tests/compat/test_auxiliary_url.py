@@ -1,0 +1,129 @@
+"""An auxiliary model at an OpenAI-compatible URL, and AgentScope's metrics, inside a judge."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+from tunesmith.errors import ConfigError
+
+
+class Elsewhere:
+    """A server of one model that always answers the same, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[dict, str]] = []
+        self.server = uvicorn.Server(
+            uvicorn.Config(Starlette(routes=[Route("/v1/chat/completions", self.answer, methods=["POST"])]), port=0)
+        )
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            self.thread.join(timeout=0.01)
+        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/v1"
+
+    async def answer(self, request: Request) -> JSONResponse:
+        self.requests.append((await request.json(), request.headers["authorization"]))
+        message = {"role": "assistant", "content": "0.25"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return JSONResponse(
+            {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice]}
+        )
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(timeout=10)
+
+
+@pytest.fixture
+def elsewhere():
+    server = Elsewhere()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def run(tmp_path, pocket_folder):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "Tom has 3 apples.", "answer": "3"}) + "\n")
+
+    def call(judge, *overrides):
+        return tune(
+            workflow_func=ask,
+            judge_func=judge,
+            model=TunerModelConfig(model_path=pocket_folder, max_model_len=128, max_tokens=4),
+            train_dataset=DatasetConfig(path=str(tmp_path), total_steps=1),
+            algorithm=AlgorithmConfig(group_size=2, batch_size=1),
+            overrides=(
+                "rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=4096",
+                f"checkpoint_root_dir={tmp_path / 'runs'}", *overrides,
+            ),
+        )  # fmt: skip
+
+    return call
+
+
+async def ask(task, model):
+    completion = await model([{"role": "user", "content": task["question"]}])
+    return WorkflowOutput(response=completion.choices[0].message.content)
+
+
+async def ask_the_judge(task, response, auxiliary_models):
+    completion = await auxiliary_models["critic"]([{"role": "user", "content": f"Rate: {response}"}])
+    return JudgeOutput(reward=float(completion.choices[0].message.content))
+
+
+def test_a_judge_asks_a_model_at_a_url_with_its_own_settings(run, elsewhere, monkeypatch):
+    monkeypatch.setenv("CRITIC_KEY", "secret")
+    result = run(
+        ask_the_judge,
+        f"auxiliary_models.critic.base_url={elsewhere.url}",
+        "auxiliary_models.critic.path=judge-model",
+        "auxiliary_models.critic.api_key_env=CRITIC_KEY",
+        "auxiliary_models.critic.temperature=0.25",
+        "auxiliary_models.critic.max_tokens=7",
+        "auxiliary_models.critic.enable_thinking=false",
+    )
+    assert result.metrics["rollout/reward_mean"] == 0.25
+    assert len(elsewhere.requests) == 2
+    body, authorization = elsewhere.requests[0]
+    assert authorization == "Bearer secret"
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge-model", 0.25, 7)
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_a_key_that_the_environment_lacks_is_named_before_a_model_loads(run, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
+        run(
+            ask_the_judge,
+            "auxiliary_models.critic.base_url=http://127.0.0.1:9/v1",
+            "auxiliary_models.critic.path=m",
+            "auxiliary_models.critic.api_key_env=NO_SUCH_KEY",
+        )
+
+
+def test_a_metric_of_agentscope_works_in_a_judge(run):
+    evaluate = pytest.importorskip("agentscope.evaluate")
+
+    class Length(evaluate.MetricBase):
+        def __init__(self) -> None:
+            super().__init__(name="length", metric_type=evaluate.MetricType.NUMERICAL, description="letters")
+
+        async def __call__(self, solution: evaluate.SolutionOutput) -> evaluate.MetricResult:
+            return evaluate.MetricResult(name=self.name, result=float(len(solution.output)))
+
+    async def judge(task, response):
+        solution = evaluate.SolutionOutput(success=True, output=response, trajectory=[])
+        result = await Length()(solution)
+        return JudgeOutput(reward=result.result, metrics={"length": result.result})
+
+    result = run(judge)
+    assert result.metrics["rollout/length/mean"] == result.metrics["rollout/reward_mean"] > 0
