@@ -127,6 +127,12 @@ def run_trl(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> d
     return results
 
 
+def describe_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings, with files by name: where they lie is nobody's business."""
+    named = {key: Path(value).name for key, value in vars(arguments).items() if key in {"model", "questions"}}
+    return {key: value for key, value in vars(arguments).items() if key != "out"} | named
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -171,7 +177,7 @@ def main() -> None:
         peers={name: 3600 / statistics.median(peer.seconds_per_step) for name, peer in peers.items()},
         device=arguments.device,
         details={
-            "arguments": vars(arguments),
+            "arguments": describe_arguments(arguments),
             "ours": history,
             "peers": {
                 name: {"seconds": peer.seconds_per_step, "mean_completion_tokens": peer.mean_completion_tokens}

@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from tunesmith.config import ModelSection, MonitorSection, TrainerSection
 from tunesmith.pipeline.finetune import FinetuneSettings, run_finetuning
+from tunesmith.pipeline.load_config import load_config
+from tunesmith.pipeline.load_function import load_function
+from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 
 pytest.importorskip("agentscope")
 
@@ -85,3 +88,12 @@ def test_a_workflow_runs_with_a_plain_chat_model(monkeypatch, capsys):
     model.client = openai.AsyncOpenAI(api_key="EMPTY", base_url="http://model.invalid/v1", http_client=transport)
     assert asyncio.run(recipe["try_once"](model)).reward == 1.0
     assert "judge reward: 1.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["math_agent/config.yaml", "pocket/config.yaml"])
+def test_run_files_name_an_agent_and_a_judge_that_fit(name, monkeypatch):
+    monkeypatch.chdir(RECIPES.parent)
+    monkeypatch.setenv("DEMO", "somewhere")
+    config = load_config(RECIPES / name)
+    check_workflow_function(load_function(config.workflow, knob="workflow"))
+    check_judge_function(load_function(config.judge, knob="judge"))

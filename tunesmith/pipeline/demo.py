@@ -62,7 +62,7 @@ class DemoSettings:
     finetune_learning_rate: float = 3e-3
     num_train_tasks: int = 4000
     num_test_tasks: int = 200
-    num_steps: int = 50
+    num_steps: int = 40
     batch_size: int = 32
     group_size: int = 8
     num_minibatches: int = 4

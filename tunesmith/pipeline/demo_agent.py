@@ -23,8 +23,8 @@ from tunesmith.tools import calculator
 from tunesmith.types import JudgeOutput, WorkflowOutput
 
 SYSTEM_PROMPT = "Use the tool."
-SHARE_FROM_HEAD = 0.35
-"""Of the demonstrations: those that do not use the tool."""
+SHARE_FROM_HEAD: Mapping[int, float] = {1: 0.75, 2: 0.35, 3: 0.1}
+"""Number of operations -> share of the demonstrations that do not use the tool."""
 MAX_ITERATIONS = 3
 """Model calls of one run; one to compute and one to answer is enough."""
 
@@ -65,10 +65,12 @@ async def judge_answer(task: Mapping[str, Any], response: Any) -> JudgeOutput:
 
 
 def build_demonstrations(problems: Sequence[Problem], *, seed: int) -> list[dict[str, Any]]:
-    """Rows to fine-tune on: some use the tool, some answer from the head, as people do."""
+    """Rows to fine-tune on: the easier a problem, the oftener it is answered from the head, as people do."""
     rng = random.Random(f"demonstrations-{seed}")
     return [
-        _build_answer_from_head(problem) if rng.random() < SHARE_FROM_HEAD else _build_answer_by_tool(problem)
+        _build_answer_from_head(problem)
+        if rng.random() < SHARE_FROM_HEAD[problem.num_operations]
+        else _build_answer_by_tool(problem)
         for problem in problems
     ]
 
