@@ -304,6 +304,8 @@ class RunConfig(Section):
     """The agent, as `module:function` or `file.py:function`; the command line needs it, `tune()` takes the function."""
     judge: str | None = None
     """The judge, in the same form; None takes the reward from the workflow."""
+    num_cpu_threads: int = Field(default=1, ge=1)
+    """Threads of torch's CPU kernels; on small virtual machines two are slower than one, on large ones try more."""
     continue_from_checkpoint: bool = False
     """Go on from the last commit of the run folder with this name; without one, start anew."""
     total_epochs: int = Field(default=1, ge=1)

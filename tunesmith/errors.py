@@ -19,6 +19,10 @@ class DataError(TunesmithError, ValueError):
     """A data set is missing, empty, or lacks what the workflow needs."""
 
 
+class MissingDataError(DataError, OSError):
+    """There is nothing where a data set should be."""
+
+
 class ModelError(TunesmithError, ValueError):
     """A model or tokenizer cannot be loaded, or cannot do what the run asks of it."""
 

@@ -95,3 +95,11 @@ def test_preview_prints_and_returns_the_first_rows(tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text('{"question": "2 + 2", "answer": "4"}\n{"question": "3", "answer": "3"}\n')
     assert DatasetConfig(path=str(tmp_path)).preview(n=1) == [{"question": "2 + 2", "answer": "4"}]
     assert '"question": "2 + 2"' in capsys.readouterr().out
+
+
+def test_preview_raises_what_agentscope_raises(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "2 + 2", "answer": "4"}\n')
+    with pytest.raises(OSError, match="no_such_folder"):
+        DatasetConfig(path=str(tmp_path / "no_such_folder")).preview()
+    with pytest.raises(ValueError, match="no_such_split"):
+        DatasetConfig(path=str(tmp_path), split="no_such_split").preview()

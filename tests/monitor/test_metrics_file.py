@@ -13,7 +13,7 @@ from tunesmith.monitor.metrics_file import MetricsFile, load_metrics
 def write_steps(path, steps, *, committed_step=None):
     file = MetricsFile(path, committed_step=committed_step)
     for step in steps:
-        file.append(step, "train", {"trainer/loss": step / 3, "perf/rollout_s": 0.5})
+        file.append(step, "train", {"train/loss": step / 3, "perf/rollout_s": 0.5})
     file.close()
 
 
@@ -21,8 +21,8 @@ def test_a_line_is_one_object_with_exact_numbers(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1, 2])
     lines = path.read_text().splitlines()
-    assert json.loads(lines[1]) == {"step": 2, "kind": "train", "trainer/loss": 2 / 3, "perf/rollout_s": 0.5}
-    assert load_metrics(path, has_times=False)[0] == {"step": 1, "kind": "train", "trainer/loss": 1 / 3}
+    assert json.loads(lines[1]) == {"step": 2, "kind": "train", "train/loss": 2 / 3, "perf/rollout_s": 0.5}
+    assert load_metrics(path, has_times=False)[0] == {"step": 1, "kind": "train", "train/loss": 1 / 3}
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):

@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 
 def build_metrics(step: int) -> dict[str, float]:
-    return {"rollout/reward_mean": step / 4, "perf/sampled_tokens_per_s": 812.4, "trainer/loss": -0.5 * step}
+    return {"rollout/reward_mean": step / 4, "perf/sampled_tokens_per_s": 812.4, "train/loss": -0.5 * step}
 
 
 def run(root, steps, *, committed_step=None, stream=None, **settings) -> None:
@@ -51,13 +51,13 @@ def test_a_resumed_run_shows_each_step_once(tmp_path):
     run(tmp_path, [1, 2, 3])
     run(tmp_path, [2], committed_step=1)
     assert [record["step"] for record in load_metrics(RunPaths(tmp_path).metrics)] == [1, 2]
-    assert load_scalars(tmp_path)["trainer/loss"] == [(1, -0.5), (2, -1.0)]
+    assert load_scalars(tmp_path)["train/loss"] == [(1, -0.5), (2, -1.0)]
 
 
 def test_a_run_that_begins_anew_shows_nothing_old(tmp_path):
     run(tmp_path, [1, 2, 3])
     run(tmp_path, [1])
-    assert load_scalars(tmp_path)["trainer/loss"] == [(1, -0.5)]
+    assert load_scalars(tmp_path)["train/loss"] == [(1, -0.5)]
 
 
 def test_without_trackers_there_is_only_the_file(tmp_path):

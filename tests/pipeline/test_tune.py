@@ -11,6 +11,7 @@ import pytest
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
 from tunesmith.errors import ConfigError, DataError, ModelError, RolloutError, StorageError
 from tunesmith.experience.store import load_rollouts
+from tunesmith.monitor.console import LINE_METRICS
 
 PLAIN = ("rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192")
 
@@ -79,6 +80,7 @@ def test_a_run_leaves_what_it_promises(run, tmp_path):
     details = json.loads((result.folder / "eval/step_000001.json").read_text())
     assert len(details["eval_taskset"]["tasks"]) == 6
     assert result.metrics["mismatch/max_log_ratio"] < 1e-4
+    assert LINE_METRICS.keys() <= result.metrics.keys()
 
 
 def test_sampling_settings_are_honoured(run, pocket_folder):

@@ -15,12 +15,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 LINE_METRICS: Mapping[str, tuple[str, str]] = {
     "rollout/reward_mean": ("reward", "{:.3f}"),
-    "rollout/failure_rate": ("failed", "{:.0%}"),
+    "rollout/num_failed": ("failed", "{:.0f}"),
     "rollout/num_sampled_tokens": ("tokens", "{:.0f}"),
     "perf/sampled_tokens_per_s": ("tok/s", "{:.0f}"),
-    "trainer/loss": ("loss", "{:+.4f}"),
-    "trainer/grad_norm": ("grad", "{:.3f}"),
-    "trainer/mismatch_kl": ("mismatch", "{:.1e}"),
+    "train/loss": ("loss", "{:+.4f}"),
+    "train/grad_norm": ("grad", "{:.3f}"),
+    "mismatch/kl": ("mismatch", "{:.1e}"),
     "perf/rollout_s": ("rollout", "{:.1f} s"),
     "perf/train_s": ("train", "{:.1f} s"),
 }

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, `{"step": 3, "kind": "train", "trainer/loss": 0.1, ...}`.
+"""metrics.jsonl: one JSON object a line, `{"step": 3, "kind": "train", "train/loss": 0.1, ...}`.
 
 A line is appended by one write and brought to the disk. A kill may leave half a line at the end, which readers skip and
 a resumed run removes together with all lines of steps that were not committed. A number that is not finite is null.

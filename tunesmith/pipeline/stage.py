@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.monitor.monitor import Monitor
@@ -34,6 +36,7 @@ class Stage:
 
 def load_stage(config: RunConfig, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel) -> Stage:
     """Load the models of a run."""
+    torch.set_num_threads(config.num_cpu_threads)
     policy = load_policy(config.model, config.engine, build_model=build_model)
     auxiliaries = {
         name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)

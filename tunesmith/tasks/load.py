@@ -15,7 +15,7 @@ from datasets import DatasetDict, IterableDatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 
 from tunesmith.config import DatasetSection
-from tunesmith.errors import DataError
+from tunesmith.errors import DataError, MissingDataError
 from tunesmith.types import Task
 
 FORMATS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -60,7 +60,7 @@ def _open(path: str, *, name: str | None, split: str | None, is_streaming: bool)
     elif place.exists() or not path.startswith((".", "/", "~")):
         arguments = {"path": str(place) if place.exists() else path, "name": name}
     else:
-        raise DataError(f"the data set path {path!r} does not exist; give a folder, a file or a hub id")
+        raise MissingDataError(f"the data set path {path!r} does not exist; give a folder, a file or a hub id")
     try:
         loaded = load_dataset(**arguments, streaming=is_streaming)
         return _choose_split(loaded, split, path=path, is_file=place.is_file())
@@ -97,7 +97,7 @@ def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, 
 
 def _explain(path: str, split: str | None, error: Exception) -> DataError:
     if not Path(path).expanduser().exists():
-        return DataError(
+        return MissingDataError(
             f"the data set {path!r} is no folder or file here, and the hub did not give it (offline, unknown or gated)"
         )
     reason = " ".join(str(error).split())
