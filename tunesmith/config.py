@@ -221,6 +221,9 @@ class RolloutSection(Section):
     """Seconds one workflow with its judge may take before the run of the task counts as failed."""
     max_concurrency: int = Field(default=256, ge=1)
     """Workflows in flight at once."""
+    http_port: int | None = Field(default=None, ge=0, le=65535)
+    """Also serve the models on this port of 127.0.0.1, 0 for a free one, while workflows run: then `model.base_url` and
+    `model.api_key` reach a run's own model from any process and language."""
     chat_model: Literal["auto", "agentscope", "openai"] = "auto"
     """What workflows get as `model`: AgentScope's OpenAIChatModel, or one that returns OpenAI completions; auto takes
     AgentScope's where it is installed."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -254,3 +256,34 @@ def test_the_run_folder_is_made_where_it_is_promised(run, tmp_path, monkeypatch)
     result = run("checkpoint_root_dir=./checkpoints", experiment_name=None)
     assert result.folder.parent == Path(tmp_path / "checkpoints/AgentScope")
     assert result.folder.name.startswith("Experiment-20")
+
+
+AGENT_ELSEWHERE = """
+import json, sys, urllib.request
+base_url, api_key, model, question = sys.argv[1:]
+body = json.dumps({"model": model, "messages": [{"role": "user", "content": question}]}).encode()
+headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
+request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"] or "")
+"""
+
+
+def test_an_agent_in_another_process_is_recorded_over_http(run):
+    async def workflow(task, model):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", AGENT_ELSEWHERE, model.base_url, model.api_key, model.model_name, task["question"],
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        output, _ = await process.communicate()
+        assert process.returncode == 0
+        return WorkflowOutput(response=output.decode())
+
+    result = run("rollout.http_port=0", workflow_func=workflow)
+    assert result.metrics["rollout/num_failed"] == 0
+    assert len(read_turns(result)) == 8
+    assert all(turn.sampled_ids for turn in read_turns(result))
+
+
+def test_a_port_in_use_is_named(run):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"rollout\.http_port"):
+        run(f"rollout.http_port={taken.getsockname()[1]}")

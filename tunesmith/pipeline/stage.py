@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ class Stage:
     auxiliaries: Mapping[str, Auxiliary]
     agent: Agent
     max_concurrency: int
+    http_port: int | None
+    """Where models are served over HTTP while workflows run; None serves them in process only."""
 
     @property
     def engines(self) -> list[LocalEngine]:
@@ -43,7 +46,13 @@ def load_stage(config: RunConfig, *, workflow: WorkflowType, judge: JudgeType | 
         for name, section in config.auxiliary_models.items()
     }
     agent = Agent(workflow=workflow, judge=judge, timeout_s=config.rollout.timeout_s)
-    return Stage(policy=policy, auxiliaries=auxiliaries, agent=agent, max_concurrency=config.rollout.max_concurrency)
+    return Stage(
+        policy=policy,
+        auxiliaries=auxiliaries,
+        agent=agent,
+        max_concurrency=config.rollout.max_concurrency,
+        http_port=config.rollout.http_port,
+    )
 
 
 async def collect_groups(
@@ -67,18 +76,21 @@ async def collect_groups(
         if monitor is not None:
             monitor.show_status(f"{num_done}/{num_expected} rollouts")
 
-    return await run_groups(
-        tasks,
-        group_size=group_size,
-        agent=stage.agent,
-        model=stage.policy.service,
-        auxiliary_models={name: auxiliary.source for name, auxiliary in stage.auxiliaries.items()},
-        seed=seed,
-        step=step,
-        sampling=sampling,
-        max_concurrency=stage.max_concurrency,
-        on_progress=count,
-    )
+    async with AsyncExitStack() as serving:
+        if stage.http_port is not None:
+            await serving.enter_async_context(stage.policy.service.serve(port=stage.http_port))
+        return await run_groups(
+            tasks,
+            group_size=group_size,
+            agent=stage.agent,
+            model=stage.policy.service,
+            auxiliary_models={name: auxiliary.source for name, auxiliary in stage.auxiliaries.items()},
+            seed=seed,
+            step=step,
+            sampling=sampling,
+            max_concurrency=stage.max_concurrency,
+            on_progress=count,
+        )
 
 
 async def evaluate_all(

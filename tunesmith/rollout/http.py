@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from tunesmith.errors import ConfigError
+
 SHUTDOWN_GRACE_S = 2
 
 
@@ -33,7 +35,12 @@ async def serve_app(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> 
     )
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve on {host}:{port}: {error.strerror}; set rollout.http_port to a free port, or to 0"
+            ) from error
         listener.listen(2048)
         server = _Server(config)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
