@@ -231,3 +231,45 @@ def test_an_engine_outlives_a_loop_that_was_closed_under_its_requests() -> None:
     loop.close()
     assert len(run_lockstep(engine.generate([1], Sampling(max_tokens=5))).sampled_ids) == 5
     assert not task.done()
+
+
+def test_a_lockstep_run_repeats_bit_for_bit_though_agents_sleep_a_moment() -> None:
+    """Agents nap between two calls; on a slow machine fewer steps would fit into a nap than on a fast one."""
+    prompts = build_prompts(9, 14, 11, 7, 13, 10)
+
+    def run_once(seconds_per_step: float) -> list[tuple[float, ...]]:
+        engine = build_engine()
+        step = engine.step
+
+        def step_slowly() -> None:
+            time.sleep(seconds_per_step)
+            step()
+
+        engine.step = step_slowly
+
+        async def act(index: int, prompt: list[int]) -> tuple[float, ...]:
+            first = await engine.generate(prompt, Sampling(max_tokens=4 + index, seed=index), order=(index,))
+            await asyncio.sleep(0.008)
+            longer = [*prompt, *first.sampled_ids]
+            second = await engine.generate(longer, Sampling(max_tokens=6, seed=index), order=(index,))
+            return first.logprobs + second.logprobs
+
+        async def run() -> list[tuple[float, ...]]:
+            return await asyncio.gather(*[act(index, prompt) for index, prompt in enumerate(prompts)])
+
+        logprobs = run_lockstep(run())
+        return [*logprobs, (engine.compute_stats()["engine/num_steps"],)]
+
+    assert run_once(0.0) == run_once(0.02)
+
+
+def test_an_agent_that_polls_for_its_answer_gets_it() -> None:
+    engine = build_engine()
+
+    async def run() -> Completion:
+        pending = asyncio.ensure_future(engine.generate([1, 2, 3], Sampling(max_tokens=3)))
+        while not pending.done():  # noqa: ASYNC110 - what some agents do
+            await asyncio.sleep(0.002)
+        return pending.result()
+
+    assert len(run_lockstep(run()).sampled_ids) == 3

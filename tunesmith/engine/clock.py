@@ -2,9 +2,9 @@
 
 Lockstep: `EngineLoop` steps its engines exactly when every coroutine waits. asyncio asks its selector to block only
 then, and this loop's selector makes a step instead. Which requests share a batch is then a function of the program,
-never of the clock. Calls handed to threads are waited for, up to `THREAD_PATIENCE_S` each; what sleeps or talks to
-other processes keeps its own time. On any other event loop a task steps between turns of the loop. Free-running: a
-thread steps whenever there is work, for a loop that must stay responsive.
+never of the clock. Calls handed to threads are waited for, up to `THREAD_PATIENCE_S` each, and so are short sleeps;
+what sleeps long or talks to other processes keeps its own time. On any other event loop a task steps between turns of
+the loop. Free-running: a thread steps whenever there is work, for a loop that must stay responsive.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 THREAD_PATIENCE_S = 2.0
 """A call in a thread that takes longer no longer holds the engines up; it may itself be waiting for them."""
+SHORT_SLEEP_S = 0.01
+"""A timer that is due within this time is waited for: agents sleep a millisecond to let others run."""
+SLEEP_BUDGET_S = 0.25
+"""Between two steps at most so much is slept, so that an agent that polls for its model's answer gets it."""
 NUM_TURNS_BETWEEN_STEPS = 3
 """Turns of a foreign loop for a result to be delivered, its coroutine to wake, and its next request to arrive."""
 
@@ -53,6 +57,7 @@ class _SteppingSelector(selectors.DefaultSelector):
         self.engines: list[Steppable] = []
         self.thread_calls: dict[asyncio.Future[Any], float] = {}
         """Calls in threads and when each began."""
+        self._slept_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
@@ -64,6 +69,10 @@ class _SteppingSelector(selectors.DefaultSelector):
         patience_s = max(self.thread_calls.values(), default=0.0) + THREAD_PATIENCE_S - time.monotonic()
         if self.thread_calls and patience_s > 0:
             return super().select(patience_s if timeout is None else min(timeout, patience_s))
+        if timeout is not None and timeout <= SHORT_SLEEP_S and self._slept_s < SLEEP_BUDGET_S:
+            self._slept_s += timeout
+            return super().select(timeout)
+        self._slept_s = 0.0
         for engine in working:
             engine.step()
         return super().select(0)
