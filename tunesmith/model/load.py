@@ -29,6 +29,7 @@ from transformers import (
 
 from tunesmith.errors import ModelError
 from tunesmith.model.attention import use_plan_attention
+from tunesmith.model.checkpoint import hidden_progress_bars
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOAD_ERRORS = (
@@ -152,13 +153,14 @@ def load_model(
     """Load a causal language model in eval mode, with our attention, every parameter taking gradients."""
     source = find_model(path)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            source.name_or_path,
-            dtype=dtype,
-            attn_implementation="sdpa",
-            trust_remote_code=trust_remote_code,
-            **source.kwargs,
-        )
+        with hidden_progress_bars():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                source.name_or_path,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                trust_remote_code=trust_remote_code,
+                **source.kwargs,
+            )
     except LOAD_ERRORS as error:
         raise _explain(path, error) from error
     if source.gguf_file is not None:
