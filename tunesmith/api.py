@@ -6,7 +6,6 @@ Foreign words are translated here, by `compat`, before `pipeline` does the work.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from tunesmith.compat.agentscope import (
     collect_own_selectors,
     translate_tune_arguments,
 )
+from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
@@ -182,7 +182,7 @@ def load_functions(config: RunConfig) -> tuple[WorkflowType, JudgeType | None]:
 def choose_chat_model(config: RunConfig) -> BuildModel:
     """What workflows get as `model`: AgentScope's OpenAIChatModel, or ours on the OpenAI client."""
     kind = config.rollout.chat_model
-    is_installed = importlib.util.find_spec("agentscope") is not None
+    is_installed = has_agentscope()
     if kind == "agentscope" and not is_installed:
         raise ConfigError("rollout.chat_model='agentscope' needs AgentScope: pip install 'tunesmith[agentscope]'")
     if kind == "agentscope" or (kind == "auto" and is_installed):
@@ -195,8 +195,6 @@ def build_openai_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> A
 
 
 def build_agentscope_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
-    from tunesmith.compat.agentscope_model import build_agentscope_model
-
     return build_agentscope_model(endpoint, options=options)
 
 

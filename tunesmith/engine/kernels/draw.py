@@ -7,7 +7,6 @@ three times (maximum, sum, crossing) while it lies in the cache, then writes the
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -99,8 +98,3 @@ def draw_tokens(
         vocab_size, logits_RV.stride(0), num_rows, TOKENS=BLOCK, num_warps=8,
     )  # fmt: skip
     _count[(1,)](step)
-
-
-def supports(logits: Tensor) -> bool:
-    """The kernel reads rows whose values lie side by side."""
-    return logits.is_cuda and logits.stride(-1) == 1 and logits.dtype in {torch.float32, torch.bfloat16, torch.float16}
