@@ -148,7 +148,7 @@ def config_schema() -> dict[str, Any]:
 
 
 def describe_options() -> list[Option]:
-    """Every knob of a run file in the order of `config.py`."""
+    """Every knob of a run file in the order of `config/run.py`."""
     return list(iter_options(RunConfig, prefix=""))
 
 
