@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import math
+from fractions import Fraction
 
-from tunesmith.tools.calculator import calculate
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tunesmith.tools.calculator import CALCULATOR_TOOL, MAX_CHARACTERS, answer_call, calculate, compute_expression
 
 
 @pytest.mark.parametrize(
@@ -24,6 +30,12 @@ from tunesmith.tools.calculator import calculate
         ("1_000 * 2", "2000"),
         (" +5 ", "5"),
         ("12345678901 * 10", "123456789010"),
+        ("12345678901234567890.5 * 2", "24691357802469135781"),
+        ("1,234 + 1", "1235"),
+        ("$1,000,000 \u00d7 2", "2000000"),
+        ("9 \u00f7 2 \u2212 1", "3.5"),
+        ("1e3 + 1", "1001"),
+        ("1.", "1"),
     ],
 )
 def test_results(expression, result):
@@ -35,7 +47,12 @@ def test_results(expression, result):
     [
         ("", "empty"),
         ("2 +", "cannot read"),
-        ("1,234 + 1", "not arithmetic"),
+        ("1,23 + 1", "',' is not arithmetic"),
+        ("0x10", "'x10' is not arithmetic"),
+        ("12 x 4", "write * for x"),
+        ("20% * 5", "write 20% as 20/100"),
+        ("3(4)", "'3(4)' is not arithmetic"),
+        ("\u096d + 1", "not arithmetic"),
         ("x + 1", "'x' is not arithmetic"),
         ("__import__('os').system('true')", "not arithmetic"),
         ("'a' * 3", "not arithmetic"),
@@ -44,16 +61,26 @@ def test_results(expression, result):
         ("5 / 0", "division by zero"),
         ("5 % 0", "division by zero"),
         ("0 ** -1", "division by zero"),
+        ("9 ** 9 ** 9", "exponent is larger"),
         ("9 ** 9 ** 9 ** 9", "exponent is larger"),
+        ("2 ** 1000 * 2 ** 1000", "too large"),
+        ("((((9 ** 99) ** 9) ** 9) ** 9)", "too large"),
+        ("1e999999999", "too large"),
+        ("1e-400", "too close to zero"),
+        ("(1 / 3) ** 400", "too large"),
         ("9 ** 999", "too large"),
         ("1e400 + 1", "too large"),
         ("1e300", "too large"),
         ("(-8) ** 0.5", "not a real number"),
-        ("2 ^ 3", "only"),
+        ("2 ^ 3", "'^' is not arithmetic"),
         ("1 + " * 200 + "1", "longer than"),
         ("(" * 120 + "1" + ")" * 120 + "+" + "-" * 60 + "1", "nested deeper|cannot read"),
         ("9" * 400, "too large"),
-        ("1\0", "cannot read"),
+        ("1\0", "not arithmetic"),
+        ("1 +\n2", "cannot read"),
+        ("a" + ".a" * 249, "'a' is not arithmetic"),
+        ("not " * 120 + "1", "'not' is not arithmetic"),
+        ("[" * 90 + "]" * 90, "'[' is not arithmetic"),
     ],
 )
 def test_what_cannot_be_computed_is_an_observation(expression, reason):
@@ -64,3 +91,71 @@ def test_what_cannot_be_computed_is_an_observation(expression, reason):
 
 def test_arguments_that_are_no_text():
     assert calculate(5) == "Error: the expression must be text, not int"
+
+
+@pytest.mark.parametrize(
+    "expression", ["a" + ".a" * 249, "1" + "(1)" * 160, "-" * 499 + "1", "(" * 190 + "1" + ")" * 190]
+)
+def test_a_deep_call_stack_changes_nothing(expression):
+    def descend(levels):
+        return calculate(expression) if levels == 0 else descend(levels - 1)
+
+    assert descend(700) == calculate(expression)
+
+
+def test_errors_are_short_however_long_the_expression():
+    assert len(calculate("1" + "(1)" * 160)) < 200
+    assert len(calculate("(" + "1 + " * 100)) < 200
+
+
+@given(st.text(alphabet="0123456789.+-*/%()eE_ $,x[", max_size=MAX_CHARACTERS + 20))
+def test_whatever_is_written_gets_a_number_or_an_error(text):
+    result = calculate(text)
+    assert result.startswith("Error: ") or math.isfinite(float(result))
+
+
+@given(st.recursive(
+    st.integers(-99, 99).map(lambda n: f"({n})"),
+    lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda parts: f"({' '.join(parts)})"),
+    max_leaves=8,
+))  # fmt: skip
+def test_results_are_those_of_exact_fractions(text):
+    wrapped = "".join(f"Fraction({part})" if part.isdigit() else part for part in split_digits(text))
+    try:
+        expected = eval(wrapped, {"Fraction": Fraction})
+    except ZeroDivisionError:
+        assert calculate(text) == "Error: division by zero"
+    else:
+        assert compute_expression(text) == expected
+
+
+def split_digits(text):
+    parts = [""]
+    for character in text:
+        if parts[-1] and character.isdigit() == parts[-1][-1].isdigit():
+            parts[-1] += character
+        else:
+            parts.append(character)
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "result"),
+    [
+        ("calculator", '{"expression": "6 * 7"}', "42"),
+        ("calculator", '{"expression": 42}', "Error: the expression must be text, not int"),
+        ("calculator", '{"expression": "6 * 7", "precision": 2}', "Error: calculator takes one argument"),
+        ("calculator", "[]", "Error: calculator takes one argument"),
+        ("calculator", "{", "Error: the arguments are not JSON"),
+        ("calculator", "[" * 100_000, "Error: the arguments are not JSON"),
+        ("search", "{}", "Error: there is no tool 'search'; the only one is calculator"),
+    ],
+)
+def test_calls_of_a_model_are_answered(name, arguments, result):
+    assert answer_call(name, arguments).startswith(result)
+
+
+def test_the_schema_names_the_tool_that_answers():
+    function = CALCULATOR_TOOL["function"]
+    arguments = dict.fromkeys(function["parameters"]["required"], "1 + 1")
+    assert answer_call(function["name"], json.dumps(arguments)) == "2"

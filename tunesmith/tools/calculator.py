@@ -1,15 +1,19 @@
 """A calculator for agents: text in, text out, exact, and safe on whatever a model writes.
 
-The expression is parsed, never evaluated as code. Arithmetic is rational, so 0.1 + 0.2 is 0.3. An expression that is
-malformed or asks too much gives one sentence that begins with "Error:", for the model to read.
+The expression is parsed, never evaluated as code. Arithmetic is rational, so 0.1 + 0.2 is 0.3. Its length, nesting,
+exponents and digits are bounded, which bounds its time. An expression that is malformed or asks too much gives one
+sentence that begins with "Error:", for the model to read.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import operator
+import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from typing import Any
 
 MAX_CHARACTERS = 500
 MAX_DEPTH = 50
@@ -17,7 +21,32 @@ MAX_EXPONENT = 1000
 MAX_BITS = 512
 """Of a numerator or a denominator: about 154 digits."""
 NUM_SIGNIFICANT_DIGITS = 10
+MAX_SHOWN_CHARACTERS = 60
+"""Of an expression that an error quotes."""
 
+SYNTAX = "write numbers with + - * / // % ** and parentheses"
+CALCULATOR_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Compute an arithmetic expression exactly.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "expression": {"type": "string", "description": "Numbers with + - * / // % ** and parentheses."}
+            },
+            "required": ["expression"],
+        },
+    },
+}
+"""The calculator as requests offer it to a model; `answer_call` answers its calls."""
+
+SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-", "$": ""})
+"""What people write for an operator; a currency sign says nothing here."""
+GROUPED_DIGITS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+FOREIGN = re.compile(r"[^\W\d_]\w*|[^\d.+\-*/%()\s_]", re.ASCII)
+"""A word or a sign that arithmetic on numbers has no use for."""
+EXPONENT = re.compile(r"(?<=[\d.])[eE](?=[-+]?\d)")
 BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -30,6 +59,23 @@ BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 class ExpressionError(ValueError):
     """The expression cannot be computed; the message is for whoever wrote it."""
+
+
+def answer_call(name: str, arguments: str) -> str:
+    """The result of a model's call of `CALCULATOR_TOOL`, or a sentence that begins with "Error:".
+
+    `arguments` is the JSON text of the call, which may be malformed.
+    """
+    expected = CALCULATOR_TOOL["function"]["name"]
+    if name != expected:
+        return f"Error: there is no tool {_shorten(name)!r}; the only one is {expected}"
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return "Error: the arguments are not JSON"
+    if not isinstance(given, dict) or given.keys() != {"expression"}:
+        return f'Error: {expected} takes one argument, as in {{"expression": "2 * 3"}}'
+    return calculate(given["expression"])
 
 
 def calculate(expression: str) -> str:
@@ -58,11 +104,14 @@ def compute_expression(expression: str) -> Fraction:
         raise ExpressionError("the expression is empty")
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"the expression is longer than {MAX_CHARACTERS} characters")
+    text = GROUPED_DIGITS.sub(lambda found: found.group().replace(",", ""), text.translate(SIGNS)).strip()
+    _check_words(text)
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ExpressionError(f"cannot read {text!r}; write numbers with + - * / // % ** and parentheses") from error
-    return _compute(tree.body, depth=0)
+        hint = "; write 20% as 20/100" if "%" in text else ""
+        raise ExpressionError(f"cannot read {_shorten(text)!r}; {SYNTAX}{hint}") from error
+    return _compute(tree.body, text, depth=0)
 
 
 def format_number(value: Fraction) -> str:
@@ -75,34 +124,51 @@ def format_number(value: Fraction) -> str:
         raise ExpressionError("the result is too large") from error
 
 
-def _compute(node: ast.expr, *, depth: int) -> Fraction:
+def _check_words(text: str) -> None:
+    """Refuse names, calls, strings, lists, commas: nothing of Python but arithmetic is parsed."""
+    found = FOREIGN.search(EXPONENT.sub("0", text))
+    if found is not None:
+        hint = "; write * for x" if found.group() in "xX" else ""
+        raise ExpressionError(f"{_shorten(found.group())!r} is not arithmetic on numbers; {SYNTAX}{hint}")
+
+
+def _compute(node: ast.expr, text: str, *, depth: int) -> Fraction:
     if depth > MAX_DEPTH:
         raise ExpressionError(f"the expression is nested deeper than {MAX_DEPTH} levels")
     match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return _check_size(_read_number(number))
+        case ast.Constant(value=int() | float()):
+            return _check_size(_read_number(_quote(node, text)))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_compute(operand, depth=depth + 1)
+            return -_compute(operand, text, depth=depth + 1)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _compute(operand, depth=depth + 1)
+            return _compute(operand, text, depth=depth + 1)
         case ast.BinOp(left=left_node, op=operation, right=right_node):
-            left, right = _compute(left_node, depth=depth + 1), _compute(right_node, depth=depth + 1)
+            left, right = _compute(left_node, text, depth=depth + 1), _compute(right_node, text, depth=depth + 1)
             return _check_size(_apply(operation, left, right))
-    raise ExpressionError(f"{ast.unparse(node)!r} is not arithmetic on numbers")
+    raise ExpressionError(f"{_shorten(_quote(node, text))!r} is not arithmetic on numbers; {SYNTAX}")
 
 
-def _read_number(number: int | float) -> Fraction:
+def _quote(node: ast.expr, text: str) -> str:
+    """The part of a one-line text that a node stands for; columns count bytes, and the text is ASCII by now."""
+    return text[node.col_offset : node.end_col_offset]
+
+
+def _read_number(literal: str) -> Fraction:
+    """Digits are read as they are; an exponent goes through a float, which bounds it."""
     try:
-        return Fraction(str(number))
+        if not re.search("[eE]", literal):
+            return Fraction(literal.replace("_", "").rstrip("."))
+        value = Fraction(str(float(literal)))
     except ValueError as error:
         raise ExpressionError("the number is too large") from error
+    if value == 0 and re.search("[1-9]", re.split("[eE]", literal)[0]):
+        raise ExpressionError("the number is too close to zero")
+    return value
 
 
 def _apply(operation: ast.operator, left: Fraction, right: Fraction) -> Fraction:
     if isinstance(operation, ast.Pow):
         return _compute_power(left, right)
-    if type(operation) not in BINARY:
-        raise ExpressionError("only + - * / // % ** are known")
     try:
         return BINARY[type(operation)](left, right)
     except ZeroDivisionError as error:
@@ -131,3 +197,7 @@ def _check_size(value: Fraction) -> Fraction:
     if max(abs(value.numerator), value.denominator).bit_length() > MAX_BITS:
         raise ExpressionError("the number is too large or too long")
     return value
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
