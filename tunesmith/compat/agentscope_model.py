@@ -32,6 +32,8 @@ def build_agentscope_model(
     is_v2 = "credential" in inspect.signature(OpenAIChatModel).parameters
     model = (_build_v2 if is_v2 else _build_v1)(OpenAIChatModel, endpoint, dict(options or {}), is_stream)
     model.client = endpoint.client
+    model.model_name = endpoint.model_name
+    model.options = dict(options or {})  # for `ask_model`, which goes to the client itself
     return model
 
 

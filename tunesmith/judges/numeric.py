@@ -53,6 +53,15 @@ def score_numeric(text: str, answer: str) -> float | None:
     return float(_is_equivalent(candidate, reference_terms))
 
 
+def score_symbolic(text: str, answer: str) -> float | None:
+    """As `score_numeric`, by math-verify alone."""
+    reference_terms = _parse_expression(extract_marked(answer) or answer.strip())
+    if not reference_terms:
+        return None
+    candidate = extract_answer(text)
+    return float(candidate is not None and _is_equivalent(candidate, reference_terms))
+
+
 def read_text(response: Any) -> str:
     """The text of a response: a string, a message with `get_text_content()`, or one with `content`."""
     if isinstance(response, str):

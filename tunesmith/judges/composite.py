@@ -1,0 +1,140 @@
+"""Rewards made of parts, each logged under its name, and the judges that run files name.
+
+`compose` adds up parts by their weights. A gate is the part that says whether the answer is right: where it is not, the
+other parts count less, so much less that nothing a wrong answer does can earn what any right answer gets. That is
+checked when the judge is built. A part without a verdict leaves the whole without one: a judge that failed is never a
+reward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tunesmith.judges.answers import build_tolerant_match, match_exact, match_numeric, match_symbolic, score_f1
+from tunesmith.judges.style import score_conciseness, score_format, score_reasoning
+from tunesmith.judges.transcript import read_transcript
+from tunesmith.types import JudgeOutput, JudgeType
+
+SHARE_WHEN_WRONG = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of a reward."""
+
+    name: str
+    """Of its metric."""
+    weight: float = 1.0
+    """Of its score in the reward; 0 measures without rewarding."""
+    score: Callable[..., Any]
+    """`score(task, transcript)`, or `async score(task, transcript, auxiliary_models)`; None means no verdict."""
+    lowest: float = 0.0
+    """The least that it scores."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight) or self.weight < 0:
+            raise ValueError(f"the weight of part {self.name!r} is {self.weight}; it must be 0 or more")
+
+
+def compose(*parts: Part, gate: str | None = None, share_when_wrong: float = SHARE_WHEN_WRONG) -> JudgeType:
+    """A judge that gives the weighted sum of the parts, at least 0, and each part's score as a metric.
+
+    `gate` names the part that says whether the answer is right. At its score s the other parts count
+    `share_when_wrong + (1 - share_when_wrong) * s` of their weight. Raises ValueError where a wrong answer (s = 0)
+    could get as much as a right one (s = 1).
+    """
+    _check_names(parts)
+    if gate is not None:
+        _check_gate(parts, gate, share_when_wrong)
+
+    async def judge(
+        task: Mapping[str, Any], response: Any, auxiliary_models: Mapping[str, Any] | None = None
+    ) -> JudgeOutput:
+        transcript = read_transcript(response)
+        scores: dict[str, float | None] = {}
+        for part in parts:
+            if inspect.iscoroutinefunction(part.score):
+                score = await part.score(task, transcript, auxiliary_models or {})
+            else:
+                score = part.score(task, transcript)
+            scores[part.name] = _check_score(part, score)
+        metrics = {name: score for name, score in scores.items() if score is not None}
+        reward = _add_up(parts, metrics, gate=gate, share_when_wrong=share_when_wrong)
+        return JudgeOutput(reward=reward, metrics=metrics)
+
+    return judge
+
+
+def _add_up(
+    parts: tuple[Part, ...], scores: Mapping[str, float], *, gate: str | None, share_when_wrong: float
+) -> float | None:
+    """The reward; None where a part that is rewarded has no verdict."""
+    reward = 0.0
+    for part in parts:
+        if part.weight == 0:
+            continue
+        if part.name not in scores or (gate is not None and gate not in scores):
+            return None
+        share = 1.0
+        if gate is not None and part.name != gate:
+            share = share_when_wrong + (1 - share_when_wrong) * scores[gate]
+        reward += part.weight * share * scores[part.name]
+    return max(reward, 0.0)
+
+
+def _check_score(part: Part, score: Any) -> float | None:
+    if score is None:
+        return None
+    if not part.lowest <= score <= 1:
+        raise ValueError(f"part {part.name!r} scored {score}, outside of [{part.lowest:g}, 1]")
+    return float(score)
+
+
+def _check_names(parts: tuple[Part, ...]) -> None:
+    names = [part.name for part in parts]
+    if len(set(names)) < len(names) or not any(part.weight for part in parts):
+        raise ValueError(f"a judge needs parts of different names, one of them with a weight; got {names}")
+
+
+def _check_gate(parts: tuple[Part, ...], gate: str, share_when_wrong: float) -> None:
+    weights = {part.name: part.weight for part in parts}
+    if gate not in weights or not 0 <= share_when_wrong <= 1:
+        raise ValueError(
+            f"gate={gate!r} must name one of the parts {list(weights)}, and share_when_wrong={share_when_wrong} be "
+            "from 0 to 1"
+        )
+    others = [part for part in parts if part.name != gate]
+    best_wrong = share_when_wrong * sum(part.weight for part in others)
+    worst_right = weights[gate] + sum(part.weight * part.lowest for part in others)
+    if best_wrong >= worst_right:
+        raise ValueError(
+            f"a wrong answer could get {best_wrong:g} and a right one as little as {worst_right:g}: lower "
+            f"share_when_wrong={share_when_wrong:g}, or give the gate {gate!r} more weight"
+        )
+
+
+gsm8k_judge = compose(
+    Part(name="accuracy", weight=0.50, score=build_tolerant_match(0.01)),
+    Part(name="format", weight=0.20, score=score_format),
+    Part(name="reasoning", weight=0.20, score=score_reasoning),
+    Part(name="conciseness", weight=0.10, score=score_conciseness, lowest=-0.5),
+    Part(name="exact", weight=0.0, score=match_numeric),
+    gate="accuracy",
+)
+"""Accuracy within 1 %, format, reasoning, conciseness; `exact` says whether the number is the very one."""
+
+numeric_judge = compose(Part(name="accuracy", score=match_numeric), Part(name="format", weight=0, score=score_format))
+"""1 for the right number; the form is measured and not rewarded."""
+
+math_verify_judge = compose(Part(name="accuracy", score=match_symbolic))
+"""1 for what math-verify finds equal to the reference."""
+
+exact_judge = compose(Part(name="accuracy", score=match_exact))
+"""1 for the words of a reference."""
+
+f1_judge = compose(Part(name="f1", score=score_f1), Part(name="accuracy", weight=0, score=match_exact))
+"""Words in common with the best reference."""
