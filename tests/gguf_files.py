@@ -1,0 +1,30 @@
+"""GGUF files of the tiny models, written by the package, right or wrong on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from exported_models import CONFIGS, TOKENIZERS, build_random_model, build_tokenizer
+from tunesmith.model.gguf_architecture import describe_architecture
+from tunesmith.model.gguf_vocabulary import describe_vocabulary
+from tunesmith.model.gguf_write import GgufHeader, write_gguf
+
+
+def build_header(model: PreTrainedModel, tokenizer: str = "qwen2", **architecture: object) -> GgufHeader:
+    """The header of a model with one of the tiny tokenizers; fields of its architecture may be falsified."""
+    return GgufHeader(
+        name="tiny",
+        license="mit",
+        architecture=dataclasses.replace(describe_architecture(model.config), **architecture),
+        vocabulary=describe_vocabulary(build_tokenizer(tokenizer), model.config),
+    )
+
+
+def write_tiny_gguf(name: str, path: Path, *, file_type: str = "f32", **architecture: object) -> PreTrainedModel:
+    """Write one of CONFIGS and return the model."""
+    model = build_random_model(CONFIGS[name])
+    write_gguf(path, model, build_header(model, TOKENIZERS[name], **architecture), file_type=file_type)
+    return model

@@ -1,0 +1,156 @@
+"""What a GGUF file says about a model's architecture, from its Hugging Face configuration alone.
+
+Llama (SmolLM and SmolLM2 are Llamas), SmolLM3, Qwen2/2.5 and Qwen3, dense. Whatever llama.cpp would compute differently
+from the modelling code is refused here, before weights are read: a file that answers wrongly is worse than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tunesmith.errors import ModelError
+
+FieldValue = int | float | str
+NAMES: Mapping[str, str] = {"llama": "llama", "smollm3": "smollm3", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""The architecture's name in GGUF by transformers' `model_type`."""
+ROTATED_IN_PAIRS = {"llama", "smollm3"}
+"""Architectures of which llama.cpp rotates neighbouring pairs, where transformers rotates halves."""
+SMOLLM3_INTERVAL = 4
+"""llama.cpp leaves every fourth layer of a SmolLM3 without positions, whatever the file says."""
+YARN_DEFAULTS: Mapping[str, float] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""YaRN (Peng et al., 2023), as llama.cpp computes it when a file does not say."""
+IGNORED_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufArchitecture:
+    """The header of a GGUF file that describes the model, and how its tensors are laid out."""
+
+    name: str
+    num_layers: int
+    fields: Mapping[str, FieldValue]
+    """Keys without the architecture's prefix; float values are written as float32, integers as uint32."""
+    is_rotated_in_pairs: bool
+    """Rows of Q and K are reordered for llama.cpp."""
+    num_heads: int
+    num_kv_heads: int
+    rope_factors: tuple[float, ...] | None
+    """Divisors of each rotation frequency (Llama 3.1's long contexts); None where there are none."""
+    has_tied_embeddings: bool
+
+
+def describe_architecture(config: PretrainedConfig) -> GgufArchitecture:
+    """Raise ModelError for an architecture, or a variant of one, that cannot be written."""
+    model_type = config.model_type
+    if model_type not in NAMES:
+        raise ModelError(
+            f"the architecture {model_type!r} cannot be written as GGUF; known: {', '.join(NAMES)} "
+            "(SmolLM and SmolLM2 are llama). Leave gguf out of formats"
+        )
+    check_variant(config)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    fields: dict[str, FieldValue] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.dimension_count": head_dim,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    scaling, factors = describe_rope(config, head_dim=head_dim)
+    return GgufArchitecture(
+        name=NAMES[model_type],
+        num_layers=config.num_hidden_layers,
+        fields=fields | scaling,
+        is_rotated_in_pairs=model_type in ROTATED_IN_PAIRS,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        rope_factors=factors,
+        has_tied_embeddings=bool(config.tie_word_embeddings),
+    )
+
+
+def check_variant(config: PretrainedConfig) -> None:
+    """Refuse settings for which llama.cpp has no counterpart in this architecture."""
+    settings: dict[str, bool] = {
+        f"hidden_act={config.hidden_act!r}": config.hidden_act != "silu",
+        "sliding-window attention": has_sliding_window(config),
+        "attention_bias": config.model_type in {"qwen3", "smollm3"} and bool(config.attention_bias),
+        "mlp_bias": config.model_type == "smollm3" and bool(config.mlp_bias),
+        "layers without positions elsewhere than every fourth": has_other_positions(config),
+        "partial_rotary_factor": config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0,
+    }
+    refused = [name for name, is_refused in settings.items() if is_refused]
+    if refused:
+        raise ModelError(
+            f"this {config.model_type} model has {', '.join(refused)}, which cannot be written as GGUF; "
+            "leave gguf out of formats"
+        )
+
+
+def has_sliding_window(config: PretrainedConfig) -> bool:
+    layer_types = getattr(config, "layer_types", None) or []
+    return any(layer_type != "full_attention" for layer_type in layer_types)
+
+
+def has_other_positions(config: PretrainedConfig) -> bool:
+    if config.model_type != "smollm3":
+        return False
+    usual = [int((layer + 1) % SMOLLM3_INTERVAL != 0) for layer in range(config.num_hidden_layers)]
+    return list(config.no_rope_layers) != usual
+
+
+def describe_rope(config: PretrainedConfig, *, head_dim: int) -> tuple[dict[str, FieldValue], tuple[float, ...] | None]:
+    """Fields, and divisors of the frequencies, of a model's rotary scaling."""
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return {}, None
+    if kind == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}, None
+    if kind == "llama3" and config.model_type == "llama":
+        return {}, compute_rope_factors(config, head_dim=head_dim)
+    if kind == "yarn":
+        return describe_yarn(rope, config), None
+    raise ModelError(
+        f"rotary scaling of type {kind!r} cannot be written as GGUF for {config.model_type}; known: default, linear, "
+        "yarn, and llama3 for llama. Leave gguf out of formats"
+    )
+
+
+def compute_rope_factors(config: PretrainedConfig, *, head_dim: int) -> tuple[float, ...]:
+    """What divides each plain frequency theta^(-2i/d) to give the one that the modelling code uses."""
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / config.rope_parameters["rope_theta"] ** exponents
+    return tuple((plain / scaled.float()).tolist())
+
+
+def describe_yarn(rope: Mapping[str, Any], config: PretrainedConfig) -> dict[str, FieldValue]:
+    """Fields of YaRN; refuses parameters for which llama.cpp has its own fixed value."""
+    known = {"factor", "original_max_position_embeddings"}
+    others = {
+        key: value
+        for key, value in rope.items()
+        if key not in IGNORED_ROPE_KEYS | known and value is not None and value != YARN_DEFAULTS.get(key)
+    }
+    if others:
+        raise ModelError(f"YaRN with {others} cannot be written as GGUF; leave gguf out of formats")
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": float(rope["factor"]),
+        "rope.scaling.original_context_length": int(original),
+    }
