@@ -3,6 +3,9 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -10,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tunesmith.config import MonitorSection
 from tunesmith.monitor.console import ConsoleProgress, format_duration
 from tunesmith.monitor.metrics_file import load_metrics
-from tunesmith.monitor.monitor import TRACKERS, Monitor
+from tunesmith.monitor.monitor import Monitor
+from tunesmith.monitor.trackers import EXTRAS
 from tunesmith.storage import RunPaths
 
 
@@ -65,10 +69,11 @@ def test_without_trackers_there_is_only_the_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_every_tracker_that_the_config_allows_can_be_built():
-    annotation = str(MonitorSection.model_fields["trackers"].annotation)
-    assert all(f"'{name}'" in annotation for name in TRACKERS)
-    assert annotation.count("'") == 2 * len(TRACKERS)
+def test_every_tracker_but_the_default_has_an_extra_that_brings_it():
+    names = get_args(get_args(MonitorSection.model_fields["trackers"].annotation)[0])
+    assert set(names) == {"tensorboard", *EXTRAS}
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS.values()) <= declared["optional-dependencies"].keys()
 
 
 def test_without_a_terminal_each_step_is_a_plain_line(tmp_path):

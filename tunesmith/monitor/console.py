@@ -68,6 +68,12 @@ class ConsoleProgress:
         if self._progress is not None:
             self._progress.update(self._bar, status=text)
 
+    def show_done(self, step: int, text: str) -> None:
+        """A step that is no training step ended."""
+        if self._progress is not None:
+            self._progress.update(self._bar, completed=step, status="")
+        self.show_line(text)
+
     def show_line(self, text: str) -> None:
         """Print a line above the progress."""
         self._console.print(text, markup=False)

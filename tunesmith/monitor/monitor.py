@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any
 
 from tunesmith.config import MonitorSection
 from tunesmith.monitor.console import ConsoleProgress
 from tunesmith.monitor.metrics_file import Kind, MetricsFile
-from tunesmith.monitor.tensorboard import TensorBoardTracker
+from tunesmith.monitor.trackers import TrackedRun, build_trackers, check_trackers, flatten_settings
 from tunesmith.storage import RunPaths
 
 
-class Tracker(Protocol):
-    """A place outside the run folder's own files that keeps metrics by step."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def build_tensorboard(root: Path, committed_step: int | None) -> Tracker:
-    return TensorBoardTracker(RunPaths(root).tensorboard, committed_step=committed_step)
-
-
-TRACKERS: Mapping[str, Callable[[Path, int | None], Tracker]] = {
-    "tensorboard": build_tensorboard,
-}
-"""Names that `monitor.trackers` may list: what builds one from the run's folder and its last committed step."""
-
-
 class Monitor:
-    """The numbers of one run. `committed_step` is where it goes on, None when it begins anew."""
+    """The numbers of one run. `committed_step` is where it goes on, None when it begins anew.
+
+    `run_settings` are what trackers list as the run's hyperparameters. Trackers start here and may refuse to.
+    """
 
     def __init__(
         self,
@@ -41,10 +26,13 @@ class Monitor:
         *,
         total_steps: int,
         committed_step: int | None = None,
+        run_settings: Mapping[str, Any] | None = None,
         stream: IO[str] | None = None,
     ) -> None:
+        check_trackers(settings.trackers)
         self._file = MetricsFile(RunPaths(root).metrics, committed_step=committed_step)
-        self._trackers = [TRACKERS[name](root, committed_step) for name in settings.trackers]
+        run = TrackedRun(root=root, committed_step=committed_step, settings=flatten_settings(run_settings or {}))
+        self._trackers = build_trackers(settings.trackers, run)
         self._console = ConsoleProgress(
             first_step=committed_step or 0,
             total_steps=total_steps,
@@ -71,15 +59,15 @@ class Monitor:
         """Print a line on the console."""
         self._console.show_line(text)
 
-    def close(self) -> None:
-        """Stop the display and finish the files."""
+    def close(self, *, is_failed: bool = False) -> None:
+        """Stop the display, finish the files, and tell trackers how the run ended."""
         self._console.close()
         for tracker in self._trackers:
-            tracker.close()
+            tracker.close(is_failed=is_failed)
         self._file.close()
 
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close(is_failed=kind is not None)

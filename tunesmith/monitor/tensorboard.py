@@ -38,6 +38,7 @@ class TensorBoardTracker:
             self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
             self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, *, is_failed: bool) -> None:
+        """Finish the file; TensorBoard does not tell whole runs from failed ones."""
         with storage_errors(self._folder, "write"):
             self._writer.close()

@@ -1,0 +1,31 @@
+"""The id under which a tracker knows a run, kept in the run folder so that a resumed run goes on under it."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from tunesmith.storage import RunPaths, save_text, storage_errors
+
+
+def load_run_id(root: Path, tracker: str) -> str | None:
+    """The id that the run began with, None when this tracker has not seen it."""
+    path = RunPaths(root).tracker_id(tracker)
+    if not path.exists():
+        return None
+    with storage_errors(path, "read"):
+        return path.read_text(encoding="utf-8").strip() or None
+
+
+def save_run_id(root: Path, tracker: str, run_id: str) -> None:
+    save_text(RunPaths(root).tracker_id(tracker), f"{run_id}\n")
+
+
+def choose_run_id(root: Path, tracker: str, *, is_resumed: bool) -> str:
+    """The id to go on under: the saved one when the run is resumed, else a new one, saved."""
+    saved = load_run_id(root, tracker) if is_resumed else None
+    if saved is not None:
+        return saved
+    run_id = secrets.token_hex(8)
+    save_run_id(root, tracker, run_id)
+    return run_id

@@ -1,0 +1,99 @@
+"""Trackers: places outside the run folder's own files that keep a run's metrics by step, and its settings.
+
+Each gets every metric under the same name. TensorBoard writes into the run folder; where Weights & Biases, MLflow and
+SwanLab keep theirs is up to their own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI, SWANLAB_MODE). A run
+that is resumed goes on under the id that it began with, which the run folder keeps; one that begins anew gets another.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tunesmith.errors import ConfigError
+from tunesmith.monitor.tensorboard import TensorBoardTracker
+from tunesmith.storage import RunPaths
+
+
+class Tracker(Protocol):
+    """Keeps metrics by step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self, *, is_failed: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """What a tracker is told of a run."""
+
+    root: Path
+    """The run folder: its name is the run's, its parent's the project's."""
+    committed_step: int | None = None
+    """Where the run goes on; None when it begins anew."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Dotted key -> value, as trackers list hyperparameters."""
+
+    @property
+    def project(self) -> str:
+        return self.root.absolute().parent.name
+
+    @property
+    def name(self) -> str:
+        return self.root.absolute().name
+
+
+EXTRAS: Mapping[str, str] = {"wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
+"""Trackers that need a package of their own -> the extra that brings it; its module has the tracker's name."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise when the package of a tracker is not installed."""
+    for name in names:
+        if name in EXTRAS and importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"monitor.trackers: {name} is not installed; pip install 'tunesmith[{EXTRAS[name]}]', or leave it out"
+            )
+
+
+def build_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
+    """Start the trackers; a login or a server that is missing is an error here."""
+    started: dict[str, Tracker] = {}
+    try:
+        for name in names:
+            started[name] = build_tracker(name, run)
+    except BaseException:
+        for tracker in started.values():
+            tracker.close(is_failed=True)
+        raise
+    return list(started.values())
+
+
+def build_tracker(name: str, run: TrackedRun) -> Tracker:
+    if name == "wandb":
+        from tunesmith.monitor.wandb_tracker import WandbTracker
+
+        return WandbTracker(run)
+    if name == "mlflow":
+        from tunesmith.monitor.mlflow_tracker import MlflowTracker
+
+        return MlflowTracker(run)
+    if name == "swanlab":
+        from tunesmith.monitor.swanlab_tracker import SwanlabTracker
+
+        return SwanlabTracker(run)
+    return TensorBoardTracker(RunPaths(run.root).tensorboard, committed_step=run.committed_step)
+
+
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as dotted keys and text."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten_settings(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = str(value)
+    return flat
