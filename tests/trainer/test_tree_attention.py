@@ -1,4 +1,4 @@
-"""Tree attention against a dense mask, whole paths against plain causal attention, and flex attention's blocks."""
+"""Tree attention on a CPU against a dense mask, and the tables that the kernels of a GPU read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import flex_attention
 
 from tunesmith.experience.trie import Trie, build_trie, concatenate_tries
 from tunesmith.model.attention import attend_masked
 from tunesmith.trainer import attention, segments
-from tunesmith.trainer.attention import TreePlan, build_block_mask, build_rule, find_blocks
+from tunesmith.trainer.attention import TreePlan
+from tunesmith.trainer.tiles import PADDING, Tile, build_table, find_tiles, pad_trie
 from tunesmith.types import Sample
 
 
@@ -110,35 +110,75 @@ def test_segments_tile_the_row_and_hang_from_their_parents(seed, max_hanging):
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_rule_equals_a_dense_mask(window):
+def test_dense_mask_equals_a_walk_to_the_root(window):
     trie = build_random_trie(1)
-    rule = build_rule(torch.from_numpy(trie.depth_T), torch.from_numpy(trie.subtree_end_T), window)
-    node = torch.arange(trie.num_tokens)
-    assert torch.equal(rule(node, node, node[:, None], node[None]), build_mask(trie, window))
+    assert torch.equal(attention.build_mask(trie, window), build_mask(trie, window))
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("sizes", [(4, 4), (8, 2), (2, 8)])
+@pytest.mark.parametrize("seed", range(5))
+def test_tiles_hold_what_they_say(seed, sizes, window):
+    trie = build_random_trie(seed, num_groups=2, max_length=20)
+    mask = build_mask(trie, window).numpy()
+    is_seen, is_full = find_tiles(trie, window, *sizes)
+    assert not np.any(is_full & ~is_seen)
+    for i, j in np.ndindex(is_seen.shape):
+        tile = mask[sizes[0] * i : sizes[0] * (i + 1), sizes[1] * j : sizes[1] * (j + 1)]
+        assert is_seen[i, j] or not tile.any()
+        assert not is_full[i, j] or tile.all()
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("seed", range(5))
-def test_blocks_hold_what_they_say(monkeypatch, seed, window):
-    monkeypatch.setattr(attention, "BLOCK_TOKENS", 4)
-    trie = build_random_trie(seed, num_groups=2, max_length=20)
-    mask = build_mask(trie, window).numpy()
-    is_seen, is_full = find_blocks(trie, window)
-    assert not np.any(is_full & ~is_seen)
-    for i, j in np.ndindex(is_seen.shape):
-        block = mask[4 * i : 4 * i + 4, 4 * j : 4 * j + 4]
-        assert is_seen[i, j] or not block.any()
-        assert not is_full[i, j] or block.all()
-        if window is None:
-            assert is_seen[i, j] == block.any()
+def test_table_lists_every_tile_once_whole_ones_first(window):
+    tile = Tile(rows=8, steps=4, num_warps=1, num_stages=1, num_backward_stages=1)
+    trie = pad_to(build_random_trie(3, num_groups=3, max_length=60), 8)
+    num_tokens, num_rows = trie.num_tokens, trie.num_tokens // 8
+    table = build_table(trie, window, tile)
+    assert table[:num_tokens].tolist() == trie.subtree_end_T.tolist()
+    assert table[num_tokens : 2 * num_tokens].tolist() == trie.depth_T.tolist()
+    by_query, by_key = find_tiles(trie, window, 8, 4), tuple(found.T for found in find_tiles(trie, window, 4, 8))
+    for first, (is_seen, is_full) in ((2 * num_tokens, by_query), (2 * num_tokens + 4 * num_rows, by_key)):
+        rows = table[first : first + 4 * num_rows].reshape(-1, 4)
+        assert sorted(rows[:, 0].tolist()) == list(range(num_rows))
+        assert np.all(np.diff(rows[:, 3] - rows[:, 1]) <= 0)
+        for row, begin, middle, end in rows:
+            assert table[begin:middle].tolist() == np.flatnonzero(is_full[row]).tolist()
+            assert table[middle:end].tolist() == np.flatnonzero(is_seen[row] & ~is_full[row]).tolist()
 
 
-@pytest.mark.parametrize("window", [None, 40])
-def test_flex_attention_over_the_blocks_equals_a_dense_mask(window):
-    trie = build_random_trie(3, num_groups=3, max_length=200)
-    rule = build_rule(torch.from_numpy(trie.depth_T), torch.from_numpy(trie.subtree_end_T), window)
-    block_mask = build_block_mask(trie, rule, window, torch.device("cpu"))
-    query, key, value = (x.detach() for x in draw_inputs(trie.num_tokens, torch.float32))
-    ours = flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
-    theirs = attend_masked(query, key, value, build_mask(trie, window), scaling=None, softcap=None)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+def test_padding_sees_itself_and_is_seen_by_nothing_else():
+    trie = build_random_trie(2)
+    padded = pad_trie(trie)
+    mask = build_mask(padded, None)
+    assert padded.num_tokens % PADDING == 0
+    assert padded.num_tokens - trie.num_tokens < PADDING
+    assert torch.equal(mask[: trie.num_tokens, : trie.num_tokens], build_mask(trie, None))
+    assert torch.equal(
+        mask[trie.num_tokens :, trie.num_tokens :], torch.eye(padded.num_tokens - trie.num_tokens).bool()
+    )
+    assert not mask[trie.num_tokens :, : trie.num_tokens].any()
+
+
+def test_long_paths_without_branches_go_one_by_one(monkeypatch):
+    monkeypatch.setattr(attention, "MIN_PATH_TOKENS", 5)
+    paths = build_random_trie(0, num_groups=1, max_length=3)
+    branched = build_random_trie(0)
+    assert attention.find_long_paths(branched) is None
+    single = [build_path(length) for length in (7, 6, 4)]
+    assert attention.find_long_paths(concatenate_tries(single)).tolist() == [0, 7, 13]
+    assert attention.find_long_paths(concatenate_tries([*single, paths, paths, paths, paths])) is None
+
+
+def build_path(length: int) -> Trie:
+    sample = Sample(
+        token_ids=(1,) * (length + 1), is_sampled=(False,) * length + (True,), logprobs=(0.0,) * (length + 1),
+        advantages=(0.0,) * (length + 1), policy_versions=(None,) * (length + 1),
+        distributions=(None,) * (length + 1), group_index=0, trajectory_index=0,
+    )  # fmt: skip
+    return build_trie([sample], [0])
+
+
+def pad_to(trie: Trie, multiple: int) -> Trie:
+    """Whole tiles of another size, by paths of one token."""
+    return concatenate_tries([trie, *[build_path(1)] * (-trie.num_tokens % multiple)])

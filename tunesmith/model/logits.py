@@ -2,7 +2,8 @@
 
 `run_body` gives hidden states of every token; logits are made here for the few positions that need them. What an
 architecture does to its logits after the head is read from its config. `verify_model` compares the two ways once, so
-that an architecture we would get wrong is refused when it is loaded.
+that an architecture we would get wrong is refused when it is loaded. On a GPU the product of 16-bit hidden states and
+weights comes out in float32: logits rounded to bfloat16 would move logprobs more than all attention kernels together.
 
 Axes: N positions, C hidden size, V vocabulary.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from tunesmith.errors import ModelError
@@ -22,12 +24,12 @@ SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def compute_logits(model: PreTrainedModel, hidden_NC: Tensor) -> Tensor:
-    """Logits [N, V] in the model's own type, scaled and capped as the architecture does."""
+    """Logits [N, V], scaled and capped as the architecture does; float32 on a GPU, else in the model's own type."""
     head = model.get_output_embeddings()
     if head is None:
         raise ModelError(f"{type(model).__name__} has no language-model head; load it as a causal language model")
     config = model.config.get_text_config()
-    logits_NV = head(hidden_NC)
+    logits_NV = _WideProduct.apply(hidden_NC, head.weight) if is_plain_head(head, hidden_NC) else head(hidden_NC)
     if scale := getattr(config, "logit_scale", None):
         logits_NV = logits_NV * scale
     if scale := getattr(config, "lm_head_multiplier", None):
@@ -37,6 +39,40 @@ def compute_logits(model: PreTrainedModel, hidden_NC: Tensor) -> Tensor:
     if cap := getattr(config, "final_logit_softcapping", None):
         logits_NV = torch.tanh(logits_NV / cap) * cap
     return logits_NV
+
+
+def is_plain_head(head: nn.Module, hidden_NC: Tensor) -> bool:
+    """A matrix of 16-bit numbers on a GPU and nothing else: no bias, adapter or quantised weight."""
+    if not (hidden_NC.is_cuda and hidden_NC.dtype in (torch.bfloat16, torch.float16)):
+        return False
+    if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
+        return False
+    return head.weight.dtype == hidden_NC.dtype
+
+
+def get_transform(model: PreTrainedModel) -> tuple[float, float]:
+    """The factor that `compute_logits` gives to what the head says, and the cap that follows (0: none)."""
+    config = model.config.get_text_config()
+    scale = (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    return scale / divisor, getattr(config, "final_logit_softcapping", None) or 0.0
+
+
+class _WideProduct(torch.autograd.Function):
+    """hidden @ weight.T of 16-bit numbers, not rounded to 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_NC, weight_VC)
+        return torch.mm(hidden_NC, weight_VC.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden_NC, weight_VC = ctx.saved_tensors
+        grad_NV = grad_NV.to(hidden_NC.dtype)
+        needs_hidden, needs_weight = ctx.needs_input_grad
+        return grad_NV @ weight_VC if needs_hidden else None, grad_NV.t() @ hidden_NC if needs_weight else None
 
 
 class _WitnessPlan(CausalPlan):

@@ -2,6 +2,7 @@
 
 Positions are scored in chunks. Where a gradient is wanted over several chunks, a chunk's logits are computed again in
 its backward. Scores are float32, or float64 in a float64 model. Greedy tokens (temperature 0) are scored untempered.
+On a GPU a chunk of 16-bit hidden states has one copy of its logits, in float32, which its gradients overwrite.
 
 Axes: N positions, C hidden size, V vocabulary.
 """
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tunesmith.model.distribution import has_truncation, truncate_logits
-from tunesmith.model.logits import compute_logits
+from tunesmith.model.logits import compute_logits, get_transform, is_plain_head
 from tunesmith.types import Distribution
 
 
@@ -52,6 +53,12 @@ def _score_chunk(
     model: PreTrainedModel, hidden_NC: Tensor, target_N: Tensor, distribution: Distribution, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """As `compute_logprobs`, all positions at once."""
+    head = model.get_output_embeddings()
+    if is_plain_head(head, hidden_NC) and not has_truncation(distribution) and not distribution.logit_bias:
+        from tunesmith.model.head_score import HeadScore  # needs Triton, which is there on CUDA machines only
+
+        temper = 1.0 / (distribution.temperature or 1.0)
+        return HeadScore.apply(hidden_NC, head.weight, target_N, (*get_transform(model), temper), with_entropy)
     logits_NV = compute_logits(model, hidden_NC)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     logits_NV = truncate_logits(logits_NV, distribution, keep_ids_N=target_N)

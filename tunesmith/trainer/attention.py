@@ -1,49 +1,49 @@
 """How the tokens of a packed row attend: each to itself and its ancestors in the row's trie.
 
 Node q sees node k exactly when k <= q < subtree_end[k]; a sliding window counts in depth. A CPU goes segment by segment
-(`segments.py`). On a GPU one flex-attention kernel reads the same rule, with the blocks it may skip worked out from the
-trie; what that kernel does not take (short rows, float64, tiny heads) goes through a dense mask. Masks are made once
-per row and used by every layer.
+(`segments.py`). On a GPU one kernel reads the same rule, over tiles that are listed when the row is built (`tiles.py`);
+long paths without branches go to cuDNN one by one, and float64 through a dense mask.
 
-Axes: T tokens of the row, B blocks of tokens.
+Axes: T tokens of the row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn import functional
+from transformers import PreTrainedModel
 
 from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import attend_masked
 from tunesmith.trainer.segments import Scoring, SegmentAttention
+from tunesmith.trainer.tiles import NARROW, PADDING, Tile, build_table, choose_tile, pad_trie
 
-BLOCK_TOKENS = 128
-"""Edge of a block of flex attention."""
-FLEX_MIN_TOKENS = 1024
-"""Shorter rows are faster under a dense mask."""
-FLEX_MIN_HEAD = 16
-"""Smallest head size of flex attention's kernels."""
-
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(batch, head, query node, key node) -> whether the query sees the key."""
+MIN_PATH_TOKENS = 4096
+"""Paths at least so long on average are faster one by one."""
+MAX_PATH_HEAD = 128
+"""Largest head size of the kernels for single paths."""
 
 
 class TreePlan:
-    """The `AttentionPlan` of one row."""
+    """The `AttentionPlan` of one row. On a GPU the row may be longer than the trie: filled up to `tiles.PADDING`."""
 
-    def __init__(self, trie: Trie, device: torch.device) -> None:
+    def __init__(
+        self, trie: Trie, device: torch.device, *, tile: Tile = NARROW, windows: Sequence[int | None] = ()
+    ) -> None:
+        """`tile` and `windows` are the model's (`describe_attention`); other tables are made when needed."""
         self._trie = trie
+        self._device = device
         self._max_depth = int(trie.depth_T.max(initial=0))
         self._segments = SegmentAttention(trie) if device.type == "cpu" else None
-        self._depth_T = torch.from_numpy(trie.depth_T).to(device)
-        self._subtree_end_T = torch.from_numpy(trie.subtree_end_T).to(device)
-        self._dense_masks: dict[int | None, Tensor] = {}
-        self._block_masks: dict[int | None, BlockMask] = {}
+        self._path_starts = None if device.type == "cpu" else find_long_paths(trie)
+        self._tables: dict[tuple[int | None, int], Tensor] = {}
+        if device.type != "cpu":
+            self._tables = {(window, tile.steps): self._build_table(window, tile) for window in windows}
 
     def attend(
         self,
@@ -57,97 +57,71 @@ class TreePlan:
         softcap: float | None,
     ) -> Tensor:
         """See `AttentionPlan.attend`."""
-        num_tokens = query.shape[2]
-        assert num_tokens == self._trie.num_tokens, f"this plan is for {self._trie.num_tokens} tokens, not {num_tokens}"
-        window = None if sliding_window is None or sliding_window > self._max_depth else sliding_window
         if self._segments is not None:
+            num_tokens, num_nodes = query.shape[2], self._trie.num_tokens
+            assert num_tokens == num_nodes, f"this plan is for {num_nodes} tokens, not {num_tokens}"
+            window = None if sliding_window is None or sliding_window > self._max_depth else sliding_window
             scoring = Scoring(scaling=scaling, window=window, softcap=softcap)
-            output = self._segments.attend(query, key, value, scoring)
-        elif num_tokens < FLEX_MIN_TOKENS or query.shape[-1] < FLEX_MIN_HEAD or query.dtype == torch.float64:
-            output = attend_masked(query, key, value, self._get_dense_mask(window), scaling=scaling, softcap=softcap)
-        else:
-            output = compile_flex_attention()(
-                query,
-                key,
-                value,
-                score_mod=None if softcap is None else build_softcap(softcap, query.device),
-                block_mask=self._get_block_mask(window),
-                scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-        return output.transpose(1, 2)
+            return self._segments.attend(query, key, value, scoring).transpose(1, 2)
+        if query.dtype == torch.float64 or value.shape[-1] != query.shape[-1]:
+            trie = self._trie if query.shape[2] == self._trie.num_tokens else pad_trie(self._trie)
+            mask = build_mask(trie, sliding_window).to(self._device)
+            return attend_masked(query, key, value, mask, scaling=scaling, softcap=softcap).transpose(1, 2)
+        num_tokens = query.shape[2]
+        if num_added := -num_tokens % PADDING:
+            query, key, value = (functional.pad(x, (0, 0, 0, num_added)) for x in (query, key, value))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output = self._attend_tiles(query, key, value, scaling, sliding_window, softcap)
+        return output[:, :num_tokens] if num_added else output
 
-    def _get_dense_mask(self, window: int | None) -> Tensor:
-        if window not in self._dense_masks:
-            node_T = torch.arange(self._trie.num_tokens, device=self._depth_T.device)
-            rule = build_rule(self._depth_T, self._subtree_end_T, window)
-            self._dense_masks[window] = rule(node_T, node_T, node_T[:, None], node_T[None])
-        return self._dense_masks[window]
+    def _attend_tiles(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        from tunesmith.trainer.kernels.path_attention import path_attention  # there on CUDA machines only
+        from tunesmith.trainer.kernels.tree_attention import tree_attention  # needs Triton, the same
 
-    def _get_block_mask(self, window: int | None) -> BlockMask:
-        if window not in self._block_masks:
-            rule = build_rule(self._depth_T, self._subtree_end_T, window)
-            self._block_masks[window] = build_block_mask(self._trie, rule, window, self._depth_T.device)
-        return self._block_masks[window]
+        is_plain = window is None and softcap is None and query.dtype != torch.float32
+        if self._path_starts is not None and is_plain and query.shape[-1] <= MAX_PATH_HEAD:
+            return path_attention(query, key, value, self._path_starts, scaling)[0]
+        tile = choose_tile(query.shape[-1], is_wide=query.dtype == torch.float32)
+        name = (window, tile.steps)
+        if name not in self._tables:
+            self._tables[name] = self._build_table(window, tile)
+        table = self._tables[name]
+        return tree_attention(query, key, value, table, tile.steps, window or 0, scaling, softcap or 0.0)[0]
 
-
-@lru_cache
-def compile_flex_attention() -> Callable[..., Tensor]:
-    """The kernel, compiled once for every length."""
-    return torch.compile(flex_attention, dynamic=True)
-
-
-def build_rule(depth_T: Tensor, subtree_end_T: Tensor, window: int | None) -> Rule:
-    """Which node sees which, as flex attention asks for it."""
-
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        is_seen = (key <= query) & (query < subtree_end_T[key])
-        return is_seen if window is None else is_seen & (depth_T[query] - depth_T[key] < window)
-
-    return sees
+    def _build_table(self, window: int | None, tile: Tile) -> Tensor:
+        table = torch.from_numpy(build_table(pad_trie(self._trie), window, tile))
+        return table.pin_memory().to(self._device, non_blocking=True)
 
 
-@lru_cache
-def build_softcap(cap: float, device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Soft capping of attention scores; one function per cap, so that the kernel is compiled once."""
-    cap_tensor = torch.tensor(cap, device=device)  # a float would become symbolic, which the kernel's backward refuses
-
-    def softcap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return cap_tensor * torch.tanh(score / cap_tensor)
-
-    return softcap
+def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
+    """The tile and the windows of the model's layers, as `TreePlan` takes them."""
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    window = getattr(config, "sliding_window", None)
+    is_wide = torch.finfo(model.dtype).bits >= 32
+    return {"tile": choose_tile(size, is_wide=is_wide), "windows": (None,) if window is None else (None, window)}
 
 
-def find_blocks(trie: Trie, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Which blocks [B, B] of (queries, keys) hold a pair that is seen, and which of them hold only such pairs."""
-    num_tokens, size = trie.num_tokens, BLOCK_TOKENS
-    first_B = np.arange(0, num_tokens, size)
-    last_B = np.minimum(first_B + size, num_tokens) - 1
-    is_earlier_BB = first_B[None] < first_B[:, None]
-    is_seen_BB = is_earlier_BB & (np.maximum.reduceat(trie.subtree_end_T, first_B)[None] > first_B[:, None])
-    is_full_BB = is_earlier_BB & (np.minimum.reduceat(trie.subtree_end_T, first_B)[None] > last_B[:, None])
-    is_full_BB &= (last_B - first_B == size - 1)[:, None]
-    if window is not None:
-        least_depth_B = np.minimum.reduceat(trie.depth_T, first_B)
-        most_depth_B = np.maximum.reduceat(trie.depth_T, first_B)
-        is_seen_BB &= least_depth_B[:, None] - most_depth_B[None] < window
-        is_full_BB &= most_depth_B[:, None] - least_depth_B[None] < window
-    return is_seen_BB | np.eye(len(first_B), dtype=bool), is_full_BB
+def find_long_paths(trie: Trie) -> Tensor | None:
+    """Where the paths begin, if the trie has no branch and its paths are long enough to go one by one."""
+    starts = np.flatnonzero(trie.depth_T == 0)
+    has_branch = ((np.diff(trie.depth_T) != 1) | (np.diff(trie.subtree_end_T) != 0))[trie.depth_T[1:] > 0].any()
+    if has_branch or trie.num_tokens < MIN_PATH_TOKENS * len(starts):
+        return None
+    return torch.from_numpy(starts)
 
 
-def build_block_mask(trie: Trie, rule: Rule, window: int | None, device: torch.device) -> BlockMask:
-    """The row's block mask, worked out from the trie: nothing of size [T, T] is made."""
-    is_seen_BB, is_full_BB = find_blocks(trie, window)
-
-    def list_blocks(is_listed_BB: np.ndarray) -> tuple[Tensor, Tensor]:
-        order_BB = np.argsort(~is_listed_BB, axis=1, kind="stable")
-        counts = torch.from_numpy(is_listed_BB.sum(axis=1)).to(device, torch.int32)
-        return counts[None, None], torch.from_numpy(order_BB).to(device, torch.int32)[None, None]
-
-    return BlockMask.from_kv_blocks(
-        *list_blocks(is_seen_BB & ~is_full_BB),
-        *list_blocks(is_full_BB),
-        BLOCK_SIZE=BLOCK_TOKENS,
-        mask_mod=rule,
-        seq_lengths=(trie.num_tokens, trie.num_tokens),
-    )
+def build_mask(trie: Trie, window: int | None) -> Tensor:
+    """Which node [T, T] sees which: row q, column k."""
+    node_T = torch.arange(trie.num_tokens)
+    depth_T, subtree_end_T = torch.from_numpy(trie.depth_T), torch.from_numpy(trie.subtree_end_T)
+    is_seen = (node_T[None] <= node_T[:, None]) & (node_T[:, None] < subtree_end_T[None])
+    return is_seen if window is None else is_seen & (depth_T[:, None] - depth_T[None] < window)

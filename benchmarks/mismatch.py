@@ -1,0 +1,131 @@
+"""Why sampler and trainer disagree in bfloat16, taken apart on a real model with plain transformers.
+
+The sampler's way is one token at a time over cached keys and values, the trainer's is one forward of the whole; both
+round to bfloat16, at other places of the same sums. Their tokens' logprobs are compared (k3: mean of exp(d) - 1 - d)
+with logits rounded to bfloat16 or not, and with the stream of residuals in bfloat16 or, through autocast, in float32.
+"exact" is a float32 forward with the same bfloat16 weights.
+
+    python benchmarks/mismatch.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import publish
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+
+def compute_k3(sampler_N: Tensor, trainer_N: Tensor) -> dict[str, float]:
+    difference_N = (trainer_N - sampler_N).double()
+    return {"k3": (difference_N.expm1() - difference_N).mean().item(), "max": difference_N.abs().max().item()}
+
+
+def run_body(model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None, *, is_wide: bool) -> Tensor:
+    """Hidden states in the model's type; `is_wide` keeps the stream of residuals in float32."""
+    embedded = model.get_input_embeddings()(ids)
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=is_wide):
+        outputs = model.get_decoder()(
+            inputs_embeds=embedded.float() if is_wide else embedded, past_key_values=cache, use_cache=cache is not None
+        )
+    return outputs.last_hidden_state.to(model.dtype)
+
+
+def sample(
+    model: PreTrainedModel, prompts: Tensor, *, num_tokens: int, is_wide: bool, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Sequences, and the hidden states [R, N, C] that drew their last tokens."""
+    cache, ids, sequences, hiddens = DynamicCache(), prompts, prompts, []
+    for _ in range(num_tokens):
+        hiddens.append(run_body(model, ids, cache, is_wide=is_wide)[:, -1])
+        probs = (hiddens[-1].float() @ model.lm_head.weight.float().T).softmax(-1)
+        ids = torch.multinomial(probs, 1, generator=generator)
+        sequences = torch.cat([sequences, ids], 1)
+    return sequences, torch.stack(hiddens, 1)
+
+
+def score(model: PreTrainedModel, hidden_RNC: Tensor, targets_RN: Tensor, *, has_narrow_logits: bool) -> Tensor:
+    logits = hidden_RNC.float() @ model.lm_head.weight.float().T
+    if has_narrow_logits:
+        logits = logits.bfloat16().float()
+    return logits.log_softmax(-1).gather(-1, targets_RN[..., None])[..., 0]
+
+
+@torch.no_grad()
+def compare(
+    model: PreTrainedModel, exact: PreTrainedModel, prompts: Tensor, *, num_tokens: int, is_wide: bool
+) -> dict[str, dict[str, float]]:
+    generator = torch.Generator(prompts.device).manual_seed(0)
+    sequences, sampled = sample(model, prompts, num_tokens=num_tokens, is_wide=is_wide, generator=generator)
+    start = prompts.shape[1] - 1
+    trained, truth = (
+        torch.cat([run_body(one, row[None, :-1], None, is_wide=wide)[:, start:] for row in sequences])
+        for one, wide in ((model, is_wide), (exact, False))
+    )
+    targets = sequences[:, prompts.shape[1] :]
+    found: dict[str, dict[str, float]] = {}
+    for name, is_narrow in (("bfloat16", True), ("float32", False)):
+        ours = score(model, sampled, targets, has_narrow_logits=is_narrow)
+        found[f"{name} logits"] = compute_k3(ours, score(model, trained, targets, has_narrow_logits=is_narrow))
+    exact_N = score(model, truth, targets, has_narrow_logits=False)
+    for name, hidden in (("sampler", sampled), ("trainer", trained)):
+        found[f"exact against {name}, float32 logits"] = compute_k3(
+            score(model, hidden, targets, has_narrow_logits=False), exact_N
+        )
+    return found
+
+
+def read_prompts(arguments: argparse.Namespace) -> Tensor:
+    """The ends of a few questions as chats, all of one length, four times each."""
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    lines = Path(arguments.questions).read_text().splitlines()[: arguments.prompts]
+    rows = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": json.loads(line)["question"]}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        for line in lines
+    ]
+    length = min(len(row) for row in rows)
+    return torch.tensor([row[-length:] for row in rows], device=arguments.device).repeat_interleave(4, 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--model", required=True, help="folder of the model")
+    parser.add_argument("--questions", required=True, help="jsonl with question")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=48, help="sampled after each prompt")
+    parser.add_argument("--out", help="results/NAME.json")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
+    prompts = read_prompts(arguments)
+    model, exact = (
+        AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).to(arguments.device, dtype).eval()
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    details: dict[str, Any] = {}
+    for name, is_wide in (("bfloat16 residuals", False), ("float32 residuals", True)):
+        details[name] = compare(model, exact, prompts, num_tokens=arguments.tokens, is_wide=is_wide)
+        for what, found in details[name].items():
+            print(f"{name:<20}{what:<42}k3 {found['k3']:.2e}   largest log-ratio {found['max']:.3f}", flush=True)
+    publish(
+        name="mismatch",
+        unit="1 / k3, logits in float32",
+        ours=1 / details["bfloat16 residuals"]["float32 logits"]["k3"],
+        peers={"logits in bfloat16": 1 / details["bfloat16 residuals"]["bfloat16 logits"]["k3"]},
+        device=arguments.device,
+        details={"model": Path(arguments.model).name, "prompts": arguments.prompts, "tokens": arguments.tokens}
+        | details,
+        out=arguments.out,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Compiled layers and losses: traced as on a GPU, run by torch's own kernels."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from trainable_models import build_trainable
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.algorithms.scores import TokenInputs
+from tunesmith.config import AlgorithmSection
+from tunesmith.model.attention import CausalPlan, run_body
+from tunesmith.trainer import compiling, step
+
+
+@pytest.fixture
+def compile_function(monkeypatch):
+    """`compiling.compile_function` without code generation, which takes minutes on a CPU."""
+    torch._dynamo.reset()
+    counters.clear()
+    function = lru_cache(lambda function: torch.compile(function, dynamic=True, backend="aot_eager"))
+    monkeypatch.setattr(compiling, "compile_function", function)
+    return function
+
+
+def run_layers(model, num_tokens: int) -> list[torch.Tensor]:
+    ids = torch.arange(num_tokens)[None] * 7 % 97
+    hidden = run_body(model, ids, torch.arange(num_tokens)[None], CausalPlan([num_tokens], torch.device("cpu")))
+    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return [hidden.detach(), *gradients]
+
+
+def test_one_graph_serves_all_layers_and_lengths(compile_function):
+    model = build_trainable("qwen3")
+    expected = [run_layers(model, num_tokens) for num_tokens in (12, 30)]
+    with compiling.compiled_layers(model):
+        ours = [run_layers(model, num_tokens) for num_tokens in (12, 30)]
+    for all_ours, all_expected in zip(ours, expected, strict=True):
+        for a, b in zip(all_ours, all_expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert counters["stats"]["unique_graphs"] == 2, "one for the layers, one for the last norm"
+    assert not counters["graph_break"]
+
+
+def test_layers_are_as_before_even_after_an_error():
+    model = build_trainable("llama")
+    with pytest.raises(KeyError), compiling.compiled_layers(model):
+        assert all("forward" in vars(layer) for layer in model.get_decoder().layers)
+        raise KeyError
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_only_a_model_on_a_gpu_is_compiled():
+    assert not compiling.can_compile(build_trainable())
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_compiled_loss_equals_the_plain_one(compile_function, entropy_coef):
+    algorithm = resolve_algorithm(AlgorithmSection(entropy_coef=entropy_coef))
+    compiled = compile_function(step._compute_loss)
+    for num_sites, num_events in ((7, 9), (12, 30), (8, 8)):
+        results = []
+        for compute in (step._compute_loss, compiled):
+            torch.manual_seed(num_events)
+            logprobs = (-torch.rand(num_sites) - 1).requires_grad_()
+            entropies = torch.rand(num_sites).requires_grad_(entropy_coef > 0)
+            draws = [torch.randn(num_events) for _ in range(4)]
+            inputs = TokenInputs(
+                weights_E=draws[0].abs(), correction_E=torch.ones(num_events), advantages_E=draws[1],
+                old_logprobs_E=-draws[2].abs() - 1, sampler_logprobs_E=-draws[3].abs() - 1,
+                is_newest_E=torch.ones(num_events),
+            )  # fmt: skip
+            sites = torch.randint(num_sites, (num_events,))
+            loss, totals = compute(logprobs, entropies, sites, inputs, algorithm, 0.1)
+            loss.backward()
+            results.append({"loss": loss.detach(), "gradient": logprobs.grad} | totals)
+        assert list(results[0]) == list(results[1])
+        for name in results[0]:
+            torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-5, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 1

@@ -1,0 +1,1 @@
+"""Triton kernels of the trainer; imported where there is a CUDA device only."""

@@ -1,0 +1,105 @@
+"""Which tiles of a row's tokens attend to which: what the attention kernels loop over.
+
+A tile of `rows` queries goes over tiles of `steps` keys, and a tile of `rows` keys over tiles of `steps` queries. Of
+each, the tiles come first in which every pair is seen, then those that hold seen and unseen pairs. All is worked out
+from the trie; nothing of size [T, T] is made.
+
+Axes: T tokens of the row (a multiple of both tiles), R tiles of rows, S tiles of steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tunesmith.experience.trie import Trie
+
+PADDING = 128
+"""Rows on a GPU are filled up to a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Tokens of one program and of one round of its loop, and how the kernels run."""
+
+    rows: int
+    steps: int
+    num_warps: int
+    num_stages: int
+    num_backward_stages: int
+
+
+NARROW = Tile(rows=64, steps=64, num_warps=4, num_stages=3, num_backward_stages=2)
+"""For 16-bit numbers."""
+LARGE = Tile(rows=64, steps=32, num_warps=8, num_stages=2, num_backward_stages=1)
+"""For 16-bit numbers and heads larger than 128."""
+WIDE = Tile(rows=32, steps=16, num_warps=4, num_stages=1, num_backward_stages=1)
+"""For float32."""
+TILES = {tile.steps: tile for tile in (NARROW, LARGE, WIDE)}
+
+
+def choose_tile(head_size: int, *, is_wide: bool) -> Tile:
+    """The tile that fits the registers."""
+    if is_wide:
+        return WIDE
+    return NARROW if head_size <= 128 else LARGE
+
+
+def pad_trie(trie: Trie) -> Trie:
+    """The trie with nodes at its end that see only themselves, up to whole tiles; no event is theirs."""
+    num_added = -trie.num_tokens % PADDING
+    zeros = np.zeros(num_added, dtype=np.int64)
+    ends = np.arange(trie.num_tokens, trie.num_tokens + num_added) + 1
+    return replace(
+        trie,
+        token_ids_T=np.concatenate([trie.token_ids_T, zeros]),
+        depth_T=np.concatenate([trie.depth_T, zeros]),
+        subtree_end_T=np.concatenate([trie.subtree_end_T, ends]),
+    )
+
+
+def build_table(trie: Trie, window: int | None, tile: Tile) -> np.ndarray:
+    """One int32 array: ends of subtrees [T], depths [T], four numbers for each tile of queries [R, 4], the same for
+    each tile of keys [R, 4], then the tiles they name.
+
+    The four numbers are the tile, where its whole tiles begin in the array, where its mixed ones begin, and where those
+    end; tiles with much work stand first.
+    """
+    assert trie.num_tokens % tile.rows == 0, f"{trie.num_tokens} tokens do not fill tiles of {tile.rows}"
+    head = 2 * trie.num_tokens + 8 * (trie.num_tokens // tile.rows)
+    query_rows, query_tiles = _list_tiles(*find_tiles(trie, window, tile.rows, tile.steps), first=head)
+    is_seen_SR, is_full_SR = find_tiles(trie, window, tile.steps, tile.rows)
+    key_rows, key_tiles = _list_tiles(is_seen_SR.T, is_full_SR.T, first=head + len(query_tiles))
+    parts = (trie.subtree_end_T, trie.depth_T, query_rows.ravel(), key_rows.ravel(), query_tiles, key_tiles)
+    return np.concatenate(parts).astype(np.int32)
+
+
+def find_tiles(trie: Trie, window: int | None, num_queries: int, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which tiles of (queries, keys) may hold a pair that is seen, and which of those hold only such pairs."""
+    first_query = np.arange(0, trie.num_tokens, num_queries)[:, None]
+    last_query = np.minimum(first_query + num_queries, trie.num_tokens) - 1
+    first_key = np.arange(0, trie.num_tokens, num_keys)
+    last_key = np.minimum(first_key + num_keys, trie.num_tokens) - 1
+    is_seen = (first_key <= last_query) & (np.maximum.reduceat(trie.subtree_end_T, first_key) > first_query)
+    is_full = (last_key <= first_query) & (np.minimum.reduceat(trie.subtree_end_T, first_key) > last_query)
+    if window is not None:
+        depth_T = trie.depth_T
+        least_query, most_query = (f.reduceat(depth_T, first_query[:, 0])[:, None] for f in (np.minimum, np.maximum))
+        least_key, most_key = (f.reduceat(depth_T, first_key) for f in (np.minimum, np.maximum))
+        is_seen &= least_query - most_key < window
+        is_full &= most_query - least_key < window
+        is_seen |= (first_key <= last_query) & (last_key >= first_query)
+    return is_seen, is_full
+
+
+def _list_tiles(is_seen_RS: np.ndarray, is_full_RS: np.ndarray, *, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """The four numbers of each row and the tiles that all rows name, which will stand at `first`."""
+    is_mixed_RS = is_seen_RS & ~is_full_RS
+    num_full_R, num_mixed_R = is_full_RS.sum(axis=1), is_mixed_RS.sum(axis=1)
+    end_R = first + np.cumsum(num_full_R + num_mixed_R)
+    middle_R = end_R - num_mixed_R
+    rows = np.stack([np.arange(len(end_R)), middle_R - num_full_R, middle_R, end_R], axis=1)
+    _, tiles = np.nonzero(np.concatenate([is_full_RS, is_mixed_RS], axis=1))
+    order_R = np.argsort(-(num_full_R + num_mixed_R), kind="stable")
+    return rows[order_R], tiles % is_seen_RS.shape[1]
