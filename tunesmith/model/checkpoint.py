@@ -1,7 +1,8 @@
 """One step of a run on disk, committed by one rename.
 
-`global_step_N/` is a folder that `AutoModelForCausalLM.from_pretrained` loads as it is, with `trainer/` (optimizer and
-counters) beside the weights and `DONE.json`, which lists every file with its size, written last. All is written under
+`global_step_N/` is a folder that `AutoModelForCausalLM.from_pretrained` loads as it is, or `PeftModel.from_pretrained`
+where an adapter is trained, with `trainer/` (optimizer and counters) beside the weights and `DONE.json`, which lists
+every file with its size, written last. All is written under
 `global_step_N.tmp-<pid>`, brought to the disk, then renamed: a name without the suffix is a whole checkpoint, and what
 a killed save leaves is swept away by the next start. Restoring copies into the parameters that are there, bit for bit.
 """
@@ -22,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging as transformers_logging
 
 from tunesmith.errors import StorageError
+from tunesmith.model.adapter import has_adapter
 from tunesmith.storage import (
     CHECKPOINT,
     TEMPORARY,
@@ -36,8 +38,9 @@ from tunesmith.storage import (
 )
 
 DONE = "DONE.json"
-TRAINER_STATE = "trainer/state.pt"
-RUN_STATE = "trainer/run_state.json"
+TRAINER_FOLDER = "trainer"
+TRAINER_STATE = f"{TRAINER_FOLDER}/state.pt"
+RUN_STATE = f"{TRAINER_FOLDER}/run_state.json"
 SMALL_FILES_BYTES = 64 * 2**20
 """Room kept for config, tokenizer and the overhead of the formats."""
 
@@ -65,19 +68,29 @@ def save_checkpoint(
     step = parse_checkpoint_step(folder)
     if (folder / DONE).exists():
         raise StorageError(f"{folder} already holds a checkpoint; nothing was written")
+    with new_folder(folder, {"step": step}) as temporary:
+        check_free_space(temporary, estimate_checkpoint_bytes(model, trainer_state))
+        save_model_files(temporary, model, tokenizer)
+        save_states(temporary, trainer_state=trainer_state, run_state=run_state)
+        if folder.exists():
+            remove_tree(folder)
+
+
+@contextmanager
+def new_folder(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder to fill under a temporary name; when the block ends well it takes the place of `folder`, else it goes.
+
+    Its DONE.json, written last, says what `record` holds by then and the size of every file.
+    """
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     with storage_errors(folder, "write"):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
-            check_free_space(temporary, estimate_checkpoint_bytes(model, trainer_state))
-            save_model_files(temporary, model, tokenizer)
-            save_states(temporary, trainer_state=trainer_state, run_state=run_state)
+            yield temporary
             sync_tree(temporary)
             sizes = {name: (temporary / name).stat().st_size for name in list_files(temporary)}
-            save_json(temporary / DONE, {"step": step, "files": sizes})
-            if folder.exists():
-                remove_tree(folder)
+            save_json(temporary / DONE, {**record, "files": sizes})
             temporary.rename(folder)
             sync_folder(folder.parent)
         except BaseException:
@@ -123,14 +136,19 @@ def remove_leftovers(run_root: Path) -> None:
 
 
 def save_model_files(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Weights, configs and tokenizer as Hugging Face names them."""
+    """Weights, configs and tokenizer as Hugging Face names them; of a model with a live adapter, the adapter alone."""
     generation_config = model.generation_config
     try:
-        with hidden_progress_bars():
-            # Some published ones (temperature without do_sample) are refused by save_pretrained; keep them as they are.
-            model.generation_config = GenerationConfig()
-            model.save_pretrained(folder)
-        generation_config.to_json_file(folder / "generation_config.json")
+        if has_adapter(model):
+            from tunesmith.model.lora import save_adapter  # PEFT takes seconds to import
+
+            save_adapter(folder, model)
+        else:
+            with hidden_progress_bars():
+                # Some published ones (temperature without do_sample) are refused by save_pretrained: kept as they are.
+                model.generation_config = GenerationConfig()
+                model.save_pretrained(folder)
+            generation_config.to_json_file(folder / "generation_config.json")
         tokenizer.save_pretrained(folder)
     except SafetensorError as error:
         raise StorageError(describe_failed_write(folder, error)) from error
@@ -156,6 +174,11 @@ def describe_failed_write(folder: Path, error: Exception) -> str:
 
 def restore_weights(folder: Path, model: PreTrainedModel) -> None:
     """Load the folder beside the model, on the CPU, and copy every parameter and buffer that is saved."""
+    if has_adapter(model):
+        from tunesmith.model.lora import restore_adapter  # PEFT takes seconds to import
+
+        restore_adapter(folder, model)
+        return
     with hidden_progress_bars():
         try:
             loaded, report = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
@@ -190,7 +213,10 @@ def check_complete(folder: Path) -> None:
 
 def estimate_checkpoint_bytes(model: PreTrainedModel, trainer_state: Mapping[str, Any]) -> int:
     """About what `save_checkpoint` will write."""
-    tensors = [*model.state_dict().values(), *iter_tensors(trainer_state)]
+    saved = model.state_dict().values()
+    if has_adapter(model):
+        saved = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tensors = [*saved, *iter_tensors(trainer_state)]
     unique = {(tensor.data_ptr(), tensor.device, tensor.nbytes): tensor.nbytes for tensor in tensors}
     return sum(unique.values()) + SMALL_FILES_BYTES
 

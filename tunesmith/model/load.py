@@ -1,4 +1,4 @@
-"""Models and tokenizers from a folder, a hub id or a `.gguf` file.
+"""Models and tokenizers from a folder, a hub id, a `.gguf` file or the folder of an adapter.
 
 Whatever cannot work is said before long work begins: `check_model` reads the configuration only, `load_tokenizer` and
 `load_model` then load what they name. Every failure is one `ModelError` sentence with the knob to turn. A loaded model
@@ -7,11 +7,8 @@ runs our attention and its parameters take gradients; nothing is downloaded when
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +24,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from tunesmith.config import LoraSection, ModelSection
 from tunesmith.errors import ModelError
+from tunesmith.model.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.attention import use_plan_attention
 from tunesmith.model.checkpoint import hidden_progress_bars
+from tunesmith.model.source import ModelSource, explain_failure, find_model
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOAD_ERRORS = (
@@ -43,19 +43,6 @@ LOAD_ERRORS = (
     StrictDataclassError,
 )
 """What transformers raises on files that are missing, broken or of an unknown kind."""
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSource:
-    """Where a model's files are, in the terms of `from_pretrained`."""
-
-    name_or_path: str
-    gguf_file: str | None = None
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -85,54 +72,41 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def find_model(path: str) -> ModelSource:
-    """Tell folder, `.gguf` file and hub id apart; a path that is not there is an error here, not in a download."""
-    place = Path(path).expanduser()
-    if place.suffix == ".gguf":
-        if not place.is_file():
-            raise ModelError(f"model.path={path!r}: there is no such .gguf file")
-        check_gguf_reader()
-        return ModelSource(name_or_path=str(place.parent), gguf_file=place.name)
-    if place.is_dir():
-        if not (place / "config.json").is_file():
-            raise ModelError(
-                f"model.path={path!r} is a folder without config.json; give a Hugging Face model folder, "
-                "such as global_step_N of a run, or a .gguf file"
-            )
-        return ModelSource(name_or_path=str(place))
-    if place.exists():
-        raise ModelError(f"model.path={path!r} is a file, but not a .gguf file; give the folder that holds config.json")
-    if not HUB_ID.fullmatch(path):
-        raise ModelError(f"model.path={path!r}: there is no such folder")
-    return ModelSource(name_or_path=path)
-
-
-def check_gguf_reader() -> None:
-    """Refuse GGUF files where the package that reads them is absent."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelError("reading a .gguf file needs the package gguf: pip install 'tunesmith[gguf]'")
-
-
-def load_config(path: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+def load_config(path: str, *, trust_remote_code: bool = False, base_path: str | None = None) -> PretrainedConfig:
     """Read a model's configuration without its weights."""
-    source = find_model(path)
+    source = find_model(path, base_path)
     try:
         return AutoConfig.from_pretrained(source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs)
     except LOAD_ERRORS as error:
-        raise _explain(path, error) from error
+        raise explain_failure(path, source, error) from error
+
+
+def load_section_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer that a model section describes."""
+    return load_tokenizer(
+        section.path,
+        chat_template=section.chat_template,
+        trust_remote_code=section.trust_remote_code,
+        base_path=section.base_path,
+    )
 
 
 def load_tokenizer(
-    path: str, *, chat_template: str | None = None, trust_remote_code: bool = False
+    path: str, *, chat_template: str | None = None, trust_remote_code: bool = False, base_path: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that can render chats; `chat_template` is the path of a jinja file to use instead of its own."""
-    source = find_model(path)
+    """Load a tokenizer that can render chats; `chat_template` is the path of a jinja file to use instead of its own.
+
+    An adapter folder may bring a tokenizer; else its base's is taken.
+    """
+    source = find_model(path, base_path)
+    if source.adapter is not None and (source.adapter.folder / "tokenizer_config.json").is_file():
+        source = ModelSource(name_or_path=str(source.adapter.folder))
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs
         )
     except LOAD_ERRORS as error:
-        raise _explain(path, error) from error
+        raise explain_failure(path, source, error) from error
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
     if not tokenizer.chat_template:
@@ -147,11 +121,39 @@ def load_tokenizer(
     return tokenizer
 
 
+def load_section_model(section: ModelSection) -> PreTrainedModel:
+    """The model that a section describes, on its device and in its type."""
+    device = resolve_device(section.device)
+    return load_model(
+        section.path,
+        dtype=resolve_dtype(section.dtype, device),
+        device=device,
+        trust_remote_code=section.trust_remote_code,
+        base_path=section.base_path,
+        lora=section.lora,
+    )
+
+
 def load_model(
-    path: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    base_path: str | None = None,
+    lora: LoraSection | None = None,
 ) -> PreTrainedModel:
-    """Load a causal language model in eval mode, with our attention, every parameter taking gradients."""
-    source = find_model(path)
+    """Load a causal language model in eval mode, with our attention.
+
+    Every parameter takes gradients, and an adapter in `path` is merged; with `lora` the adapter in `path` or a new one
+    is live, and takes them alone.
+    """
+    source = find_model(path, base_path)
+    placing: dict[str, Any] = {}
+    if lora is not None and lora.quantization == "nf4":
+        from tunesmith.model.lora import build_quantization  # PEFT takes seconds to import
+
+        placing = {"quantization_config": build_quantization(dtype), "device_map": {"": device}}
     try:
         with hidden_progress_bars():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -160,15 +162,45 @@ def load_model(
                 attn_implementation="sdpa",
                 trust_remote_code=trust_remote_code,
                 **source.kwargs,
+                **placing,
             )
     except LOAD_ERRORS as error:
-        raise _explain(path, error) from error
+        raise explain_failure(path, source, error) from error
     if source.gguf_file is not None:
         forget_gguf_quantization(model)
     check_architecture(model, path)
-    model.to(device).eval().requires_grad_(True)
+    if not placing:
+        model.to(device)
+    model.eval()
+    model = install_adapter(model, source, lora, dtype=dtype)
     use_plan_attention(model)
     return model
+
+
+def install_adapter(
+    model: PreTrainedModel, source: ModelSource, lora: LoraSection | None, *, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Merge the source's adapter, or make it or a new one live and the only part that takes gradients."""
+    if source.adapter is None and lora is None:
+        return model.requires_grad_(True)
+    from tunesmith.model.lora import (  # PEFT takes seconds to import
+        add_adapter,
+        keep_layout,
+        load_adapter,
+        merge_adapter,
+    )
+
+    if lora is None:
+        assert source.adapter is not None
+        return merge_adapter(model, source.adapter).requires_grad_(True)
+    keep_layout(model)
+    place = Path(source.name_or_path, source.gguf_file or "")
+    base = str(place.absolute()) if place.exists() else source.name_or_path
+    if source.adapter is None:
+        add_adapter(model, lora, base=base, dtype=dtype)
+    else:
+        load_adapter(model, source.adapter, base=base, dtype=dtype)
+    return model.eval()
 
 
 def forget_gguf_quantization(model: PreTrainedModel) -> None:
@@ -179,10 +211,37 @@ def forget_gguf_quantization(model: PreTrainedModel) -> None:
     model.is_quantized = False
 
 
-def check_model(path: str, *, max_model_len: int, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Check all that can be known without loading weights, and return the configuration."""
-    config = load_config(path, trust_remote_code=trust_remote_code)
+def check_section(section: ModelSection) -> PretrainedConfig:
+    """Check all of a section that can be known without loading weights, and return the model's configuration."""
+    device = resolve_device(section.device)
+    config = check_model(
+        section.path,
+        max_model_len=section.max_model_len,
+        trust_remote_code=section.trust_remote_code,
+        base_path=section.base_path,
+    )
+    load_section_tokenizer(section)
+    if section.lora is not None:
+        adapter = find_model(section.path, section.base_path).adapter
+        if adapter is not None:
+            check_same_adapter(adapter, section.lora)
+        if section.lora.quantization == "nf4":
+            from tunesmith.model.lora import check_quantization  # PEFT takes seconds to import
+
+            check_quantization(config, device)
+    return config
+
+
+def check_model(
+    path: str, *, max_model_len: int, trust_remote_code: bool = False, base_path: str | None = None
+) -> PretrainedConfig:
+    """Check all that can be known of a model without loading weights, and return its configuration."""
+    config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
     check_lengths(config, max_model_len)
+    adapter = find_model(path, base_path).adapter
+    if adapter is not None:
+        check_adapter(adapter, config)
+        check_fingerprint(adapter)
     return config
 
 
@@ -221,14 +280,3 @@ def _read_template(path: str) -> str:
     if not place.is_file():
         raise ModelError(f"model.chat_template={path!r}: there is no such file; give the path of a jinja file")
     return place.read_text(encoding="utf-8")
-
-
-def _explain(path: str, error: Exception) -> ModelError:
-    """One sentence for what transformers said in many."""
-    if not Path(path).expanduser().exists():
-        return ModelError(
-            f"model.path={path!r} is no folder here, and the hub did not give it "
-            "(offline, unknown or gated); give a local folder or download the model first"
-        )
-    reason = " ".join(str(error).split())
-    return ModelError(f"model.path={path!r} cannot be loaded: {reason[:300]}")

@@ -30,10 +30,16 @@ WORDS = r'\{"[^\d\n]*| [-+*/] \(?| ?\p{L}+(?: $|\n)?|,? $|\n+|[^\s\p{L}]+|\s+'
 """What merges never cross: JSON up to a digit, a spaced operator, a word, a run of anything else."""
 
 
-def build_pocket_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the text that comes with the package; the same text gives the same ids."""
+def build_pocket_tokenizer(text: str | None = None) -> PreTrainedTokenizerFast:
+    """Train the tokenizer, by default on the text that comes with the package; the same text gives the same ids.
+
+    Conversations of another agent, without control tokens and markup, give a tokenizer that is short on that agent's
+    words.
+    """
     resources = files("tunesmith.model")
-    lines = resources.joinpath("pocket_corpus.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    if text is None:
+        text = resources.joinpath("pocket_corpus.txt").read_text(encoding="utf-8")
+    lines = text.splitlines(keepends=True)
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = PreTokenizers(
         [

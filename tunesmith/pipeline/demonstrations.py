@@ -23,42 +23,61 @@ from tunesmith.types import Distribution, Group, Sample, Task, Trajectory, Turn
 class DemonstrationReader:
     """Turns rows of messages into samples for one tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool | None = None) -> None:
         self._tokenizer = tokenizer
-        self._renderer = Renderer(tokenizer)
+        self._renderer = Renderer(tokenizer, enable_thinking=enable_thinking)
+        self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._template = ChatTemplate(tokenizer, has_hermes_parser=True)
         if self._template.end_of_turn is None:
             raise DataError("the chat template writes no special token after a reply, so its end cannot be learned")
 
-    def read(self, rows: Sequence[Mapping[str, Any]], *, max_model_len: int) -> list[Sample]:
-        """One sample or more a row; a row that is malformed, too long or without a reply is an error."""
+    def read(
+        self, rows: Sequence[Mapping[str, Any]], *, max_model_len: int, drops_long_rows: bool = False
+    ) -> list[Sample]:
+        """One sample or more a row, whose `group_index` counts the rows that are kept.
+
+        A row that is malformed or without a reply is an error, and one that is too long unless those are dropped.
+        """
         groups = []
         for index, row in enumerate(rows):
-            turns = self._build_turns(row, where=f"row {index}")
-            num_tokens = max(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in turns)
-            if num_tokens > max_model_len:
-                raise DataError(f"row {index} has {num_tokens} tokens, more than model.max_model_len={max_model_len}")
+            where = f"row {index}"
             task = Task(task_id=f"demonstrations/{index}", index=index, row=row)
-            run = Trajectory(task=task, run_index=0, turns=turns, reward=1.0)
-            groups.append(Group(task=task, trajectories=(run,)))
+            runs = (Trajectory(task=task, run_index=0, turns=self.build_turns(row, where=where), reward=1.0),)
+            if self.has_room(runs, where=where, max_model_len=max_model_len, drops_long_rows=drops_long_rows):
+                groups.append(Group(task=task, trajectories=runs))
         samples, _ = build_samples(groups, [[1.0]] * len(groups))
         return samples
 
-    def _build_turns(self, row: Mapping[str, Any], *, where: str) -> tuple[Turn, ...]:
+    @staticmethod
+    def has_room(runs: Sequence[Trajectory], *, where: str, max_model_len: int, drops_long_rows: bool) -> bool:
+        """Whether a row's runs fit the context; one that does not is an error unless such rows are dropped."""
+        num_tokens = max(len(turn.prompt_ids) + len(turn.sampled_ids) for run in runs for turn in run.turns)
+        if num_tokens > max_model_len and not drops_long_rows:
+            raise DataError(
+                f"{where} has {num_tokens} tokens, more than model.max_model_len={max_model_len}: raise that, "
+                "or leave such rows out by long_rows=drop"
+            )
+        return num_tokens <= max_model_len
+
+    def build_turns(self, row: Mapping[str, Any], *, where: str) -> tuple[Turn, ...]:
+        """One turn for each assistant message; its prompt is bridged to the turn before as a rollout's is."""
         try:
             messages, tools = parse_messages(row.get("messages")), parse_tools(row.get("tools"))
             turns: list[Turn] = []
             num_seen = 0
             for index, message in enumerate(messages):
                 if message.role == "assistant":
+                    check_reply(message, f"messages[{index}]")
                     prompt_ids = self._build_prompt(messages[:index], tools, num_seen, turns)
-                    turns.append(_build_turn(prompt_ids, self._encode_reply(messages[: index + 1], tools, where)))
+                    reply_ids = self._encode_reply(messages[: index + 1], tools, where)
+                    is_trained = read_weight(row["messages"][index], f"messages[{index}]")
+                    turns.append(_build_turn(prompt_ids, reply_ids, is_trained=is_trained))
                     num_seen = index + 1
         except DataError:
             raise
         except ValueError as error:
             raise DataError(f"{where}: {error}") from error
-        if not turns:
+        if not any(turn.is_trained for turn in turns):
             raise DataError(f"{where} has no assistant message to learn from")
         return tuple(turns)
 
@@ -81,8 +100,9 @@ class DemonstrationReader:
         self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...], where: str
     ) -> tuple[int, ...]:
         """Ids of the last message as the template writes it after its prompt, with the end-of-turn token."""
-        before = self._template.render(messages[:-1], tools=tools)
-        whole = self._template.render(messages, tools=tools, has_generation_prompt=False)
+        variables = self._variables
+        before = self._template.render(messages[:-1], tools=tools, variables=variables)
+        whole = self._template.render(messages, tools=tools, variables=variables, has_generation_prompt=False)
         end_of_turn = self._template.end_of_turn
         assert end_of_turn is not None
         if not whole.startswith(before) or end_of_turn not in whole[len(before) :]:
@@ -94,7 +114,21 @@ class DemonstrationReader:
         return tuple(self._tokenizer.encode(reply, add_special_tokens=False))
 
 
-def _build_turn(prompt_ids: tuple[int, ...], reply_ids: tuple[int, ...]) -> Turn:
+def check_reply(message: Message, where: str) -> None:
+    """Refuse an assistant turn that says and calls nothing: it would teach the model to fall silent."""
+    if not (message.content.strip() or message.tool_calls or message.reasoning):
+        raise ValueError(f"{where} is an empty assistant turn")
+
+
+def read_weight(fields: Mapping[str, Any], where: str) -> bool:
+    """Whether an assistant message trains: all do but those with `weight` 0, as in OpenAI's format."""
+    weight = fields.get("weight")
+    if weight not in (None, 0, 1):
+        raise ValueError(f"{where}.weight must be 0 or 1, got {weight!r}")
+    return weight is None or bool(weight)
+
+
+def _build_turn(prompt_ids: tuple[int, ...], reply_ids: tuple[int, ...], *, is_trained: bool) -> Turn:
     return Turn(
         prompt_ids=prompt_ids,
         sampled_ids=reply_ids,
@@ -102,4 +136,5 @@ def _build_turn(prompt_ids: tuple[int, ...], reply_ids: tuple[int, ...]) -> Turn
         policy_versions=(0,) * len(reply_ids),
         distribution=Distribution(),
         stop_reason="eos",
+        is_trained=is_trained,
     )

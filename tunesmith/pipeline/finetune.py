@@ -1,47 +1,39 @@
 """Supervised fine-tuning: the trainer of reinforcement learning on replies that are given instead of sampled.
 
-Rows of messages become samples whose assistant tokens train; batches are filled to a number of tokens. The result is a
-folder that transformers loads, written under a temporary name and renamed.
+Rows of messages become samples whose assistant tokens train; batches are filled to a number of tokens. All that can be
+wrong with settings, rows and files is found before weights are read. The folder goes on where a killed run was; what it
+leaves is `model/`, the weights of the best evaluation loss, or the last ones where nothing is held out.
 """
 
 from __future__ import annotations
 
-import random
-import shutil
+import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tunesmith.config import AlgorithmSection, ModelSection, MonitorSection, TrainerSection
-from tunesmith.errors import DataError, StorageError
-from tunesmith.model.checkpoint import save_model_files
-from tunesmith.model.load import (
-    check_model,
-    check_vocabulary,
-    load_model,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
-)
+import torch
+from transformers import PreTrainedModel
+
+from tunesmith.config import AlgorithmSection, FinetuneConfig, OfflineConfig
+from tunesmith.errors import TrainingError
+from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint
+from tunesmith.model.load import check_vocabulary, load_section_model
 from tunesmith.monitor.monitor import Monitor
-from tunesmith.pipeline.demonstrations import DemonstrationReader
-from tunesmith.storage import storage_errors, sync_tree
+from tunesmith.pipeline.finetune_folder import (
+    MODEL,
+    FinetuneFolder,
+    finish,
+    load_figures,
+    open_finetune_folder,
+    remove_checkpoints,
+)
+from tunesmith.pipeline.finetune_plan import FinetunePlan, build_plan, count_rows
+from tunesmith.storage import check_free_space
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Sample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinetuneSettings:
-    """How demonstrations are learned."""
-
-    num_epochs: int = 1
-    """Passes over the rows."""
-    max_tokens_per_batch: int = 16384
-    """Tokens of one update; a longer sample is a batch of its own."""
-    seed: int = 42
-    """Fixes the order of the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,82 +41,194 @@ class FinetuneResult:
     """What fine-tuning leaves."""
 
     folder: Path
+    """The model or adapter: a path that `model.path` takes."""
     num_steps: int
     loss: float
-    """Mean over the last epoch's batches."""
+    """Mean over the last epoch's batches, in nats a token."""
+    eval_loss: float | None
+    """Of the weights that were kept; None where nothing is held out."""
+    best_step: int
+    """The step whose weights were kept."""
+    num_rows: int
+    """Rows that were learned from."""
+    num_eval_rows: int
+    num_dropped_rows: int
+    """Rows that were longer than the model's context."""
+    num_trained_tokens: int
+    """Assistant tokens in one epoch."""
 
 
-def run_finetuning(
-    rows: Sequence[Mapping[str, Any]],
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """How far a fine-tuning is; the state that a checkpoint keeps beside the trainer's."""
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    best_step: int | None = None
+    best_loss: float | None = None
+
+
+def run_sft(config: FinetuneConfig, *, out_dir: Path) -> FinetuneResult:
+    """Fine-tune into `out_dir`, going on where a killed run of the same settings was; raises when it fails."""
+    algorithm = AlgorithmSection(algorithm_type=config.algorithm_type)
+    return run_offline(
+        config,
+        out_dir=out_dir,
+        build_plan=partial(build_plan, config),
+        build_learner=partial(build_learner, config, algorithm),
+    )
+
+
+def run_offline(
+    config: OfflineConfig,
     *,
-    out_dir: str | Path,
-    model: ModelSection,
-    trainer: TrainerSection,
-    settings: FinetuneSettings,
-    monitor: MonitorSection,
+    out_dir: Path,
+    build_plan: Callable[[], FinetunePlan],
+    build_learner: Callable[[PreTrainedModel, int], Trainer],
 ) -> FinetuneResult:
-    """Train the model of `model.path` on rows of `messages` (and `tools`), and write it to `out_dir`."""
-    folder = Path(out_dir)
-    if folder.exists():
-        raise StorageError(f"{str(folder)!r} is there already; choose another folder for the fine-tuned model")
-    check_model(model.path, max_model_len=model.max_model_len, trust_remote_code=model.trust_remote_code)
-    tokenizer = load_tokenizer(model.path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
-    samples = DemonstrationReader(tokenizer).read(rows, max_model_len=model.max_model_len)
-    if not samples:
-        raise DataError("there are no rows to fine-tune on")
-    batches = build_batches(samples, settings)
-    device = resolve_device(model.device)
-    module = load_model(
-        model.path,
-        dtype=resolve_dtype(model.dtype, device),
-        device=device,
-        trust_remote_code=model.trust_remote_code,
+    """As `run_sft`, with any plan, and any learner for a model and a number of steps."""
+    root = Path(out_dir).expanduser().absolute()
+    figures = load_figures(root, config)
+    if figures is not None:
+        return FinetuneResult(folder=root / MODEL, **figures)
+    torch.set_num_threads(config.num_cpu_threads)
+    plan = build_plan()
+    with (
+        open_finetune_folder(config, root) as folder,
+        Monitor(
+            root,
+            config.monitor,
+            total_steps=len(plan.batches),
+            committed_step=folder.committed_step,
+            run_settings=config.model_dump(mode="json"),
+        ) as monitor,
+    ):
+        model = load_section_model(config.model)
+        check_vocabulary(model, plan.tokenizer)
+        learner = build_learner(model, len(plan.batches))
+        check_free_space(root, estimate_checkpoint_bytes(model, learner.state_dict()))
+        progress = train(config, plan, model, learner, folder, monitor)
+        assert progress.best_step is not None
+        figures = compute_figures(plan, progress)
+        finish(folder, best_step=progress.best_step, figures=figures)
+    return FinetuneResult(folder=folder.model, **figures)
+
+
+def build_learner(
+    config: OfflineConfig,
+    algorithm: AlgorithmSection,
+    model: PreTrainedModel,
+    num_total_steps: int,
+    *,
+    reference_model: PreTrainedModel | None = None,
+) -> Trainer:
+    """The trainer of reinforcement learning, with the loss of given tokens."""
+    warmup_steps = config.trainer.warmup_steps or math.ceil(config.trainer.warmup_ratio * num_total_steps)
+    return Trainer(
+        model,
+        config.trainer.model_copy(update={"warmup_steps": warmup_steps}),
+        algorithm,
+        max_model_len=config.model.max_model_len,
+        num_total_steps=num_total_steps,
+        reference_model=reference_model,
     )
-    check_vocabulary(module, tokenizer)
-    learner = Trainer(
-        module,
-        trainer,
-        AlgorithmSection(algorithm_type="sft"),
-        max_model_len=model.max_model_len,
-        num_total_steps=len(batches),
+
+
+def train(
+    config: OfflineConfig,
+    plan: FinetunePlan,
+    model: PreTrainedModel,
+    learner: Trainer,
+    folder: FinetuneFolder,
+    monitor: Monitor,
+) -> Progress:
+    """All steps from the last commit or the start; the last step is always committed."""
+    progress = restore(folder, model, learner)
+    if plan.num_dropped_rows:
+        monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were left out")
+    batches, epochs = plan.batches, plan.progress
+    for step in range(progress.step + 1, len(batches) + 1):
+        started = time.perf_counter()
+        metrics = learner.step(batches[step - 1])
+        metrics["perf/train_s"] = time.perf_counter() - started
+        metrics["perf/trained_tokens_per_s"] = metrics["train/num_trained_tokens"] / metrics["perf/train_s"]
+        metrics["train/epoch"] = epochs[step - 1]
+        monitor.log(step, "train", metrics)
+        progress.step = step
+        progress.losses.append(metrics["train/loss"])
+        is_last = step == len(batches)
+        is_best = evaluate(config, plan, learner, progress, monitor, is_last=is_last)
+        if is_last or is_best or step % config.save_interval_steps == 0:
+            commit(config, plan, model, learner, folder, progress)
+    return progress
+
+
+def evaluate(
+    config: OfflineConfig,
+    plan: FinetunePlan,
+    learner: Trainer,
+    progress: Progress,
+    monitor: Monitor,
+    *,
+    is_last: bool,
+) -> bool:
+    """Measure the evaluation loss if it is due; return whether these weights are the best so far."""
+    if not plan.eval_samples:
+        progress.best_step = progress.step
+        return False
+    interval = config.evaluation_interval_steps
+    if not (is_last or (interval > 0 and progress.step % interval == 0)):
+        return False
+    started = time.perf_counter()
+    loss = learner.compute_loss(plan.eval_samples)
+    if not math.isfinite(loss):
+        raise TrainingError(f"the evaluation loss is {loss:g}: lower trainer.learning_rate, or try model.dtype=float32")
+    is_best = progress.best_loss is None or loss < progress.best_loss
+    if is_best:
+        progress.best_step, progress.best_loss = progress.step, loss
+    monitor.log(progress.step, "eval", {"eval/loss": loss, "perf/evaluation_s": time.perf_counter() - started})
+    return is_best
+
+
+def restore(folder: FinetuneFolder, model: PreTrainedModel, learner: Trainer) -> Progress:
+    """Bring everything back to the last commit."""
+    if folder.checkpoint is None:
+        return Progress()
+    state = load_checkpoint(folder.checkpoint, model)
+    learner.load_state_dict(state.trainer_state)
+    return Progress(**state.run_state)
+
+
+def commit(
+    config: OfflineConfig,
+    plan: FinetunePlan,
+    model: PreTrainedModel,
+    learner: Trainer,
+    folder: FinetuneFolder,
+    progress: Progress,
+) -> None:
+    """Write the step's checkpoint; from here on the run never goes back behind it."""
+    save_checkpoint(
+        folder.paths.checkpoint(progress.step),
+        model,
+        plan.tokenizer,
+        trainer_state=learner.state_dict(),
+        run_state=asdict(progress),
     )
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    with storage_errors(folder, "write"):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        losses = train(learner, batches, root=temporary, monitor=monitor)
-        save_model_files(temporary, module, tokenizer)
-        sync_tree(temporary)
-        temporary.rename(folder)
-    num_last = max(1, len(losses) // settings.num_epochs)
-    return FinetuneResult(folder=folder, num_steps=len(losses), loss=sum(losses[-num_last:]) / num_last)
+    best_step = progress.best_step if plan.eval_samples else None
+    remove_checkpoints(folder, num_kept=config.keep_checkpoints, best_step=best_step)
 
 
-def build_batches(samples: Sequence[Sample], settings: FinetuneSettings) -> list[list[Sample]]:
-    """All batches of all epochs: each epoch in an order of its own, each batch filled to its number of tokens."""
-    batches: list[list[Sample]] = []
-    for epoch in range(settings.num_epochs):
-        order = list(samples)
-        random.Random(f"{settings.seed}-{epoch}").shuffle(order)
-        num_tokens = 0
-        batches.append([])
-        for sample in order:
-            if batches[-1] and num_tokens + len(sample.token_ids) > settings.max_tokens_per_batch:
-                batches.append([])
-                num_tokens = 0
-            batches[-1].append(sample)
-            num_tokens += len(sample.token_ids)
-    return batches
-
-
-def train(learner: Trainer, batches: Sequence[Sequence[Sample]], *, root: Path, monitor: MonitorSection) -> list[float]:
-    """One update a batch; return their losses."""
-    losses = []
-    with Monitor(root, monitor, total_steps=len(batches)) as screen:
-        for step, batch in enumerate(batches, start=1):
-            started = time.perf_counter()
-            metrics = learner.step(batch)
-            metrics["perf/train_s"] = time.perf_counter() - started
-            screen.log(step, "train", metrics)
-            losses.append(metrics["train/loss"])
-    return losses
+def compute_figures(plan: FinetunePlan, progress: Progress) -> dict[str, Any]:
+    """The result without its place."""
+    last_losses = progress.losses[-len(plan.epochs[-1]) :]
+    return {
+        "num_steps": progress.step,
+        "loss": sum(last_losses) / len(last_losses),
+        "eval_loss": progress.best_loss,
+        "best_step": progress.best_step,
+        "num_rows": count_rows(plan.samples),
+        "num_eval_rows": count_rows(plan.eval_samples),
+        "num_dropped_rows": plan.num_dropped_rows,
+        "num_trained_tokens": sum(sum(sample.is_sampled) for sample in plan.samples),
+    }

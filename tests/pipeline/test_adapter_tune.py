@@ -1,0 +1,91 @@
+"""Reinforcement learning of an adapter, from end to end: new, loaded, merged, stopped and gone on with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from peft import PeftModel
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+from tunesmith.errors import ModelError
+
+LORA = "model.lora.r=4"
+WEIGHTS = "adapter_model.safetensors"
+
+
+async def ask(task, model):
+    completion = await model([{"role": "user", "content": task["question"]}])
+    return WorkflowOutput(response=completion.choices[0].message.content)
+
+
+async def judge_length(task, response):
+    return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
+
+
+@pytest.fixture
+def run(tmp_path, pocket_folder):
+    rows = [{"question": f"Tom has {n} apples. How many?", "answer": str(n)} for n in range(6)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def call(*overrides, path=pocket_folder, name="x", steps=2):
+        return tune(
+            workflow_func=ask,
+            judge_func=judge_length,
+            train_dataset=DatasetConfig(path=str(tmp_path / "train.jsonl"), total_steps=steps),
+            model=TunerModelConfig(model_path=str(path), max_model_len=128, max_tokens=6),
+            algorithm=AlgorithmConfig(group_size=4, batch_size=2, learning_rate=1e-2),
+            experiment_name=name,
+            overrides=(
+                "rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192", "monitor.trackers=[]",
+                f"checkpoint_root_dir={tmp_path / 'runs'}", *overrides,
+            ),
+        )  # fmt: skip
+
+    return call
+
+
+def read_metrics(result):
+    return [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_an_adapter_is_sampled_trained_and_saved_without_merging(run, pocket_folder):
+    result = run(LORA, "algorithm.kl_coef=0.1")
+    first, second = read_metrics(result)
+    assert first["train/grad_norm"] > 0
+    assert first["train/kl"] == pytest.approx(0, abs=1e-6)
+    assert second["train/kl"] > 1e-5
+    assert max(row["mismatch/max_log_ratio"] for row in (first, second)) < 1e-4
+    names = {path.name for path in result.checkpoint.iterdir()}
+    assert WEIGHTS in names
+    assert "model.safetensors" not in names
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pocket_folder), result.checkpoint)
+
+
+def test_a_stopped_adapter_run_goes_on_to_the_same_numbers(run):
+    whole = run(LORA, name="whole", steps=3)
+    run(LORA, name="parts", steps=2)
+    parts = run(LORA, "continue_from_checkpoint=true", name="parts", steps=3)
+
+    def numbers(result):
+        return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in read_metrics(result)]
+
+    assert numbers(whole) == numbers(parts)
+    one, other = (load_file(result.checkpoint / WEIGHTS) for result in (whole, parts))
+    assert all((one[name] == other[name]).all() for name in one)
+
+
+def test_training_goes_on_from_an_adapter_or_from_its_merged_weights(run):
+    start = run(LORA, name="start").checkpoint
+    again = run("model.lora={}", path=start, name="again", steps=1).checkpoint
+    before, after = load_file(start / WEIGHTS), load_file(again / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert {name: value.shape for name, value in before.items()} == {name: v.shape for name, v in after.items()}
+    assert any((before[name] != after[name]).any() for name in before)
+    merged = run(path=start, name="merged", steps=1).checkpoint
+    AutoModelForCausalLM.from_pretrained(merged)
+    assert (merged / "model.safetensors").is_file()
+    with pytest.raises(ModelError, match=r"model\.lora\.r=8, but the adapter .* has 4"):
+        run("model.lora.r=8", path=start, name="other")

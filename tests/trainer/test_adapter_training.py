@@ -1,0 +1,227 @@
+"""Training an adapter: PEFT's own gradient, a base that never moves and is the reference, and exact resumption."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from test_gradients import build_samples
+from test_trainer import score
+from transformers import AutoModelForCausalLM
+
+from tiny_models import CONFIGS
+from trainable_models import build_trainable
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
+from tunesmith.model.load import load_model
+from tunesmith.model.lora import add_adapter
+from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.scoring import Companions, prepare_update, score_logprobs
+from tunesmith.trainer.step import run_batch
+from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import Distribution, Sample
+
+LORA = LoraSection(r=3, alpha=6.0, target_modules=("q_proj", "v_proj", "down_proj"))
+SFT = AlgorithmSection(algorithm_type="sft")
+KL = AlgorithmSection(algorithm_type="grpo", kl_coef=0.3, kl_estimator="k3")
+
+
+def build_adapted(*, seed=0, dtype=torch.float32):
+    """A tiny model with a live adapter whose two factors are both away from zero."""
+    model = build_trainable(dtype=dtype, seed=seed)
+    add_adapter(model, LORA, base="base", dtype=dtype)
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def build_demonstrations(num_rows=5):
+    generator = torch.Generator().manual_seed(3)
+    samples = []
+    for row in range(num_rows):
+        length = 8 + 3 * row
+        ids = torch.randint(0, 97, (length,), generator=generator).tolist()
+        mask = [time >= 4 and time % 5 != 0 for time in range(length)]
+        samples.append(
+            Sample(
+                token_ids=tuple(ids),
+                is_sampled=tuple(mask),
+                logprobs=(0.0,) * length,
+                advantages=tuple(1.0 if trained else 0.0 for trained in mask),
+                policy_versions=tuple(0 if trained else None for trained in mask),
+                distributions=tuple(Distribution() if trained else None for trained in mask),
+                group_index=row,
+                trajectory_index=row,
+            )
+        )
+    return samples
+
+
+def build_trainer(model, algorithm=SFT, **settings):
+    return Trainer(
+        model,
+        TrainerSection(**({"learning_rate": 1e-2, "mismatch_stop": 1e9, "mismatch_warn": 1e9} | settings)),
+        algorithm,
+        max_model_len=64,
+        num_total_steps=10,
+        reference_model=model if algorithm.kl_coef else None,
+    )
+
+
+def get_adapter(model):
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_the_loss_and_its_gradient_are_those_of_peft_and_transformers():
+    """A padded batch through transformers' own loss, on PEFT's own model."""
+    samples, ours = build_demonstrations(), build_adapted()
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]), dtype=torch.float32)
+    theirs = get_peft_model(
+        plain, LoraConfig(r=3, lora_alpha=6, target_modules=list(LORA.target_modules), task_type="CAUSAL_LM")
+    ).eval()
+    theirs.get_base_model().load_state_dict(ours.state_dict())
+    longest = max(len(sample.token_ids) for sample in samples)
+    ids, labels, attention = (torch.full((len(samples), longest), fill) for fill in (0, -100, 0))
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
+        attention[row, : len(sample.token_ids)] = 1
+        for time, is_sampled in enumerate(sample.is_sampled):
+            if is_sampled:
+                labels[row, time] = sample.token_ids[time]
+    loss = theirs(input_ids=ids, attention_mask=attention, labels=labels).loss
+    loss.backward()
+    expected = get_adapter(theirs.get_base_model())
+
+    rows = pack_samples(samples, max_tokens_per_row=40, has_prefix_sharing=True, hidden_size=32)
+    preparation = prepare_update(ours, samples, rows, resolve_algorithm(SFT), norm_length=64, chunk_tokens=16)
+    totals = run_batch(ours, samples, rows, resolve_algorithm(SFT), preparation.inputs, kl_coef=0.0, chunk_tokens=16)
+    assert totals["loss"].item() == pytest.approx(loss.item(), rel=1e-6)
+    gradients = {name: parameter.grad for name, parameter in get_adapter(ours).items()}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name].grad, atol=1e-6, rtol=1e-4)
+
+
+def test_only_the_adapter_has_optimizer_state_and_only_it_moves():
+    model = build_adapted()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    trainer = build_trainer(model)
+    trainer.step(build_demonstrations())
+    adapter = get_adapter(model)
+    state = trainer.state_dict()["optimizer"]
+    assert {key.split(":")[1] for key in state} == adapter.keys()
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == adapter.keys()
+
+
+def test_narrow_adapters_have_wide_masters():
+    model = build_trainable(dtype=torch.bfloat16)
+    add_adapter(model, LORA, base="base", dtype=torch.bfloat16)
+    trainer = build_trainer(model, learning_rate=1e-4)
+    trainer.step(build_demonstrations())
+    state = trainer.state_dict()["optimizer"]
+    masters = {key.split(":")[1]: value for key, value in state.items() if key.startswith("master:")}
+    assert masters.keys() == get_adapter(model).keys()
+    for name, master in masters.items():
+        assert master.dtype == torch.float32
+        assert torch.equal(master.bfloat16(), get_adapter(model)[name])
+
+
+def test_the_reference_of_an_adapter_is_its_base_bit_for_bit():
+    samples, model = build_samples(), build_adapted()
+    algorithm = resolve_algorithm(KL)
+    rows = pack_samples(samples, max_tokens_per_row=60, has_prefix_sharing=True, hidden_size=32)
+    preparation = prepare_update(
+        model, samples, rows, algorithm, norm_length=64, chunk_tokens=16, companions=Companions(reference=model)
+    )
+    base = score_logprobs(build_trainable(dtype=torch.float32), samples, rows, chunk_tokens=16)
+    assert (preparation.inputs.reference_logprobs_E == base).all()
+    assert abs(score_logprobs(model, samples, rows, chunk_tokens=16) - base).max() > 1e-2
+
+
+def test_the_kl_of_an_adapter_needs_no_second_model():
+    samples = score(build_adapted(), build_samples())
+    adapted, with_copy = build_adapted(), build_adapted()
+    metrics = build_trainer(adapted, KL).step(samples)
+    frozen = build_trainable(dtype=torch.float32).requires_grad_(False)
+    trainer = Trainer(
+        with_copy,
+        TrainerSection(learning_rate=1e-2),
+        KL,
+        max_model_len=64,
+        num_total_steps=10,
+        reference_model=frozen,
+    )
+    assert metrics == trainer.step(samples)
+    assert metrics["train/kl"] > 0
+    for one, other in zip(adapted.parameters(), with_copy.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_new_adapter_has_no_kl():
+    model = build_trainable(dtype=torch.float32)
+    add_adapter(model, LORA, base="base", dtype=torch.float32)
+    metrics = build_trainer(model.eval(), KL).step(score(model, build_samples()))
+    assert abs(metrics["train/kl"]) < 1e-6
+
+
+def test_gradient_checkpointing_changes_no_number():
+    samples = build_demonstrations()
+    one, other = build_adapted(), build_adapted()
+    build_trainer(one).step(samples)
+    build_trainer(other, has_gradient_checkpointing=True).step(samples)
+    for left, right in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
+
+
+def test_an_adapter_goes_on_bit_for_bit():
+    samples = build_demonstrations()
+    through, stopped = build_adapted(), build_adapted()
+    trainer = build_trainer(through)
+    first = build_trainer(stopped)
+    for _ in range(2):
+        trainer.step(samples)
+        first.step(samples)
+    resumed = build_adapted()
+    resumed.load_state_dict(stopped.state_dict())
+    second = build_trainer(resumed)
+    second.load_state_dict(first.state_dict())
+    assert trainer.step(samples) == second.step(samples)
+    for one, other in zip(through.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_four_bits_give_the_gradient_of_the_weights_they_stand_for(pocket_folder):
+    """After a forward without gradients, as sampling makes; the judge has whole weights, rounded as NF4 rounds."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    lora = LoraSection(r=3, quantization="nf4")
+    ours = load_model(pocket_folder, dtype=torch.float32, device=torch.device("cpu"), lora=lora)
+    judge = AutoModelForCausalLM.from_pretrained(pocket_folder)
+    with torch.no_grad():
+        for name, layer in ours.named_modules():
+            if isinstance(layer, bitsandbytes.nn.Linear4bit):
+                whole = judge.get_submodule(name.removesuffix(".base_layer"))
+                whole.weight.copy_(bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state))
+    add_adapter(judge, LoraSection(r=3), base="base", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for one, other in zip(get_adapter(ours).values(), get_adapter(judge).values(), strict=True):
+            one.copy_(torch.randn(one.shape, generator=generator) * 0.1)
+            other.copy_(one)
+    ids = torch.arange(9, 40)[None]
+    with torch.inference_mode():
+        before = ours(ids).logits.clone()
+    losses = [model(input_ids=ids, labels=ids).loss for model in (ours, judge)]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for loss in losses:
+        loss.backward()
+    for name, one in get_adapter(ours).items():
+        torch.testing.assert_close(one.grad, get_adapter(judge)[name].grad, atol=1e-6, rtol=1e-4)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(ids).logits, before, atol=0, rtol=0)
+        torch.testing.assert_close(before, judge(ids).logits, atol=1e-4, rtol=1e-4)

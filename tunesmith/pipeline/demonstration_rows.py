@@ -1,0 +1,84 @@
+"""Rows of conversations from disk, and which of them are held out.
+
+Lines of JSON are read as they are: `datasets` would give every row the fields of all others, and with them tool calls
+the arguments of other tools. What comes from other formats has lost that difference, so their empty fields are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tunesmith.config import DemonstrationSection
+from tunesmith.errors import DataError
+from tunesmith.storage import storage_errors
+from tunesmith.tasks.load import load_rows
+
+Row = Mapping[str, Any]
+Item = TypeVar("Item")
+
+
+def load_demonstrations(section: DemonstrationSection) -> list[Row]:
+    """All rows of a section, in order."""
+    rows: list[Row] = []
+    for path in section.paths:
+        file = find_lines(path, section.split)
+        if file is not None:
+            rows += read_lines(file)
+        else:
+            loaded = load_rows(path, name=section.name, split=section.split)
+            rows += [drop_empty_fields(row) for row in loaded]
+    if not rows:
+        raise DataError(f"there are no rows to fine-tune on in {', '.join(section.paths)}")
+    return rows
+
+
+def find_lines(path: str, split: str | None) -> Path | None:
+    """The jsonl file that a path means, itself or as the split of its folder, if there is one."""
+    place = Path(path).expanduser()
+    file = place if place.suffix == ".jsonl" else place / f"{split}.jsonl"
+    return file if file.is_file() else None
+
+
+def read_lines(file: Path) -> list[Row]:
+    """The objects of a jsonl file; blank lines are skipped."""
+    with storage_errors(file, "read"):
+        lines = file.read_bytes().splitlines()
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"line {number} of {str(file)!r} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DataError(f"line {number} of {str(file)!r} must hold an object, got {type(row).__name__}")
+        rows.append(row)
+    return rows
+
+
+def drop_empty_fields(value: Any) -> Any:
+    """Nested objects without the fields that are None."""
+    if isinstance(value, dict):
+        return {key: drop_empty_fields(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [drop_empty_fields(inner) for inner in value]
+    return value
+
+
+def hold_out(items: Sequence[Item], fraction: float, *, seed: int) -> tuple[list[Item], list[Item]]:
+    """Items to learn from and items held out, each in order; a fraction above 0 holds out at least one."""
+    if fraction == 0:
+        return list(items), []
+    count = max(1, round(fraction * len(items)))
+    if count >= len(items):
+        raise DataError(f"eval_fraction={fraction:g} of {len(items)} rows leaves none to learn from")
+    chosen = set(random.Random(f"held-out-{seed}").sample(range(len(items)), count))
+    return (
+        [item for index, item in enumerate(items) if index not in chosen],
+        [item for index, item in enumerate(items) if index in chosen],
+    )

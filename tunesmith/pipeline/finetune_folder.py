@@ -1,0 +1,125 @@
+"""The folder of one fine-tuning: what it holds while it runs, and the model it leaves.
+
+    config.yaml  metrics.jsonl  monitor/    the settings and the numbers
+    global_step_N/                          checkpoints, until the end
+    model/                                  the result; its DONE.json is written last and holds the figures
+
+The same command goes on where a killed one was, from its last commit. A folder of other settings is refused.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tunesmith.config import OfflineConfig
+from tunesmith.errors import StorageError
+from tunesmith.model.checkpoint import (
+    DONE,
+    TRAINER_FOLDER,
+    check_complete,
+    find_checkpoints,
+    find_last_checkpoint,
+    new_folder,
+    remove_leftovers,
+)
+from tunesmith.pipeline.load_config import dump_config, load_section
+from tunesmith.pipeline.run_folder import check_same_run, take_lock
+from tunesmith.storage import (
+    RunPaths,
+    load_json,
+    parse_checkpoint_step,
+    remove_tree,
+    save_text,
+    storage_errors,
+)
+
+MODEL = "model"
+FREE_KEYS = ("save_interval_steps", "keep_checkpoints", "monitor", "num_cpu_threads")
+"""What may change between the parts of one fine-tuning."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FinetuneFolder:
+    """A folder that this process alone writes, until the block ends."""
+
+    paths: RunPaths
+    checkpoint: Path | None
+    """The last commit; None when there is none."""
+    lock: BinaryIO
+
+    @property
+    def model(self) -> Path:
+        return self.paths.root / MODEL
+
+    @property
+    def committed_step(self) -> int | None:
+        return None if self.checkpoint is None else parse_checkpoint_step(self.checkpoint)
+
+    def __enter__(self) -> FinetuneFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.lock.close()
+
+
+def load_figures(root: Path, config: OfflineConfig) -> dict[str, Any] | None:
+    """The figures of a fine-tuning that has ended, or None; other settings than its own are an error."""
+    paths, model = RunPaths(root), root / MODEL
+    if not (model / DONE).is_file():
+        return None
+    check_settings(paths, config)
+    check_complete(model)
+    figures: dict[str, Any] = load_json(model / DONE)["figures"]
+    return figures
+
+
+def open_finetune_folder(config: OfflineConfig, root: Path) -> FinetuneFolder:
+    """Make or reopen a folder whose fine-tuning has not ended, and save its settings there."""
+    paths = RunPaths(root)
+    with storage_errors(root, "write"):
+        root.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(paths)
+    try:
+        check_settings(paths, config)
+        save_text(paths.config, dump_config(config))
+        remove_leftovers(root)
+        if (root / MODEL).exists():
+            remove_tree(root / MODEL)
+    except BaseException:
+        lock.close()
+        raise
+    return FinetuneFolder(paths=paths, checkpoint=find_last_checkpoint(root), lock=lock)
+
+
+def check_settings(paths: RunPaths, config: OfflineConfig) -> None:
+    """Refuse a folder that holds something else, or a fine-tuning with other settings."""
+    if paths.config.is_file():
+        check_same_run(load_section(type(config), paths.config), config, free_keys=FREE_KEYS)
+        return
+    others = sorted(path.name for path in paths.root.iterdir() if path != paths.lock)
+    if others:
+        raise StorageError(
+            f"{paths.root} already holds something else ({', '.join(others[:3])}): choose another folder"
+        )
+
+
+def remove_checkpoints(folder: FinetuneFolder, *, num_kept: int, best_step: int | None) -> None:
+    """Keep the newest `num_kept` checkpoints and the best one."""
+    checkpoints = find_checkpoints(folder.paths.root)
+    for checkpoint in checkpoints[: len(checkpoints) - num_kept]:
+        if parse_checkpoint_step(checkpoint) != best_step:
+            remove_tree(checkpoint)
+
+
+def finish(folder: FinetuneFolder, *, best_step: int, figures: Mapping[str, Any]) -> None:
+    """Make the model of a checkpoint the result, then remove all checkpoints."""
+    best = folder.paths.checkpoint(best_step)
+    check_complete(best)
+    with new_folder(folder.model, {"step": best_step, "figures": dict(figures)}) as temporary:
+        shutil.copytree(best, temporary, ignore=shutil.ignore_patterns(TRAINER_FOLDER, DONE), dirs_exist_ok=True)
+    for checkpoint in find_checkpoints(folder.paths.root):
+        remove_tree(checkpoint)
