@@ -12,13 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tunesmith.algorithms.table import Algorithm, compute_group_advantages
+from tunesmith.algorithms.algorithm import Algorithm, compute_group_advantages
 from tunesmith.experience.batch import Batch, BatchSize, Collect, Draw, gather_batch
-from tunesmith.experience.samples import build_samples
+from tunesmith.experience.samples import add_experts, build_samples
 from tunesmith.experience.table import BoundOperator
 from tunesmith.rollout.groups import check_failures, compute_rollout_metrics
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Engine, Group
+from tunesmith.types import Engine, Group, RunAdvantage, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class StepResult:
     """What one step leaves behind: its experience and its numbers."""
 
     batch: Batch
-    advantages: list[list[float | None]]
+    advantages: list[list[RunAdvantage]]
     """Of `batch.groups`; None does not train."""
     metrics: dict[str, float]
 
@@ -50,6 +50,7 @@ async def run_step(
     max_failure_rate: float,
     operators: Sequence[BoundOperator] = (),
     replayed: Sequence[Group] = (),
+    experts: Sequence[Sample] = (),
 ) -> StepResult:
     """Sample groups with `policy_version`, turn rewards into advantages, make one update."""
 
@@ -66,7 +67,7 @@ async def run_step(
     groups = [*batch.groups, *replayed]
     advantages, advantage_metrics = compute_group_advantages(algorithm, groups)
     samples, sample_metrics = build_samples(groups, advantages)
-    train_metrics = trainer.step(samples)
+    train_metrics = trainer.step(add_experts(samples, experts), policy_version=policy_version)
     trained = time.perf_counter()
 
     metrics = compute_rollout_metrics(batch.collected) | engine.compute_stats() | batch.metrics

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tunesmith.algorithms.kl import compute_kl
+from tunesmith.algorithms.kl import adapt_kl_coef, compute_kl
 
 
-@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.06474940), ("k2", 0.29761651), ("k3", 0.29736009)])
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("k1", 0.06474940), ("k2", 0.29761651), ("k3", 0.29736009), ("abs", 0.62881166)]
+)
 def test_estimators_equal_the_golden_values(estimator, expected):
     torch.manual_seed(42)
     logprobs, reference, _, mask = torch.rand(4, 10), torch.rand(4, 10), torch.rand(4, 10), torch.rand(4, 10)
@@ -48,3 +50,31 @@ def test_gradient_of_each_estimator_is_what_its_docstring_says():
     torch.testing.assert_close(expected_gradient("k1"), torch.zeros(3, dtype=torch.float64))
     torch.testing.assert_close(expected_gradient("k2"), exact_gradient(is_reverse=False))
     torch.testing.assert_close(expected_gradient("k3"), exact_gradient(is_reverse=True))
+
+
+SAMPLER = torch.tensor([0.1, -0.3, 0.6], dtype=torch.float64).log_softmax(0)
+
+
+def test_corrected_estimate_is_unbiased_whoever_sampled():
+    """Value and gradient over another policy's tokens are those of the KL; no ratio here reaches the clip."""
+    logits = LOGITS.clone().requires_grad_()
+    logp = logits.log_softmax(0)
+    assert (logp - SAMPLER).exp().max() < 2
+    total = (SAMPLER.exp() * compute_kl(logp, OTHER, estimator="corrected_k3", old_logprobs_N=SAMPLER)).sum()
+    total.backward()
+    assert total.item() == pytest.approx((logp.exp() * (logp - OTHER)).sum().item())
+    torch.testing.assert_close(logits.grad, exact_gradient(is_reverse=False))
+
+
+def test_corrected_estimate_clips_its_ratio():
+    logp, old = torch.tensor([-0.1]), torch.tensor([-3.0])
+    k3 = compute_kl(logp, old + 1, estimator="k3")
+    torch.testing.assert_close(compute_kl(logp, old + 1, estimator="corrected_k3", old_logprobs_N=old), 2 * k3)
+
+
+def test_coefficient_follows_its_target():
+    settings = {"target": 0.1, "num_trajectories": 50, "horizon": 100}
+    assert adapt_kl_coef(1.0, kl=0.1, **settings) == pytest.approx(1.0)
+    assert adapt_kl_coef(1.0, kl=0.11, **settings) == pytest.approx(1 + 0.1 * 0.5)
+    assert adapt_kl_coef(1.0, kl=0.5, **settings) == pytest.approx(1 + 0.2 * 0.5)
+    assert adapt_kl_coef(1.0, kl=0.0, **settings) == pytest.approx(1 - 0.2 * 0.5)

@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from tunesmith.algorithms.losses import TokenScores, compute_ppo_clip_losses, compute_sft_losses
+from tunesmith.algorithms.losses import (
+    TokenScores,
+    compute_ppo_clip_losses,
+    compute_sft_is_losses,
+    compute_sft_losses,
+    compute_sft_phi_losses,
+)
 
 
 @pytest.fixture
@@ -75,3 +81,26 @@ def test_ppo_survives_a_log_ratio_that_would_overflow():
         logprobs_N=torch.tensor([0.0, -1e4]), old_logprobs_N=torch.tensor([-1e4, 0.0]), advantages_N=torch.ones(2)
     )
     assert compute_ppo_clip_losses(scores).losses_N.isfinite().all()
+
+
+def test_falling_back_to_the_policy_gradient_forgets_the_sampler(golden):
+    losses = run_ppo(golden, fallback_to_policy_gradient=True)
+    logprobs, _, mask, advantages = golden
+    losses.losses_N.mean().backward()
+    torch.testing.assert_close(losses.losses_N, -advantages[mask])
+    torch.testing.assert_close(logprobs.grad[mask], -advantages[mask] / mask.sum())
+    assert losses.metrics["clip_frac"].sum() == losses.metrics["ppo_kl"].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("compute", "weigh"),
+    [(compute_sft_is_losses, lambda p: p), (compute_sft_phi_losses, lambda p: p * (1 - p))],
+)
+def test_weighed_imitation_has_the_gradient_of_its_weight(compute, weigh):
+    x = torch.tensor([-3.0, -0.7, -0.01], dtype=torch.float64, requires_grad=True)
+    zeros = torch.zeros(3, dtype=torch.float64)
+    losses = compute(TokenScores(logprobs_N=x, old_logprobs_N=zeros, advantages_N=zeros)).losses_N
+    losses.sum().backward()
+    weights = weigh(x.detach().exp())
+    torch.testing.assert_close(losses.detach(), -weights * x.detach())
+    torch.testing.assert_close(x.grad, -weights)

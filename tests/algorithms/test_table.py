@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tunesmith.algorithms.table import ALGORITHMS, compute_group_advantages, resolve_algorithm
+from tunesmith.algorithms.algorithm import compute_group_advantages, resolve_algorithm
+from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
@@ -14,7 +15,7 @@ def test_every_name_resolves_with_its_defaults():
     for name in ALGORITHMS:
         algorithm = resolve_algorithm(AlgorithmSection(algorithm_type=name))
         assert algorithm.name == name
-        assert algorithm.aggregation == "token-mean"
+        assert algorithm.aggregation == ALGORITHMS[name].aggregation
 
 
 def test_partial_arguments_keep_the_other_defaults():
@@ -38,13 +39,41 @@ def test_aggregation_of_the_section_wins():
         ({"loss_args": {"clip_range_high": "0.28"}}, "clip_range_high='0.28'"),
         ({"loss_args": {"clip_range_low": -0.1}}, "clip_range_low=-0.1"),
         ({"loss_args": {"scores": 1}}, "unknown argument 'scores'"),
+        ({"kl_estimator": "k3"}, "kl_estimator='k3' has no effect with kl_coef=0"),
+        ({"algorithm_type": "opmd", "advantage_args": {"tau": 0.5}}, "tau=0.5 has no effect on baseline='mean'"),
+        ({"algorithm_type": "cispo", "loss_args": {"mask_clip_range_low": 0.5}}, "no effect without enable_mask_clip"),
+        ({"algorithm_type": "rec", "loss_args": {"epsilon_low": 0.1}}, "no effect with clip_mode='none'"),
+        ({"algorithm_type": "rec", "loss_args": {"epsilon_low_prime": 0.1}}, "no effect unless clip_mode='ring'"),
+        ({"algorithm_type": "rec", "loss_args": {"temp": 2.0}}, "temp=2 has no effect unless weight='advantage'"),
+        ({"algorithm_type": "rec", "loss_args": {"regularizer_coef": 0.1}}, "regularizer='none' with .*set both"),
+        ({"terms_args": {"gamma": 1.0}}, "unknown argument 'gamma' in terms_args of 'multi_step_grpo'.*it takes none"),
+        ({"algorithm_type": "topr", "terms_args": {"advantage_treshold": 1.0}}, "did you mean 'advantage_threshold'"),
         ({"algorithm_type": "sft", "loss_args": {"beta": 1}}, "it takes none"),
+        ({"algorithm_type": "dpo", "loss_aggregation": "token-mean"}, "'dpo' weighs its tokens itself"),
         ({"algorithm_type": "sft", "advantage_args": {"epsilon": 1e-6}}, "computes no advantages"),
     ],
 )
 def test_unknown_names_and_arguments_are_errors(section, message):
     with pytest.raises(ConfigError, match=message):
         resolve_algorithm(AlgorithmSection(**section))
+
+
+@pytest.mark.parametrize(
+    ("section", "needs"),
+    [
+        ({"algorithm_type": "grpo"}, set()),
+        ({"algorithm_type": "grpo", "kl_coef": 0.1}, {"reference"}),
+        ({"algorithm_type": "gspo"}, {"logprobs"}),
+        ({"algorithm_type": "rec"}, set()),
+        ({"algorithm_type": "rec", "loss_args": {"clip_mode": "gspo-one-side"}}, {"logprobs"}),
+        ({"algorithm_type": "rec", "loss_args": {"weight": "gspo_importance_sampling"}}, {"logprobs"}),
+        ({"algorithm_type": "rloo", "terms_args": {"reward_kl_coef": 0.1}}, {"reference"}),
+        ({"algorithm_type": "rloo", "terms_args": {"reward_kl_coef": 0.0}}, set()),
+        ({"correction": {"negative_sequence_delta": 0.1}}, {"logprobs"}),
+    ],
+)
+def test_only_what_is_needed_is_scored(section, needs):
+    assert resolve_algorithm(AlgorithmSection(**section)).needs == needs
 
 
 def build_group(*rewards: float | None) -> Group:
@@ -72,6 +101,15 @@ def test_groups_are_counted_by_what_becomes_of_them():
         "algorithm/num_dropped_groups": 1.0,
         "algorithm/num_unscored_groups": 1.0,
     }
+
+
+def test_advantages_of_turns_come_from_prompts_and_metrics():
+    """Two runs of one call each in the same state: both parts say the same."""
+    advantages, metrics = compute_group_advantages(
+        resolve_algorithm(AlgorithmSection(algorithm_type="gigpo")), [build_group(1.0, 0.0)]
+    )
+    assert advantages == [[pytest.approx((1.0,), abs=1e-5), pytest.approx((-1.0,), abs=1e-5)]]
+    assert metrics["algorithm/num_trained_groups"] == 1
 
 
 def test_supervised_algorithm_has_no_advantages():

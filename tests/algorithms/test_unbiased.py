@@ -7,8 +7,10 @@ import itertools
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.advantages import RunOutcome, compute_multi_step_grpo_advantages
+from tunesmith.algorithms.advantages import RunOutcome, compute_dr_grpo_advantages, compute_multi_step_grpo_advantages
+from tunesmith.algorithms.group_baselines import compute_reinforce_advantages, compute_rloo_advantages
 from tunesmith.algorithms.losses import TokenScores, compute_ppo_clip_losses
+from tunesmith.algorithms.reinforce_losses import compute_importance_sampling_losses, compute_reinforce_losses
 
 SEQUENCES = list(itertools.product(range(3), repeat=2))
 REWARDS = [0.1 * first * second - 0.5 * (first == second) + 0.3 * second for first, second in SEQUENCES]
@@ -30,26 +32,61 @@ def compute_exact_gradient(logits: Tensor) -> Tensor:
     return logits.grad
 
 
-def test_group_relative_policy_gradient_is_unbiased_up_to_its_known_factor():
-    """With its own reward in the group's mean, the expected gradient is (G - 1) / G times that of the mean reward."""
-    torch.manual_seed(0)
-    logits = torch.randn(4, 3, dtype=torch.float64)
+def compute_expected_gradient(logits: Tensor, compute_advantages, compute_losses) -> Tensor:
+    """Over every pair of sequences that the policy may draw."""
     total = torch.zeros_like(logits)
     for pair in itertools.product(range(len(SEQUENCES)), repeat=2):
         outcomes = [RunOutcome(reward=REWARDS[index], num_steps=1) for index in pair]
-        advantages = compute_multi_step_grpo_advantages([outcomes], epsilon=HUGE)[0]
-        for index, advantage in zip(pair, advantages, strict=True):
+        probability = torch.stack([compute_token_logprobs(logits, SEQUENCES[i]).sum() for i in pair]).sum().exp()
+        for index, advantage in zip(pair, compute_advantages([outcomes])[0], strict=True):
             if advantage is None:
                 continue
             x = logits.clone().requires_grad_()
             logprobs = compute_token_logprobs(x, SEQUENCES[index])
-            old_logprobs = logprobs.detach()
-            probability = torch.stack([compute_token_logprobs(logits, SEQUENCES[i]).sum() for i in pair]).sum().exp()
+            old_logprobs = compute_token_logprobs(logits, SEQUENCES[index])
             scores = TokenScores(
                 logprobs_N=logprobs,
                 old_logprobs_N=old_logprobs,
-                advantages_N=torch.full_like(old_logprobs, advantage * HUGE),
+                advantages_N=torch.full_like(old_logprobs, advantage),
             )
-            compute_ppo_clip_losses(scores).losses_N.sum().backward()
+            compute_losses(scores).losses_N.sum().backward()
             total -= probability * x.grad / len(pair)
-    torch.testing.assert_close(total, compute_exact_gradient(logits) / 2, rtol=1e-7, atol=1e-9)
+    return total
+
+
+def build_logits() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(4, 3, dtype=torch.float64)
+
+
+def assert_unbiased(found: Tensor, logits: Tensor, *, factor: float = 1.0) -> None:
+    torch.testing.assert_close(found, factor * compute_exact_gradient(logits), rtol=1e-7, atol=1e-9)
+
+
+def test_group_relative_policy_gradient_is_unbiased_up_to_its_known_factor():
+    """With its own reward in the group's mean, the expected gradient is (G - 1) / G times that of the mean reward."""
+
+    def compute_advantages(groups):
+        rows = compute_multi_step_grpo_advantages(groups, epsilon=HUGE)
+        return [[None if value is None else value * HUGE for value in row] for row in rows]
+
+    logits = build_logits()
+    assert_unbiased(compute_expected_gradient(logits, compute_advantages, compute_ppo_clip_losses), logits, factor=0.5)
+    found = compute_expected_gradient(logits, compute_dr_grpo_advantages, compute_ppo_clip_losses)
+    assert_unbiased(found, logits, factor=0.5)
+
+
+def test_leave_one_out_and_plain_reinforce_are_unbiased():
+    logits = build_logits()
+    for compute_losses in (compute_ppo_clip_losses, compute_reinforce_losses, compute_importance_sampling_losses):
+        for compute_advantages in (compute_rloo_advantages, compute_reinforce_advantages):
+            assert_unbiased(compute_expected_gradient(logits, compute_advantages, compute_losses), logits)
+
+
+def test_a_constant_baseline_changes_nothing_on_average():
+    logits = build_logits()
+
+    def compute_advantages(groups):
+        return compute_reinforce_advantages(groups, baseline=0.7)
+
+    assert_unbiased(compute_expected_gradient(logits, compute_advantages, compute_reinforce_losses), logits)

@@ -9,6 +9,7 @@ import pytest
 from tunesmith.api import load_run_file
 from tunesmith.compat.trinity_draft import allow_neutral
 from tunesmith.compat.trinity_yaml import RULES, is_trinity_file, translate_trinity_file
+from tunesmith.config import AdaptiveKlSection, CorrectionSection, LoraSection, MaskSection
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.load_config import build_config
 
@@ -133,7 +134,29 @@ MOVED = [
     ("algorithm.kl_loss_fn", "k2", "algorithm.kl_coef", 0.001),
     ("algorithm.kl_loss_fn", "low_var_kl", "algorithm.kl_estimator", "k3"),
     ("algorithm.kl_loss_fn", "none", "algorithm.kl_coef", 0.0),
+    ("algorithm.kl_loss_fn", "abs", "algorithm.kl_estimator", "abs"),
+    ("algorithm.kl_loss_fn", "corrected_k3", "algorithm.kl_estimator", "corrected_k3"),
     ("algorithm.kl_loss_fn_args", {"kl_coef": 0.02}, "algorithm.kl_coef", 0.02),
+    (
+        "algorithm.kl_loss_fn_args", {"kl_coef": 0.02, "adaptive": True, "target_kl": 0.1, "horizon": 500},
+        "algorithm.kl_adaptive", AdaptiveKlSection(target=0.1, horizon=500),
+    ),
+    (
+        "algorithm.policy_loss_fn_args", {"enable_sequence_masking": True, "delta_sequence_masking": 0.2},
+        "algorithm.correction.negative_sequence_delta", 0.2,
+    ),
+    (
+        "algorithm.advantage_fn_args", {"std_threshold": None, "epsilon": 0.1},
+        "algorithm.advantage_args", {"epsilon": 0.1},
+    ),
+    (
+        "algorithm.rollout_correction", {"rollout_is": "sequence", "rollout_is_threshold": 3.0},
+        "algorithm.correction", CorrectionSection(importance="sequence", cap=3.0),
+    ),
+    (
+        "algorithm.rollout_correction", {"rollout_rs": "geometric", "rollout_rs_threshold": 1.25},
+        "algorithm.correction.mask", MaskSection(level="geometric", low=0.8, high=1.25),
+    ),
     ("algorithm.entropy_loss_fn_args", {"entropy_coef": 0.01}, "algorithm.entropy_coef", 0.01),
     ("algorithm.entropy_loss_fn", "none", "algorithm.entropy_coef", 0.0),
     ("algorithm.advantage_fn_args", {"enable_step_norm": True}, "algorithm.advantage_args", {"enable_step_norm": True}),
@@ -207,6 +230,10 @@ MOVED = [
     ("trainer.grad_clip", 0.3, "trainer.max_grad_norm", 0.3),
     ("trainer.max_token_len_per_gpu", 512, "trainer.max_tokens_per_row", 512),
     ("monitor.monitor_type", "tensorboard", "monitor.trackers", ("tensorboard",)),
+    ("monitor.monitor_type", "wandb", "monitor.trackers", ("wandb",)),
+    ("model.lora_configs", [{"name": "a", "lora_rank": 8}], "model.lora.r", 8),
+    ("model.lora_configs", [{"name": "a"}], "model.lora", LoraSection(r=32, alpha=32, target_modules="all-linear")),
+    ("model.lora_configs", [{"target_modules": ["q_proj"]}], "model.lora.target_modules", ("q_proj",)),
 ]  # fmt: skip
 
 
@@ -258,11 +285,19 @@ REFUSED = [
     ("algorithm.policy_loss_fn", "gspo", r"algorithm\.policy_loss_fn='gspo'.*choose another algorithm_type"),
     ("algorithm.kl_loss_fn", "sideways", r"algorithm\.kl_estimator must be"),
     ("algorithm.kl_penalty_fn", "k1", r"kl_penalty_fn='k1'.*kl_loss_fn"),
-    ("algorithm.kl_loss_fn_args", {"adaptive": True}, r"kl_loss_fn_args\.adaptive=True.*set kl_coef"),
+    ("algorithm.kl_loss_fn_args", {"adaptive": True}, r"kl_loss_fn_args\.adaptive=True needs .*target_kl"),
+    ("algorithm.algorithm_type", "grpo_verl", r"algorithm_type='grpo_verl'.*nearest is grpo"),
+    ("algorithm.algorithm_type", "cpt", r"algorithm_type='cpt'.*nearest is sft"),
+    ("algorithm.advantage_fn", "clipb", r"advantage_fn='clipb'.*nearest is dapo"),
+    ("algorithm.advantage_fn", "rec", r"advantage_fn='rec'.*'rec' goes with rec, 'ppo' with ppo, grpo"),
+    ("algorithm.advantage_fn_args", {"duplicate_experiences": True}, r"duplicate_experiences=True.*refill_budget"),
+    ("algorithm.rollout_correction", {"rollout_rs": "token"}, r"rollout_rs needs .*rollout_rs_threshold"),
+    ("algorithm.rollout_correction", {"bypass_mode": True}, r"bypass_mode=True.*the step began with"),
     ("algorithm.optimizer.lr_warmup_steps_ratio", 0.1, r"lr_warmup_steps_ratio=0\.1.*lr_warmup_steps"),
     ("algorithm.sample_strategy", "mix", r"sample_strategy='mix'.*experience\.replay"),
-    ("algorithm.rollout_correction", {"a": 1}, r"rollout_correction=.*trainer\.mismatch_stop"),
-    ("model.lora_configs", [{"lora_rank": 8}], r"model\.lora_configs=.*no adapters"),
+    ("algorithm.rollout_correction", {"rollout_iss": 1}, r"rollout_iss is not a known key: did you mean 'rollout_is'"),
+    ("model.lora_configs", [{"path": "a"}], r"lora_configs\[0\]\.path='a'.*model_path names its folder"),
+    ("model.lora_configs", [{}, {}], r"model\.lora_configs: one adapter is trained, got 2"),
     ("model.tinker", {"enable": True}, r"model\.tinker\.enable=True.*model\.device"),
     ("model.repetition_penalty", 1.2, r"repetition_penalty=1\.2.*must be one"),
     ("model.temprature", 1, r"model\.temprature is not a known key: did you mean 'temperature'"),

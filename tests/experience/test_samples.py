@@ -93,6 +93,15 @@ def test_trajectory_without_advantage_does_not_train_and_counts_its_place():
     }
 
 
+def test_turns_may_have_advantages_of_their_own():
+    """They stay with their turns when others sampled nothing, branch off, or are context only."""
+    turns = [build_turn([1], [2]), build_turn([1, 2], []), build_turn([1, 2, 3], [4, 5]), build_turn([1, 2, 6], [7])]
+    samples, _ = build_samples([build_group(turns)], [[(0.1, 0.2, 0.3, 0.4)]])
+    assert [sample.advantages for sample in samples] == [(0.0, 0.1, 0.0, 0.3, 0.3), (0.0, 0.0, 0.0, 0.4)]
+    with pytest.raises(ValueError, match="shorter"):
+        build_samples([build_group(turns)], [[(0.1, 0.2)]])
+
+
 def test_branches_are_counted():
     turns = [build_turn([1], [2]), build_turn([1, 2, 3], [4]), build_turn([1, 2, 5], [6]), build_turn([9], [9])]
     assert build_samples([build_group(turns)], [[1.0]])[1]["rollout/num_branches"] == 2.0

@@ -103,6 +103,14 @@ def test_a_reader_of_parquet_sees_advantages_and_unknowns(tmp_path):
     assert rows[0]["turns"][0]["logprobs"] == [-0.1, -2.5]
 
 
+def test_turns_with_advantages_of_their_own_keep_them_and_their_mean(tmp_path):
+    path = tmp_path / "a.parquet"
+    save_rollouts(path, [GROUP], [[(0.5, -1.5), None]])
+    rows = pq.read_table(path).to_pylist()
+    assert [row["turn_advantages"] for row in rows] == [[0.5, -1.5], None]
+    assert [row["advantage"] for row in rows] == [-0.5, None]
+
+
 def test_advantages_must_match_the_trajectories(tmp_path):
     with pytest.raises(ValueError, match="zip"):
         save_rollouts(tmp_path / "a.parquet", [GROUP], [[0.5]])

@@ -14,10 +14,11 @@ import torch
 from transformers import PreTrainedModel
 
 from trainable_models import build_trainable
-from tunesmith.algorithms.table import resolve_algorithm
+from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
 from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.scoring import Companions, prepare_update
 from tunesmith.trainer.step import run_batch
 from tunesmith.types import Distribution, Sample
 
@@ -115,10 +116,14 @@ def run_ours(
 ) -> tuple[float, torch.Tensor]:
     samples = list(samples)
     rows = pack_samples(samples, max_tokens_per_row=max_tokens, has_prefix_sharing=has_sharing, hidden_size=32)
-    totals = run_batch(
-        model, samples, rows, resolve_algorithm(section),
-        norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, reference_model=reference,
+    algorithm = resolve_algorithm(section)
+    prepared = prepare_update(
+        model, samples, rows, algorithm,
+        norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, companions=Companions(reference=reference),
     )  # fmt: skip
+    totals = run_batch(
+        model, samples, rows, algorithm, prepared.inputs, kl_coef=section.kl_coef, chunk_tokens=chunk_tokens
+    )
     return totals["loss"].item(), take_gradient(model)
 
 

@@ -28,7 +28,6 @@ def run_backward(model: nn.Module, step: int) -> None:
 def run_updates(model: nn.Module, optimizer: MasterAdamW, steps: range) -> None:
     for step in steps:
         run_backward(model, step)
-        optimizer.collect_gradients()
         norm = optimizer.compute_grad_norm()
         optimizer.update(learning_rate=1e-2 / (step + 1), grad_norm=norm, max_grad_norm=0.5)
 
@@ -88,8 +87,7 @@ def test_bfloat16_parameters_follow_float32_masters():
     pointer = model.weight.data_ptr()
     optimizer = MasterAdamW(model, TrainerSection(learning_rate=1e-5))
     for _ in range(1000):
-        model.weight.grad = torch.ones_like(model.weight)
-        optimizer.collect_gradients()
+        model.weight.sum().backward()
         optimizer.update(learning_rate=1e-5, grad_norm=optimizer.compute_grad_norm(), max_grad_norm=10.0)
     master = optimizer.state_dict()["master:weight"]
     assert master.item() == pytest.approx(0.99, abs=5e-5)
@@ -101,9 +99,7 @@ def test_gradients_of_bfloat16_parameters_add_up_in_float32():
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     optimizer = MasterAdamW(model, TrainerSection())
     for value in (256.0, *[1.0] * 8):
-        model.weight.grad = torch.full_like(model.weight, value)
-        optimizer.collect_gradients()
-        assert model.weight.grad is None
+        (value * model.weight).sum().backward()
     assert optimizer.compute_grad_norm().item() == 264.0
 
 

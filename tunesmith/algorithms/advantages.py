@@ -1,4 +1,4 @@
-"""From the rewards of a group to one advantage per run.
+"""From the rewards of a group to advantages: group-relative ones, scaled by the group's spread.
 
 A run's advantage says how much better it did than the other runs of its task. Values in, values out. A run without a
 reward is left out of every statistic and gets None. A group whose scored runs all did alike teaches nothing: its runs
@@ -8,23 +8,36 @@ get None, and the caller drops and counts them. A group with one scored run has 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-Advantages = list[list[float | None]]
-"""One number per run of each group; None does not train."""
+from tunesmith.errors import ConfigError
+from tunesmith.types import RunAdvantage
+
+Advantages = list[list[RunAdvantage]]
+"""For each run of each group a number, one number per turn, or None, which does not train."""
+Share = Annotated[float, Field(ge=0, le=1)]
+MIN_VARIANCE = 1e-4
+"""Success rates that vary less are taken for equal: the Beta distribution that fits them is a spike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """What an advantage needs to know of one run."""
+    """What an advantage may know of one run."""
 
     reward: float | None
     num_steps: int
     """Model calls that the run made."""
+    turn_prompts: tuple[tuple[int, ...], ...] = ()
+    """Token ids of each call's prompt."""
+    turn_logprobs: tuple[tuple[float, ...], ...] = ()
+    """Of what each call sampled."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    baseline_reward: float | None = None
+    """Reward of the task's greedy run, where there was one."""
 
 
 def compute_grpo_advantages(
@@ -33,15 +46,19 @@ def compute_grpo_advantages(
     epsilon: PositiveFloat = 1e-6,
     std_cal_level: Literal["group", "batch"] = "group",
     std_threshold: NonNegativeFloat = 0.0,
+    rank_penalty: Share = 0.0,
 ) -> Advantages:
     """(R - mean) / (std + epsilon), each model call counted as one observation (Shao et al., 2024, section 4.1).
 
     A run of many calls therefore weighs more in the mean and the deviation; `compute_multi_step_grpo_advantages`
     counts runs. The deviation has one degree of freedom taken off; `std_cal_level="batch"` takes it over all groups.
-    A group whose own deviation is at most `std_threshold` is dropped.
+    A group whose own deviation is at most `std_threshold` is dropped. `rank_penalty` first takes something off what
+    was likely to be sampled, see `penalize_ranks`.
     """
+    if rank_penalty:
+        groups = [penalize_ranks(group, rank_penalty) for group in groups]
     weights = [[run.num_steps for run in group] for group in groups]
-    return _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)
+    return [list(row) for row in _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)]
 
 
 def compute_multi_step_grpo_advantages(
@@ -60,11 +77,101 @@ def compute_multi_step_grpo_advantages(
     weights = [[1] * len(group) for group in groups]
     advantages = _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)
     if not enable_step_norm:
-        return advantages
+        return [list(row) for row in advantages]
     return [
         [None if value is None else value / max(run.num_steps, 1) for run, value in zip(group, row, strict=True)]
         for group, row in zip(groups, advantages, strict=True)
     ]
+
+
+def compute_dr_grpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
+    """R - mean, not divided by the deviation, which would favour tasks that are very easy or very hard.
+
+    Liu et al. (2025), "Understanding R1-Zero-like training", section 3.2; its other half is the aggregation.
+    """
+    return map_groups(groups, lambda rewards: _subtract_mean(rewards) if len(set(rewards)) > 1 else None)
+
+
+def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
+    """(R - p) / f(p) with p the group's mean reward and f a Beta density fitted to the batch (Xiao et al., 2025, BNPO).
+
+    If p is distributed as Beta(a, b) over tasks, f = Beta(1 + a/3, 1 + b/3) makes the variance of the gradient least; a
+    and b are matched to the mean and variance of p over the batch's groups. Where these fit no Beta distribution, f is
+    1, as in REINFORCE with a baseline. Rewards must be from 0 to 1.
+    """
+    means = [_compute_mean([run.reward for run in group if run.reward is not None]) for group in groups]
+    known = [mean for mean in means if mean is not None]
+    rewards = [run.reward for group in groups for run in group if run.reward is not None]
+    if rewards and not 0 <= min(rewards) <= max(rewards) <= 1:
+        raise ConfigError(
+            f"algorithm_type='bnpo' is for rewards from 0 to 1, got {min(rewards):g} to {max(rewards):g}: scale them "
+            "in the judge, or choose grpo"
+        )
+    a, b = fit_beta(known)
+
+    def normalize(rewards: list[float]) -> list[float] | None:
+        if len(set(rewards)) == 1:
+            return None
+        density = compute_beta_density(math.fsum(rewards) / len(rewards), 1 + a / 3, 1 + b / 3)
+        return [value / density for value in _subtract_mean(rewards)]
+
+    return map_groups(groups, normalize)
+
+
+def map_groups(
+    groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
+) -> Advantages:
+    """Apply a function of rewards to the scored runs of each group; None drops the group, a single run gets 0."""
+    advantages: Advantages = []
+    for group in groups:
+        rewards = [run.reward for run in group if run.reward is not None]
+        values = [0.0] * len(rewards) if len(rewards) <= 1 else compute(rewards)
+        found = iter(values if values is not None else [None] * len(rewards))
+        advantages.append([None if run.reward is None else next(found) for run in group])
+    return advantages
+
+
+def penalize_ranks(group: Sequence[RunOutcome], penalty: float) -> list[RunOutcome]:
+    """The group with rewards R (1 - penalty * k / G), k the number of its G runs that were no likelier than the run.
+
+    He et al. (2025), "Rewarding the unlikely", section 4.1: what is right and rare gains on what is right and common.
+    Likeliness is the mean logprob of what the run sampled.
+    """
+    likely = [math.fsum(map(math.fsum, run.turn_logprobs)) / max(sum(map(len, run.turn_logprobs)), 1) for run in group]
+    scored = [value for value, run in zip(likely, group, strict=True) if run.reward is not None]
+    return [
+        run
+        if run.reward is None
+        else replace(run, reward=run.reward * (1 - penalty * sum(other <= own for other in scored) / len(scored)))
+        for own, run in zip(likely, group, strict=True)
+    ]
+
+
+def fit_beta(values: Sequence[float]) -> tuple[float, float]:
+    """The Beta distribution with the mean and the variance of the values; (0, 0) where there is none."""
+    if len(values) < 2:
+        return 0.0, 0.0
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / len(values)
+    if variance < MIN_VARIANCE or variance >= mean * (1 - mean):
+        return 0.0, 0.0
+    size = mean * (1 - mean) / variance - 1
+    return size * mean, size * (1 - mean)
+
+
+def compute_beta_density(x: float, alpha: float, beta: float) -> float:
+    """The density of Beta(alpha, beta) at x, inside (0, 1)."""
+    log_norm = math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
+    return math.exp((alpha - 1) * math.log(x) + (beta - 1) * math.log(1 - x) - log_norm)
+
+
+def _compute_mean(rewards: Sequence[float]) -> float | None:
+    return math.fsum(rewards) / len(rewards) if rewards else None
+
+
+def _subtract_mean(rewards: Sequence[float]) -> list[float]:
+    mean = math.fsum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
 
 
 def _compute_advantages(
@@ -73,10 +180,10 @@ def _compute_advantages(
     epsilon: float,
     std_cal_level: str,
     std_threshold: float,
-) -> Advantages:
+) -> list[list[float | None]]:
     observed = [_select_observed(group, row) for group, row in zip(groups, weights, strict=True)]
     batch_std = _compute_mean_and_std([pair for pairs in observed for pair in pairs])[1]
-    advantages: Advantages = []
+    advantages: list[list[float | None]] = []
     for group, pairs in zip(groups, observed, strict=True):
         mean, std = _compute_mean_and_std(pairs)
         if len(pairs) == 1:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "sum"]
 
 
 def compute_token_weights(trajectory_E: np.ndarray, *, aggregation: Aggregation, norm_length: int) -> np.ndarray:
@@ -22,12 +22,14 @@ def compute_token_weights(trajectory_E: np.ndarray, *, aggregation: Aggregation,
     token-mean: every token alike. seq-mean-token-sum: the mean over sequences of their sums. seq-mean-token-mean: the
     mean over sequences of their means. seq-mean-token-sum-norm: the mean over sequences of sum / `norm_length`, a
     constant (the model's context, `max_model_len`), so that it does not move with the longest answer of a batch (Liu
-    et al., 2025, "Understanding R1-Zero-like training", section 3.2).
+    et al., 2025, "Understanding R1-Zero-like training", section 3.2). sum: the sum, of losses that are weighed already.
     """
     if trajectory_E.size == 0:
         return np.zeros(0)
     _, sequence_E, length_Q = np.unique(trajectory_E, return_inverse=True, return_counts=True)
     num_sequences = len(length_Q)
+    if aggregation == "sum":
+        return np.ones(len(trajectory_E))
     if aggregation == "token-mean":
         return np.full(len(trajectory_E), 1 / len(trajectory_E))
     if aggregation == "seq-mean-token-sum":

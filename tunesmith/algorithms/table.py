@@ -1,29 +1,80 @@
 """The one place where algorithms have names.
 
-A line of the table pairs an advantage function with a loss function. The arguments a user may set are the keyword
-arguments of those functions, with their types, ranges and defaults; `resolve_algorithm` refuses all others.
+A line of the table puts together an advantage function, a function of the whole update's tokens, and a loss function.
+The arguments a user may set are the keyword arguments of those functions, with their types, ranges and defaults;
+`algorithm.resolve_algorithm` refuses all others.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tunesmith.algorithms.advantages import (
     Advantages,
-    RunOutcome,
+    compute_bnpo_advantages,
+    compute_dr_grpo_advantages,
     compute_grpo_advantages,
     compute_multi_step_grpo_advantages,
 )
 from tunesmith.algorithms.aggregate import Aggregation
-from tunesmith.algorithms.kl import KlEstimator
-from tunesmith.algorithms.losses import TokenLosses, TokenScores, compute_ppo_clip_losses, compute_sft_losses
-from tunesmith.arguments import bind_arguments, name_nearest
-from tunesmith.config import AlgorithmSection
-from tunesmith.errors import ConfigError
-from tunesmith.types import Group
+from tunesmith.algorithms.distillation import compute_distillation_terms, compute_jsd_terms
+from tunesmith.algorithms.gigpo import compute_gigpo_advantages
+from tunesmith.algorithms.group_baselines import (
+    compute_asymre_advantages,
+    compute_opmd_advantages,
+    compute_raft_advantages,
+    compute_rec_advantages,
+    compute_reinforce_advantages,
+    compute_rloo_advantages,
+)
+from tunesmith.algorithms.losses import (
+    TokenLosses,
+    compute_ppo_clip_losses,
+    compute_sft_is_losses,
+    compute_sft_losses,
+    compute_sft_phi_losses,
+)
+from tunesmith.algorithms.mixture import (
+    compute_chord_losses,
+    compute_chord_terms,
+    compute_mix_losses,
+    compute_mix_terms,
+)
+from tunesmith.algorithms.preference import compute_dpo_terms, compute_kto_terms, compute_preference_losses
+from tunesmith.algorithms.ratio_losses import (
+    compute_cispo_losses,
+    compute_gspo_losses,
+    compute_sapo_losses,
+    compute_sppo_losses,
+)
+from tunesmith.algorithms.reinforce_losses import (
+    compute_importance_sampling_losses,
+    compute_opmd_losses,
+    compute_rec_losses,
+    compute_reinforce_losses,
+)
+from tunesmith.algorithms.returns import compute_ppo_terms, compute_reinforce_plus_plus_terms
+from tunesmith.algorithms.rewards import compute_remax_advantages, keep_rewards
+from tunesmith.algorithms.scores import Need, TokenTerms, keep_advantages
+from tunesmith.algorithms.sequence_terms import (
+    compute_m2po_terms,
+    compute_rloo_terms,
+    compute_sequence_ratio_terms,
+    compute_topr_terms,
+)
+
+
+def find_usual_needs(args: Mapping[str, Any]) -> frozenset[Need]:
+    """A KL that is part of the reward needs the reference."""
+    return frozenset({"reference"}) if args.get("reward_kl_coef", 0) > 0 else frozenset()
+
+
+def find_rec_needs(args: Mapping[str, Any]) -> frozenset[Need]:
+    """Ratios of sequences need the policy's logprobs ahead of the loss."""
+    has_sequences = args.get("clip_mode") == "gspo-one-side" or args.get("weight") == "gspo_importance_sampling"
+    return frozenset({"logprobs"}) if has_sequences else frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +87,16 @@ class AlgorithmEntry:
     loss_args: Mapping[str, Any] = field(default_factory=dict)
     """Where the algorithm's own defaults differ from the loss function's."""
     aggregation: Aggregation = "token-mean"
+    compute_terms: Callable[..., TokenTerms] = keep_advantages
+    """Looks at all tokens of an update, between advantages and losses."""
+    terms_args: Mapping[str, Any] = field(default_factory=dict)
+    """Where the algorithm's own defaults differ from that function's."""
+    needs: frozenset[Need] = frozenset()
+    """What `compute_terms` reads of the scoring pass."""
+    find_needs: Callable[[Mapping[str, Any]], frozenset[Need]] = find_usual_needs
+    """What it reads besides, by the arguments of all functions that are set or differ from their defaults."""
+    is_on_policy: bool = True
+    """It is made for data of the newest policy, so that older data gets truncated importance weights by default."""
 
 
 ALGORITHMS: dict[str, AlgorithmEntry] = {
@@ -43,87 +104,137 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     "multi_step_grpo": AlgorithmEntry(
         compute_advantages=compute_multi_step_grpo_advantages, compute_losses=compute_ppo_clip_losses
     ),
+    "dr_grpo": AlgorithmEntry(
+        compute_advantages=compute_dr_grpo_advantages,
+        compute_losses=compute_ppo_clip_losses,
+        aggregation="seq-mean-token-sum-norm",
+    ),
+    "dapo": AlgorithmEntry(
+        compute_advantages=compute_grpo_advantages,
+        compute_losses=compute_ppo_clip_losses,
+        loss_args={"clip_range_high": 0.28},
+    ),
+    "bnpo": AlgorithmEntry(compute_advantages=compute_bnpo_advantages, compute_losses=compute_ppo_clip_losses),
+    "gigpo": AlgorithmEntry(compute_advantages=compute_gigpo_advantages, compute_losses=compute_ppo_clip_losses),
+    "rloo": AlgorithmEntry(
+        compute_advantages=compute_rloo_advantages,
+        compute_terms=compute_rloo_terms,
+        compute_losses=compute_ppo_clip_losses,
+        aggregation="seq-mean-token-sum",
+    ),
+    "reinforce": AlgorithmEntry(
+        compute_advantages=compute_reinforce_advantages,
+        compute_losses=compute_reinforce_losses,
+        aggregation="seq-mean-token-sum",
+    ),
+    "cispo": AlgorithmEntry(compute_advantages=compute_grpo_advantages, compute_losses=compute_cispo_losses),
+    "gspo": AlgorithmEntry(
+        compute_advantages=compute_grpo_advantages,
+        compute_terms=compute_sequence_ratio_terms,
+        compute_losses=compute_gspo_losses,
+        needs=frozenset({"logprobs"}),
+        aggregation="seq-mean-token-mean",
+    ),
+    "sapo": AlgorithmEntry(
+        compute_advantages=compute_grpo_advantages,
+        compute_losses=compute_sapo_losses,
+        aggregation="seq-mean-token-mean",
+    ),
+    "sppo": AlgorithmEntry(compute_advantages=compute_opmd_advantages, compute_losses=compute_sppo_losses),
+    "importance_sampling": AlgorithmEntry(
+        compute_advantages=compute_grpo_advantages,
+        compute_losses=compute_importance_sampling_losses,
+        is_on_policy=False,
+    ),
+    "m2po": AlgorithmEntry(
+        compute_advantages=compute_grpo_advantages,
+        compute_terms=compute_m2po_terms,
+        compute_losses=compute_importance_sampling_losses,
+        needs=frozenset({"logprobs"}),
+        is_on_policy=False,
+    ),
+    "opmd": AlgorithmEntry(
+        compute_advantages=compute_opmd_advantages, compute_losses=compute_opmd_losses, is_on_policy=False
+    ),
+    "asymre": AlgorithmEntry(
+        compute_advantages=compute_asymre_advantages,
+        compute_losses=compute_opmd_losses,
+        loss_args={"tau": 0.0},
+        is_on_policy=False,
+    ),
+    "topr": AlgorithmEntry(
+        compute_advantages=compute_reinforce_advantages,
+        compute_terms=compute_topr_terms,
+        compute_losses=compute_reinforce_losses,
+        loss_args={"ratio_cap": None},
+        needs=frozenset({"logprobs"}),
+        is_on_policy=False,
+    ),
+    "rec": AlgorithmEntry(
+        compute_advantages=compute_rec_advantages,
+        compute_terms=compute_sequence_ratio_terms,
+        compute_losses=compute_rec_losses,
+        find_needs=find_rec_needs,
+        is_on_policy=False,
+    ),
+    "raft": AlgorithmEntry(
+        compute_advantages=compute_raft_advantages, compute_losses=compute_sft_losses, is_on_policy=False
+    ),
+    "ppo": AlgorithmEntry(
+        compute_advantages=keep_rewards,
+        compute_terms=compute_ppo_terms,
+        compute_losses=compute_ppo_clip_losses,
+        needs=frozenset({"values"}),
+    ),
+    "reinforceplusplus": AlgorithmEntry(
+        compute_advantages=keep_rewards,
+        compute_terms=compute_reinforce_plus_plus_terms,
+        compute_losses=compute_ppo_clip_losses,
+    ),
+    "remax": AlgorithmEntry(
+        compute_advantages=compute_remax_advantages,
+        compute_losses=compute_ppo_clip_losses,
+        needs=frozenset({"baselines"}),
+    ),
+    "on_policy_distill": AlgorithmEntry(
+        compute_advantages=keep_rewards,
+        compute_terms=compute_distillation_terms,
+        compute_losses=compute_ppo_clip_losses,
+        needs=frozenset({"teacher"}),
+    ),
+    "jsd": AlgorithmEntry(
+        compute_advantages=keep_rewards,
+        compute_terms=compute_jsd_terms,
+        compute_losses=compute_ppo_clip_losses,
+        needs=frozenset({"teacher"}),
+    ),
+    "mix": AlgorithmEntry(
+        compute_advantages=compute_grpo_advantages,
+        compute_terms=compute_mix_terms,
+        compute_losses=compute_mix_losses,
+        needs=frozenset({"experts"}),
+    ),
+    "mix_chord": AlgorithmEntry(
+        compute_advantages=compute_grpo_advantages,
+        compute_terms=compute_chord_terms,
+        compute_losses=compute_chord_losses,
+        needs=frozenset({"experts"}),
+    ),
     "sft": AlgorithmEntry(compute_advantages=None, compute_losses=compute_sft_losses),
+    "sft_is": AlgorithmEntry(compute_advantages=None, compute_losses=compute_sft_is_losses),
+    "sft_phi": AlgorithmEntry(compute_advantages=None, compute_losses=compute_sft_phi_losses),
+    "dpo": AlgorithmEntry(
+        compute_advantages=None,
+        compute_terms=compute_dpo_terms,
+        compute_losses=compute_preference_losses,
+        needs=frozenset({"logprobs", "reference"}),
+        aggregation="sum",
+    ),
+    "kto": AlgorithmEntry(
+        compute_advantages=None,
+        compute_terms=compute_kto_terms,
+        compute_losses=compute_preference_losses,
+        needs=frozenset({"logprobs", "reference"}),
+        aggregation="sum",
+    ),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Algorithm:
-    """An algorithm with all its arguments bound."""
-
-    name: str
-    compute_advantages: Callable[[Sequence[Sequence[RunOutcome]]], Advantages] | None
-    compute_losses: Callable[[TokenScores], TokenLosses]
-    aggregation: Aggregation
-    kl_coef: float
-    kl_estimator: KlEstimator
-    entropy_coef: float
-
-    @property
-    def is_supervised(self) -> bool:
-        """It learns from given answers: tokens have no sampler's logprob and no advantage."""
-        return self.compute_advantages is None
-
-
-def resolve_algorithm(section: AlgorithmSection) -> Algorithm:
-    """Look the name up and bind the arguments; what is not known is a ConfigError that names the nearest known."""
-    name = section.algorithm_type
-    if name not in ALGORITHMS:
-        raise ConfigError(f"unknown algorithm_type {name!r}: {name_nearest(name, list(ALGORITHMS))}")
-    entry = ALGORITHMS[name]
-    compute_advantages = None
-    if entry.compute_advantages is not None:
-        compute_advantages = bind_arguments(
-            entry.compute_advantages, section.advantage_args, where=f"advantage_args of {name!r}"
-        )
-    elif section.advantage_args:
-        raise ConfigError(f"advantage_args of {name!r}: it takes none, because it computes no advantages")
-    loss_args = {**entry.loss_args, **section.loss_args}
-    return Algorithm(
-        name=name,
-        compute_advantages=compute_advantages,
-        compute_losses=bind_arguments(entry.compute_losses, loss_args, where=f"loss_args of {name!r}"),
-        aggregation=section.loss_aggregation or entry.aggregation,
-        kl_coef=section.kl_coef,
-        kl_estimator=section.kl_estimator,
-        entropy_coef=section.entropy_coef,
-    )
-
-
-def compute_group_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> tuple[Advantages, dict[str, float]]:
-    """Advantages of every trajectory, and how many groups train, were dropped, or had no score at all."""
-    if algorithm.compute_advantages is None:
-        raise ConfigError(f"algorithm_type={algorithm.name!r} does not learn from rewards; choose grpo or another")
-    outcomes = [
-        [RunOutcome(reward=run.reward, num_steps=len(run.turns)) for run in group.trajectories] for group in groups
-    ]
-    advantages = algorithm.compute_advantages(outcomes)
-    is_trained = [any(value is not None for value in row) for row in advantages]
-    num_unscored = sum(not group.scored for group in groups)
-    metrics = {
-        "algorithm/num_trained_groups": float(sum(is_trained)),
-        "algorithm/num_dropped_groups": float(len(groups) - sum(is_trained) - num_unscored),
-        "algorithm/num_unscored_groups": float(num_unscored),
-    }
-    return advantages, metrics
-
-
-def describe_algorithms() -> str:
-    """The table as text: each algorithm's functions, their arguments and defaults, and its aggregation."""
-    lines = []
-    for name, entry in ALGORITHMS.items():
-        lines.append(f"{name}  (aggregation {entry.aggregation})")
-        if entry.compute_advantages is not None:
-            lines.append(f"    advantage_args: {_describe_arguments(entry.compute_advantages, {})}")
-        lines.append(f"    loss_args: {_describe_arguments(entry.compute_losses, entry.loss_args)}")
-    return "\n".join(lines)
-
-
-def _describe_arguments(function: Callable[..., Any], changed: Mapping[str, Any]) -> str:
-    parameters = inspect.signature(function).parameters.values()
-    arguments = [
-        f"{parameter.name}={changed.get(parameter.name, parameter.default)!r}"
-        for parameter in parameters
-        if parameter.kind is parameter.KEYWORD_ONLY
-    ]
-    return ", ".join(arguments) or "none"

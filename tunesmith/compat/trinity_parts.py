@@ -20,13 +20,9 @@ from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError
 
 ADAPTER = "agentscope_workflow_adapter_v1"
-DEFAULT_KL_COEF = 0.001
-KL_NAMES = {"low_var_kl": "k3", "mse": "k2", "kl": "k1"}
-PPO_LOSS = frozenset(
-    {"ppo", "grpo", "multi_step_grpo", "gigpo", "dapo", "reinforceplusplus", "rloo", "on_policy_distill", "jsd"}
-)
-"""Algorithms whose policy loss is `ppo`; the others' has the algorithm's name."""
-ADVANTAGE_NAMES = {"multi_step_grpo": "step_wise_grpo", "dapo": "grpo", "gspo": "grpo", "cispo": "grpo", "sapo": "grpo"}
+
+LORA_DEFAULTS: dict[str, Any] = {"lora_rank": 32, "lora_alpha": 32, "target_modules": "all-linear"}
+"""What an adapter has there where the file does not say."""
 
 RowRules = dict[str, str]
 TASKSET_KEYS: RowRules = {"path": "path", "split": "split", "subset_name": "name"}
@@ -114,6 +110,24 @@ def read_selector(given: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {names[name]: value for name, value in given.items() if value is not None}
 
 
+def read_lora_configs(draft: Draft, key: str, value: Any) -> None:
+    """The one adapter that is trained in place of the weights."""
+    adapters = [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
+    if len(adapters) > 1:
+        raise ConfigError(f"{key}: one adapter is trained, got {len(adapters)}")
+    for adapter in adapters:
+        rules: dict[str, Rule] = {
+            "name": accept(),
+            "lora_rank": move("model.lora.r"),
+            "lora_alpha": move("model.lora.alpha"),
+            "target_modules": move("model.lora.target_modules"),
+            "lora_dtype": allow("auto", reason="an adapter has the type of the activations; see model.dtype"),
+            "exclude_modules": allow_neutral("list the layers that get an adapter in target_modules"),
+            "path": allow_neutral("an adapter is trained on when model_path names its folder"),
+        }
+        walk(draft, rules, {**LORA_DEFAULTS, **adapter}, place=f"{key}[0].")
+
+
 def read_sampling(draft: Draft, key: str, value: Any) -> None:
     """How training rollouts are sampled; it overrides what the model section says."""
     for name, given in read_mapping(value, key).items():
@@ -157,68 +171,6 @@ def read_operators(draft: Draft, key: str, value: Any) -> None:
             )
         operators.append({"name": given["name"], "args": dict(given.get("args") or {})})
     draft.set("experience.operators", operators, source=key)
-
-
-def read_loss_name(draft: Draft, key: str, value: Any) -> None:
-    algorithm = draft.find("algorithm.algorithm_type", "ppo")
-    own = "ppo" if algorithm in PPO_LOSS else algorithm
-    allow(own, reason=f"the loss belongs to the algorithm: {algorithm} has {own!r}; choose another algorithm_type")(
-        draft, key, value
-    )
-
-
-def read_loss_args(draft: Draft, key: str, value: Any) -> None:
-    """Arguments of the loss that differ from its defaults; the others keep theirs."""
-    args = dict(read_mapping(value, key))
-    if args.get("loss_agg_mode") is not None:
-        draft.set("algorithm.loss_aggregation", args.pop("loss_agg_mode"), source=f"{key}.loss_agg_mode")
-    if args.get("clip_range") is not None:
-        both = args.pop("clip_range")
-        args = {"clip_range_low": both, "clip_range_high": both} | args
-    draft.set("algorithm.loss_args", {k: v for k, v in args.items() if v is not None}, source=key)
-
-
-def read_advantage_name(draft: Draft, key: str, value: Any) -> None:
-    algorithm = draft.find("algorithm.algorithm_type", "ppo")
-    own = ADVANTAGE_NAMES.get(algorithm, algorithm)
-    allow(own, algorithm, reason=f"advantages belong to the algorithm: {algorithm} has {own!r}; choose another")(
-        draft, key, value
-    )
-
-
-def read_kl_name(draft: Draft, key: str, value: Any) -> None:
-    """The KL to the starting model; with no coefficient in the file, Trinity's own."""
-    if value is None:
-        return
-    if value == "none":
-        draft.set("algorithm.kl_coef", 0.0, source=key)
-        return
-    draft.set("algorithm.kl_estimator", KL_NAMES.get(value, value), source=key)
-    if draft.find("algorithm.kl_loss_fn_args.kl_coef") is None:
-        draft.set("algorithm.kl_coef", DEFAULT_KL_COEF, source=key)
-
-
-def read_kl_args(draft: Draft, key: str, value: Any) -> None:
-    rules = {
-        "kl_coef": move("algorithm.kl_coef", float),
-        "adaptive": allow_neutral("the coefficient is constant; set kl_coef"),
-        "target_kl": accept("the coefficient is constant"),
-        "horizon": accept("the coefficient is constant"),
-    }
-    walk(draft, rules, read_mapping(value, key), place=f"{key}.")
-
-
-def read_entropy_name(draft: Draft, key: str, value: Any) -> None:
-    allow("default", "none", reason="the entropy bonus is the mean entropy of sampled tokens; choose default or none")(
-        draft, key, value
-    )
-    if value == "none":
-        draft.set("algorithm.entropy_coef", 0.0, source=key)
-
-
-def read_entropy_args(draft: Draft, key: str, value: Any) -> None:
-    rules = {"entropy_coef": move("algorithm.entropy_coef", float)}
-    walk(draft, rules, read_mapping(value, key), place=f"{key}.")
 
 
 def read_replay(draft: Draft, key: str, value: Any) -> None:

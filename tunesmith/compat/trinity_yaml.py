@@ -10,6 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tunesmith.compat.trinity_algorithms import (
+    read_advantage_args,
+    read_algorithm,
+    read_correction,
+    read_entropy_args,
+    read_entropy_name,
+    read_kl_args,
+    read_kl_name,
+    read_loss_args,
+    read_penalty_args,
+    read_penalty_name,
+)
+from tunesmith.compat.trinity_companions import (
+    move_for_critic,
+    read_auxiliary_buffers,
+    read_sample_strategy,
+    read_sample_strategy_args,
+)
 from tunesmith.compat.trinity_draft import (
     SHARED_WEIGHTS,
     Draft,
@@ -22,15 +40,9 @@ from tunesmith.compat.trinity_draft import (
 )
 from tunesmith.compat.trinity_parts import (
     ADAPTER,
-    read_advantage_name,
     read_auxiliary_models,
-    read_entropy_args,
-    read_entropy_name,
     read_eval_tasksets,
-    read_kl_args,
-    read_kl_name,
-    read_loss_args,
-    read_loss_name,
+    read_lora_configs,
     read_operators,
     read_replay,
     read_taskset,
@@ -70,7 +82,7 @@ def refuse_mode(draft: Draft, key: str, value: Any) -> None:
     nearest = {
         "bench": "try models on held-out tasks with `tunesmith eval`",
         "explore": "rollouts of a run are in its rollouts/ folder; `tunesmith eval` makes some without training",
-        "train": "`tunesmith tune` samples and trains; there is no training from a buffer alone",
+        "train": "`tunesmith tune` samples and trains; `tunesmith sft` and `tunesmith prefer` learn from files",
         "serve": "there is no proxy that collects feedback",
     }
     if str(value).casefold() not in ("both", "colocate"):
@@ -163,7 +175,7 @@ RUN_RULES: dict[str, Rule] = {
     "monitor.enable_ray_timeline": allow_neutral("no Ray cluster is used"),
 }
 ALGORITHM_RULES: dict[str, Rule] = {
-    "algorithm_type": move("algorithm.algorithm_type"),
+    "algorithm_type": read_algorithm,
     "repeat_times": move("algorithm.group_size"),
     "optimizer.lr": move("trainer.learning_rate", float),
     "optimizer.lr_warmup_steps": move("trainer.warmup_steps", lambda steps: max(steps, 0)),
@@ -174,26 +186,26 @@ ALGORITHM_RULES: dict[str, Rule] = {
     "optimizer.betas": move("trainer.betas"),
     "optimizer.weight_decay": move("trainer.weight_decay", float),
     "optimizer.clip_grad": move("trainer.max_grad_norm", float),
-    "policy_loss_fn": read_loss_name,
+    "policy_loss_fn": read_algorithm,
     "policy_loss_fn_args": read_loss_args,
-    "advantage_fn": read_advantage_name,
-    "advantage_fn_args": move("algorithm.advantage_args"),
+    "advantage_fn": read_algorithm,
+    "advantage_fn_args": read_advantage_args,
     "kl_loss_fn": read_kl_name,
     "kl_loss_fn_args": read_kl_args,
-    "kl_penalty_fn": allow_neutral("the KL is a term of the loss (kl_loss_fn), not of the reward"),
-    "kl_penalty_fn_args": allow_neutral("the KL is a term of the loss (kl_loss_fn_args), not of the reward"),
+    "kl_penalty_fn": read_penalty_name,
+    "kl_penalty_fn_args": read_penalty_args,
     "entropy_loss_fn": read_entropy_name,
     "entropy_loss_fn_args": read_entropy_args,
     "loss_agg_mode": move("algorithm.loss_aggregation"),
-    "sample_strategy": allow("default", "warmup", reason="a step trains what it sampled; see experience.replay"),
-    "sample_strategy_args": allow_neutral("a step trains what it sampled; see experience.replay"),
+    "sample_strategy": read_sample_strategy,
+    "sample_strategy_args": read_sample_strategy_args,
     "bypass_old_logprobs": allow(True, reason="the old logprobs are the sampler's, as recorded"),
-    "rollout_correction": allow_neutral("the mismatch of sampler and trainer is measured; see trainer.mismatch_stop"),
+    "rollout_correction": read_correction,
     "enable_router_replay": allow_neutral("sampler and trainer run the same module"),
 }
 MODEL_RULES: dict[str, Rule] = {
     "model_path": move("model.path"),
-    "critic_model_path": allow_neutral("no critic is loaded from a path"),
+    "critic_model_path": move_for_critic("algorithm.critic.path"),
     "max_model_len": move("model.max_model_len"),
     "max_prompt_tokens": accept(),
     "max_response_tokens": move("model.max_tokens"),
@@ -207,7 +219,7 @@ MODEL_RULES: dict[str, Rule] = {
     "enable_thinking": move("model.enable_thinking"),
     "custom_chat_template": allow_neutral("save the template to a file and name it in chat_template_path"),
     "chat_template_path": move("model.chat_template"),
-    "lora_configs": allow_neutral("all weights are trained; there are no adapters"),
+    "lora_configs": read_lora_configs,
     "rope_scaling": allow_neutral("positions are the model's own; change its config.json"),
     "rope_theta": allow_neutral("positions are the model's own; change its config.json"),
     "external_model": allow_neutral("the trained model is local; see auxiliary_models.<name>.base_url for helpers"),
@@ -230,7 +242,7 @@ BUFFER_RULES: dict[str, Rule] = {
     "trainer_input.experience_buffer.capacity": accept(),
     "trainer_input.experience_buffer.max_read_timeout": accept(),
     "trainer_input.experience_buffer.replay_buffer": read_replay,
-    "trainer_input.auxiliary_buffers": allow_neutral("a step trains what it sampled"),
+    "trainer_input.auxiliary_buffers": read_auxiliary_buffers,
 }
 PROCESSOR_RULES: dict[str, Rule] = {
     "experience_pipeline.operators": read_operators,
@@ -315,7 +327,7 @@ TRAINER_RULES: dict[str, Rule] = {
     "use_remove_padding": accept(),
     "fix_actor_microbatch_loss_scale": accept(),
     "enable_preview": accept(),
-    "critic_warmup": allow_neutral("no critic is trained ahead of the policy"),
+    "critic_warmup": move_for_critic("algorithm.critic.warmup_steps"),
     "param_offload": allow_neutral(SHARDING),
     "optimizer_offload": allow_neutral(SHARDING),
     "grad_offload": allow_neutral(SHARDING),

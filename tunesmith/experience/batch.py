@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from tunesmith.experience.table import BoundOperator, apply_operators
-from tunesmith.types import Group, Task
+from tunesmith.types import Group, RunAdvantage, Task
 
 Draw = Callable[[int], list[Task]]
 """Selects so many tasks."""
@@ -30,9 +30,9 @@ class Batch:
     """Where in `collected` each of `groups` came from."""
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def spread(self, advantages: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
+    def spread(self, advantages: Sequence[Sequence[RunAdvantage]]) -> list[list[RunAdvantage]]:
         """Advantages of `groups` as those of `collected`; None for whatever does not train."""
-        spread: list[list[float | None]] = [[None] * len(group.trajectories) for group in self.collected]
+        spread: list[list[RunAdvantage]] = [[None] * len(group.trajectories) for group in self.collected]
         for position, group, row in zip(self.positions, self.groups, advantages, strict=True):
             value_of = {run.run_index: value for run, value in zip(group.trajectories, row, strict=True)}
             runs = self.collected[position].trajectories

@@ -10,15 +10,17 @@ Text is never looked at.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from tunesmith.types import Distribution, Group, Sample, Turn
+from tunesmith.types import Distribution, Group, RunAdvantage, Sample, Trajectory, Turn
 
 
 def build_samples(
-    groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]
+    groups: Sequence[Group], advantages: Sequence[Sequence[RunAdvantage]]
 ) -> tuple[list[Sample], dict[str, float]]:
     """Samples of every trajectory that has an advantage, in order, and how many there are.
 
+    An advantage is of the whole trajectory, or of each of its turns.
     `rollout/num_branches` counts samples beyond the first of each trajectory: retries, sub-agents, edited histories.
     """
     samples: list[Sample] = []
@@ -27,7 +29,8 @@ def build_samples(
         for trajectory, advantage in zip(group.trajectories, row, strict=True):
             if advantage is not None:
                 chains = [chain for chain in chain_turns(trajectory.turns) if any(turn.is_trained for turn in chain)]
-                samples += [_merge_turns(chain, advantage, group_index, trajectory_index) for chain in chains]
+                advantage_of = _spread_advantage(trajectory, advantage)
+                samples += [_merge_turns(chain, advantage_of, group_index, trajectory_index) for chain in chains]
                 num_trained += 1
                 num_branches += max(len(chains) - 1, 0)
             trajectory_index += 1
@@ -37,6 +40,23 @@ def build_samples(
         "rollout/num_branches": float(num_branches),
     }
     return samples, metrics
+
+
+def add_experts(samples: Sequence[Sample], experts: Sequence[Sample]) -> list[Sample]:
+    """The samples of a step, then demonstrations, whose groups and trajectories are numbered after the step's own."""
+    first_group = 1 + max((sample.group_index for sample in samples), default=-1)
+    first_trajectory = 1 + max((sample.trajectory_index for sample in samples), default=-1)
+    return [
+        *samples,
+        *(
+            replace(
+                expert,
+                group_index=first_group + expert.group_index,
+                trajectory_index=first_trajectory + expert.trajectory_index,
+            )
+            for expert in experts
+        ),
+    ]
 
 
 def chain_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
@@ -65,7 +85,16 @@ def _extends(turn: Turn, earlier: Turn) -> bool:
     )
 
 
-def _merge_turns(chain: Sequence[Turn], advantage: float, group_index: int, trajectory_index: int) -> Sample:
+def _spread_advantage(trajectory: Trajectory, advantage: float | tuple[float, ...]) -> dict[int, float]:
+    """The advantage of each turn, by the turn's identity."""
+    num_turns = len(trajectory.turns)
+    values = advantage if isinstance(advantage, tuple) else (advantage,) * num_turns
+    return {id(turn): value for turn, value in zip(trajectory.turns, values, strict=True)}
+
+
+def _merge_turns(
+    chain: Sequence[Turn], advantage_of: dict[int, float], group_index: int, trajectory_index: int
+) -> Sample:
     """One sample whose tokens are those of the last turn; what each turn of the chain sampled is trained."""
     last = chain[-1]
     token_ids = last.prompt_ids + last.sampled_ids
@@ -79,7 +108,7 @@ def _merge_turns(chain: Sequence[Turn], advantage: float, group_index: int, traj
         start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.sampled_ids)
         is_sampled[start:end] = [True] * (end - start)
         logprobs[start:end] = turn.logprobs
-        advantages[start:end] = [advantage] * (end - start)
+        advantages[start:end] = [advantage_of[id(turn)]] * (end - start)
         policy_versions[start:end] = turn.policy_versions
         distributions[start:end] = [turn.distribution] * (end - start)
     return Sample(

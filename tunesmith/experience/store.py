@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 
 from tunesmith.errors import StorageError
 from tunesmith.storage import open_atomic, storage_errors
-from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
+from tunesmith.types import Distribution, Failure, Group, RunAdvantage, Task, Trajectory, Turn
 
 FORMAT = "1"
 
@@ -50,6 +51,8 @@ SCHEMA = pa.schema(
         "task_row": pa.string(),
         "reward": pa.float64(),
         "advantage": pa.float64(),
+        "turn_advantages": pa.list_(pa.float64()),
+        "baseline_reward": pa.float64(),
         "failure_where": pa.string(),
         "failure_message": pa.string(),
         "response_text": pa.string(),
@@ -62,16 +65,22 @@ SCHEMA = pa.schema(
 
 
 def save_rollouts(
-    path: Path, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]] | None = None
+    path: Path, groups: Sequence[Group], advantages: Sequence[Sequence[RunAdvantage]] | None = None
 ) -> None:
-    """Write the trajectories of one step; `advantages[g][r]` belongs to `groups[g].trajectories[r]`."""
+    """Write the trajectories of one step; `advantages[g][r]` belongs to `groups[g].trajectories[r]`.
+
+    Where turns have advantages of their own, the trajectory's is their mean.
+    """
     if advantages is None:
         advantages = [[None] * len(group.trajectories) for group in groups]
     rows = []
     for index, (group, of_group) in enumerate(zip(groups, advantages, strict=True)):
         assert group.trajectories, "a group has trajectories"
         for trajectory, advantage in zip(group.trajectories, of_group, strict=True):
-            rows.append({"group_index": index, "advantage": advantage} | build_row(trajectory))
+            of_run = {"group_index": index, "baseline_reward": group.baseline_reward, "advantage": advantage}
+            if isinstance(advantage, tuple):
+                of_run |= {"advantage": fmean(advantage or (0.0,)), "turn_advantages": advantage}
+            rows.append(of_run | build_row(trajectory))
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
     with open_atomic(path) as file:
         pq.write_table(table, file, compression="zstd")
@@ -89,9 +98,11 @@ def load_rollouts(path: Path) -> list[Group]:
     if found != FORMAT:
         raise StorageError(f"cannot read {path}: rollouts of format {FORMAT} are expected, it has {found or 'none'}")
     groups = []
-    for _, rows in groupby(table.to_pylist(), key=lambda row: row["group_index"]):
+    for _, of_group in groupby(table.to_pylist(), key=lambda row: row["group_index"]):
+        rows = list(of_group)
         trajectories = tuple(parse_row(row) for row in rows)
-        groups.append(Group(task=trajectories[0].task, trajectories=trajectories))
+        baseline_reward = rows[0].get("baseline_reward")
+        groups.append(Group(task=trajectories[0].task, trajectories=trajectories, baseline_reward=baseline_reward))
     return groups
 
 

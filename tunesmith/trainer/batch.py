@@ -14,10 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.experience.trie import Trie
-from tunesmith.trainer.attention import TreePlan
+from tunesmith.trainer.attention import TreePlan, describe_attention
+from tunesmith.trainer.tiles import pad_trie
 from tunesmith.types import Distribution, Sample
+
+UNTEMPERED = Distribution()
+"""Of tokens whose sampling is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +35,8 @@ class Chunk:
     """Position in the row whose hidden state predicts the token."""
     target_S: Tensor
     site_E: Tensor
-    old_logprobs_E: Tensor
-    advantages_E: Tensor
-    weights_E: Tensor
-    """Share of each event in the loss of the whole batch."""
+    event_E: np.ndarray
+    """Place of each event among those of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,52 +60,51 @@ class _Sites:
     event_E: np.ndarray
 
 
-def build_row(
-    trie: Trie,
-    samples: Sequence[Sample],
-    weights_E: np.ndarray,
-    *,
-    chunk_tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Row:
-    """Tensors of one packed row; `weights_E` are those of the trie's events, `dtype` is that of logprobs."""
-    events = list(zip(trie.sample_E.tolist(), trie.time_E.tolist(), strict=True))
-    old_logprobs_E = np.asarray([samples[sample].logprobs[time] for sample, time in events])
-    advantages_E = np.asarray([samples[sample].advantages[time] for sample, time in events])
-    distributions = [samples[sample].distributions[time] or Distribution() for sample, time in events]
-
-    def to_tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device, dtype if values.dtype.kind == "f" else torch.int64)
-
+def build_row(trie: Trie, samples: Sequence[Sample], *, chunk_tokens: int, model: PreTrainedModel) -> Row:
+    """Tensors of one packed row for the model; on a GPU the row is filled up to whole tiles."""
+    events = zip(trie.sample_E.tolist(), trie.time_E.tolist(), strict=True)
+    distributions = [samples[sample].distributions[time] or UNTEMPERED for sample, time in events]
+    sites = list(_cut_chunks(trie, distributions, chunk_tokens))
+    nodes = _send_parts([part.node_S for part in sites], model.device)
+    targets = _send_parts([part.target_S for part in sites], model.device)
+    places = _send_parts([part.site_E for part in sites], model.device)
     chunks = tuple(
-        Chunk(
-            distribution=sites.distribution,
-            node_S=to_tensor(sites.node_S),
-            target_S=to_tensor(sites.target_S),
-            site_E=to_tensor(sites.site_E),
-            old_logprobs_E=to_tensor(old_logprobs_E[sites.event_E]),
-            advantages_E=to_tensor(advantages_E[sites.event_E]),
-            weights_E=to_tensor(weights_E[sites.event_E]),
-        )
-        for sites in _cut_chunks(trie, distributions, chunk_tokens)
+        Chunk(distribution=part.distribution, node_S=node_S, target_S=target_S, site_E=site_E, event_E=part.event_E)
+        for part, node_S, target_S, site_E in zip(sites, nodes, targets, places, strict=True)
     )
+    filled = pad_trie(trie) if model.device.type == "cuda" else trie
     return Row(
-        input_ids_1T=to_tensor(trie.token_ids_T)[None],
-        position_ids_1T=to_tensor(trie.depth_T)[None],
-        plan=TreePlan(trie, device),
+        input_ids_1T=send(filled.token_ids_T, model.device)[None],
+        position_ids_1T=send(filled.depth_T, model.device)[None],
+        plan=TreePlan(trie, model.device, **describe_attention(model)),
         chunks=chunks,
     )
 
 
+def send(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """The values as a tensor; on their way to a GPU nobody waits for them."""
+    tensor = torch.from_numpy(values).to(dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _send_parts(parts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
+    """Integers of several chunks, sent together."""
+    return send(np.concatenate(parts), device).split([len(part) for part in parts])
+
+
+def select_inputs(
+    inputs: TokenInputs[np.ndarray], event_E: np.ndarray, *, device: torch.device, dtype: torch.dtype
+) -> TokenInputs[Tensor]:
+    """What the chosen events are given, in the type of logprobs."""
+    return inputs.convert(lambda values: send(values[event_E].astype(np.float64), device, dtype))
+
+
 def _cut_chunks(trie: Trie, distributions: Sequence[Distribution], chunk_tokens: int) -> Iterator[_Sites]:
     """Chunks of at most `chunk_tokens` sites; the events of a site stay together."""
-    events_of: dict[Distribution, list[int]] = {}
-    for event, distribution in enumerate(distributions):
-        events_of.setdefault(distribution, []).append(event)
+    kinds, kind_E = _number_distributions(distributions)
     num_ids = int(trie.target_E.max(initial=0)) + 1
-    for distribution, events in events_of.items():
-        event_E = np.asarray(events)
+    for kind, distribution in enumerate(kinds):
+        event_E = np.flatnonzero(kind_E == kind)
         key_E = trie.parent_E[event_E] * num_ids + trie.target_E[event_E]
         key_S, site_E = np.unique(key_E, return_inverse=True)
         order_E = np.argsort(site_E, kind="stable")
@@ -115,3 +118,13 @@ def _cut_chunks(trie: Trie, distributions: Sequence[Distribution], chunk_tokens:
                 site_E=site_E[start:end] - first,
                 event_E=event_E[start:end],
             )
+
+
+def _number_distributions(distributions: Sequence[Distribution]) -> tuple[list[Distribution], np.ndarray]:
+    """The different distributions, and which of them each event has; one object is hashed once."""
+    kind_of: dict[Distribution, int] = {}
+    kind_of_object: dict[int, int] = {}
+    for distribution in distributions:
+        if id(distribution) not in kind_of_object:
+            kind_of_object[id(distribution)] = kind_of.setdefault(distribution, len(kind_of))
+    return list(kind_of), np.asarray([kind_of_object[id(distribution)] for distribution in distributions])

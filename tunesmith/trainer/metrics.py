@@ -10,6 +10,8 @@ from tunesmith.errors import TrainingError
 
 SUMMED_LOSSES = ("loss", "pg_loss")
 """Totals that are sums of weighted losses already; the others are sums over tokens."""
+MISMATCH = ("mismatch_kl", "max_log_ratio", "num_newest")
+"""Totals of what the newest policy sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,8 @@ class Update:
 
     totals: dict[str, float]
     """See `step.Totals`."""
+    metrics: dict[str, float]
+    """Of the scoring pass, under their own names."""
     grad_norm: float
     """Before clipping."""
     num_tokens: int
@@ -25,9 +29,10 @@ class Update:
     num_trained_tokens: int
 
     @property
-    def mismatch_kl(self) -> float:
-        """Mean over trained tokens of an estimate of KL(sampler || trainer)."""
-        return self.totals["mismatch_kl"] / self.num_trained_tokens
+    def mismatch_kl(self) -> float | None:
+        """Estimate of KL(sampler || trainer), a mean over what the newest policy sampled; None if that is nothing."""
+        num_newest = self.totals.get("num_newest", 0.0)
+        return self.totals["mismatch_kl"] / num_newest if num_newest else None
 
 
 def check_finite(update: Update) -> None:
@@ -43,7 +48,8 @@ def check_finite(update: Update) -> None:
 def build_metrics(updates: Sequence[Update]) -> dict[str, float]:
     """Metrics of a step: losses are means over its updates, per-token quantities means over its trained tokens.
 
-    The mismatch is that of the first update's tokens, scored before anything changed.
+    The mismatch is that of the first update's tokens, scored before anything changed. What the scoring pass reports is
+    averaged over the updates that report it, and counts (`num_...`) are added up.
     """
     num_trained_tokens = sum(update.num_trained_tokens for update in updates)
     metrics = {
@@ -59,9 +65,13 @@ def build_metrics(updates: Sequence[Update]) -> dict[str, float]:
         values = [update.totals[name] for update in updates]
         if name in SUMMED_LOSSES:
             metrics[f"train/{name}"] = sum(values) / len(updates)
-        elif name not in ("mismatch_kl", "max_log_ratio"):
+        elif name not in MISMATCH:
             metrics[f"train/{name}"] = sum(values) / num_trained_tokens
-    if "mismatch_kl" in updates[0].totals:
+    for name in dict.fromkeys(name for update in updates for name in update.metrics):
+        values = [update.metrics[name] for update in updates if name in update.metrics]
+        is_count = name.rpartition("/")[2].startswith("num_")
+        metrics[name] = sum(values) if is_count else sum(values) / len(values)
+    if updates[0].mismatch_kl is not None:
         metrics["mismatch/kl"] = updates[0].mismatch_kl
         metrics["mismatch/max_log_ratio"] = updates[0].totals["max_log_ratio"]
     return metrics

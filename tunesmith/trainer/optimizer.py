@@ -1,8 +1,8 @@
 """AdamW over the parameters that the sampler reads.
 
-Float32 (or wider) parameters are their own masters. A narrower one has a float32 master: the gradients of each
-backward are added up there, so that no sum is rounded to the narrow type; the update happens there; its rounding is
-copied back. Parameters change in place: their memory never moves.
+Float32 (or wider) parameters are their own masters. A narrower one has a float32 master and takes its gradient in
+float32, so that no sum over backwards is rounded; the update happens in the master, and its rounding is copied back.
+Parameters change in place: their memory never moves. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class MasterAdamW:
             raise ModelError("the model has no parameter that takes a gradient")
         self._parameters = trainable
         self._masters = {name: _build_master(parameter) for name, parameter in trainable.items()}
+        for name, parameter in trainable.items():
+            parameter.grad = None
+            parameter.grad_dtype = self._masters[name].dtype
         decayed = [master for master in self._masters.values() if master.ndim >= 2]
         exempt = [master for master in self._masters.values() if master.ndim < 2]
         groups = [
@@ -46,25 +49,15 @@ class MasterAdamW:
             parameter.grad = None
             self._masters[name].grad = None
 
-    def collect_gradients(self) -> None:
-        """Add the gradients of narrow parameters to their masters'; to be called after each backward."""
-        for name, parameter in self._parameters.items():
-            master = self._masters[name]
-            if master is parameter or parameter.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad.add_(parameter.grad)
-            parameter.grad = None
-
     def compute_grad_norm(self) -> Tensor:
         """Norm over all gradients that have been accumulated; not finite when one of them is not."""
-        return torch.nn.utils.get_total_norm([m.grad for m in self._masters.values() if m.grad is not None])
+        return torch.nn.utils.get_total_norm([p.grad for p in self._parameters.values() if p.grad is not None])
 
     @torch.no_grad()
     def update(self, *, learning_rate: float, grad_norm: Tensor, max_grad_norm: float) -> None:
         """Scale the gradients down to `max_grad_norm`, update, write the parameters back, forget the gradients."""
+        for name, parameter in self._parameters.items():
+            self._masters[name].grad = parameter.grad
         torch.nn.utils.clip_grads_with_norm_(self._masters.values(), max_grad_norm, grad_norm)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate

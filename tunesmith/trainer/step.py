@@ -1,29 +1,31 @@
-"""Forward, loss and backward of a batch, row by row.
+"""Forward, loss and backward of an update, row by row.
 
-A token's loss depends on the scores of that token alone, so each chunk of positions goes from hidden states to logits
-to loss and back at once: the logits of one chunk are all that is ever alive, and nothing is computed twice. The
-gradients that the chunks leave at the hidden states then go through the body in one backward.
+After the scoring pass (`scoring.py`) a token's loss depends on that token alone, so each chunk of positions goes from
+hidden states to logits to loss and back at once: the logits of one chunk are all that is ever alive, and nothing is
+computed twice. The gradients that the chunks leave at the hidden states then go through the body in one backward.
 
 Axes: T tokens of the row, S sites and E events of a chunk (see `batch.py`), C hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunesmith.algorithms.aggregate import compute_token_weights
+from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.kl import compute_kl
 from tunesmith.algorithms.losses import TokenScores
-from tunesmith.algorithms.table import Algorithm
+from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import run_body
 from tunesmith.model.logprobs import compute_logprobs
-from tunesmith.trainer.batch import Chunk, Row, build_row
+from tunesmith.trainer.batch import Row, build_row, select_inputs
+from tunesmith.trainer.compiling import compile_function
 from tunesmith.types import Sample
 
 Totals = dict[str, Tensor]
@@ -36,32 +38,23 @@ def run_batch(
     samples: Sequence[Sample],
     rows: Sequence[Trie],
     algorithm: Algorithm,
+    inputs: TokenInputs[np.ndarray],
     *,
-    norm_length: int,
+    kl_coef: float,
     chunk_tokens: int,
-    reference_model: PreTrainedModel | None = None,
-    collect_gradients: Callable[[], None] = lambda: None,
+    is_compiled: bool = False,
 ) -> Totals:
-    """Add the batch's gradient to the parameters' (not under `no_grad`) and return its totals.
+    """Add the update's gradient to the parameters' (not under `no_grad`) and return its totals.
 
-    `rows` are the samples as packed; together they are one batch. `collect_gradients` is called after each backward.
+    `rows` are the samples as packed; together they are one update. `inputs` are of the rows' events in turn. A GPU
+    computes losses in few kernels when they are compiled.
     """
-    trajectories = [np.asarray([samples[index].trajectory_index for index in row.sample_E]) for row in rows]
-    weights_E = compute_token_weights(
-        np.concatenate(trajectories), aggregation=algorithm.aggregation, norm_length=norm_length
-    )
-    ends = np.cumsum([len(row.parent_E) for row in rows])
-    totals = []
-    for trie, row_weights_E in zip(rows, np.split(weights_E, ends[:-1]), strict=True):
-        row = build_row(
-            trie,
-            samples,
-            row_weights_E,
-            chunk_tokens=chunk_tokens,
-            device=model.device,
-            dtype=torch.promote_types(model.dtype, torch.float32),
-        )
-        totals.append(_run_row(model, row, algorithm, reference_model, collect_gradients))
+    totals, start = [], 0
+    for trie in rows:
+        part = slice(start, start := start + len(trie.parent_E))
+        row = build_row(trie, samples, chunk_tokens=chunk_tokens, model=model)
+        row_inputs = inputs.convert(itemgetter(part))
+        totals.append(_run_row(model, row, algorithm, row_inputs, kl_coef, is_compiled))
     return merge_totals(totals)
 
 
@@ -69,27 +62,38 @@ def _run_row(
     model: PreTrainedModel,
     row: Row,
     algorithm: Algorithm,
-    reference_model: PreTrainedModel | None,
-    collect_gradients: Callable[[], None],
+    inputs: TokenInputs[np.ndarray],
+    kl_coef: float,
+    is_compiled: bool,
 ) -> Totals:
     has_backward = torch.is_grad_enabled()
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    event_E = np.concatenate([chunk.event_E for chunk in row.chunks])
+    sent = select_inputs(inputs, event_E, device=model.device, dtype=dtype)
     hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
     hidden_SC = hidden_TC.index_select(0, torch.cat([chunk.node_S for chunk in row.chunks]))
     parts = hidden_SC.detach().split([len(chunk.node_S) for chunk in row.chunks])
-    reference_logprobs = _score_reference(reference_model, row) if reference_model is not None else None
-    totals, gradients = [], []
-    for index, (chunk, part_SC) in enumerate(zip(row.chunks, parts, strict=True)):
+    compute_loss = compile_function(_compute_loss) if is_compiled else _compute_loss
+    totals, gradients, start = [], [], 0
+    for chunk, part_SC in zip(row.chunks, parts, strict=True):
         part_SC.requires_grad_(has_backward)
-        reference_S = None if reference_logprobs is None else reference_logprobs[index]
-        loss, chunk_totals = _run_chunk(model, part_SC, chunk, algorithm, reference_S)
+        place_E = slice(start, start := start + len(chunk.event_E))
+        logprobs_S, entropy_S = compute_logprobs(
+            model,
+            part_SC,
+            chunk.target_S,
+            chunk.distribution,
+            chunk_tokens=len(chunk.target_S),
+            with_entropy=algorithm.entropy_coef > 0,
+        )
+        chunk_inputs = sent.convert(itemgetter(place_E))
+        loss, chunk_totals = compute_loss(logprobs_S, entropy_S, chunk.site_E, chunk_inputs, algorithm, kl_coef)
         totals.append(chunk_totals)
         if has_backward:
             loss.backward()
             gradients.append(part_SC.grad)
-            collect_gradients()
     if has_backward:
         hidden_SC.backward(torch.cat(gradients))
-        collect_gradients()
     return merge_totals(totals)
 
 
@@ -99,52 +103,59 @@ def merge_totals(parts: Sequence[Totals]) -> Totals:
     return {name: values.amax() if name.startswith("max_") else values.sum() for name, values in stacked.items()}
 
 
-def _run_chunk(
-    model: PreTrainedModel, hidden_SC: Tensor, chunk: Chunk, algorithm: Algorithm, reference_S: Tensor | None
+def _compute_loss(
+    logprobs_S: Tensor,
+    entropy_S: Tensor,
+    site_E: Tensor,
+    inputs: TokenInputs[Tensor],
+    algorithm: Algorithm,
+    kl_coef: float,
 ) -> tuple[Tensor, Totals]:
-    """The chunk's share of the batch's loss, and its totals."""
-    has_bonus = algorithm.entropy_coef > 0
-    logprobs_S, entropy_S = _score(model, hidden_SC, chunk, with_entropy=has_bonus)
-    logprobs_E = logprobs_S.index_select(0, chunk.site_E)
-    scores = TokenScores(logprobs_N=logprobs_E, old_logprobs_N=chunk.old_logprobs_E, advantages_N=chunk.advantages_E)
-    token_losses = algorithm.compute_losses(scores)
-    losses_E = token_losses.losses_N
+    """A chunk's share of the update's loss, and its totals. KL and entropy are of what the policy sampled."""
+    logprobs_E = logprobs_S.index_select(0, site_E)
+    token_losses = algorithm.compute_losses(_build_scores(logprobs_E, inputs))
+    losses_E = inputs.correction_E * token_losses.losses_N
     totals = {name: values.sum() for name, values in token_losses.metrics.items()}
-    totals["entropy"] = entropy_S.detach()[chunk.site_E].sum()
+    totals["entropy"] = entropy_S.detach()[site_E].sum()
     if not algorithm.is_supervised:
-        totals["pg_loss"] = torch.dot(chunk.weights_E, losses_E.detach())
-        totals |= _compare_with_sampler(logprobs_E.detach(), chunk.old_logprobs_E)
-    if has_bonus:
-        losses_E = losses_E - algorithm.entropy_coef * entropy_S[chunk.site_E]
-    if reference_S is not None:
-        kl_E = compute_kl(logprobs_E, reference_S[chunk.site_E], estimator=algorithm.kl_estimator)
-        losses_E = losses_E + algorithm.kl_coef * kl_E
+        totals["pg_loss"] = torch.dot(inputs.weights_E, losses_E.detach())
+        totals |= _compare_with_sampler(logprobs_E.detach(), inputs)
+    is_own = 1.0 if inputs.is_expert_E is None else 1 - inputs.is_expert_E
+    if algorithm.entropy_coef > 0:
+        losses_E = losses_E - algorithm.entropy_coef * is_own * entropy_S[site_E]
+    if inputs.reference_logprobs_E is not None:
+        kl_E = compute_kl(
+            logprobs_E,
+            inputs.reference_logprobs_E,
+            estimator=algorithm.kl_estimator,
+            old_logprobs_N=inputs.old_logprobs_E,
+        )
+        kl_E = is_own * kl_E
+        losses_E = losses_E + kl_coef * kl_E
         totals["kl"] = kl_E.detach().sum()
-    loss = torch.dot(chunk.weights_E, losses_E)
+    loss = torch.dot(inputs.weights_E, losses_E)
     totals["loss"] = loss.detach()
     return loss, totals
 
 
-def _compare_with_sampler(logprobs_E: Tensor, sampler_logprobs_E: Tensor) -> Totals:
-    mismatch_E = compute_kl(sampler_logprobs_E, logprobs_E, estimator="k3")
-    return {"mismatch_kl": mismatch_E.sum(), "max_log_ratio": (logprobs_E - sampler_logprobs_E).abs().amax()}
-
-
-@torch.no_grad()
-def _score_reference(model: PreTrainedModel, row: Row) -> list[Tensor]:
-    """Logprobs under the reference model, by chunk."""
-    hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
-    return [_score(model, hidden_TC[chunk.node_S], chunk)[0] for chunk in row.chunks]
-
-
-def _score(
-    model: PreTrainedModel, hidden_SC: Tensor, chunk: Chunk, *, with_entropy: bool = False
-) -> tuple[Tensor, Tensor]:
-    return compute_logprobs(
-        model,
-        hidden_SC,
-        chunk.target_S,
-        chunk.distribution,
-        chunk_tokens=len(chunk.target_S),
-        with_entropy=with_entropy,
+def _build_scores(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> TokenScores:
+    return TokenScores(
+        logprobs_N=logprobs_E,
+        old_logprobs_N=inputs.old_logprobs_E,
+        advantages_N=inputs.advantages_E,
+        sequence_log_ratios_N=inputs.sequence_log_ratios_E,
+        constants_N=inputs.constants_E,
+        is_expert_N=inputs.is_expert_E,
     )
+
+
+def _compare_with_sampler(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> Totals:
+    """The mismatch of sampler and trainer on what the newest policy sampled."""
+    is_newest_E = inputs.is_newest_E > 0
+    mismatch_E = compute_kl(inputs.sampler_logprobs_E, logprobs_E, estimator="k3")
+    gap_E = (logprobs_E - inputs.sampler_logprobs_E).abs()
+    return {
+        "mismatch_kl": mismatch_E.where(is_newest_E, 0.0).sum(),
+        "max_log_ratio": gap_E.where(is_newest_E, 0.0).amax(),
+        "num_newest": is_newest_E.sum().to(logprobs_E.dtype),
+    }

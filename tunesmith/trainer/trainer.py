@@ -1,7 +1,7 @@
 """One step: samples in, new weights out.
 
-The loss of a (mini)batch is fixed by one weight per trained token before anything is computed; rows then only add up
-its gradient. Nothing is updated until every row is done and every number is finite. The parameters are the sampler's
+The loss of a (mini)batch is fixed by what each trained token is given after the scoring pass; rows then only add up its
+gradient. Nothing is updated until every row is done and every number is finite. The parameters are the sampler's
 own, changed in place; the model stays in eval mode, so sampler and trainer run the same function.
 """
 
@@ -15,16 +15,30 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tunesmith.algorithms.table import resolve_algorithm
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.algorithms.kl import adapt_kl_coef
+from tunesmith.algorithms.scores import Need
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError, ModelError, TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import PLAN_ATTENTION
+from tunesmith.model.value_head import ValueModel
 from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.trainer.compiling import can_compile, compiled_layers
+from tunesmith.trainer.critic import Critic
 from tunesmith.trainer.metrics import Update, build_metrics, check_finite
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.schedule import compute_learning_rate
+from tunesmith.trainer.scoring import (
+    Companions,
+    FirstScores,
+    Preparation,
+    has_older_tokens,
+    prepare_update,
+    score_logprobs,
+    spread_logprobs,
+)
 from tunesmith.trainer.step import Totals, run_batch
 from tunesmith.types import Sample
 
@@ -49,38 +63,58 @@ class Trainer:
         max_model_len: int,
         num_total_steps: int,
         reference_model: PreTrainedModel | None = None,
+        teacher_model: PreTrainedModel | None = None,
+        critic_model: ValueModel | None = None,
     ) -> None:
         self._algorithm = resolve_algorithm(algorithm)
+        self._kl_coef = self._algorithm.kl_coef
         self._settings = settings
         self._max_model_len = max_model_len
         self._num_total_steps = num_total_steps
-        self._check_reference(reference_model)
-        for one in (model, reference_model):
+        self._check_companion("reference", reference_model)
+        self._check_companion("teacher", teacher_model)
+        self._check_companion("values", critic_model)
+        for one in (model, reference_model, teacher_model):
             if one is not None and one.config._attn_implementation != PLAN_ATTENTION:
                 raise ModelError(f"{type(one).__name__} was not prepared with use_plan_attention")
         self._model = model.eval()
-        self._reference_model = None if reference_model is None else reference_model.eval()
+        self._critic = None if critic_model is None else Critic(critic_model, algorithm.critic, settings)
+        self._companions = Companions(
+            reference=None if reference_model is None else reference_model.eval(),
+            teacher=None if teacher_model is None else teacher_model.eval(),
+            score_values=None if self._critic is None else self._critic.score,
+        )
         if settings.has_gradient_checkpointing:
             enable_checkpointing(model)
+        companions = {id(one): one for one in (model, reference_model, teacher_model) if one is not None}
+        is_compiled = settings.has_compiled_layers and all(can_compile(one) for one in companions.values())
+        self._compiled = tuple(companions.values()) if is_compiled else ()
         self._optimizer = MasterAdamW(model, settings)
         self.num_steps = 0
         """Steps taken, empty ones included; the learning rate follows it."""
 
-    def step(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def step(self, samples: Sequence[Sample], *, policy_version: int | None = None) -> dict[str, float]:
         """Make one update per minibatch, or none when the samples train no token; return metrics.
 
+        `policy_version` is the newest, on which sampler and trainer must agree; None takes the newest in the samples.
         Raises TrainingError, with the parameters as they were before the failing update, when the loss or the gradient
-        is not finite or when the sampler's logprobs are too far from the trainer's. That mismatch is measured on the
-        first minibatch. An empty step counts as a step: the learning rate goes on as if it had trained.
+        is not finite or when the sampler's logprobs are too far from the trainer's. That mismatch is measured on what
+        the newest policy sampled of the first minibatch. An empty step counts as a step: the learning rate goes on as
+        if it had trained.
         """
         learning_rate = compute_learning_rate(
             self._settings, step=self.num_steps, num_total_steps=self._num_total_steps
         )
+        first = self._score_first(samples, policy_version)
         updates: list[Update] = []
-        for minibatch in _split_minibatches(samples, self._settings.num_minibatches):
+        for indices in _split_minibatches(samples, self._settings.num_minibatches):
+            minibatch = [samples[index] for index in indices]
             rows = self._pack(minibatch)
             if rows:
-                updates.append(self._update(minibatch, rows, learning_rate, is_first=not updates))
+                part = None if first is None else first.select(indices)
+                update = self._update(minibatch, rows, part, learning_rate, policy_version, is_first=not updates)
+                updates.append(update)
+                self._adapt_kl_coef(update, num_trajectories=len({sample.trajectory_index for sample in minibatch}))
         self.num_steps += 1
         return build_metrics(updates) | {"train/learning_rate": learning_rate}
 
@@ -90,16 +124,21 @@ class Trainer:
         rows = self._pack(samples)
         if not rows:
             raise ValueError(f"none of the {len(samples)} samples has a sampled token, so there is no loss to compute")
-        return self._run(samples, rows)["loss"].item()
+        return self._run(samples, rows, self._prepare(samples, rows))["loss"].item()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the parameters; tensors are not copied."""
-        return {"num_steps": self.num_steps, "optimizer": self._optimizer.state_dict()}
+        state = {"num_steps": self.num_steps, "kl_coef": self._kl_coef, "optimizer": self._optimizer.state_dict()}
+        return state if self._critic is None else state | {"critic": self._critic.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, bit for bit; the model's parameters must be those of that moment."""
         self._optimizer.load_state_dict(state["optimizer"])
         self.num_steps = state["num_steps"]
+        if self._algorithm.kl_adaptive is not None:
+            self._kl_coef = state["kl_coef"]
+        if self._critic is not None:
+            self._critic.load_state_dict(state["critic"])
 
     def _pack(self, samples: Sequence[Sample]) -> list[Trie]:
         return pack_samples(
@@ -109,15 +148,42 @@ class Trainer:
             hidden_size=self._model.config.get_text_config().hidden_size,
         )
 
-    def _update(self, samples: Sequence[Sample], rows: Sequence[Trie], learning_rate: float, is_first: bool) -> Update:
+    def _score_first(self, samples: Sequence[Sample], policy_version: int | None) -> FirstScores | None:
+        """Score the step's samples before anything changes, where importance weights are to be corrected."""
+        algorithm = self._algorithm
+        has_older = has_older_tokens(samples, policy_version)
+        is_weighted = algorithm.weighs_importance(has_older_tokens=has_older)
+        rows = self._pack(samples) if is_weighted or algorithm.correction.mask is not None else []
+        if not rows:
+            return None
+        with compiled_layers(*self._compiled):
+            logprobs_R = score_logprobs(self._model, samples, rows, chunk_tokens=self._settings.logprob_chunk_tokens)
+        return FirstScores(logprobs=spread_logprobs(logprobs_R, samples, rows), is_weighted=is_weighted)
+
+    def _update(
+        self,
+        samples: Sequence[Sample],
+        rows: Sequence[Trie],
+        first: FirstScores | None,
+        learning_rate: float,
+        policy_version: int | None,
+        *,
+        is_first: bool,
+    ) -> Update:
         self._optimizer.clear_gradients()
         has_checkpointing = self._settings.has_gradient_checkpointing
-        with checkpointed_layers(self._model) if has_checkpointing else nullcontext():
-            totals = self._run(samples, rows)
+        with compiled_layers(*self._compiled):
+            preparation = self._prepare(samples, rows, first, policy_version)
+            with checkpointed_layers(self._model) if has_checkpointing else nullcontext():
+                totals = self._run(samples, rows, preparation)
         grad_norm = self._optimizer.compute_grad_norm()
+        found = totals | {"grad_norm": grad_norm}
+        values = torch.stack([value.double() for value in found.values()]).tolist()  # the only wait for the device
+        numbers = dict(zip(found, values, strict=True))
         update = Update(
-            totals={name: value.item() for name, value in totals.items()},
-            grad_norm=grad_norm.item(),
+            totals={name: numbers[name] for name in totals},
+            metrics=dict(preparation.metrics) | ({"train/kl_coef": self._kl_coef} if "kl" in totals else {}),
+            grad_norm=numbers["grad_norm"],
             num_tokens=sum(row.num_tokens for row in rows),
             num_flat_tokens=sum(row.num_flat_tokens for row in rows),
             num_trained_tokens=sum(len(row.parent_E) for row in rows),
@@ -126,38 +192,82 @@ class Trainer:
             check_finite(update)
             if is_first and not self._algorithm.is_supervised:
                 self._check_mismatch(update)
+            update.metrics.update(self._update_critic(rows, preparation))
         except TrainingError:
             self._optimizer.clear_gradients()
             raise
+        if self._critic is not None and self.num_steps < self._critic.num_warmup_steps:
+            self._optimizer.clear_gradients()
+            return update
         self._optimizer.update(
             learning_rate=learning_rate, grad_norm=grad_norm, max_grad_norm=self._settings.max_grad_norm
         )
         return update
 
-    def _run(self, samples: Sequence[Sample], rows: Sequence[Trie]) -> Totals:
-        return run_batch(
+    def _update_critic(self, rows: Sequence[Trie], preparation: Preparation) -> dict[str, float]:
+        if self._critic is None:
+            return {}
+        assert preparation.values_R is not None and preparation.returns_R is not None
+        return self._critic.update(rows, preparation.values_R, preparation.returns_R)
+
+    def _prepare(
+        self,
+        samples: Sequence[Sample],
+        rows: Sequence[Trie],
+        first: FirstScores | None = None,
+        policy_version: int | None = None,
+    ) -> Preparation:
+        return prepare_update(
             self._model,
             samples,
             rows,
             self._algorithm,
             norm_length=self._max_model_len,
             chunk_tokens=self._settings.logprob_chunk_tokens,
-            reference_model=self._reference_model,
-            collect_gradients=self._optimizer.collect_gradients,
+            companions=self._companions,
+            first=first,
+            newest_version=policy_version,
+            step=self.num_steps,
         )
 
-    def _check_reference(self, reference_model: PreTrainedModel | None) -> None:
+    def _run(self, samples: Sequence[Sample], rows: Sequence[Trie], preparation: Preparation) -> Totals:
+        return run_batch(
+            self._model,
+            samples,
+            rows,
+            self._algorithm,
+            preparation.inputs,
+            kl_coef=self._kl_coef,
+            chunk_tokens=self._settings.logprob_chunk_tokens,
+            is_compiled=bool(self._compiled),
+        )
+
+    def _adapt_kl_coef(self, update: Update, *, num_trajectories: int) -> None:
+        adaptive = self._algorithm.kl_adaptive
+        if adaptive is not None:
+            self._kl_coef = adapt_kl_coef(
+                self._kl_coef,
+                kl=update.totals["kl"] / update.num_trained_tokens,
+                target=adaptive.target,
+                num_trajectories=num_trajectories,
+                horizon=adaptive.horizon,
+            )
+
+    def _check_companion(self, need: Need, model: PreTrainedModel | ValueModel | None) -> None:
         kl_coef = self._algorithm.kl_coef
         if kl_coef > 0 and self._algorithm.is_supervised:
             raise ConfigError(
                 f"kl_coef={kl_coef} needs sampled tokens, and {self._algorithm.name!r} has none: set it to 0"
             )
-        if (kl_coef > 0) != (reference_model is not None):
-            given = "no reference model was given" if reference_model is None else "a reference model was given"
-            raise ConfigError(f"kl_coef={kl_coef}, but {given}: a KL term needs one, and nothing else does")
+        if (need in self._algorithm.needs) != (model is not None):
+            given = f"no {need} model was given" if model is None else f"a {need} model was given"
+            why = f"kl_coef={kl_coef}" if need == "reference" else f"algorithm_type={self._algorithm.name!r}"
+            raise ConfigError(f"{why}, but {given}")
 
     def _check_mismatch(self, update: Update) -> None:
         mismatch, limits = update.mismatch_kl, self._settings
+        if mismatch is None:
+            return
         if mismatch > limits.mismatch_stop:
             raise TrainingError(
                 f"sampler and trainer disagree: KL {mismatch:.3g} a token is above "
@@ -170,11 +280,11 @@ class Trainer:
             )  # fmt: skip
 
 
-def _split_minibatches(samples: Sequence[Sample], num_minibatches: int) -> list[list[Sample]]:
-    """Deal whole groups out in turn; fewer groups than minibatches make fewer minibatches."""
+def _split_minibatches(samples: Sequence[Sample], num_minibatches: int) -> list[list[int]]:
+    """Deal whole groups out in turn, as indices; fewer groups than minibatches make fewer minibatches."""
     turn_of_group: dict[int, int] = {}
-    minibatches: list[list[Sample]] = [[] for _ in range(num_minibatches)]
-    for sample in samples:
+    minibatches: list[list[int]] = [[] for _ in range(num_minibatches)]
+    for index, sample in enumerate(samples):
         turn = turn_of_group.setdefault(sample.group_index, len(turn_of_group))
-        minibatches[turn % num_minibatches].append(sample)
+        minibatches[turn % num_minibatches].append(index)
     return [minibatch for minibatch in minibatches if minibatch]

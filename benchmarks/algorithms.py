@@ -1,0 +1,138 @@
+"""Every algorithm's recipe on the pocket model: how well it does held-out problems before and after.
+
+    tunesmith demo                                     prints its folder, checkpoints/demo/<time>-seed0
+    python recipes/algorithms/prepare_data.py DEMO     writes demonstrations and preferences for those that need them
+    python benchmarks/algorithms.py --demo DEMO --work WORK --only gspo rloo
+
+One process a recipe, one after the other, all from the demo's fine-tuned model and its seed. Runs that learn from
+rewards get `--steps` steps of `--scale` times the recipe's batch; the others run as their recipe says. Rows go into
+`--out` as they are done, beside those of other algorithms. A row that has the recipe's name and a `reward` after
+outside the interval before has learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+RECIPES = ROOT / "recipes" / "algorithms"
+EVALUATION = ROOT / "recipes" / "pocket" / "config.yaml"
+PREFERENCES = ("dpo", "kto")
+
+
+def run_command(arguments: list[str], *, demo: Path) -> None:
+    """Run the command line from the project's root, where recipes are found; raise when it fails."""
+    environment = os.environ | {"DEMO": str(demo)}
+    subprocess.run([sys.executable, "-m", "tunesmith", *arguments], check=True, cwd=ROOT, env=environment)
+
+
+def train(name: str, args: argparse.Namespace, folder: Path) -> Path:
+    """Follow the recipe in a folder of its own; return the trained model's."""
+    recipe = RECIPES / f"{name}.yaml"
+    content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    shutil.rmtree(folder, ignore_errors=True)
+    if "workflow" not in content:
+        command = "prefer" if name in PREFERENCES else "sft"
+        run_command([command, str(recipe), "--out", str(folder)], demo=args.demo)
+        return folder / "model"
+    overrides = {
+        "checkpoint_root_dir": folder.parent,
+        "project": folder.name,
+        "name": "run",
+        "total_steps": args.steps,
+        "algorithm.batch_size": max(round(args.scale * content["algorithm"]["batch_size"]), 1),
+        "evaluation.max_tasks": 1,
+        "monitor.trackers": "[]",
+        "monitor.log_interval_steps": 5,
+    }
+    settings = [item for key, value in overrides.items() for item in ("--set", f"{key}={value}")]
+    run_command(["tune", str(recipe), *settings], demo=args.demo)
+    return folder / "run" / f"global_step_{args.steps}"
+
+
+def evaluate(model: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The mean reward on the held-out problems with its 95 % interval; the same draws for every model.
+
+    What the folder has is read, not tried again.
+    """
+    if not (folder / "comparison.json").exists():
+        settings = ["--set", f"evaluation.max_tasks={args.tasks}", "--set", f"model.path={model}", "--out", str(folder)]
+        run_command(["eval", str(EVALUATION), "--model", f"model={model}", *settings], demo=args.demo)
+    found = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
+    (result,) = next(iter(found.values()))["models"].values()
+    reward = result["estimates"]["reward"]
+    return {
+        "reward": reward["mean"],
+        "interval": reward["interval"],
+        "num_tasks": result["num_tasks"],
+        "num_failures": result["num_failures"],
+    }
+
+
+def read_progress(folder: Path) -> dict[str, Any]:
+    """Mean rewards of training rollouts, step by step."""
+    path = folder / "run" / "metrics.jsonl"
+    if not path.exists():
+        return {}
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    rewards = [round(row["rollout/reward_mean"], 3) for row in rows if row["kind"] == "train"]
+    return {"num_steps": len(rewards), "training_rewards": rewards}
+
+
+def save_row(path: Path, name: str, row: dict[str, Any]) -> None:
+    """Put the row among those that are there."""
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted((rows | {name: row}).items())]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demo", type=Path, required=True, help="folder of a demo")
+    parser.add_argument("--work", type=Path, required=True, help="folder for runs; they are replaced")
+    parser.add_argument("--only", nargs="*", help="names of recipes; all by default")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--scale", type=float, default=0.5)
+    parser.add_argument("--tasks", type=int, default=200, help="held-out problems")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "algorithms_pocket.json")
+    args = parser.parse_args()
+    args.demo, args.work = args.demo.absolute(), args.work.absolute()
+    return args
+
+
+def main() -> None:
+    args = parse_arguments()
+    names = args.only or sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    before = evaluate(args.demo / "sft" / "model", args, args.work / f"before-{args.tasks}")
+    failed = []
+    for name in names:
+        folder, results = args.work / name, args.work / f"{name}-eval"
+        shutil.rmtree(results, ignore_errors=True)
+        started = time.perf_counter()
+        try:
+            model = train(name, args, folder)
+            seconds = time.perf_counter() - started
+            after = evaluate(model, args, results)
+        except subprocess.CalledProcessError as error:
+            print(f"{name}: {error}")
+            failed.append(name)
+            continue
+        row = {"before": before, "after": after, "train_seconds": round(seconds, 1)} | read_progress(folder)
+        save_row(args.out, name, row)
+        print(f"{name}: {before['reward']:.3f} -> {after['reward']:.3f} {after['interval']}", flush=True)
+    if failed:
+        sys.exit(f"these failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Terms of whole sequences, and corrections of importance weights, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from token_batches import build_scores
+
+from tunesmith.algorithms.corrections import compute_correction_weights
+from tunesmith.algorithms.sequence_terms import (
+    compute_m2po_terms,
+    compute_rloo_terms,
+    compute_sequence_ratio_terms,
+    compute_topr_terms,
+)
+from tunesmith.config import CorrectionSection, MaskSection
+
+
+def test_sequence_ratio_is_a_mean_over_its_tokens():
+    scores = build_scores([[1, 1], [1]], old=[[-1, -2], [-3]], logprobs=[[-1.5, -1], [-2]])
+    np.testing.assert_allclose(compute_sequence_ratio_terms(scores).sequence_log_ratios_E, [0.25, 0.25, 1.0])
+    assert compute_sequence_ratio_terms(build_scores([[1]])).sequence_log_ratios_E is None
+
+
+def test_topr_imitates_success_and_tapers_failure():
+    scores = build_scores(
+        [[1, 1], [-1, -1], [-1], [0]], old=[[-1, -1], [-1, -1], [-1], [-1]],
+        logprobs=[[-3, -3], [-1.5, -2.0], [-0.5], [-2]],
+    )  # fmt: skip
+    expected = [1, 1, np.exp(-1.5), np.exp(-1.5), 1, np.exp(-1)]
+    np.testing.assert_allclose(compute_topr_terms(scores).weights_E, expected)
+    by_token = compute_topr_terms(scores, ratio_level="token").weights_E
+    np.testing.assert_allclose(by_token, [1, 1, np.exp(-0.5), np.exp(-1), 1, np.exp(-1)])
+    np.testing.assert_allclose(compute_topr_terms(scores, advantage_threshold=-0.5).weights_E[-1], 1)
+
+
+def test_m2po_masks_the_largest_until_the_second_moment_is_small():
+    """Only the first three tokens are where a clip could stop them: d^2 = .01, .04, .25; the mean of two is .025."""
+    scores = build_scores([[1, 1, 1], [-1], [1]], logprobs=[[0.1, 0.2, 0.5], [0.9], [-0.9]])
+    terms = compute_m2po_terms(scores)
+    np.testing.assert_array_equal(terms.weights_E, [1, 1, 0, 1, 1])
+    assert terms.metrics["train/m2po_masked_frac"] == pytest.approx(0.2)
+    assert compute_m2po_terms(scores, second_moment_cap=1.0).weights_E.all()
+    assert compute_m2po_terms(build_scores([], logprobs=[])).weights_E.size == 0
+
+
+def test_rloo_takes_the_kl_off_the_reward():
+    """As if each reward had been R - coef KL before the others' mean was taken."""
+    kl = [0.5, 0.3, 1.0]
+    reference = [[-1.3, -1.2], [-1.3], [-2.0]]
+    scores = build_scores(
+        [[0.1, 0.1], [0.2], [0.0]], old=[[-1, -1], [-1], [-1]], groups=[4, 4, 7], reference_logprobs=reference
+    )
+    terms = compute_rloo_terms(scores, reward_kl_coef=0.5)
+    np.testing.assert_allclose(terms.advantages_E, [0.0, 0.0, 0.3, 0.0], atol=1e-12)
+    assert terms.metrics["train/reward_kl"] == pytest.approx(np.mean(kl))
+    assert (compute_rloo_terms(scores).advantages_E == scores.advantages_E).all()
+
+
+SAMPLER = [[-1.5, -0.9], [-1.0], [-3.0]]
+
+
+def correct(*, is_weighted: bool = True, experts=None, **section) -> tuple[np.ndarray, dict[str, float]]:
+    """The step's first policy gives logprob -1 to every token; ratios are e^.5, e^-.1; 1; e^2."""
+    scores = build_scores(
+        [[1, 1], [-1], [-1]], old=[[-1, -1], [-1], [-1]], logprobs=[[-1, -1], [-1.2], [-3]], experts=experts
+    )
+    sampler_E = np.concatenate([np.asarray(row) for row in SAMPLER])
+    return compute_correction_weights(scores, sampler_E, CorrectionSection(**section), is_weighted=is_weighted)
+
+
+def test_importance_weights_are_truncated_by_token_or_by_sequence():
+    weights, metrics = correct()
+    np.testing.assert_allclose(weights, [np.exp(0.5), np.exp(-0.1), 1, 2])
+    assert metrics == pytest.approx({"correction/mean_weight": weights.mean(), "correction/truncated_frac": 0.25})
+    weights, _ = correct(importance="sequence", cap=5.0)
+    np.testing.assert_allclose(weights, [np.exp(0.4), np.exp(0.4), 1, 5])
+
+
+def test_masks_by_token_sequence_and_geometric_mean():
+    def mask(level, low, high):
+        section = {"importance": "none", "mask": MaskSection(level=level, low=low, high=high)}
+        return correct(is_weighted=False, **section)[0].tolist()
+
+    assert mask("token", 0.95, 1.7) == [1, 0, 1, 0]
+    assert mask("sequence", 0.5, 1.3) == [0, 0, 1, 0]
+    assert mask("geometric", 0.5, 1.3) == [1, 1, 1, 0]
+
+
+def test_sequences_that_the_policy_strayed_from_do_not_push_down():
+    """Mean of sampler - now: (-.5 + .1) / 2 with A > 0; .2; 0."""
+    weights, metrics = correct(is_weighted=False, negative_sequence_delta=0.1)
+    assert weights.tolist() == [1, 1, 0, 1]
+    assert metrics == {"correction/masked_frac": pytest.approx(0.25)}
+
+
+def test_nothing_asked_for_changes_nothing():
+    weights, metrics = correct(is_weighted=False)
+    assert (weights == 1).all() and metrics == {}
+    assert correct(experts=[True, True, True])[0].tolist() == [1, 1, 1, 1]
+
+
+def test_untruncated_sequence_weights_are_unbiased():
+    """The mean over the sampler's sequences of weight times any function is the policy's mean of that function."""
+    rng = np.random.default_rng(0)
+    policy, sampler = rng.dirichlet(np.ones(3), size=2)
+    values = rng.standard_normal((3, 3))
+    total = 0.0
+    for first in range(3):
+        for second in range(3):
+            scores = build_scores([[1, 1]], old=[np.log(policy[[first, second]])])
+            section = CorrectionSection(importance="sequence", cap=1e9)
+            weights, _ = compute_correction_weights(scores, np.log(sampler[[first, second]]), section, is_weighted=True)
+            total += sampler[first] * sampler[second] * weights[0] * values[first, second]
+    assert total == pytest.approx(policy @ values @ policy)

@@ -1,0 +1,39 @@
+"""Scores of an update as tests write them: one list per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tunesmith.algorithms.scores import BatchScores
+
+Rows = Sequence[Sequence[float]]
+
+
+def build_scores(
+    advantages: Rows,
+    *,
+    old: Rows | None = None,
+    groups: Sequence[int] | None = None,
+    experts: Sequence[bool] | None = None,
+    step: int = 0,
+    **scored: Rows,
+) -> BatchScores:
+    """One row a sequence; what is not given is 0, and each sequence a group of its own."""
+    lengths = [len(row) for row in advantages]
+    return BatchScores(
+        old_logprobs_E=flatten(old if old is not None else [[0.0] * length for length in lengths]),
+        advantages_E=flatten(advantages),
+        sequence_E=np.repeat(np.arange(len(lengths)), lengths),
+        sample_E=np.repeat(np.arange(len(lengths)), lengths),
+        time_E=np.concatenate([np.arange(1, length + 1) for length in lengths] or [np.zeros(0, dtype=np.int64)]),
+        group_Q=np.asarray(range(len(lengths)) if groups is None else groups, dtype=np.int64),
+        is_expert_Q=np.asarray([False] * len(lengths) if experts is None else experts, dtype=bool),
+        step=step,
+        **{f"{name}_E": flatten(rows) for name, rows in scored.items()},
+    )
+
+
+def flatten(rows: Rows) -> np.ndarray:
+    return np.asarray([value for row in rows for value in row], dtype=np.float64)

@@ -1,0 +1,220 @@
+"""Whole updates in float64 against autograd of textbook losses on plain forwards, whatever the rows and chunks.
+
+The judge scores every sample by itself and writes each algorithm's loss as one expression of all logprobs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_gradients import NORM_LENGTH, assert_same, take_gradient
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from trainable_models import build_trainable
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.config import AlgorithmSection
+from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.scoring import Companions, prepare_update
+from tunesmith.trainer.step import run_batch
+from tunesmith.types import Distribution, Sample
+
+PACKINGS = [
+    {},
+    {"max_tokens": 25, "chunk_tokens": 3},
+    {"has_sharing": False, "max_tokens": 40},
+    {"has_sharing": False, "max_tokens": 1, "chunk_tokens": 2},
+]
+
+
+def build_batch(labels: list[float], groups: list[int], *, experts: tuple[int, ...] = (), seed: int = 0):
+    """One trajectory a label, two samples in every third; members of a group share their prompt."""
+    rng = random.Random(seed)
+    prompts = {group: [rng.randrange(97) for _ in range(rng.randrange(2, 6))] for group in groups}
+    samples = []
+    for trajectory, (label, group) in enumerate(zip(labels, groups, strict=True)):
+        for _ in range(2 if trajectory % 3 == 2 else 1):
+            answer = [rng.randrange(97) for _ in range(rng.randrange(1, 7))]
+            tool, last = [rng.randrange(97)] * 2, [rng.randrange(97) for _ in range(rng.randrange(2))]
+            mask = [False] * len(prompts[group]) + [True] * len(answer) + [False] * 2 + [True] * len(last)
+            is_expert = trajectory in experts
+            samples.append(
+                Sample(
+                    token_ids=tuple(prompts[group] + answer + tool + last),
+                    is_sampled=tuple(mask),
+                    logprobs=tuple(-rng.uniform(0.5, 8) if m and not is_expert else 0.0 for m in mask),
+                    advantages=tuple(label if m else 0.0 for m in mask),
+                    policy_versions=tuple(0 if m else None for m in mask),
+                    distributions=tuple(Distribution() if m else None for m in mask),
+                    group_index=group,
+                    trajectory_index=trajectory,
+                    is_expert=is_expert,
+                )
+            )
+    return samples
+
+
+def score_plainly(model: PreTrainedModel, sample: Sample) -> torch.Tensor:
+    """Logprobs of the tokens that train."""
+    logprobs = model(input_ids=torch.tensor([sample.token_ids])).logits[0].log_softmax(-1)
+    times = [time for time, is_sampled in enumerate(sample.is_sampled) if is_sampled]
+    return torch.stack([logprobs[time - 1, sample.token_ids[time]] for time in times])
+
+
+def score_trajectories(model: PreTrainedModel, samples: list[Sample]) -> list[torch.Tensor]:
+    rows: dict[int, list[torch.Tensor]] = {}
+    for sample in samples:
+        rows.setdefault(sample.trajectory_index, []).append(score_plainly(model, sample))
+    return [torch.cat(parts) for parts in rows.values()]
+
+
+def gather_old(samples: list[Sample]) -> list[torch.Tensor]:
+    rows: dict[int, list[float]] = {}
+    for sample in samples:
+        pairs = zip(sample.logprobs, sample.is_sampled, strict=True)
+        rows.setdefault(sample.trajectory_index, []).extend(value for value, is_sampled in pairs if is_sampled)
+    return [torch.tensor(row, dtype=torch.float64) for row in rows.values()]
+
+
+def assert_equal_to(
+    section: AlgorithmSection,
+    samples: list[Sample],
+    compute: Callable[[list[torch.Tensor]], torch.Tensor],
+    **companions,
+) -> None:
+    """`compute` makes the loss of each trajectory's logprobs; `companions` are other models."""
+    model = build_trainable()
+    loss = compute(score_trajectories(model, samples))
+    loss.backward()
+    expected = loss.item(), take_gradient(model)
+    algorithm = resolve_algorithm(section)
+    for options in PACKINGS:
+        rows = pack_samples(
+            samples, max_tokens_per_row=options.get("max_tokens", 10_000),
+            has_prefix_sharing=options.get("has_sharing", True), hidden_size=32,
+        )  # fmt: skip
+        chunk_tokens = options.get("chunk_tokens", 1000)
+        prepared = prepare_update(
+            model, samples, rows, algorithm,
+            norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, companions=Companions(**companions),
+        )  # fmt: skip
+        totals = run_batch(
+            model, samples, rows, algorithm, prepared.inputs, kl_coef=section.kl_coef, chunk_tokens=chunk_tokens
+        )
+        assert_same((totals["loss"].item(), take_gradient(model)), expected)
+
+
+@torch.no_grad()
+def score_with(model: PreTrainedModel, samples: list[Sample]) -> list[torch.Tensor]:
+    return score_trajectories(model, samples)
+
+
+def ppo_losses(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor | float) -> torch.Tensor:
+    advantages = torch.as_tensor(advantages, dtype=torch.float64).expand(len(logprobs))
+    ratio = (logprobs - old).exp()
+    upper = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2))
+    return torch.where(advantages < 0, torch.minimum(upper, -3 * advantages), upper)
+
+
+def test_dpo_has_the_gradient_of_the_textbook():
+    samples, reference = build_batch([1, -1, 1, -1, -1, 1], [0, 0, 1, 1, 2, 2]), build_trainable(seed=1)
+    given = [row.sum() for row in score_with(reference, samples)]
+
+    def compute(rows):
+        r = [row.sum() - ref for row, ref in zip(rows, given, strict=True)]
+        margins = torch.stack([r[0] - r[1], r[2] - r[3], r[5] - r[4]])
+        return -functional.logsigmoid(0.3 * margins).mean()
+
+    section = AlgorithmSection(algorithm_type="dpo", terms_args={"beta": 0.3})
+    assert_equal_to(section, samples, compute, reference=reference)
+
+
+def test_kto_has_the_gradient_of_the_textbook():
+    samples = build_batch([1, -1, 1, -1, 0, 0, 0, 0], [0, 1, 2, 3, 0, 1, 2, 3], seed=3)
+    reference = build_trainable(seed=1)
+    given = [row.sum() for row in score_with(reference, samples)]
+
+    def compute(rows):
+        r = torch.stack([row.sum() - ref for row, ref in zip(rows, given, strict=True)])
+        z = r[4:].mean().clamp(min=0).detach()
+        assert z > 0
+        signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+        weights = torch.tensor([1.0, 1.5, 1.0, 1.5], dtype=torch.float64)
+        return (weights * (1 - torch.sigmoid(0.05 * signs * (r[:4] - z)))).mean()
+
+    section = AlgorithmSection(algorithm_type="kto", terms_args={"beta": 0.05, "undesirable_weight": 1.5})
+    assert_equal_to(section, samples, compute, reference=reference)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("name", ["mix", "mix_chord"])
+def test_mixtures_aggregate_each_kind_by_itself(name, aggregation):
+    samples = build_batch([0.7, -1.0, -0.4, 0.0, 0.0], [0, 0, 1, 2, 3], experts=(3, 4))
+    old = gather_old(samples)
+
+    def imitate(row):
+        p = row.detach().exp()
+        return -row * (p * (1 - p) if name == "mix_chord" else 1.0)
+
+    def compute(rows):
+        own = [ppo_losses(rows[i], old[i], advantage) for i, advantage in enumerate((0.7, -1.0, -0.4))]
+        experts = [imitate(row) for row in rows[3:]]
+        if aggregation == "token-mean":
+            return 0.75 * torch.cat(own).mean() + 0.25 * torch.cat(experts).mean()
+        own, experts = ([losses.mean() for losses in kind] for kind in (own, experts))
+        return 0.75 * torch.stack(own).mean() + 0.25 * torch.stack(experts).mean()
+
+    mu = {"mu": 0.25} if name == "mix" else {"mu_peak": 0.25}
+    section = AlgorithmSection(algorithm_type=name, terms_args=mu, loss_aggregation=aggregation)
+    assert_equal_to(section, samples, compute)
+
+
+def test_the_kl_of_a_mixture_is_of_what_the_policy_sampled():
+    samples, reference = build_batch([0.7, -1.0, 0.0], [0, 0, 1], experts=(2,)), build_trainable(seed=1)
+    old, given = gather_old(samples), score_with(reference, samples)
+
+    def compute(rows):
+        own = [ppo_losses(rows[i], old[i], advantage) for i, advantage in enumerate((0.7, -1.0))]
+        kl = [(row - ref) ** 2 / 2 for row, ref in zip(rows[:2], given[:2], strict=True)]
+        return 0.9 * torch.cat(own).mean() - 0.1 * rows[2].mean() + 0.3 * torch.cat(kl).mean()
+
+    assert_equal_to(AlgorithmSection(algorithm_type="mix", kl_coef=0.3), samples, compute, reference=reference)
+
+
+@pytest.mark.parametrize(("name", "beta"), [("on_policy_distill", 1.0), ("jsd", 0.3)])
+def test_distillation_takes_advantages_from_the_teacher(name, beta):
+    samples, teacher = build_batch([0.0, 1.0, 5.0], [0, 0, 1]), build_trainable(seed=2)
+    old, given = gather_old(samples), score_with(teacher, samples)
+
+    def compute(rows):
+        losses = []
+        for row, s, t in zip(rows, old, given, strict=True):
+            mixture = torch.logaddexp(t + math.log(beta), s + math.log(1 - beta)) if beta < 1 else t
+            losses.append(ppo_losses(row, s, 0.5 * (mixture - s)))
+        return torch.cat(losses).mean()
+
+    args = {"kl_coef": 0.5} | ({"beta": beta} if name == "jsd" else {})
+    assert_equal_to(AlgorithmSection(algorithm_type=name, terms_args=args), samples, compute, teacher=teacher)
+
+
+def test_reinforce_plus_plus_discounts_over_all_samples_of_a_run():
+    samples = build_batch([1.0, 0.0, 0.5], [0, 0, 1])
+    old = gather_old(samples)
+    assert len(samples) == 4
+
+    def compute(rows):
+        rewards = [1.0, 0.0, 0.5]
+        returns = [
+            reward * 0.9 ** torch.arange(len(row) - 1, -1, -1, dtype=torch.float64)
+            for reward, row in zip(rewards, rows, strict=True)
+        ]
+        flat = torch.cat(returns)
+        advantages = ((flat - flat.mean()) / (flat.var() + 1e-8).sqrt()).split([len(row) for row in rows])
+        return torch.cat([ppo_losses(*each) for each in zip(rows, old, advantages, strict=True)]).mean()
+
+    section = AlgorithmSection(algorithm_type="reinforceplusplus", terms_args={"gamma": 0.9})
+    assert_equal_to(section, samples, compute)

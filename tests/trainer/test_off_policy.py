@@ -1,0 +1,137 @@
+"""Steps on data of more than one policy: what is corrected, what is measured, and a KL that follows its target."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from test_gradients import build_samples
+from test_trainer import build_trainer, read_parameters, score
+
+from trainable_models import build_trainable
+from tunesmith.config import AlgorithmSection
+from tunesmith.errors import ConfigError, TrainingError
+from tunesmith.types import Sample
+
+GRPO = {"algorithm_type": "grpo"}
+
+
+def set_version(samples: list[Sample], version: int, *, shift: float = 0.0) -> list[Sample]:
+    return [
+        replace(
+            sample,
+            policy_versions=tuple(version if m else None for m in sample.is_sampled),
+            logprobs=tuple(lp + shift if m else 0.0 for lp, m in zip(sample.logprobs, sample.is_sampled, strict=True)),
+        )
+        for sample in samples
+    ]
+
+
+def build_mixed(model, *, shift: float) -> list[Sample]:
+    """Groups 0 and 1 of the newest version, group 2 of an older one that was off by `shift` nats a token."""
+    samples = score(model, build_samples())
+    new = set_version([sample for sample in samples if sample.group_index < 2], 4)
+    return new + set_version([sample for sample in samples if sample.group_index == 2], 3, shift=shift)
+
+
+def run_step(algorithm: AlgorithmSection, *, shift: float, version: int | None = 4, **settings):
+    model = build_trainable()
+    metrics = build_trainer(model, algorithm, **settings).step(build_mixed(model, shift=shift), policy_version=version)
+    return metrics, read_parameters(model)
+
+
+def test_mismatch_is_measured_on_what_the_newest_policy_sampled():
+    metrics, _ = run_step(AlgorithmSection(**GRPO), shift=0.7, mismatch_stop=1e-3)
+    assert 0 <= metrics["mismatch/kl"] < 1e-9 and metrics["mismatch/max_log_ratio"] < 1e-4
+    with pytest.raises(TrainingError, match="mismatch_stop"):
+        run_step(AlgorithmSection(**GRPO), shift=0.7, version=3, mismatch_stop=1e-3)
+    metrics, _ = run_step(AlgorithmSection(**GRPO), shift=0.7, version=9, mismatch_stop=1e-3)
+    assert "mismatch/kl" not in metrics and metrics["train/num_updates"] == 1
+
+
+def test_older_groups_get_truncated_importance_weights_unless_told_otherwise():
+    """Tokens of the older policy weigh e^.7, capped; those of the newest weigh 1."""
+    metrics, _ = run_step(AlgorithmSection(**GRPO), shift=-0.7)
+    num_old = sum(sum(s.is_sampled) for s in build_samples() if s.group_index == 2)
+    num_all = sum(sum(s.is_sampled) for s in build_samples())
+    assert metrics["correction/truncated_frac"] == pytest.approx(num_old / num_all)
+    assert metrics["correction/mean_weight"] == pytest.approx((2 * num_old + num_all - num_old) / num_all, rel=1e-4)
+    assert metrics["train/clip_frac"] == 0
+    metrics, _ = run_step(AlgorithmSection(**GRPO, correction={"importance": "none"}), shift=-0.7)
+    assert metrics["train/clip_frac"] > 0 and not any(name.startswith("correction") for name in metrics)
+
+
+def test_fresh_data_and_algorithms_made_for_old_data_are_left_alone():
+    model = build_trainable()
+    samples = set_version(build_mixed(model, shift=0.0), 4)
+    metrics = build_trainer(model, AlgorithmSection(**GRPO)).step(samples, policy_version=4)
+    assert not any(name.startswith("correction") for name in metrics)
+    metrics, _ = run_step(AlgorithmSection(algorithm_type="opmd"), shift=-0.7)
+    assert not any(name.startswith("correction") for name in metrics)
+    metrics, _ = run_step(AlgorithmSection(algorithm_type="opmd", correction={"importance": "token"}), shift=-0.7)
+    assert metrics["correction/truncated_frac"] > 0
+
+
+@pytest.mark.parametrize("algorithm_type", ["grpo", "reinforce"])
+def test_correction_undoes_an_error_of_the_sampler_that_is_within_its_cap(algorithm_type):
+    """Weight times ratio is 1 again: the update is that of REINFORCE with the sampler's weights."""
+    section = AlgorithmSection(algorithm_type=algorithm_type, correction={"importance": "token", "cap": 10.0})
+    _, corrected = run_step(section, shift=-0.7)
+    model = build_trainable()
+    before = read_parameters(model)
+    samples = [
+        replace(s, advantages=tuple(2.0138 * a for a in s.advantages)) if s.group_index == 2 else s
+        for s in build_mixed(model, shift=0.0)
+    ]
+    plain = AlgorithmSection(algorithm_type=algorithm_type, correction={"importance": "none"})
+    build_trainer(model, plain).step(samples)
+    expected = read_parameters(model)
+    assert (corrected - expected).norm() < 1e-3 * (expected - before).norm()
+
+
+def test_first_scores_are_those_of_the_step_in_every_minibatch():
+    """With several updates a step the ratio leaves 1, and the weights stay those of the step's first policy."""
+    one, _ = run_step(AlgorithmSection(**GRPO), shift=-0.7, learning_rate=1e-2)
+    three, _ = run_step(AlgorithmSection(**GRPO), shift=-0.7, learning_rate=1e-2, num_minibatches=3)
+    assert one["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
+    assert abs(three["train/ppo_kl"]) > 1e-4
+    assert three["correction/mean_weight"] == pytest.approx((2 + 1 + 1) / 3, rel=1e-4)
+
+
+def test_coefficient_of_the_kl_follows_its_target_and_survives_a_restart():
+    section = AlgorithmSection(**GRPO, kl_coef=0.1, kl_adaptive={"target": 1e-4, "horizon": 24})
+    samples, reference = build_samples(), build_trainable(seed=3)
+
+    def build(model):
+        return build_trainer(model, section, reference_model=reference, learning_rate=1e-2)
+
+    whole, first = build_trainable(), build_trainable()
+    trainer = build(whole)
+    expected = [trainer.step(samples) for _ in range(4)]
+    coefficients = [metrics["train/kl_coef"] for metrics in expected]
+    assert coefficients[0] == 0.1
+    assert coefficients[1] == pytest.approx(0.1 * (1 + 0.2 * 12 / 24))
+    assert coefficients == sorted(coefficients)
+    trainer = build(first)
+    actual = [trainer.step(samples) for _ in range(2)]
+    second, state = build_trainable(seed=5), copy.deepcopy(trainer.state_dict())
+    second.load_state_dict(first.state_dict())
+    resumed = build(second)
+    resumed.load_state_dict(state)
+    actual += [resumed.step(samples) for _ in range(2)]
+    assert actual == expected and torch.equal(read_parameters(second), read_parameters(whole))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kl_adaptive": {"target": 0.1}}, "kl_adaptive has no effect with kl_coef=0"),
+        ({"correction": {"importance": "none", "cap": 3}}, "cap=3.0 has no effect"),
+        ({"algorithm_type": "sft", "correction": {"importance": "token"}}, "'sft' learns from given answers"),
+    ],
+)
+def test_options_without_effect_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        build_trainer(algorithm=AlgorithmSection(**changes))

@@ -1,0 +1,51 @@
+"""Learning from a teacher on what the policy itself samples: the teacher's opinion of a token is its advantage.
+
+Rewards are not read. Both divergences below are of the distributions over the next token, taken where the policy goes;
+each advantage is the factor at the gradient of the token's logprob that makes the policy gradient unbiased.
+
+Axes: E trained tokens of one update. s is the policy's logprob of the token as sampled, t is the teacher's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field, PositiveFloat
+
+from tunesmith.algorithms.scores import BatchScores, TokenTerms
+
+
+def compute_distillation_terms(scores: BatchScores, *, kl_coef: PositiveFloat = 1.0) -> TokenTerms:
+    """kl_coef (t - s): minimises the reverse KL(policy || teacher) (Agarwal et al., 2024, "On-policy distillation")."""
+    teacher_E = _get_teacher(scores)
+    return _build_terms(scores, kl_coef * (teacher_E - scores.old_logprobs_E))
+
+
+def compute_jsd_terms(
+    scores: BatchScores, *, kl_coef: PositiveFloat = 1.0, beta: Annotated[float, Field(gt=0, le=1)] = 0.5
+) -> TokenTerms:
+    """kl_coef (log(beta e^t + (1 - beta) e^s) - s): minimises a generalised Jensen-Shannon divergence.
+
+    With T and S the distributions and M = beta T + (1 - beta) S, Agarwal et al. (2024, eq. 1) define
+    JSD_beta = beta KL(T || M) + (1 - beta) KL(S || M). Its derivative by S's probability of a token is
+    (1 - beta) log(S / M), so minus that, at sampled tokens, is the exact gradient over the whole vocabulary in
+    expectation. The factor 1 - beta is left out: at beta = 1 this is the reverse KL of `compute_distillation_terms`.
+    The sign is the teacher's: a token that it finds likelier than the policy does is reinforced, any other is not.
+    """
+    teacher_E, student_E = _get_teacher(scores), scores.old_logprobs_E
+    log_policy_share = math.log1p(-beta) if beta < 1 else -math.inf
+    mixture_E = np.logaddexp(math.log(beta) + teacher_E, log_policy_share + student_E)
+    return _build_terms(scores, kl_coef * (mixture_E - student_E))
+
+
+def _get_teacher(scores: BatchScores) -> np.ndarray:
+    assert scores.teacher_logprobs_E is not None
+    return scores.teacher_logprobs_E
+
+
+def _build_terms(scores: BatchScores, advantages_E: np.ndarray) -> TokenTerms:
+    gap_E = scores.old_logprobs_E - _get_teacher(scores)
+    metrics = {"distillation/reverse_kl": float(gap_E.mean()) if len(gap_E) else 0.0}
+    return TokenTerms(advantages_E=advantages_E, weights_E=np.ones(len(advantages_E)), metrics=metrics)

@@ -1,0 +1,79 @@
+"""What an update makes of whole sequences before its loss: ratios, masks that look at all tokens, a KL in the reward.
+
+Axes: E trained tokens of one update, Q sequences. d is the log-ratio of policy and old policy at a token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from pydantic import NonNegativeFloat, PositiveFloat
+
+from tunesmith.algorithms.corrections import compute_ratios
+from tunesmith.algorithms.scores import BatchScores, TokenTerms, mean_sequences, sum_sequences
+
+
+def compute_sequence_ratio_terms(scores: BatchScores) -> TokenTerms:
+    """The mean of d over each sequence, where the scoring pass gave the policy's logprobs."""
+    ratios_E = None
+    if scores.logprobs_E is not None:
+        ratios_E = mean_sequences(scores.logprobs_E - scores.old_logprobs_E, scores)[scores.sequence_E]
+    return TokenTerms(
+        advantages_E=scores.advantages_E,
+        weights_E=np.ones(len(scores.advantages_E)),
+        sequence_log_ratios_E=ratios_E,
+    )
+
+
+def compute_topr_terms(
+    scores: BatchScores, *, advantage_threshold: float = 0.0, ratio_level: Literal["sequence", "token"] = "sequence"
+) -> TokenTerms:
+    """Weight 1 where A is above the threshold, else the ratio clipped to [0, 1] (Le Roux et al., 2025, TOPR, eq. 9).
+
+    Successes are imitated however unlikely they have become; failures are unlearned only while the policy still makes
+    them. The paper's ratio is that of the sequence, a product over its tokens; `token` takes each token's own.
+    """
+    assert scores.logprobs_E is not None
+    ratio_E = compute_ratios(scores.logprobs_E - scores.old_logprobs_E, scores, level=ratio_level)
+    weights_E = np.where(scores.advantages_E > advantage_threshold, 1.0, np.minimum(ratio_E, 1.0))
+    return TokenTerms(advantages_E=scores.advantages_E, weights_E=weights_E)
+
+
+def compute_m2po_terms(scores: BatchScores, *, second_moment_cap: PositiveFloat = 0.04) -> TokenTerms:
+    """Mask the tokens of largest |d| until the mean of d^2 over the others is at most the cap.
+
+    Zheng et al. (2025), "Prosperity before collapse", M2PO. Only tokens that PPO's clip could stop are masked: A > 0
+    and d > 0, or A < 0 and d < 0; the mean is over these. It bears data many versions old, where a clip of single
+    ratios would stop the tokens that matter.
+    """
+    assert scores.logprobs_E is not None
+    log_ratio_E = scores.logprobs_E - scores.old_logprobs_E
+    place_E = np.flatnonzero(scores.advantages_E * log_ratio_E > 0)
+    place_E = place_E[np.argsort(np.abs(log_ratio_E[place_E]), kind="stable")]
+    means_E = np.cumsum(log_ratio_E[place_E] ** 2) / np.arange(1, len(place_E) + 1)
+    weights_E = np.ones(len(log_ratio_E))
+    weights_E[place_E[means_E > second_moment_cap]] = 0.0
+    masked_frac = float((weights_E == 0).mean()) if len(weights_E) else 0.0
+    return TokenTerms(
+        advantages_E=scores.advantages_E, weights_E=weights_E, metrics={"train/m2po_masked_frac": masked_frac}
+    )
+
+
+def compute_rloo_terms(scores: BatchScores, *, reward_kl_coef: NonNegativeFloat = 0.0) -> TokenTerms:
+    """The advantages, of rewards minus coef times the KL to the starting model (Ahmadian et al., 2024, eq. 1).
+
+    The KL of a run is the sum of old minus reference logprob over its tokens. The leave-one-out advantage is linear in
+    the rewards, so its KL part is that of the KLs alone. Runs that were dropped are not among the others.
+    """
+    advantages_E, metrics = scores.advantages_E, {}
+    if reward_kl_coef > 0:
+        assert scores.reference_logprobs_E is not None
+        kl_Q = sum_sequences(scores.old_logprobs_E - scores.reference_logprobs_E, scores)
+        _, group_Q, size_G = np.unique(scores.group_Q, return_inverse=True, return_counts=True)
+        others_Q = np.maximum(size_G[group_Q] - 1, 1)
+        mean_of_others_Q = (np.bincount(group_Q, weights=kl_Q)[group_Q] - kl_Q) / others_Q
+        centred_Q = np.where(size_G[group_Q] > 1, kl_Q - mean_of_others_Q, 0.0)
+        advantages_E = advantages_E - reward_kl_coef * centred_Q[scores.sequence_E]
+        metrics = {"train/reward_kl": float(kl_Q.mean()) if len(kl_Q) else 0.0}
+    return TokenTerms(advantages_E=advantages_E, weights_E=np.ones(len(advantages_E)), metrics=metrics)

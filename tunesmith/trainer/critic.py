@@ -1,0 +1,137 @@
+"""The critic's side of an update: values of every trained token, and learning the returns.
+
+The value of a sampled token is that of the state it was sampled in, read at the token before it. The loss is a mean
+over all trained tokens of the update, so it does not depend on rows.
+
+Axes: T tokens of a row, E trained events, of one row or of all rows in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tunesmith.config import CriticSection, TrainerSection
+from tunesmith.errors import TrainingError
+from tunesmith.experience.trie import Trie
+from tunesmith.model.value_head import ValueModel
+from tunesmith.trainer.attention import TreePlan, describe_attention
+from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.trainer.optimizer import MasterAdamW
+
+
+class Critic:
+    """A value model and its optimizer."""
+
+    def __init__(self, model: ValueModel, settings: CriticSection, trainer: TrainerSection) -> None:
+        self._model = model.eval()
+        self._settings = settings
+        self._has_checkpointing = trainer.has_gradient_checkpointing
+        if self._has_checkpointing:
+            enable_checkpointing(model.body)
+        optimizer = {"learning_rate": settings.learning_rate, "weight_decay": 0.0}
+        self._optimizer = MasterAdamW(model, trainer.model_copy(update=optimizer))
+
+    @property
+    def num_warmup_steps(self) -> int:
+        """First steps of a run in which only the critic learns."""
+        return self._settings.warmup_steps
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[Trie]) -> np.ndarray:
+        """Values [E] (float64) of the events of all rows in turn."""
+        values = [self._compute_values(row).cpu().double().numpy() for row in rows]
+        return np.concatenate(values) if values else np.zeros(0)
+
+    def update(self, rows: Sequence[Trie], old_values_E: np.ndarray, returns_E: np.ndarray) -> dict[str, float]:
+        """Learn the returns; values and returns are of the rows' events in turn. Metrics are means over the epochs.
+
+        Raises TrainingError, with the critic as it was, when a loss or its gradient is not finite.
+        """
+        losses, norms, clipped = [], [], []
+        for _ in range(self._settings.num_epochs):
+            loss, num_clipped = self._accumulate(rows, old_values_E, returns_E)
+            norm = self._optimizer.compute_grad_norm()
+            if not (np.isfinite(loss) and torch.isfinite(norm)):
+                self._optimizer.clear_gradients()
+                raise TrainingError(
+                    f"the critic's loss is {loss:g} and the norm of its gradient is {norm.item():g}: lower "
+                    "algorithm.critic.learning_rate, or try model.dtype=float32"
+                )
+            self._optimizer.update(
+                learning_rate=self._settings.learning_rate,
+                grad_norm=norm,
+                max_grad_norm=self._settings.max_grad_norm,
+            )
+            losses.append(loss)
+            norms.append(norm.item())
+            clipped.append(num_clipped / len(returns_E))
+        return {
+            "critic/loss": float(np.mean(losses)),
+            "critic/grad_norm": float(np.mean(norms)),
+            "critic/clip_frac": float(np.mean(clipped)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and optimizer; tensors are not copied."""
+        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, bit for bit."""
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def _accumulate(self, rows: Sequence[Trie], old_values_E: np.ndarray, returns_E: np.ndarray) -> tuple[float, float]:
+        """Add the gradient of the mean loss over all rows; return that loss and how many tokens were clipped."""
+        loss, num_clipped = 0.0, 0.0
+        ends = np.cumsum([len(row.parent_E) for row in rows])[:-1]
+        with checkpointed_layers(self._model.body) if self._has_checkpointing else nullcontext():
+            for row, old_E, targets_E in zip(
+                rows, np.split(old_values_E, ends), np.split(returns_E, ends), strict=True
+            ):
+                values_E = self._compute_values(row)
+                losses_E, is_clipped_E = compute_value_losses(
+                    values_E,
+                    torch.from_numpy(old_E).to(values_E),
+                    torch.from_numpy(targets_E).to(values_E),
+                    clip_range=self._settings.clip_range,
+                )
+                row_loss = losses_E.sum() / len(returns_E)
+                row_loss.backward()
+                loss += row_loss.item()
+                num_clipped += is_clipped_E.sum().item()
+        return loss, num_clipped
+
+    def _compute_values(self, row: Trie) -> Tensor:
+        device = self._model.head.weight.device
+
+        def to_tensor(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(device, torch.int64)
+
+        return self._model.compute_values(
+            to_tensor(row.token_ids_T)[None],
+            to_tensor(row.depth_T)[None],
+            TreePlan(row, device, **describe_attention(self._model.body)),
+            to_tensor(row.parent_E),
+        )
+
+
+def compute_value_losses(
+    values_E: Tensor, old_values_E: Tensor, returns_E: Tensor, *, clip_range: float | None
+) -> tuple[Tensor, Tensor]:
+    """Half the squared error [E] (Schulman et al., 2017, eq. 9), and where its clip stopped the gradient.
+
+    The larger of the plain error and that of the value held within `clip_range` of the old one: the form of PPO's
+    published code (Engstrom et al., 2020, section 2).
+    """
+    plain_E = (values_E - returns_E).square() / 2
+    if clip_range is None:
+        return plain_E, torch.zeros_like(plain_E, dtype=torch.bool)
+    held_E = old_values_E + (values_E - old_values_E).clamp(-clip_range, clip_range)
+    held_loss_E = (held_E - returns_E).square() / 2
+    return torch.maximum(plain_E, held_loss_E), (held_loss_E > plain_E)
