@@ -22,19 +22,21 @@ from tunesmith.compat.agentscope import (
 )
 from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
-from tunesmith.config import RunConfig
+from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.compare import format_comparison, run_comparison
+from tunesmith.pipeline.compare import run_comparison, run_eval
+from tunesmith.pipeline.comparison import Comparison
 from tunesmith.pipeline.demo import run_demo as run_demo_pipeline
 from tunesmith.pipeline.feed import OwnParts
-from tunesmith.pipeline.load_config import load_config, load_values
-from tunesmith.pipeline.load_function import load_function
+from tunesmith.pipeline.load_config import load_config, load_section, load_values
+from tunesmith.pipeline.load_function import load_functions
 from tunesmith.pipeline.pass_rates import PassRates, measure_pass_rates
+from tunesmith.pipeline.pipeline_plan import load_pipeline
 from tunesmith.pipeline.policy import BuildModel
+from tunesmith.pipeline.run_pipeline import Choice, check_pipeline, run_pipeline
 from tunesmith.pipeline.tune import TuneResult, run_tuning
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.storage import save_json
 from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 
 __all__ = [
@@ -48,11 +50,13 @@ __all__ = [
     "WorkflowOutput",
     "WorkflowType",
     "check_judge_function",
+    "check_pipeline_file",
     "check_workflow_function",
     "evaluate_config_file",
     "measure_config_file",
     "run_config_file",
     "run_demo",
+    "run_pipeline_file",
     "tune",
 ]
 
@@ -119,22 +123,32 @@ def run_config_file(path: str, *, overrides: Sequence[str] = ()) -> TuneResult:
 
 
 def evaluate_config_file(
-    path: str, *, overrides: Sequence[str] = (), model_paths: Sequence[str] = (), out: str | None = None
-) -> None:
-    """Evaluate models on a run file's held-out tasks, print a table, and write every outcome to `out`."""
+    path: str,
+    *,
+    overrides: Sequence[str] = (),
+    models: Mapping[str, str] | None = None,
+    out: str | None = None,
+    has_plot: bool = False,
+) -> Comparison:
+    """Evaluate models by label on the held-out tasks of a run file, or of a file that names models itself, and write
+    the results to the folder `out`."""
+    folder = None if out is None else Path(out)
+    if "models" in load_values(path):
+        settings = load_section(EvalConfig, path, overrides)
+        changes = {"models": dict(models or settings.models), "has_plot": has_plot or settings.has_plot}
+        settings = settings.model_copy(update=changes)
+        return run_eval(settings, out_dir=folder, build_model=choose_chat_model(settings.to_run_config()))
     config = load_run_file(path, overrides)
     workflow, judge = load_functions(config)
-    results = run_comparison(
+    return run_comparison(
         config,
+        models=models or {config.model.path: config.model.path},
         workflow=workflow,
         judge=judge,
         build_model=choose_chat_model(config),
-        model_paths=model_paths or [config.model.path],
+        out=folder,
+        has_plot=has_plot,
     )
-    print(format_comparison(results))
-    if out is not None:
-        written = {model: {name: each.to_json() for name, each in sets.items()} for model, sets in results.items()}
-        save_json(Path(out), written)
 
 
 def measure_config_file(path: str, *, overrides: Sequence[str] = (), field: str, num_runs: int, out: str) -> PassRates:
@@ -152,6 +166,16 @@ def measure_config_file(path: str, *, overrides: Sequence[str] = (), field: str,
     )
 
 
+def run_pipeline_file(path: str, *, overrides: Sequence[str] = (), choice: Choice = Choice()) -> Path:
+    """Run the stages that a pipeline file names and that are not done; returns the report."""
+    return run_pipeline(load_pipeline(path, overrides), choose_model=choose_chat_model, choice=choice)
+
+
+def check_pipeline_file(path: str, *, overrides: Sequence[str] = (), choice: Choice = Choice()) -> dict[str, str]:
+    """What running a pipeline file would do to each stage, when nothing is wrong with any."""
+    return check_pipeline(load_pipeline(path, overrides), choice=choice)
+
+
 def run_demo(*, seed: int, out: str) -> dict[str, float]:
     """The main job on the embedded default; returns held-out accuracies and seconds."""
     return run_demo_pipeline(seed=seed, out=Path(out), build_model=build_agentscope_chat_model)
@@ -167,16 +191,6 @@ def load_run_file(
             logger.warning("%s: %s", path, note)
         return load_config(None, overrides, values=values, base=translation.values)
     return load_config(path, overrides, values=values)
-
-
-def load_functions(config: RunConfig) -> tuple[WorkflowType, JudgeType | None]:
-    """The workflow and judge that a config names."""
-    if config.workflow is None:
-        raise ConfigError(
-            "workflow is missing: name the agent as file.py:function (--workflow, or workflow: in the file)"
-        )
-    judge = None if config.judge is None else load_function(config.judge, knob="judge")
-    return load_function(config.workflow, knob="workflow"), judge
 
 
 def choose_chat_model(config: RunConfig) -> BuildModel:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -72,23 +73,154 @@ def tune(
     run_guarded(work, is_debug=debug)
 
 
+@app.command("prepare")
+def prepare_data(
+    config: Annotated[str | None, typer.Argument(help="Preparation file (YAML); every key: docs/prepare.md.")] = None,
+    out: Annotated[str, typer.Option(help="New folder to write.")] = "data/prepared",
+    data: Annotated[str | None, typer.Option(help="Training questions: folder, file or hub id.")] = None,
+    data_name: Annotated[str | None, typer.Option(help="Its configuration; main for openai/gsm8k.")] = None,
+    eval_data: Annotated[str | None, typer.Option(help="Held-out questions; its test split, or a file.")] = None,
+    eval_name: Annotated[str | None, typer.Option(help="Its configuration.")] = None,
+    style: Annotated[str | None, typer.Option(help="Calculations that become tool calls: all or last.")] = None,
+    paraphrase: Annotated[
+        str | None, typer.Option(metavar="BASE_URL/MODEL", help="Add questions in other words by this model.")
+    ] = None,
+    pass_rate: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[NAME=]MODEL", help="Add a column with this model's pass rate; may repeat."),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Runs of each question for pass rates.")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Only the first so many rows, for a try.")] = None,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Turn questions with worked solutions, such as GSM8K, into conversations of an agent with a calculator."""
+
+    def work() -> None:
+        from tunesmith.config import PrepareSection
+        from tunesmith.pipeline.load_config import load_section
+        from tunesmith.pipeline.prepare import format_summary, run_prepare
+        from tunesmith.pipeline.prepare_flags import collect_values
+
+        values = collect_values(
+            data=data, data_name=data_name, eval_data=eval_data, eval_name=eval_name, style=style,
+            paraphrase=paraphrase, pass_rate=pass_rate or [], samples=samples, max_rows=max_rows,
+        )  # fmt: skip
+        report = run_prepare(load_section(PrepareSection, config, overrides or [], values=values), out_dir=Path(out))
+        typer.echo(format_summary(report))
+
+    run_guarded(work, is_debug=debug)
+
+
+@app.command("sft")
+def finetune(
+    config: Annotated[str, typer.Argument(help="Fine-tuning file (YAML); keys: config --options --stage sft.")],
+    out: Annotated[str, typer.Option(help="Folder of the result; an unfinished one there is gone on with.")],
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Fine-tune a model, or a LoRA or QLoRA adapter on it, on conversations."""
+
+    def work() -> None:
+        from tunesmith.config import FinetuneConfig
+        from tunesmith.pipeline.finetune import run_sft
+        from tunesmith.pipeline.load_config import load_section
+
+        result = run_sft(load_section(FinetuneConfig, config, overrides or []), out_dir=Path(out))
+        typer.echo(f"{result.num_steps} steps on {result.num_rows} rows, loss {result.loss:.4f}")
+        if result.eval_loss is not None:
+            typer.echo(f"evaluation loss {result.eval_loss:.4f} at step {result.best_step}, whose weights were kept")
+        typer.echo(f"fine-tuned model: {result.folder}")
+
+    run_guarded(work, is_debug=debug)
+
+
+@app.command("prefer")
+def learn_preferences(
+    config: Annotated[str, typer.Argument(help="Preference file (YAML); keys: config --options --stage prefer.")],
+    out: Annotated[str, typer.Option(help="Folder of the result; an unfinished one there is gone on with.")],
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Train a model on preferences: pairs (DPO), or completions judged one by one (KTO)."""
+
+    def work() -> None:
+        from tunesmith.config import PreferenceConfig
+        from tunesmith.pipeline.load_config import load_section
+        from tunesmith.pipeline.prefer import run_preference
+
+        result = run_preference(load_section(PreferenceConfig, config, overrides or []), out_dir=Path(out))
+        typer.echo(f"{result.num_steps} steps on {result.num_rows} rows, loss {result.loss:.4f}")
+        if result.eval_loss is not None:
+            typer.echo(f"evaluation loss {result.eval_loss:.4f} at step {result.best_step}, whose weights were kept")
+        typer.echo(f"trained model: {result.folder}")
+
+    run_guarded(work, is_debug=debug)
+
+
 @app.command("eval")
 def evaluate(
     config: ConfigPath,
-    model: Annotated[list[str] | None, typer.Option(help="Model folder or hub id to evaluate; may repeat.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[LABEL=]PATH", help="Model folder, hub id or run folder to evaluate; may repeat."),
+    ] = None,
     workflow: Workflow = None,
     judge: Judge = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Runs of each task; above 1, pass@k is told.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Fixes every token that is sampled.")] = None,
     overrides: Overrides = None,
-    out: Annotated[str | None, typer.Option(help="Write results and every task's outcome to this JSON file.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(help="Write comparison.json, with every task's runs, and comparison.md here."),
+    ] = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw comparison.png too; needs the extra plot.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Try the held-out tasks of a run file on one or several models, side by side."""
+    """Try models side by side on the held-out tasks of a run file, with intervals and paired tests."""
 
     def work() -> None:
         from tunesmith.api import evaluate_config_file
+        from tunesmith.pipeline.comparison_table import format_comparison
 
+        options = {"evaluation.num_samples": samples, "evaluation.temperature": temperature, "seed": seed}
         chosen = _collect_overrides(overrides, workflow=workflow, judge=judge)
-        evaluate_config_file(config, overrides=chosen, model_paths=model or [], out=out)
+        chosen += [f"{key}={value}" for key, value in options.items() if value is not None]
+        comparison = evaluate_config_file(
+            config, overrides=chosen, models=_collect_models(model or []), out=out, has_plot=plot
+        )
+        typer.echo(format_comparison(comparison))
+
+    run_guarded(work, is_debug=debug)
+
+
+@app.command("run")
+def run_pipeline(
+    config: Annotated[str, typer.Argument(help="Pipeline file (YAML); see docs/pipeline.md.")],
+    only: Annotated[str | None, typer.Option(help="Run this stage alone.")] = None,
+    start_from: Annotated[str | None, typer.Option("--from", help="Run this stage and those after it.")] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Make the stages anew even where they are done; old ones are set aside.")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check everything, say what would run, and stop.")] = False,
+    overrides: Overrides = None,
+    debug: Debug = False,
+) -> None:
+    """Prepare, fine-tune, train, evaluate and export as a pipeline file says; what is done is skipped."""
+
+    def work() -> None:
+        from tunesmith.api import check_pipeline_file, run_pipeline_file
+        from tunesmith.pipeline.run_pipeline import Choice
+
+        choice = Choice(only=only, start_from=start_from, is_again=again)
+        if check:
+            for name, state in check_pipeline_file(config, overrides=overrides or [], choice=choice).items():
+                typer.echo(f"{name}: {state}")
+            return
+        report = run_pipeline_file(config, overrides=overrides or [], choice=choice)
+        typer.echo(report.read_text(encoding="utf-8"))
+        typer.echo(f"report: {report}")
 
     run_guarded(work, is_debug=debug)
 
@@ -122,6 +254,7 @@ def measure_pass_rate(
 def show_config(
     config: Annotated[str | None, typer.Argument(help="Run file (YAML) to resolve.")] = None,
     overrides: Overrides = None,
+    stage: Annotated[str, typer.Option(help="Whose file: tune, prepare, sft, prefer, eval, export or run.")] = "tune",
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of run files.")] = False,
     options: Annotated[
         bool, typer.Option("--options", help="List every key: type, default, when to change it.")
@@ -132,21 +265,24 @@ def show_config(
     """Print the resolved configuration of a run file, the schema, or the list of keys."""
 
     def work() -> None:
-        from tunesmith.pipeline.load_config import config_schema, describe_options, dump_config
+        from tunesmith.pipeline import load_config as files
 
+        kind = files.find_stage(stage)
         if schema:
-            typer.echo(json.dumps(config_schema(), indent=2))
+            typer.echo(json.dumps(files.config_schema(kind), indent=2))
         elif options:
-            for option in describe_options():
+            for option in files.describe_options(kind):
                 typer.echo(f"{option.key}: {option.type} = {option.default}\n    {option.description}")
         elif algorithms:
-            from tunesmith.algorithms.table import describe_algorithms
+            from tunesmith.algorithms.algorithm import describe_algorithms
 
             typer.echo(describe_algorithms())
-        else:
+        elif stage == "tune":
             from tunesmith.api import load_run_file
 
-            typer.echo(dump_config(load_run_file(config, overrides or [])), nl=False)
+            typer.echo(files.dump_config(load_run_file(config, overrides or [])), nl=False)
+        else:
+            typer.echo(files.dump_config(files.load_section(kind, config, overrides or [])), nl=False)
 
     run_guarded(work, is_debug=debug)
 
@@ -163,6 +299,43 @@ def prepare_model(
         from tunesmith.model.prepare import prepare_model as prepare
 
         typer.echo(prepare(name, out or f"models/{name}"))
+
+    run_guarded(work, is_debug=debug)
+
+
+@app.command("export")
+def export_model(
+    model: Annotated[str, typer.Argument(help="Model or adapter folder, run folder (its last checkpoint) or hub id.")],
+    out: Annotated[str, typer.Option(help="New folder to write.")],
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", help="hf (default), adapter or gguf; may repeat.")
+    ] = None,
+    gguf_types: Annotated[
+        list[str] | None, typer.Option("--gguf-type", help="f32, f16 (default), q8_0 or q4_k_m; may repeat.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name in the card and of the GGUF files.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any key of the export section, as in --set license=mit."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a trained model as a Hugging Face folder, PEFT adapter or GGUF files, and compare them with the source."""
+
+    def work() -> None:
+        from tunesmith.config import ExportSection
+        from tunesmith.pipeline.export import run_export
+        from tunesmith.pipeline.load_config import load_section
+
+        given = {"path": model, "formats": formats, "gguf_types": gguf_types, "name": name}
+        values = {key: value for key, value in given.items() if value is not None}
+        settings = load_section(ExportSection, None, overrides or [], values=values)
+        report = run_export(settings, out_dir=Path(out))
+        typer.echo(f"exported {report.name}, {report.num_parameters} parameters: {report.folder}")
+        for place, figures in report.checks.items():
+            typer.echo(f"  {place}: " + ", ".join(f"{key}={value:.4g}" for key, value in figures.items()))
+        if settings.has_verification and report.gguf and not any(place.startswith("gguf/") for place in report.checks):
+            typer.echo("  gguf: not compared, for llama-cpp-python is not installed")
 
     run_guarded(work, is_debug=debug)
 
@@ -186,6 +359,19 @@ def demo(
 def _collect_overrides(overrides: list[str] | None, *, workflow: str | None, judge: str | None) -> list[str]:
     named = [f"{key}={value}" for key, value in (("workflow", workflow), ("judge", judge)) if value is not None]
     return [*(overrides or []), *named]
+
+
+def _collect_models(given: list[str]) -> dict[str, str]:
+    """Label -> path; what has no label, or is a path with an equals sign, is its own label."""
+    models: dict[str, str] = {}
+    for each in given:
+        label, equals, path = each.partition("=")
+        if not equals or "/" in label or Path(each).exists():
+            label = path = each
+        if label in models:
+            raise ValueError(f"--model names {label!r} twice; give each model a label of its own, as LABEL=PATH")
+        models[label] = path
+    return models
 
 
 def main() -> None:

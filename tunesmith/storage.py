@@ -25,11 +25,11 @@ CHECKPOINT = re.compile(r"global_step_(\d+)$")
 GIB = 2**30
 
 REASONS = {
-    errno.ENOSPC: "no space is left on the disk; free some, or choose another checkpoint_root_dir",
-    errno.EDQUOT: "the disk quota is used up; free some space, or choose another checkpoint_root_dir",
-    errno.EACCES: "permission denied; choose a checkpoint_root_dir that you may write",
-    errno.EPERM: "permission denied; choose a checkpoint_root_dir that you may write",
-    errno.EROFS: "the file system is read-only; choose another checkpoint_root_dir",
+    errno.ENOSPC: "no space is left on the disk; free some, or choose another folder (checkpoint_root_dir of a run)",
+    errno.EDQUOT: "the disk quota is used up; free some space, or choose another folder (checkpoint_root_dir of a run)",
+    errno.EACCES: "permission denied; choose a folder that you may write (checkpoint_root_dir of a run)",
+    errno.EPERM: "permission denied; choose a folder that you may write (checkpoint_root_dir of a run)",
+    errno.EROFS: "the file system is read-only; choose another folder (checkpoint_root_dir of a run)",
 }
 
 
@@ -52,8 +52,15 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def monitor(self) -> Path:
+        return self.root / "monitor"
+
+    @property
     def tensorboard(self) -> Path:
-        return self.root / "monitor" / "tensorboard"
+        return self.monitor / "tensorboard"
+
+    def tracker_id(self, tracker: str) -> Path:
+        return self.monitor / f"{tracker}.id"
 
     def rollouts(self, step: int) -> Path:
         return self.root / "rollouts" / f"step_{step:06d}.parquet"
@@ -156,7 +163,8 @@ def check_free_space(folder: Path, num_bytes: int) -> None:
     if free < num_bytes:
         raise StorageError(
             f"cannot write to {folder}: about {num_bytes / GIB:.2f} GiB ({num_bytes} bytes) are needed and "
-            f"{free / GIB:.2f} GiB are free; free some, set keep_checkpoints, or choose another checkpoint_root_dir"
+            f"{free / GIB:.2f} GiB are free; free some, set keep_checkpoints, or choose another folder "
+            "(checkpoint_root_dir of a run)"
         )
 
 

@@ -43,7 +43,7 @@ def test_it_returns_accuracies_and_seconds(demo):
 
 def test_it_leaves_models_data_and_the_run(demo):
     _, root = demo
-    assert {path.name for path in root.iterdir()} == {"base", "data", "sft", "pocket"}
+    assert {path.name for path in root.iterdir()} == {"base", "data", "demonstrations.jsonl", "sft", "pocket"}
     assert (root / "pocket" / "rl" / "global_step_2" / "model.safetensors").is_file()
 
 

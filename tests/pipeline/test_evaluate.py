@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from tunesmith.pipeline.evaluate import compute_bootstrap_interval, compute_evaluation
+from tunesmith.errors import ConfigError
+from tunesmith.pipeline.evaluate import compute_evaluation
 from tunesmith.types import Failure, Group, Task, Trajectory
 
 
@@ -44,8 +43,21 @@ def test_reported_metrics_are_averaged_over_runs():
     assert compute_evaluation("a", groups, policy_version=0).to_metrics()["eval/a/num_calls"] == 3.0
 
 
-def test_bootstrap_interval_is_near_the_normal_one():
-    scores = [1.0] * 60 + [0.0] * 40
-    low, high = compute_bootstrap_interval(scores, rng=random.Random(0))
-    assert low == pytest.approx(0.6 - 1.96 * 0.049, abs=0.02)
-    assert high == pytest.approx(0.6 + 1.96 * 0.049, abs=0.02)
+def test_pass_at_k_is_over_tasks_that_were_tried_k_times():
+    groups = [build_group(0, [1.0, 0.0, 0.0, 0.0]), build_group(1, [1.0, 1.0, 0.0, None])]
+    result = compute_evaluation("held_out", groups, policy_version=0)
+    assert result.pass_at_k == {
+        1: pytest.approx((1 / 4 + 2 / 3) / 2),
+        2: pytest.approx(((1 - 3 / 6) + 1) / 2),
+        4: pytest.approx(1.0),
+    }
+    assert result.to_metrics()["eval/held_out/pass@2"] == pytest.approx(0.75)
+
+
+def test_pass_at_k_needs_outcomes_of_zero_or_one_and_may_take_a_metric_for_them():
+    groups = [build_group(0, [0.3, 0.7], {"accuracy": 1.0}), build_group(1, [0.1, 0.2], {"accuracy": 0.0})]
+    assert compute_evaluation("a", groups, policy_version=0).pass_at_k == {}
+    found = compute_evaluation("a", groups, policy_version=0, outcome_key="accuracy")
+    assert found.pass_at_k == {1: 0.5, 2: 0.5}
+    with pytest.raises(ConfigError, match="outcome_key='exact'"):
+        compute_evaluation("a", groups, policy_version=0, outcome_key="exact")

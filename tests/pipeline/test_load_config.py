@@ -6,7 +6,15 @@ import pytest
 
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.load_config import build_config, config_schema, describe_options, dump_config, load_config
+from tunesmith.pipeline.load_config import (
+    STAGES,
+    build_config,
+    config_schema,
+    describe_options,
+    dump_config,
+    find_stage,
+    load_config,
+)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -127,7 +135,7 @@ def test_every_knob_is_listed_once_with_a_sentence():
     assert options["train_dataset.split"].type == "str|null"
     assert options["auxiliary_models.<name>.base_url"].default == "null"
     assert options["trainer.betas"].default == "[0.9, 0.999]"
-    assert options["monitor.trackers"].type == "list of tensorboard"
+    assert options["monitor.trackers"].type == "list of tensorboard|wandb|mlflow|swanlab"
     assert [key for key, option in options.items() if not option.description] == []
 
 
@@ -136,3 +144,15 @@ def test_the_schema_describes_every_section():
     assert schema["additionalProperties"] is False
     assert set(schema["properties"]) == set(RunConfig.model_fields)
     assert all("description" in section for section in schema["$defs"].values())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_file_of_every_stage_has_options_and_a_schema(stage):
+    kind = find_stage(stage)
+    assert config_schema(kind)["title"] == kind.__name__
+    assert all(option.description for option in describe_options(kind))
+
+
+def test_an_unknown_stage_names_those_there_are():
+    with pytest.raises(ConfigError, match="stage 'train': allowed are tune, prepare, sft"):
+        find_stage("train")

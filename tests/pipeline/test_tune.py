@@ -8,6 +8,7 @@ import socket
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
@@ -178,6 +179,29 @@ def test_tune_works_where_an_event_loop_is_running(run):
 def test_kl_keeps_a_reference_model_and_reports_zero_before_the_first_update(run):
     result = run("algorithm.kl_coef=0.1")
     assert result.metrics["train/kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_groups_trained_again_are_corrected_and_no_mismatch(run, data):
+    """The second step's replayed groups are of another policy; what the newest sampled is still scored alike."""
+    overrides = ("experience.replay.num_groups=2", "trainer.learning_rate=0.03", "trainer.mismatch_stop=1e-3")
+    result = run(*overrides, train_dataset=DatasetConfig(path=data, total_steps=2))
+    first, second = read_metrics(result)
+    assert "correction/mean_weight" not in first
+    assert second["experience/num_replayed_groups"] == 2
+    assert second["correction/mean_weight"] != 1 and second["correction/truncated_frac"] > 0
+    assert second["mismatch/max_log_ratio"] < 1e-4
+
+
+def test_turns_may_have_advantages_of_their_own(run):
+    async def workflow(task, model):
+        first = await ask(task, model)
+        return await ask({"question": f"{task['question']} {first.response}"}, model)
+
+    result = run(workflow_func=workflow, algorithm=AlgorithmConfig(algorithm_type="gigpo", group_size=4, batch_size=2))
+    assert result.metrics["train/num_updates"] == 1
+    rows = pq.read_table(result.folder / "rollouts/step_000001.parquet").to_pylist()
+    advantages = [row["turn_advantages"] for row in rows]
+    assert all(len(row) == 2 for row in advantages) and any(first != second for first, second in advantages)
 
 
 def test_a_second_run_of_one_name_is_refused_and_continued_on_request(run, data):

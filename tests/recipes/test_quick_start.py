@@ -12,8 +12,14 @@ import openai
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tunesmith.config import ModelSection, MonitorSection, TrainerSection
-from tunesmith.pipeline.finetune import FinetuneSettings, run_finetuning
+from tunesmith.config import (
+    DemonstrationSection,
+    FinetuneConfig,
+    FinetuneTrainerSection,
+    ModelSection,
+    MonitorSection,
+)
+from tunesmith.pipeline.finetune import run_sft
 from tunesmith.pipeline.load_config import load_config
 from tunesmith.pipeline.load_function import load_function
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
@@ -37,15 +43,17 @@ def brief_model(pocket_folder, tmp_path_factory):
         }
         for row in QUESTIONS
     ]
-    result = run_finetuning(
-        rows,
-        out_dir=tmp_path_factory.mktemp("brief") / "model",
+    place = tmp_path_factory.mktemp("brief")
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    config = FinetuneConfig(
         model=ModelSection(path=str(pocket_folder), max_model_len=512, device="cpu", dtype="float32"),
-        trainer=TrainerSection(learning_rate=5e-3),
-        settings=FinetuneSettings(num_epochs=8, max_tokens_per_batch=512),
+        train_dataset=DemonstrationSection(path=str(place / "rows.jsonl")),
+        num_epochs=8,
+        max_tokens_per_batch=512,
+        trainer=FinetuneTrainerSection(learning_rate=5e-3, schedule="constant", warmup_ratio=0),
         monitor=MonitorSection(trackers=(), has_progress=False),
     )
-    return result.folder
+    return run_sft(config, out_dir=place / "sft").folder
 
 
 def test_the_quick_start_runs_as_it_is_written(brief_model, tmp_path, monkeypatch):

@@ -2,6 +2,28 @@
 
 from __future__ import annotations
 
+from tunesmith.config.companions import CriticSection, ExpertSection, TeacherSection
+from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection, MaskSection
+from tunesmith.config.evaluate import EvalConfig
+from tunesmith.config.export import ExportSection
+from tunesmith.config.finetune import (
+    DemonstrationSection,
+    FinetuneConfig,
+    FinetuneTrainerSection,
+    OfflineConfig,
+)
+from tunesmith.config.lora import LoraSection
+from tunesmith.config.pipeline import FunctionStage, PipelineConfig
+from tunesmith.config.preference import PreferenceConfig, PreferenceTrainerSection
+from tunesmith.config.prepare import (
+    ContaminationSection,
+    ParaphraseSection,
+    PassRateSection,
+    PrepareSection,
+    SourceSection,
+    TokensSection,
+    TriedModelSection,
+)
 from tunesmith.config.run import (
     AlgorithmSection,
     AuxiliaryModelSection,
@@ -9,6 +31,7 @@ from tunesmith.config.run import (
     EngineSection,
     EvaluationSection,
     ExperienceSection,
+    HeldOutSection,
     ModelSection,
     MonitorSection,
     OperatorSection,
@@ -16,24 +39,51 @@ from tunesmith.config.run import (
     RolloutSection,
     RunConfig,
     SelectorSection,
+    ServedModelSection,
     TrainerSection,
 )
 from tunesmith.config.section import Section
 
 __all__ = [
+    "AdaptiveKlSection",
     "AlgorithmSection",
     "AuxiliaryModelSection",
+    "ContaminationSection",
+    "CorrectionSection",
+    "CriticSection",
     "DatasetSection",
+    "DemonstrationSection",
     "EngineSection",
+    "EvalConfig",
     "EvaluationSection",
     "ExperienceSection",
+    "ExpertSection",
+    "ExportSection",
+    "FinetuneConfig",
+    "FinetuneTrainerSection",
+    "FunctionStage",
+    "HeldOutSection",
+    "LoraSection",
+    "MaskSection",
     "ModelSection",
     "MonitorSection",
+    "OfflineConfig",
     "OperatorSection",
+    "ParaphraseSection",
+    "PassRateSection",
+    "PipelineConfig",
+    "PreferenceConfig",
+    "PreferenceTrainerSection",
+    "PrepareSection",
     "ReplaySection",
     "RolloutSection",
     "RunConfig",
     "Section",
     "SelectorSection",
+    "ServedModelSection",
+    "SourceSection",
+    "TeacherSection",
+    "TokensSection",
     "TrainerSection",
+    "TriedModelSection",
 ]

@@ -10,14 +10,15 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.companions import CriticSection, ExpertSection, TeacherSection
+from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection
+from tunesmith.config.lora import LoraSection
 from tunesmith.config.section import Section
 
 
-class ModelSection(Section):
-    """The model that is trained, or a local model beside it, and how it is sampled."""
+class ServedModelSection(Section):
+    """How a model is loaded and sampled, whichever it is."""
 
-    path: str
-    """Folder or hub id of a Hugging Face causal language model, or a `.gguf` file."""
     max_model_len: int = Field(default=4096, ge=2)
     """Longest context in tokens, prompt and answer together; lower it to save memory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -44,6 +45,18 @@ class ModelSection(Section):
     """How reasoning is split from sampled text: deepseek_r1 reads <think>...</think>."""
     trust_remote_code: bool = False
     """Run code that comes with the model; set only for sources you trust."""
+
+
+class ModelSection(ServedModelSection):
+    """The model that is trained, or a local model beside it, and how it is sampled."""
+
+    path: str
+    """Folder or hub id of a Hugging Face causal language model, a `.gguf` file, or the folder of a PEFT adapter, which
+    is merged into its base unless `lora` is given."""
+    base_path: str | None = None
+    """Base of an adapter in `path`; None takes the one that the adapter's config names."""
+    lora: LoraSection | None = None
+    """Train an adapter: a new one, or the one in `path`. None trains all weights."""
 
 
 class AuxiliaryModelSection(Section):
@@ -126,24 +139,38 @@ class AlgorithmSection(Section):
     """Arguments of the advantage function that differ from its defaults; unknown ones are errors."""
     loss_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the loss function that differ from its defaults; unknown ones are errors."""
+    terms_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the function between the two, which looks at whole sequences (returns, pairs, sequence ratios), that
+    differ from its defaults; unknown ones are errors."""
     loss_aggregation: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = None
     """How token losses are weighed in the batch's loss; None takes the algorithm's own."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the starting model; above 0 a second copy of the model is kept for reference."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
-    """Estimator of that KL (Schulman, 2020)."""
+    """Weight of the KL to the starting model; above 0 a second copy of the model is kept for reference, or with
+    `model.lora` none: the weights under the adapter are the reference."""
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "corrected_k3"] = "k2"
+    """Estimator of that KL (Schulman, 2020); corrected_k3 weighs k3 by the ratio of policy and sampler."""
+    kl_adaptive: AdaptiveKlSection | None = None
+    """Steer `kl_coef`, which is then where it begins, towards a KL; None keeps it."""
+    correction: CorrectionSection = CorrectionSection()
+    """Importance weights and masks of tokens that another policy sampled."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of an entropy bonus; raise it a little (0.001) when answers become alike too early."""
+    critic: CriticSection = CriticSection()
+    """The critic of ppo."""
+    teacher: TeacherSection | None = None
+    """Whom on_policy_distill and jsd imitate."""
+    expert: ExpertSection | None = None
+    """Demonstrations that mix and mix_chord train beside the policy's own runs."""
 
 
 class ReplaySection(Section):
     """Training again on groups of earlier steps."""
 
     num_groups: int = Field(default=0, ge=0)
-    """Groups of earlier steps that each step trains too; raise it where rollouts cost more than training. The mismatch
-    of sampler and trainer then includes how far the policy moved since."""
+    """Groups of earlier steps that each step trains too; raise it where rollouts cost more than training. Their losses
+    are multiplied by truncated importance weights unless `algorithm.correction` says otherwise."""
     capacity: int = Field(default=1024, ge=1)
     """Groups kept; the one of lowest priority goes first."""
     max_staleness: int = Field(default=4, ge=1)
@@ -177,21 +204,22 @@ class EngineSection(Section):
     """Tokens in one page of the key-value cache."""
     max_num_seqs: int = Field(default=256, ge=1)
     """Most requests decoded at once."""
-    max_batched_tokens: int = Field(default=4096, ge=1)
-    """Most tokens in one forward; longer prompts are prefilled in chunks."""
+    max_batched_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens in one forward; longer prompts are prefilled in chunks. None takes 4096 on a CPU, 16384 on a GPU."""
     kv_cache_tokens: int | None = Field(default=None, ge=1)
     """Tokens the key-value cache holds; None takes `kv_cache_gib` worth."""
-    kv_cache_gib: float = Field(default=2.0, gt=0)
-    """Memory of the key-value cache in GiB when `kv_cache_tokens` is not given."""
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """Memory of the key-value cache in GiB when `kv_cache_tokens` is not given. None takes 2 on a CPU, and on a GPU what
+    training leaves, at most what `max_num_seqs` requests of the full context need."""
     max_waiting: int = Field(default=4096, ge=1)
     """Requests that may queue; further callers wait their turn before they queue."""
     has_prefix_cache: bool = True
     """Reuse keys and values of prompts that begin alike."""
     has_packed_weights: bool = True
     """On a CPU in float32, sample from a second copy of the weights in a faster layout; turn off to save memory."""
-    cuda_decode: Literal["graphs", "compiled", "eager"] = "graphs"
-    """How a GPU decodes: graphs replays captured steps; compiled also fuses them, which takes a minute or two at the
-    start and pays in long runs; eager does neither, for debugging."""
+    cuda_decode: Literal["graphs", "compiled", "eager"] = "compiled"
+    """How a GPU runs the model: compiled traces its layers, runs them in fewer and larger steps, and replays captured
+    steps; graphs only replays; eager does neither, for debugging."""
     decode_block: int = Field(default=16, ge=1, le=64)
     """On a GPU, tokens decoded between two looks of the host; lower it when most answers are very short."""
 
@@ -240,6 +268,9 @@ class TrainerSection(Section):
     """Positions whose logits are alive at once; lower it when the vocabulary is large and memory small."""
     has_gradient_checkpointing: bool = False
     """Keep only layer inputs and compute the rest again in the backward: less memory, about a third more time."""
+    has_compiled_layers: bool = True
+    """On a GPU, fuse what lies between matrix products: faster, after half a minute of compiling that later runs find
+    done; turn it off for runs of a few steps."""
     has_prefix_sharing: bool = True
     """Compute what samples of a group share once; the gradient is the same."""
     mismatch_warn: float = Field(default=1e-2, gt=0)
@@ -248,13 +279,9 @@ class TrainerSection(Section):
     """Mean KL between sampler and trainer above which the run stops."""
 
 
-class EvaluationSection(Section):
-    """When and how held-out tasks are tried."""
+class HeldOutSection(Section):
+    """How held-out tasks are tried."""
 
-    interval_steps: int = Field(default=100, ge=0)
-    """Steps between evaluations; 0 evaluates only at the end."""
-    at_start: bool = False
-    """Evaluate the model before the first step."""
     num_samples: int = Field(default=1, ge=1)
     """Rollouts of each held-out task."""
     temperature: float | None = Field(default=None, ge=0)
@@ -263,11 +290,21 @@ class EvaluationSection(Section):
     """Only the first so many held-out tasks; None takes all."""
 
 
+class EvaluationSection(HeldOutSection):
+    """When and how held-out tasks are tried in the course of a run."""
+
+    interval_steps: int = Field(default=100, ge=0)
+    """Steps between evaluations; 0 evaluates only at the end."""
+    at_start: bool = False
+    """Evaluate the model before the first step."""
+
+
 class MonitorSection(Section):
     """Where metrics go besides the console and metrics.jsonl."""
 
-    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
-    """Trackers that get every metric under the same name."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab"], ...] = ("tensorboard",)
+    """Trackers that get every metric under the same name, several at once if you like; all but the first need the
+    extra of their name."""
     has_progress: bool = True
     """Show live progress on the console."""
     log_interval_steps: int = Field(default=1, ge=1)

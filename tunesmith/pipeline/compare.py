@@ -1,66 +1,231 @@
-"""Several models on the same held-out tasks, side by side, with the same draws."""
+"""Evaluating several models on the same held-out tasks, one after the other, with the same draws.
+
+Each model is loaded once and let go before the next. With a folder, what is done is kept there model by model and set
+by set, so a comparison that is killed goes on where it was; the results take its place at the end.
+"""
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import json
+import re
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from tunesmith.config import RunConfig
+import torch
+
+from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.engine.clock import run_lockstep
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.evaluate import EvaluationResult
-from tunesmith.pipeline.policy import BuildModel, check_policy
-from tunesmith.pipeline.stage import evaluate_all, load_stage
+from tunesmith.model.fingerprint import compute_fingerprint
+from tunesmith.model.render import Renderer
+from tunesmith.monitor.console import ConsoleProgress, format_duration
+from tunesmith.pipeline.attempts import AttemptedTask, load_attempts, read_attempts, save_attempts
+from tunesmith.pipeline.comparison import Comparison, ModelResult, compare_results, compute_result
+from tunesmith.pipeline.comparison_plot import check_plot, save_plot
+from tunesmith.pipeline.comparison_table import format_comparison
+from tunesmith.pipeline.export_source import find_model_folder
+from tunesmith.pipeline.load_function import load_function
+from tunesmith.pipeline.policy import BuildModel, check_auxiliary, check_policy
+from tunesmith.pipeline.stage import Stage, load_stage, try_held_out
 from tunesmith.rollout.groups import check_failures
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.storage import load_json, remove_tree, save_json, save_text
 from tunesmith.tasks.load import load_tasks
-from tunesmith.types import JudgeType, WorkflowType
+from tunesmith.types import JudgeType, Task, WorkflowType
 
-Comparison = Mapping[str, Mapping[str, EvaluationResult]]
-"""Model path -> name of the task set -> result."""
+LABEL = re.compile(r"[^|\n]*[^|\s]")
+JSON_FILE, TABLE_FILE, PLOT_FILE = "comparison.json", "comparison.md", "comparison.png"
+PARTS = "parts"
 
 
 def run_comparison(
     config: RunConfig,
     *,
+    models: Mapping[str, str],
     workflow: WorkflowType,
     judge: JudgeType | None,
     build_model: BuildModel,
-    model_paths: Sequence[str],
+    out: Path | None = None,
+    has_plot: bool = False,
 ) -> Comparison:
-    """Evaluate each model on each of the config's held-out sets; raises when too many runs of a set fail."""
+    """Try each model, by label, on each of the config's held-out sets; write the results to `out`.
+
+    Raises before a model loads for whatever is wrong with functions, sets or models, and afterwards when more runs of a
+    set fail than `rollout.max_failure_rate` allows.
+    """
+    models = {label: find_model(path) for label, path in models.items()}
+    sets = check_comparison(config, models=models, workflow=workflow, judge=judge)
+    if has_plot:
+        check_plot()
+    if has_plot and out is None:
+        raise ConfigError("a plot needs a folder to go to: give --out")
+    results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
+    progress = ConsoleProgress(
+        first_step=0,
+        total_steps=len(models) * len(sets),
+        has_progress=config.monitor.has_progress,
+        log_interval_steps=1,
+    )
+    try:
+        for number, (label, path) in enumerate(models.items()):
+            each = with_model_path(config, path)
+            parts = {name: find_part(out, each, name) for name in sets}
+            tried = try_model(
+                each,
+                sets,
+                parts,
+                label=label,
+                workflow=workflow,
+                judge=judge,
+                build_model=build_model,
+                progress=progress,
+                num_done=number * len(sets),
+            )
+            free_memory()
+            for name, (tasks, seconds) in tried.items():
+                results[name][label] = compute_result(
+                    label,
+                    path,
+                    tasks,
+                    seed=config.seed,
+                    seconds=seconds,
+                    outcome_key=config.experience.outcome_key,
+                )
+    finally:
+        progress.close()
+    comparison = {name: compare_results(name, of_set, seed=config.seed) for name, of_set in results.items()}
+    if out is not None:
+        save_comparison(out, comparison, has_plot=has_plot)
+    return comparison
+
+
+def run_eval(config: EvalConfig, *, out_dir: Path | None, build_model: BuildModel) -> Comparison:
+    """The evaluation that a file of its own describes."""
+    return run_comparison(
+        config.to_run_config(),
+        models=config.models,
+        workflow=load_function(config.workflow, knob="workflow"),
+        judge=None if config.judge is None else load_function(config.judge, knob="judge"),
+        build_model=build_model,
+        out=out_dir,
+        has_plot=config.has_plot,
+    )
+
+
+def check_comparison(
+    config: RunConfig, *, models: Mapping[str, str], workflow: WorkflowType, judge: JudgeType | None
+) -> dict[str, list[Task]]:
+    """The tasks of each set, when everything that needs no weights is in order."""
     check_workflow_function(workflow)
     if judge is not None:
         check_judge_function(judge)
     if not config.eval_datasets:
         raise ConfigError("eval_datasets is empty: name at least one held-out set, as eval_datasets.test.path=...")
-    eval_tasks = {
+    for label in models:
+        if not LABEL.fullmatch(label):
+            raise ConfigError(f"the label {label!r} of a model must be text on one line, without '|'")
+    sets = {
         name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
     }
-    configs = {path: with_model_path(config, path) for path in model_paths}
-    for each in configs.values():
-        check_policy(each.model)
-    results: dict[str, dict[str, EvaluationResult]] = {}
-    for path, each in configs.items():
-        stage = load_stage(each, workflow=workflow, judge=judge, build_model=build_model)
-        results[path] = run_lockstep(evaluate_all(each, stage, eval_tasks, policy_version=0))
-        for result in results[path].values():
-            check_failures(result.groups, max_failure_rate=config.rollout.max_failure_rate)
-    return results
+    for path in models.values():
+        check_policy(with_model_path(config, path).model)
+    for name, section in config.auxiliary_models.items():
+        check_auxiliary(name, section)
+    return sets
+
+
+def find_model(path: str) -> str:
+    """The path itself, or the model that the run or stage in this folder left."""
+    folder = Path(path).expanduser()
+    return str(find_model_folder(folder.absolute())) if folder.is_dir() else path
 
 
 def with_model_path(config: RunConfig, path: str) -> RunConfig:
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    """The config for another model; an adapter's settings belong to the model that they were written for."""
+    section = config.model
+    if path != section.path:
+        section = section.model_copy(update={"path": path, "base_path": None})
+    return config.model_copy(update={"model": section.model_copy(update={"lora": None})})
 
 
-def format_comparison(results: Comparison) -> str:
-    """A table: one line a model and task set."""
-    width = max(len(path) for path in results)
-    lines = [f"{'model':<{width}}  {'tasks':<16} {'reward':>8} {'95 % interval':>18} {'n':>6} {'failed':>6}"]
-    for path, sets in results.items():
-        for name, result in sets.items():
-            reward = "-" if result.mean is None else f"{result.mean:.4f}"
-            interval = "-" if result.interval is None else f"{result.interval[0]:.4f} - {result.interval[1]:.4f}"
-            counts = f"{len(result.groups):>6} {result.num_failures:>6}"
-            lines.append(f"{path:<{width}}  {name:<16} {reward:>8} {interval:>18} {counts}")
-    return "\n".join(lines)
+Parts = Mapping[str, Path | None]
+Tried = dict[str, tuple[list[AttemptedTask], float]]
+
+
+def try_model(
+    config: RunConfig,
+    sets: Mapping[str, Sequence[Task]],
+    parts: Parts,
+    *,
+    label: str,
+    workflow: WorkflowType,
+    judge: JudgeType | None,
+    build_model: BuildModel,
+    progress: ConsoleProgress,
+    num_done: int,
+) -> Tried:
+    """One model's attempts and seconds by set; a set whose part is there is not tried again, and loads no model."""
+    tried: Tried = {}
+    stage: Stage | None = None
+    for number, (name, tasks) in enumerate(sets.items(), start=num_done + 1):
+        part = parts[name]
+        if part is not None and part.exists():
+            saved = load_json(part)
+            tried[name] = load_attempts(saved["tasks"]), saved["seconds"]
+            progress.show_done(number, f"{label} on {name}: done before")
+            continue
+        progress.show_status(f"{label} on {name}: loading")
+        stage = stage or load_stage(config, workflow=workflow, judge=judge, build_model=build_model)
+        attempts, seconds = try_set(config, stage, name, tasks, progress)
+        tried[name] = attempts, seconds
+        if part is not None:
+            save_json(part, {"seconds": seconds, "tasks": save_attempts(attempts)})
+        progress.show_done(number, f"{label} on {name}: {len(tasks)} tasks in {format_duration(seconds)}")
+    return tried
+
+
+def try_set(
+    config: RunConfig, stage: Stage, name: str, tasks: Sequence[Task], progress: ConsoleProgress
+) -> tuple[list[AttemptedTask], float]:
+    """Attempts and seconds."""
+    started = time.perf_counter()
+    groups = run_lockstep(try_held_out(config, stage, name, tasks, policy_version=0, monitor=progress))
+    seconds = time.perf_counter() - started
+    check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
+    renderer = Renderer(
+        stage.policy.tokenizer,
+        tool_call_parser=config.model.tool_call_parser,
+        reasoning_parser=config.model.reasoning_parser,
+    )
+    return read_attempts(groups, renderer), seconds
+
+
+def find_part(out: Path | None, config: RunConfig, name: str) -> Path | None:
+    """Where one model's attempts at one set are kept until all is done; named after all that they depend on."""
+    if out is None:
+        return None
+    settings = config.model_dump(mode="json", exclude={"monitor", "trainer", "algorithm"})
+    weights = compute_fingerprint(config.model.path)
+    digest = hashlib.sha256(json.dumps([settings, weights, name], sort_keys=True).encode()).hexdigest()[:16]
+    return out / PARTS / f"{digest}.json"
+
+
+def save_comparison(out: Path, comparison: Comparison, *, has_plot: bool) -> None:
+    """Write the results, and remove the parts that they were made of."""
+    save_text(out / TABLE_FILE, format_comparison(comparison))
+    if has_plot:
+        save_plot(out / PLOT_FILE, comparison)
+    save_json(out / JSON_FILE, {name: each.to_json() for name, each in comparison.items()})
+    if (out / PARTS).exists():
+        remove_tree(out / PARTS)
+
+
+def free_memory() -> None:
+    """Give back what a model held that nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -8,6 +8,7 @@ are compared on held-out problems, sampled as they were in training and greedily
 from __future__ import annotations
 
 import importlib.util
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ from transformers.utils import logging as transformers_logging
 from tunesmith.config import (
     AlgorithmSection,
     DatasetSection,
+    DemonstrationSection,
     EvaluationSection,
+    FinetuneConfig,
+    FinetuneTrainerSection,
     ModelSection,
     MonitorSection,
     RunConfig,
@@ -33,19 +37,23 @@ from tunesmith.config import (
 from tunesmith.errors import ConfigError
 from tunesmith.model.checkpoint import save_model_files
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+from tunesmith.pipeline.attempts import REWARD
 from tunesmith.pipeline.compare import run_comparison
-from tunesmith.pipeline.evaluate import EvaluationResult
-from tunesmith.pipeline.finetune import FinetuneSettings, run_finetuning
+from tunesmith.pipeline.comparison import Estimate
+from tunesmith.pipeline.finetune import run_sft
 from tunesmith.pipeline.load_function import load_function
 from tunesmith.pipeline.policy import BuildModel
 from tunesmith.pipeline.tune import run_tuning
-from tunesmith.storage import storage_errors
+from tunesmith.storage import save_text, storage_errors
 from tunesmith.tasks.arithmetic import build_problems, save_problems
 from tunesmith.types import JudgeType, WorkflowType
 
 AGENT_MODULE = "tunesmith.pipeline.demo_agent"
 AGENT_FUNCTIONS = ("solve_problem", "judge_answer", "build_demonstrations")
 TEST_SET = "test"
+DEMONSTRATIONS = "demonstrations.jsonl"
+FINETUNE_SAVE_INTERVAL = 1000
+"""More steps than the fine-tuning of the demo has: it is over in a minute, and is not resumed."""
 MODES: Mapping[str, float] = {"sampled": 1.0, "greedy": 0.0}
 """Ways to evaluate -> temperature."""
 REPORTED = "sampled"
@@ -103,7 +111,7 @@ def run_demo(*, seed: int, out: Path, build_model: BuildModel, settings: DemoSet
     results = evaluate(models, config, agent, build_model=build_model)
     print_table(results)
     print(f"run folder: {trained.folder}")
-    accuracies = {name: round(row[REPORTED].mean or 0.0, 4) for name, row in results.items()}
+    accuracies = {name: round(row[REPORTED].mean, 4) for name, row in results.items()}
     return accuracies | {"seconds": round(time.monotonic() - started, 1)}
 
 
@@ -133,24 +141,25 @@ def save_base(root: Path, *, seed: int, settings: DemoSettings) -> Path:
 def finetune(base: Path, agent: DemoAgent, root: Path, *, seed: int, settings: DemoSettings) -> Path:
     """Teach the base model how an agent's conversation goes; return the folder of the result."""
     problems = build_problems("train", num_problems=settings.num_demonstrations, seed=seed)
-    result = run_finetuning(
-        agent.build_demonstrations(problems, seed=seed),
-        out_dir=root / "sft",
+    rows = agent.build_demonstrations(problems, seed=seed)
+    save_text(root / DEMONSTRATIONS, "".join(json.dumps(row) + "\n" for row in rows))
+    config = FinetuneConfig(
         model=build_model_section(base),
-        trainer=TrainerSection(
+        train_dataset=DemonstrationSection(path=str(root / DEMONSTRATIONS)),
+        num_epochs=settings.num_epochs,
+        max_tokens_per_batch=settings.finetune_tokens_per_batch,
+        seed=seed,
+        save_interval_steps=FINETUNE_SAVE_INTERVAL,
+        trainer=FinetuneTrainerSection(
             learning_rate=settings.finetune_learning_rate,
             warmup_steps=20,
-            schedule="cosine",
             min_lr_ratio=0.1,
             weight_decay=0.01,
             betas=(0.9, 0.95),
         ),
-        settings=FinetuneSettings(
-            num_epochs=settings.num_epochs, max_tokens_per_batch=settings.finetune_tokens_per_batch, seed=seed
-        ),
         monitor=MonitorSection(log_interval_steps=50),
     )
-    return result.folder
+    return run_sft(config, out_dir=root / "sft").folder
 
 
 def build_config(finetuned: Path, root: Path, *, seed: int, settings: DemoSettings) -> RunConfig:
@@ -185,23 +194,22 @@ def build_model_section(path: Path) -> ModelSection:
 
 def evaluate(
     models: Mapping[str, Path], config: RunConfig, agent: DemoAgent, *, build_model: BuildModel
-) -> dict[str, dict[str, EvaluationResult]]:
-    """Each model's result in each mode."""
-    paths = [str(path) for path in models.values()]
+) -> dict[str, dict[str, Estimate]]:
+    """Each model's accuracy in each mode."""
     comparisons = {
         mode: run_comparison(
             config.model_copy(update={"evaluation": EvaluationSection(temperature=temperature)}),
+            models={name: str(path) for name, path in models.items()},
             workflow=agent.workflow,
             judge=agent.judge,
             build_model=build_model,
-            model_paths=paths,
-        )
+        )[TEST_SET]
         for mode, temperature in MODES.items()
     }
-    return {name: {mode: comparisons[mode][str(path)][TEST_SET] for mode in MODES} for name, path in models.items()}
+    return {name: {mode: comparisons[mode].results[name].estimates[REWARD] for mode in MODES} for name in models}
 
 
-def print_table(results: Mapping[str, Mapping[str, EvaluationResult]]) -> None:
+def print_table(results: Mapping[str, Mapping[str, Estimate]]) -> None:
     """Accuracy with its 95 % interval, by model and mode."""
     table = Table(title="accuracy on held-out problems")
     table.add_column("model")
@@ -212,8 +220,6 @@ def print_table(results: Mapping[str, Mapping[str, EvaluationResult]]) -> None:
     Console().print(table)
 
 
-def format_accuracy(result: EvaluationResult) -> str:
-    if result.mean is None or result.interval is None:
-        return "-"
-    low, high = result.interval
-    return f"{result.mean:.1%} ({low:.1%} - {high:.1%})"
+def format_accuracy(accuracy: Estimate) -> str:
+    low, high = accuracy.interval
+    return f"{accuracy.mean:.1%} ({low:.1%} - {high:.1%})"

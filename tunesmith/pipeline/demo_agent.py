@@ -64,12 +64,14 @@ async def judge_answer(task: Mapping[str, Any], response: Any) -> JudgeOutput:
     return await judge_number(task, response)
 
 
-def build_demonstrations(problems: Sequence[Problem], *, seed: int) -> list[dict[str, Any]]:
+def build_demonstrations(
+    problems: Sequence[Problem], *, seed: int, share_from_head: Mapping[int, float] = SHARE_FROM_HEAD
+) -> list[dict[str, Any]]:
     """Rows to fine-tune on: the easier a problem, the oftener it is answered from the head, as people do."""
     rng = random.Random(f"demonstrations-{seed}")
     return [
         _build_answer_from_head(problem)
-        if rng.random() < SHARE_FROM_HEAD[problem.num_operations]
+        if rng.random() < share_from_head[problem.num_operations]
         else _build_answer_by_tool(problem)
         for problem in problems
     ]

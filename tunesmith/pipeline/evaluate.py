@@ -6,15 +6,15 @@ left out of the mean and counted.
 
 from __future__ import annotations
 
-import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tunesmith.experience.outcomes import compute_outcome
+from tunesmith.pipeline.attempts import compute_pass_curve
+from tunesmith.pipeline.significance import Interval, compute_bootstrap_interval
 from tunesmith.types import Group
-
-NUM_RESAMPLES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,14 @@ class EvaluationResult:
     groups: list[Group]
     mean: float | None
     """Mean over tasks of the mean reward of a task's runs; None when every run failed."""
-    interval: tuple[float, float] | None
+    interval: Interval | None
     """95 % bootstrap interval of the mean over tasks."""
     num_failures: int
     metric_means: dict[str, float]
     """Mean over runs of what the workflow and the judge reported."""
+    pass_at_k: Mapping[int, float]
+    """Mean over tasks of the chance that one of k runs has outcome 1; empty unless tasks were tried several times and
+    every outcome is 0 or 1."""
 
     def to_metrics(self) -> dict[str, float]:
         prefix = f"eval/{self.name}"
@@ -38,6 +41,7 @@ class EvaluationResult:
         if self.mean is not None and self.interval is not None:
             low, high = self.interval
             metrics |= {f"{prefix}/reward": self.mean, f"{prefix}/reward_low": low, f"{prefix}/reward_high": high}
+        metrics |= {f"{prefix}/pass@{k}": value for k, value in self.pass_at_k.items()}
         return metrics | {f"{prefix}/{key}": value for key, value in self.metric_means.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -61,12 +65,15 @@ class EvaluationResult:
             "interval_95": self.interval,
             "num_failures": self.num_failures,
             "metrics": self.metric_means,
+            "pass_at_k": dict(self.pass_at_k),
             "tasks": tasks,
         }
 
 
-def compute_evaluation(name: str, groups: Sequence[Group], *, policy_version: int, seed: int = 0) -> EvaluationResult:
-    """Summarise the groups of one task set."""
+def compute_evaluation(
+    name: str, groups: Sequence[Group], *, policy_version: int, seed: int = 0, outcome_key: str | None = None
+) -> EvaluationResult:
+    """Summarise the groups of one task set; `outcome_key` names the metric that says whether a run passed."""
     scores = [statistics.fmean(t.reward for t in g.scored if t.reward is not None) for g in groups if g.scored]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     reported: dict[str, list[float]] = {}
@@ -74,19 +81,14 @@ def compute_evaluation(name: str, groups: Sequence[Group], *, policy_version: in
         if trajectory.failure is None:
             for key, value in trajectory.metrics.items():
                 reported.setdefault(key, []).append(value)
+    curve = compute_pass_curve([[compute_outcome(run, outcome_key) for run in group.scored] for group in groups])
     return EvaluationResult(
         name=name,
         policy_version=policy_version,
         groups=list(groups),
         mean=statistics.fmean(scores) if scores else None,
-        interval=compute_bootstrap_interval(scores, rng=random.Random(seed)) if scores else None,
+        interval=compute_bootstrap_interval(scores, seed=seed) if scores else None,
         num_failures=sum(trajectory.failure is not None for trajectory in trajectories),
         metric_means={key: statistics.fmean(values) for key, values in reported.items()},
+        pass_at_k={k: statistics.fmean(values) for k, values in curve.items()},
     )
-
-
-def compute_bootstrap_interval(scores: Sequence[float], *, rng: random.Random) -> tuple[float, float]:
-    """95 % percentile bootstrap of the mean (Efron, 1979), over `scores` as independent draws."""
-    count = len(scores)
-    means = sorted(statistics.fmean(rng.choices(scores, k=count)) for _ in range(NUM_RESAMPLES))
-    return means[round(0.025 * (NUM_RESAMPLES - 1))], means[round(0.975 * (NUM_RESAMPLES - 1))]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -20,8 +20,29 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from tunesmith.config import RunConfig, Section
+from tunesmith.config import (
+    EvalConfig,
+    ExportSection,
+    FinetuneConfig,
+    PipelineConfig,
+    PreferenceConfig,
+    PrepareSection,
+    RunConfig,
+    Section,
+)
 from tunesmith.errors import ConfigError
+
+AnySection = TypeVar("AnySection", bound=Section)
+STAGES: Mapping[str, type[Section]] = {
+    "tune": RunConfig,
+    "prepare": PrepareSection,
+    "sft": FinetuneConfig,
+    "prefer": PreferenceConfig,
+    "eval": EvalConfig,
+    "export": ExportSection,
+    "run": PipelineConfig,
+}
+"""What the file of each command holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +64,18 @@ def load_config(
     base: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """Read a run file, or take `base` for its content, and apply nested values over it, then `a.b=value` overrides."""
+    return load_section(RunConfig, path, overrides, values=values, base=base)
+
+
+def load_section(
+    kind: type[AnySection],
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    values: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
+) -> AnySection:
+    """As `load_config`, for the file of any stage."""
     merged = OmegaConf.create() if path is None else load_yaml(Path(path))
     for layer in (base, values):
         if layer:
@@ -50,12 +83,15 @@ def load_config(
             assert isinstance(merged, DictConfig)
     for override in overrides:
         merged = apply_override(merged, override)
-    return build_config(resolve(merged, path))
+    return build_section(kind, resolve(merged, path))
 
 
-def load_values(path: Path | str) -> dict[str, Any]:
-    """What a file says, with its interpolations filled in, and nothing checked."""
-    return resolve(load_yaml(Path(path)), path)
+def load_values(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a file and the overrides say, with interpolations filled in, and nothing checked."""
+    merged = load_yaml(Path(path))
+    for override in overrides:
+        merged = apply_override(merged, override)
+    return resolve(merged, path)
 
 
 def resolve(config: DictConfig, path: Path | str | None) -> dict[str, Any]:
@@ -102,8 +138,13 @@ def apply_override(config: DictConfig, override: str) -> DictConfig:
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
     """Check plain values; every fault becomes a clause of one `ConfigError`."""
+    return build_section(RunConfig, values)
+
+
+def build_section(kind: type[AnySection], values: Mapping[str, Any]) -> AnySection:
+    """As `build_config`, for any stage."""
     try:
-        return RunConfig.model_validate(dict(values))
+        return kind.model_validate(dict(values))
     except ValidationError as error:
         raise ConfigError("; ".join(describe_fault(fault) for fault in error.errors())) from error
 
@@ -125,7 +166,7 @@ def describe_fault(fault: ErrorDetails) -> str:
     return f"{key} {fault['msg'].replace('Input should', 'must', 1)}, got {fault['input']!r}"
 
 
-def dump_config(config: RunConfig) -> str:
+def dump_config(config: Section) -> str:
     """The whole config as YAML that `load_config` reads back to an equal one."""
     text: str = OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(config.model_dump(mode="json"))))
     return text
@@ -142,14 +183,21 @@ def escape_interpolations(value: Any) -> Any:
     return value
 
 
-def config_schema() -> dict[str, Any]:
-    """JSON schema of a run file."""
-    return RunConfig.model_json_schema()
+def config_schema(kind: type[Section] = RunConfig) -> dict[str, Any]:
+    """JSON schema of a run file, or of another stage's."""
+    return kind.model_json_schema()
 
 
-def describe_options() -> list[Option]:
-    """Every knob of a run file in the order of `config/run.py`."""
-    return list(iter_options(RunConfig, prefix=""))
+def describe_options(kind: type[Section] = RunConfig) -> list[Option]:
+    """Every knob of a run file in the order of `config/run.py`, or of another stage's file."""
+    return list(iter_options(kind, prefix=""))
+
+
+def find_stage(name: str) -> type[Section]:
+    """What the file of a stage holds, by the name of its command."""
+    if name not in STAGES:
+        raise ConfigError(f"stage {name!r}: allowed are {', '.join(STAGES)}")
+    return STAGES[name]
 
 
 def iter_options(section: type[Section], *, prefix: str) -> Iterator[Option]:

@@ -10,7 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
+from tunesmith.types import JudgeType, WorkflowType
 
 
 def load_function(spec: str, *, knob: str) -> Callable[..., Any]:
@@ -23,6 +25,16 @@ def load_function(spec: str, *, knob: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{knob}={spec!r}: {place} has no function {name!r}")
     return function
+
+
+def load_functions(config: RunConfig) -> tuple[WorkflowType, JudgeType | None]:
+    """The workflow and judge that a config names."""
+    if config.workflow is None:
+        raise ConfigError(
+            "workflow is missing: name the agent as file.py:function (--workflow, or workflow: in the file)"
+        )
+    judge = None if config.judge is None else load_function(config.judge, knob="judge")
+    return load_function(config.workflow, knob="workflow"), judge
 
 
 def load_part(spec: str, *, knob: str) -> Callable[..., Any]:

@@ -17,14 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.errors import ConfigError
-from tunesmith.model.load import (
-    check_model,
-    check_vocabulary,
-    load_model,
-    load_tokenizer,
-    resolve_device,
-    resolve_dtype,
-)
+from tunesmith.model.load import check_section, check_vocabulary, load_section_model, load_section_tokenizer
 from tunesmith.model.render import Renderer
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.service import FixedModel, ModelService, ModelSource
@@ -56,21 +49,15 @@ class Auxiliary:
 
 def check_policy(section: ModelSection) -> None:
     """Raise for whatever is wrong with a model's path, lengths, tokenizer or device, reading no weights."""
-    resolve_device(section.device)
-    check_model(section.path, max_model_len=section.max_model_len, trust_remote_code=section.trust_remote_code)
-    load_tokenizer(section.path, chat_template=section.chat_template, trust_remote_code=section.trust_remote_code)
+    check_section(section)
 
 
 def load_policy(
     section: ModelSection, engine_section: EngineSection, *, build_model: BuildModel, has_recording: bool = True
 ) -> Policy:
     """Load a model and put an engine and an endpoint around it."""
-    device = resolve_device(section.device)
-    tokenizer = load_tokenizer(
-        section.path, chat_template=section.chat_template, trust_remote_code=section.trust_remote_code
-    )
-    dtype = resolve_dtype(section.dtype, device)
-    model = load_model(section.path, dtype=dtype, device=device, trust_remote_code=section.trust_remote_code)
+    tokenizer = load_section_tokenizer(section)
+    model = load_section_model(section)
     check_vocabulary(model, tokenizer)
     engine = LocalEngine(model, tokenizer, engine_section, max_model_len=section.max_model_len)
     renderer = Renderer(

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tunesmith.config import RunConfig
+from tunesmith.config import RunConfig, Section
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.model.checkpoint import find_last_checkpoint, remove_leftovers
 from tunesmith.pipeline.load_config import dump_config, load_config
@@ -132,19 +132,19 @@ def is_used(paths: RunPaths) -> bool:
     return any(entry != paths.lock for entry in paths.root.iterdir())
 
 
-def check_same_run(saved: RunConfig, config: RunConfig) -> tuple[str, ...]:
+def check_same_run(saved: Section, config: Section, *, free_keys: Sequence[str] = FREE_KEYS) -> tuple[str, ...]:
     """Refuse a config that would make another run of it; return the free keys that changed."""
     before, after = flatten(saved.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
     changed = tuple(key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key))
-    refused = [key for key in changed if not is_free(key)]
+    refused = [key for key in changed if not is_free(key, free_keys)]
     if refused:
         listed = "; ".join(f"{key} was {before.get(key)!r}, is {after.get(key)!r}" for key in refused)
         raise ConfigError(f"this run began with other settings: {listed}. Set them back, or choose another name")
     return changed
 
 
-def is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+def is_free(key: str, free_keys: Sequence[str]) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in free_keys)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

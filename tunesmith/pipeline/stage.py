@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.monitor.monitor import Monitor
 from tunesmith.pipeline.evaluate import EvaluationResult, compute_evaluation
 from tunesmith.pipeline.policy import Auxiliary, BuildModel, Policy, build_sampling, load_auxiliary, load_policy
-from tunesmith.rollout.groups import run_groups
+from tunesmith.rollout.groups import attach_baselines, run_groups
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.types import Group, JudgeType, Sampling, Task, Trajectory, WorkflowType
+
+
+class StatusLine(Protocol):
+    """Where progress is told."""
+
+    def show_status(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +69,17 @@ async def collect_groups(
     group_size: int,
     seed: int,
     step: int,
-    monitor: Monitor | None = None,
+    monitor: StatusLine | None = None,
     sampling: Sampling | None = None,
+    baseline_sampling: Sampling | None = None,
 ) -> list[Group]:
-    """Run the agent `group_size` times on each task. The trained model's engine must be sampling."""
+    """Run the agent `group_size` times on each task. The trained model's engine must be sampling.
+
+    With `baseline_sampling` one more run of each task gives its group's baseline reward.
+    """
     for engine in stage.engines[1:]:
         engine.resume(0)  # helpers never change; an empty prefix cache makes a phase a function of its seed
-    num_expected, num_done = len(tasks) * group_size, 0
+    num_expected, num_done = len(tasks) * (group_size + (baseline_sampling is not None)), 0
 
     def count(trajectory: Trajectory) -> None:
         nonlocal num_done
@@ -79,18 +90,21 @@ async def collect_groups(
     async with AsyncExitStack() as serving:
         if stage.http_port is not None:
             await serving.enter_async_context(stage.policy.service.serve(port=stage.http_port))
-        return await run_groups(
+        run = partial(
+            run_groups,
             tasks,
-            group_size=group_size,
             agent=stage.agent,
             model=stage.policy.service,
             auxiliary_models={name: auxiliary.source for name, auxiliary in stage.auxiliaries.items()},
-            seed=seed,
             step=step,
-            sampling=sampling,
             max_concurrency=stage.max_concurrency,
             on_progress=count,
         )
+        groups = await run(group_size=group_size, seed=seed, sampling=sampling)
+        if baseline_sampling is None:
+            return groups
+        baselines = await run(group_size=1, seed=derive_seed(seed, "baseline"), sampling=baseline_sampling)
+        return attach_baselines(groups, baselines)
 
 
 async def evaluate_all(
@@ -99,24 +113,43 @@ async def evaluate_all(
     eval_tasks: Mapping[str, Sequence[Task]],
     *,
     policy_version: int,
-    monitor: Monitor | None = None,
+    monitor: StatusLine | None = None,
 ) -> dict[str, EvaluationResult]:
     """Try every held-out set with the weights as they are; the draws are the same at every evaluation."""
-    sampling = build_sampling(config.model, temperature=config.evaluation.temperature)
     results = {}
     for name, tasks in eval_tasks.items():
-        stage.policy.engine.resume(policy_version)
-        groups = await collect_groups(
-            stage,
-            tasks,
-            group_size=config.evaluation.num_samples,
-            seed=derive_seed(config.seed, "evaluation", name),
-            step=0,
-            monitor=monitor,
-            sampling=sampling,
+        groups = await try_held_out(config, stage, name, tasks, policy_version=policy_version, monitor=monitor)
+        results[name] = compute_evaluation(
+            name,
+            groups,
+            policy_version=policy_version,
+            seed=config.seed,
+            outcome_key=config.experience.outcome_key,
         )
-        stage.policy.engine.pause()
-        results[name] = compute_evaluation(name, groups, policy_version=policy_version, seed=config.seed)
+    return results
+
+
+async def try_held_out(
+    config: RunConfig,
+    stage: Stage,
+    name: str,
+    tasks: Sequence[Task],
+    *,
+    policy_version: int,
+    monitor: StatusLine | None = None,
+) -> list[Group]:
+    """Try one held-out set; what was counted meanwhile does not count as training."""
+    stage.policy.engine.resume(policy_version)
+    groups = await collect_groups(
+        stage,
+        tasks,
+        group_size=config.evaluation.num_samples,
+        seed=derive_seed(config.seed, "evaluation", name),
+        step=0,
+        monitor=monitor,
+        sampling=build_sampling(config.model, temperature=config.evaluation.temperature),
+    )
+    stage.policy.engine.pause()
     stage.policy.engine.compute_stats()
     stage.policy.service.recorder.compute_stats()
-    return results
+    return groups

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from tunesmith.algorithms.table import Algorithm, resolve_algorithm
+from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.config import RunConfig
 from tunesmith.engine.clock import run_lockstep
 from tunesmith.errors import ConfigError
@@ -29,14 +29,18 @@ from tunesmith.model.checkpoint import (
     remove_old_checkpoints,
     save_checkpoint,
 )
-from tunesmith.model.load import load_model
+from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.monitor import Monitor
+from tunesmith.monitor.trackers import check_trackers
+from tunesmith.pipeline.companions import check_companions, load_companions
 from tunesmith.pipeline.evaluate import EvaluationResult
+from tunesmith.pipeline.experts import ExpertFeed, build_experts
 from tunesmith.pipeline.feed import OwnParts, TaskFeed, build_feed
 from tunesmith.pipeline.load_function import load_part
-from tunesmith.pipeline.policy import BuildModel, check_auxiliary, check_policy
+from tunesmith.pipeline.policy import BuildModel, build_sampling, check_auxiliary, check_policy
 from tunesmith.pipeline.run_folder import RunFolder, open_run_folder
 from tunesmith.pipeline.stage import Stage, collect_groups, evaluate_all, load_stage
+from tunesmith.rollout.groups import compute_baseline_metrics
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.storage import check_free_space, save_json
@@ -69,6 +73,8 @@ class Plan:
     """What operators on tasks counted."""
     operators: list[BoundOperator]
     replay: ReplayBuffer
+    experts: ExpertFeed | None
+    """Demonstrations that are trained beside the policy's own runs."""
     eval_tasks: dict[str, list[Task]]
     total_steps: int
 
@@ -86,24 +92,30 @@ def run_tuning(
     if judge is not None:
         check_judge_function(judge)
     plan = build_plan(config, own)
-    with open_run_folder(config) as folder:
-        stage = load_stage(config, workflow=workflow, judge=judge, build_model=build_model)
-        trainer = build_trainer(config, stage, plan)
-        check_free_space(folder.paths.root, estimate_checkpoint_bytes(stage.policy.model, trainer.state_dict()))
-        with Monitor(
+    with (
+        open_run_folder(config) as folder,
+        Monitor(
             folder.paths.root,
             config.monitor,
             total_steps=plan.total_steps,
             committed_step=folder.committed_step,
-        ) as monitor:
-            return run_lockstep(train(config, plan, stage, trainer, folder, monitor))
+            run_settings=config.model_dump(mode="json"),
+        ) as monitor,
+    ):
+        stage = load_stage(config, workflow=workflow, judge=judge, build_model=build_model)
+        trainer = build_trainer(config, stage, plan)
+        check_free_space(folder.paths.root, estimate_checkpoint_bytes(stage.policy.model, trainer.state_dict()))
+        return run_lockstep(train(config, plan, stage, trainer, folder, monitor))
 
 
 def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
     """Check everything that needs no weights."""
     algorithm = resolve_algorithm(config.algorithm)
     if algorithm.is_supervised:
-        raise ConfigError(f"algorithm.algorithm_type={algorithm.name!r} does not learn from rewards; choose grpo")
+        raise ConfigError(
+            f"algorithm.algorithm_type={algorithm.name!r} does not learn from rewards; choose another, or use "
+            "`tunesmith sft` on demonstrations and `tunesmith prefer` on preferences"
+        )
     operators = build_operators(
         config.experience, load=partial(load_part, knob="experience.operators"), own=own.operators
     )
@@ -113,6 +125,8 @@ def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
         for name, dataset in config.eval_datasets.items()
     }
     check_policy(config.model)
+    check_companions(algorithm, config.algorithm, config.model)
+    check_trackers(config.monitor.trackers)
     for name, section in config.auxiliary_models.items():
         check_auxiliary(name, section)
     return Plan(
@@ -121,8 +135,23 @@ def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
         task_counts=counted,
         operators=operators,
         replay=ReplayBuffer(config.experience.replay, seed=config.seed),
+        experts=build_expert_feed(config),
         eval_tasks=eval_tasks,
         total_steps=compute_total_steps(config, num_tasks=len(feed.tasks)),
+    )
+
+
+def build_expert_feed(config: RunConfig) -> ExpertFeed | None:
+    """The demonstrations that the config names."""
+    if config.algorithm.expert is None:
+        return None
+    return build_experts(
+        config.algorithm.expert,
+        load_section_tokenizer(config.model),
+        enable_thinking=config.model.enable_thinking,
+        max_model_len=config.model.max_model_len,
+        num_runs=config.algorithm.batch_size * config.algorithm.group_size,
+        seed=config.seed,
     )
 
 
@@ -140,23 +169,17 @@ def compute_total_steps(config: RunConfig, *, num_tasks: int) -> int:
 
 
 def build_trainer(config: RunConfig, stage: Stage, plan: Plan) -> Trainer:
-    """The trainer of the stage's own weights, with a frozen copy of the starting model if KL needs one."""
-    reference = None
-    model = stage.policy.model
-    if config.algorithm.kl_coef > 0:
-        reference = load_model(
-            config.model.path,
-            dtype=model.dtype,
-            device=model.device,
-            trust_remote_code=config.model.trust_remote_code,
-        ).requires_grad_(False)
+    """The trainer of the stage's own weights, with the models beside it that the algorithm needs."""
+    companions = load_companions(plan.algorithm, config.algorithm, config.model, policy=stage.policy.model)
     return Trainer(
-        model,
+        stage.policy.model,
         config.trainer,
         config.algorithm,
         max_model_len=config.model.max_model_len,
         num_total_steps=plan.total_steps,
-        reference_model=reference,
+        reference_model=companions.reference,
+        teacher_model=companions.teacher,
+        critic_model=companions.critic,
     )
 
 
@@ -198,12 +221,20 @@ async def run_one_step(
     """Bind the step's seeds and place, run it, and hand on what was learned. Policy version v is what v steps made."""
     started, batch_size = time.perf_counter(), config.algorithm.batch_size
     rounds = count()
+    has_baselines = "baselines" in plan.algorithm.needs
+    baseline_sampling = build_sampling(config.model, temperature=0.0) if has_baselines else None
 
     async def collect(chosen: Sequence[Task]) -> list[Group]:
         again = next(rounds)
         seed = derive_seed(config.seed, "refill", again) if again else config.seed
         return await collect_groups(
-            stage, chosen, group_size=config.algorithm.group_size, seed=seed, step=step, monitor=monitor
+            stage,
+            chosen,
+            group_size=config.algorithm.group_size,
+            seed=seed,
+            step=step,
+            monitor=monitor,
+            baseline_sampling=baseline_sampling,
         )
 
     result = await run_step(
@@ -212,6 +243,7 @@ async def run_one_step(
         collect=collect,
         operators=plan.operators,
         replayed=plan.replay.draw(policy_version=step - 1),
+        experts=[] if plan.experts is None else plan.experts.draw(step),
         policy_version=step - 1,
         engine=stage.policy.engine,
         algorithm=plan.algorithm,
@@ -219,6 +251,8 @@ async def run_one_step(
         max_failure_rate=config.rollout.max_failure_rate,
     )
     result.metrics.update(plan.feed.give_feedback(result.batch.collected))
+    if has_baselines:
+        result.metrics.update(compute_baseline_metrics(result.batch.collected))
     plan.replay.add(*result.trained, step=step, policy_version=step - 1)
     result.metrics.update(stage.policy.service.recorder.compute_stats())
     result.metrics["perf/step_s"] = time.perf_counter() - started
