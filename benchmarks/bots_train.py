@@ -6,9 +6,10 @@ First measure the model on the training tasks, then keep a graded set, most of i
     python benchmarks/bots_train.py grade --measured measured.jsonl --field pass_rate --out graded/train.jsonl
     python benchmarks/bots_train.py train --config run.yaml --data graded/train.jsonl --field pass_rate --seeds 5
 
-The run file names the agent, the judge, the model, a held-out set and how often it is tried. The figure is
-one over the share of random's rollouts after which BOTS has random's final held-out accuracy; a seed that never gets
-there counts as all of them.
+The run file names the agent, the judge, the model, a held-out set and how often it is tried. The figure is one over the
+share of random's rollouts after which BOTS has random's final held-out accuracy, both as means of three evaluations; a
+seed that never gets there counts as all of them. Runs that were cut off go on; `--plot FILE` draws both accuracies over
+rollouts.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ import json
 import random
 import statistics
 from pathlib import Path
+from typing import Any
 
 from bots import find_share
 from report import publish
 
 from tunesmith.api import choose_chat_model, load_functions, load_run_file
+from tunesmith.config import RunConfig
 from tunesmith.pipeline.tune import run_tuning
 
 SHARES = {"easy": 0.45, "within reach": 0.15, "hard": 0.40}
 EASY, HARD = 0.95, 0.05
 """Pass rates from which a task is too easy, or up to which it is too hard."""
+SELECTORS = {"random": "random", "difficulty_based": "BOTS"}
 Row = dict[str, float]
 
 
@@ -63,33 +67,54 @@ def train_one(arguments: argparse.Namespace, *, selector: str, seed: int) -> lis
         f"seed={seed}",
         f"name=bots-{selector}-{seed}",
         "evaluation.at_start=true",
+        "continue_from_checkpoint=true",
         *arguments.overrides,
     ]
     config = load_run_file(arguments.config, overrides)
     workflow, judge = load_functions(config)
     result = run_tuning(config, workflow=workflow, judge=judge, build_model=choose_chat_model(config))
-    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
-    shares = [
-        row["algorithm/num_trained_groups"] / config.algorithm.batch_size for row in rows if row["kind"] == "train"
-    ]
-    reward = f"eval/{next(iter(config.eval_datasets))}/reward"
-    per_step = config.algorithm.batch_size * config.algorithm.group_size
+    lines = (result.folder / "metrics.jsonl").read_text().splitlines()
+    return read_history([json.loads(line) for line in lines], config, metric=arguments.metric)
+
+
+def read_history(lines: list[dict[str, Any]], config: RunConfig, *, metric: str) -> list[Row]:
+    """A row for each held-out evaluation; what training saw is averaged over the steps since the one before."""
+    accuracy = f"eval/{next(iter(config.eval_datasets))}/{metric}"
+    trained = [line for line in lines if line["kind"] == "train"]
+    shares = [line["algorithm/num_trained_groups"] / config.algorithm.batch_size for line in trained]
+    rewards = [line[f"rollout/{metric}/mean"] for line in trained]
+    history: list[Row] = []
+    since = 0
+    for line in lines:
+        if line["kind"] == "eval":
+            step = line["step"]
+            history.append(
+                {
+                    "rollouts": float(step * config.algorithm.batch_size * config.algorithm.group_size),
+                    "accuracy": line[accuracy],
+                    "share_with_variance": statistics.fmean(shares[:step] or [0.0]),
+                    "training_accuracy": statistics.fmean(rewards[since:step] or rewards[:1]),
+                }
+            )
+            since = step
+    return history
+
+
+def smooth_accuracy(history: list[Row]) -> list[Row]:
+    """Each held-out accuracy as the mean of itself and the two before: a single lucky evaluation decides nothing."""
+    accuracies = [row["accuracy"] for row in history]
     return [
-        {
-            "rollouts": float(row["step"] * per_step),
-            "accuracy": row[reward],
-            "share_with_variance": statistics.fmean(shares[: row["step"]] or [0.0]),
-        }
-        for row in rows
-        if row["kind"] == "eval"
+        row | {"accuracy": statistics.fmean(accuracies[max(place - 2, 0) : place + 1])}
+        for place, row in enumerate(history)
     ]
 
 
 def train(arguments: argparse.Namespace) -> None:
     details = []
-    for seed in range(arguments.seeds):
-        runs = {name: train_one(arguments, selector=name, seed=seed) for name in ("random", "difficulty_based")}
-        share = find_share(runs["difficulty_based"], runs["random"][-1]["accuracy"])
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+        runs = {name: train_one(arguments, selector=name, seed=seed) for name in SELECTORS}
+        smooth = {name: smooth_accuracy(history) for name, history in runs.items()}
+        share = find_share(smooth["difficulty_based"], smooth["random"][-1]["accuracy"])
         details.append({"seed": seed, "share_of_randoms_rollouts": share, "runs": runs})
         for name, history in runs.items():
             last = history[-1]
@@ -100,12 +125,35 @@ def train(arguments: argparse.Namespace) -> None:
         print(
             f"seed {seed}  share of the rollouts for random's accuracy: {'never' if share is None else f'{share:.2f}'}"
         )
+    if arguments.plot:
+        plot(details, arguments.plot)
     found = [each["share_of_randoms_rollouts"] for each in details]
     shares = [1.0 if share is None else share for share in found]
     publish(
         name="bots_train", unit="random's rollouts over ours at equal accuracy", ours=1 / statistics.fmean(shares),
         peers={"random": 1.0}, device=load_run_file(arguments.config).model.device, details=details, out=arguments.out,
     )  # fmt: skip
+
+
+def plot(details: list[dict[str, Any]], path: str) -> None:
+    """Accuracy on the tasks that training tried, and on held-out ones: means over seeds, and their range."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for place, (field, title) in enumerate(
+        [("training_accuracy", "accuracy on the tasks that were tried"), ("accuracy", "held-out accuracy")]
+    ):
+        axes = figure.add_subplot(1, 2, place + 1)
+        for name, label in SELECTORS.items():
+            histories = [each["runs"][name] for each in details]
+            rollouts = [row["rollouts"] for row in histories[0]]
+            values = [[row[field] for row in rows] for rows in zip(*histories, strict=True)]
+            axes.plot(rollouts, [statistics.fmean(each) for each in values], label=label)
+            axes.fill_between(rollouts, [min(each) for each in values], [max(each) for each in values], alpha=0.2)
+        axes.set_xlabel("rollouts")
+        axes.set_title(title)
+        axes.legend()
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -115,8 +163,11 @@ def main() -> None:
     parser.add_argument("--config", help="train: run file")
     parser.add_argument("--data", help="train: graded rows")
     parser.add_argument("--field", default="pass_rate", help="field with the pass rate")
+    parser.add_argument("--metric", default="accuracy", help="train: what a run is measured by")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--plot", help="train: PNG file to draw (needs matplotlib)")
     parser.add_argument("--out", help="grade: jsonl file; train: JSON file of the result")
     arguments = parser.parse_args()
     {"grade": grade, "train": train}[arguments.mode](arguments)

@@ -1,0 +1,104 @@
+"""The graded task set on which random batches and BOTS train the pocket model.
+
+    python benchmarks/bots_pocket.py --out graded
+    python benchmarks/bots_train.py grade --measured graded/measured.jsonl --out graded/train.jsonl
+    python benchmarks/bots_train.py train --config graded/run.yaml --data graded/train.jsonl --seeds 5 --out FILE
+
+Demonstrators who solve long problems with the calculator, short ones almost never and middling ones half the time leave
+a fine-tuned model for which most tasks are too easy or too hard. Its pass rate on every task is measured with
+`tunesmith pass-rate`'s code and written beside the task. Held-out problems come in the shares that `grade` gives the
+tasks, by their number of operations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import yaml
+from bots_train import SHARES, name_grade
+
+from tunesmith.api import measure_config_file
+from tunesmith.pipeline.demo import DemoSettings, finetune, load_agent, save_base
+from tunesmith.tasks.arithmetic import Problem, Split, build_problems
+
+SHARES_FROM_HEAD = {"hard": {1: 0.97, 2: 0.5, 3: 0.0}, "unlocking": {1: 0.9, 2: 0.6, 3: 0.0}}
+"""Task set -> number of operations -> share of the demonstrations that do not use the tool. In `hard` the model calls
+the tool for one short problem in 33, and training seldom sees it pay; in `unlocking` one in ten is enough to learn."""
+GRADE_OF = {3: "easy", 2: "within reach", 1: "hard"}
+"""Number of operations -> the grade that its problems are meant to have."""
+NUM_RUNS = 8
+
+
+def draw_graded(split: Split, *, num_tasks: int, seed: int) -> list[Problem]:
+    """Problems in the shares of the grades that they are meant to have, shuffled."""
+    pool = build_problems(split, num_problems=4 * num_tasks, seed=seed)
+    kept: list[Problem] = []
+    for num_operations, grade in GRADE_OF.items():
+        of_grade = [problem for problem in pool if problem.num_operations == num_operations]
+        kept += of_grade[: round(SHARES[grade] * num_tasks)]
+    random.Random(seed).shuffle(kept)
+    return kept
+
+
+def save_rows(path: Path, problems: list[Problem]) -> None:
+    rows = [{"question": each.question, "answer": each.answer, "operations": each.num_operations} for each in problems]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def build_run(root: Path, model: Path, *, num_steps: int) -> dict[str, object]:
+    """The run file: the demo's settings, evaluated often."""
+    return {
+        "project": "bots",
+        "checkpoint_root_dir": str(root / "runs"),
+        "workflow": "tunesmith.pipeline.demo_agent:solve_problem",
+        "judge": "tunesmith.pipeline.demo_agent:judge_answer",
+        "total_steps": num_steps,
+        "save_interval_steps": num_steps,
+        "model": {"path": str(model), "device": "cpu", "max_model_len": 512, "max_tokens": 48},
+        "train_dataset": {"path": str(root / "tasks.jsonl"), "required_fields": ["question", "answer"]},
+        "eval_datasets": {"test": {"path": str(root / "test.jsonl")}},
+        "algorithm": {"algorithm_type": "multi_step_grpo", "batch_size": 16, "group_size": NUM_RUNS},
+        "trainer": {"learning_rate": 2e-4, "betas": [0.9, 0.95]},
+        "evaluation": {"interval_steps": 2, "at_start": True, "num_samples": 2},
+        "monitor": {"log_interval_steps": num_steps, "has_progress": False},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, help="folder to make")
+    parser.add_argument("--task-set", choices=tuple(SHARES_FROM_HEAD), default="hard")
+    parser.add_argument("--num-tasks", type=int, default=1200)
+    parser.add_argument("--num-held-out", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    root = Path(arguments.out).absolute()
+    agent = load_agent()
+    settings = DemoSettings(num_train_tasks=1, num_test_tasks=1)
+    base = save_base(root, seed=arguments.seed, settings=settings)
+    demonstrators = partial(agent.build_demonstrations, share_from_head=SHARES_FROM_HEAD[arguments.task_set])
+    model = finetune(
+        base,
+        type(agent)(workflow=agent.workflow, judge=agent.judge, build_demonstrations=demonstrators),
+        root,
+        seed=arguments.seed,
+        settings=settings,
+    )
+    save_rows(root / "tasks.jsonl", draw_graded("train", num_tasks=arguments.num_tasks, seed=arguments.seed))
+    save_rows(root / "test.jsonl", draw_graded("test", num_tasks=arguments.num_held_out, seed=arguments.seed))
+    (root / "run.yaml").write_text(yaml.safe_dump(build_run(root, model, num_steps=arguments.steps), sort_keys=False))
+    measured = root / "measured.jsonl"
+    measure_config_file(str(root / "run.yaml"), overrides=[], field="pass_rate", num_runs=NUM_RUNS, out=str(measured))
+    rows = [json.loads(line) for line in measured.read_text(encoding="utf-8").splitlines()]
+    grades = Counter(name_grade(row["pass_rate"]) for row in rows)
+    print(json.dumps({name: grades[name] / len(rows) for name in SHARES}))
+
+
+if __name__ == "__main__":
+    main()
