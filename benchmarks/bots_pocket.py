@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--task-set", choices=tuple(SHARES_FROM_HEAD), default="hard")
     parser.add_argument("--num-tasks", type=int, default=1200)
     parser.add_argument("--num-held-out", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     root = Path(arguments.out).absolute()

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "tokenizers", "openai", "agentscope")
+PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "tokenizers", "openai", "agentscope")
 
 
 def describe_environment(device: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from peer_trl import run_trl_grpo
 from report import publish
 from tqdm import tqdm
 
-from tunesmith.algorithms.table import resolve_algorithm
+from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.engine.clock import run_lockstep
 from tunesmith.experience.batch import BatchSize
 from tunesmith.judges.numeric import score_numeric
