@@ -5,9 +5,11 @@ Each GGUF file is opened by llama.cpp alone: it renders each question through th
 and decodes greedily. For f32 and f16 transformers decodes the same questions with the same weights in float32 (rounded
 to f16 as the file has them); where a token differs, the gap between the two candidates' logits is reported. All types
 are also scored along transformers' answers: KL divergence of the next-token distributions, and how often the likeliest
-token is the same. Needs llama-cpp-python.
+token is the same. The case `families` does the same for the tiny random models of the tests, one for each family and
+variant. Needs llama-cpp-python.
 
     python benchmarks/export_roundtrip.py --model models/smollm2-135m-instruct --prompts gsm8k/test.jsonl
+    python benchmarks/export_roundtrip.py --case families
 """
 
 from __future__ import annotations
@@ -281,11 +283,11 @@ def run_families(work: Path, console: Console) -> list[dict[str, Any]]:
     return rows
 
 
-def show(details: dict[str, Any], console: Console) -> None:
-    """The table."""
+def show(comparisons: Sequence[dict[str, Any]], divergences: dict[str, dict[str, float]], console: Console) -> None:
+    """The table, and every difference of the types that transformers can have too."""
     table = Table("file", "keys", "same prompt ids", "same answers", "same tokens", "KL mean", "same top token")
-    for row in details["questions"]["comparisons"]:
-        scored = details["questions"]["divergences"][row["file_type"]] if row["kv_type"] == "f32" else None
+    for row in comparisons:
+        scored = divergences[row["file_type"]] if row["kv_type"] == "f32" else None
         table.add_row(
             row["file_type"],
             row["kv_type"],
@@ -300,38 +302,56 @@ def show(details: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
+def measure_questions(arguments: argparse.Namespace, work: Path, console: Console) -> tuple[float, dict[str, Any]]:
+    """The share of questions whose f16 answers are equal, and all figures."""
+    started = time.perf_counter()
+    settings = ExportSection(path=arguments.model, formats=("hf", "gguf"), gguf_types=TYPES)
+    report = run_export(settings, out_dir=work / "export")
+    details = {
+        "model": Path(arguments.model).name,
+        "max_tokens": arguments.max_tokens,
+        "export_s": time.perf_counter() - started,
+        "checks_of_the_export": report.checks,
+        **run_questions(arguments, report, console),
+    }
+    show(details["comparisons"], details["divergences"], console)
+    f16 = next(row for row in details["comparisons"] if row["file_type"] == "f16")
+    return f16["same_answers"] / f16["num_prompts"], details
+
+
+def measure_families(work: Path, console: Console) -> tuple[float, dict[str, Any]]:
+    """The share of greedy tokens that are equal over all families, and all figures."""
+    rows = run_families(work, console)
+    num_same = sum(row["greedy_f32"]["same_tokens"] for row in rows)
+    num_tokens = sum(row["greedy_f32"]["num_tokens"] for row in rows)
+    return num_same / num_tokens, {"families": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face folder of a Llama, Qwen2 or Qwen3 model")
-    parser.add_argument("--prompts", required=True, help="jsonl file with a field `question`")
+    parser.add_argument("--case", choices=("questions", "families"), default="questions")
+    parser.add_argument("--model", help="questions: Hugging Face folder of a Llama, Qwen2 or Qwen3 model")
+    parser.add_argument("--prompts", help="questions: jsonl file with a field `question`")
     parser.add_argument("--num-prompts", type=int, default=50)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--out", help="write the record to this JSON file")
     arguments = parser.parse_args()
+    if arguments.case == "questions" and not (arguments.model and arguments.prompts):
+        parser.error("the case questions needs --model and --prompts")
     torch.set_num_threads(1)
     console = Console(stderr=True)
-    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as work:
-        settings = ExportSection(path=arguments.model, formats=("hf", "gguf"), gguf_types=TYPES)
-        report = run_export(settings, out_dir=Path(work) / "export")
-        details = {
-            "model": Path(arguments.model).name,
-            "llama_cpp_python": llama_cpp.__version__,
-            "max_tokens": arguments.max_tokens,
-            "checks_of_the_export": report.checks,
-            "export_s": time.perf_counter() - started,
-            "questions": run_questions(arguments, report, console),
-            "families": run_families(Path(work), console),
-        }
-    show(details, console)
-    f16 = next(row for row in details["questions"]["comparisons"] if row["file_type"] == "f16")
+        if arguments.case == "questions":
+            share, details = measure_questions(arguments, Path(work), console)
+        else:
+            share, details = measure_families(Path(work), console)
     publish(
-        name="export_roundtrip_f16",
-        unit="prompts of which every greedy token is equal",
-        ours=f16["same_answers"],
+        name=f"export_roundtrip_{arguments.case}",
+        unit="share of prompts answered equally" if arguments.case == "questions" else "share of equal greedy tokens",
+        ours=share,
         peers={},
         device="cpu",
-        details=details,
+        details={"llama_cpp_python": llama_cpp.__version__} | details,
         out=arguments.out,
     )
 

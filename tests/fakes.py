@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tunesmith.types import Completion, OnToken, Sampling, StopReason
+from tunesmith.types import Completion, OnTokens, Sampling, StopReason
 
 
 @contextmanager
@@ -66,7 +66,7 @@ class FakeEngine:
         sampling: Sampling,
         *,
         order: tuple[int, ...] = (),
-        on_token: OnToken | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         prompt = tuple(prompt_ids)
         self.requests.append((prompt, sampling, order))
@@ -78,8 +78,8 @@ class FakeEngine:
                 break
             await asyncio.sleep(0)
             sampled.append(token_id)
-            if on_token is not None:
-                on_token(token_id, self.logprob_of(token_id))
+            if on_tokens is not None:
+                on_tokens([token_id], [self.logprob_of(token_id)])
             reason = self._find_stop(sampled, sampling)
             if reason != "context":
                 break

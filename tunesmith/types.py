@@ -105,8 +105,9 @@ class Completion:
         assert len(self.sampled_ids) == len(self.logprobs) == len(self.policy_versions)
 
 
-OnToken = Callable[[int, float], None]
-"""Called in the event loop for each sampled token with its id and logprob, in order, before `generate` returns."""
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Called in the event loop with the ids and logprobs of tokens as they are sampled, one or a block of them at a time, in
+order, before `generate` returns."""
 
 
 class Engine(Protocol):
@@ -118,7 +119,7 @@ class Engine(Protocol):
         sampling: Sampling,
         *,
         order: tuple[int, ...] = (),
-        on_token: OnToken | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Sample one completion. Requests that wait together are admitted by ascending `order`.
 
@@ -195,10 +196,16 @@ class Group:
 
     task: Task
     trajectories: tuple[Trajectory, ...]
+    baseline_reward: float | None = None
+    """Reward of a greedy run that is none of `trajectories`; None where there was none, or where it failed."""
 
     @property
     def scored(self) -> tuple[Trajectory, ...]:
         return tuple(t for t in self.trajectories if t.reward is not None)
+
+
+RunAdvantage = float | tuple[float, ...] | None
+"""The advantage of a run, or of each of its turns; None does not train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +225,8 @@ class Sample:
     """Which group of the batch; samples of one group share prefixes."""
     trajectory_index: int
     """Which trajectory of the batch, counted over all groups; samples of one trajectory share it."""
+    is_expert: bool = False
+    """The tokens that train were given by an expert, not sampled: they have no sampler's logprob."""
 
     def __post_init__(self) -> None:
         lengths = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from engines import GREEDY, build_engine, build_prompts, generate_all
@@ -50,11 +50,11 @@ def test_every_clock_gives_the_same_tokens(mode: tuple[bool, Callable]) -> None:
 def test_tokens_arrive_in_order_before_the_completion(mode: tuple[bool, Callable]) -> None:
     engine = build_moded(mode[0])
     tokens: list[tuple[int, float]] = []
-    completion = mode[1](
-        engine.generate(
-            [1, 2], Sampling(max_tokens=9), on_token=lambda token_id, logprob: tokens.append((token_id, logprob))
-        )
-    )
+
+    def take(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        tokens.extend(zip(token_ids, logprobs, strict=True))
+
+    completion = mode[1](engine.generate([1, 2], Sampling(max_tokens=9), on_tokens=take))
     assert tokens == list(zip(completion.sampled_ids, completion.logprobs, strict=True))
 
 
@@ -64,7 +64,7 @@ def test_cancelling_a_task_frees_its_pages_and_the_rest_goes_on(mode: tuple[bool
     async def run() -> Completion:
         received = asyncio.Event()
         first = asyncio.create_task(
-            engine.generate([1, 2], Sampling(max_tokens=100), on_token=lambda *token: received.set())
+            engine.generate([1, 2], Sampling(max_tokens=100), on_tokens=lambda *tokens: received.set())
         )
         second = asyncio.create_task(engine.generate([3, 4], Sampling(max_tokens=100)))
         await received.wait()
@@ -74,8 +74,8 @@ def test_cancelling_a_task_frees_its_pages_and_the_rest_goes_on(mode: tuple[bool
         return await second
 
     assert len(mode[1](run()).sampled_ids) == 100
-    assert not engine._calls
-    assert engine._scheduler.pool.num_available == engine._runner.num_pages
+    assert not engine._desk.calls
+    assert engine._desk.scheduler.pool.num_available == engine._runner.num_pages
 
 
 def test_a_deadline_ends_a_request_with_what_it_has(mode: tuple[bool, Callable]) -> None:
@@ -105,15 +105,15 @@ def _raise_out_of_memory(*arguments: object) -> None:
     raise RuntimeError("out of memory")
 
 
-def test_an_error_in_on_token_returns_to_its_caller(mode: tuple[bool, Callable]) -> None:
+def test_an_error_in_on_tokens_returns_to_its_caller(mode: tuple[bool, Callable]) -> None:
     engine = build_moded(mode[0])
 
-    def fail(token_id: int, logprob: float) -> None:
+    def fail(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         raise KeyError("broken listener")
 
     async def run() -> list[Completion | BaseException]:
         calls = [
-            engine.generate([1], Sampling(max_tokens=5), on_token=fail),
+            engine.generate([1], Sampling(max_tokens=5), on_tokens=fail),
             engine.generate([2], Sampling(max_tokens=5)),
         ]
         return await asyncio.gather(*calls, return_exceptions=True)
@@ -127,12 +127,12 @@ def test_callers_beyond_max_waiting_wait_their_turn(mode: tuple[bool, Callable])
     engine = build_moded(mode[0], max_waiting=2, max_num_seqs=1)
     most = 0
 
-    def watch(token_id: int, logprob: float) -> None:
+    def watch(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         nonlocal most
-        most = max(most, len(engine._inbox) + len(engine._scheduler.waiting))
+        most = max(most, len(engine._inbox) + len(engine._desk.scheduler.waiting))
 
     async def run() -> list[Completion]:
-        calls = [engine.generate([index], Sampling(max_tokens=3), on_token=watch) for index in range(9)]
+        calls = [engine.generate([index], Sampling(max_tokens=3), on_tokens=watch) for index in range(9)]
         return await asyncio.gather(*calls)
 
     assert [len(completion.sampled_ids) for completion in mode[1](run())] == [3] * 9

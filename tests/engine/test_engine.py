@@ -143,7 +143,7 @@ def test_after_an_update_no_token_comes_from_old_keys_and_old_tokens_keep_their_
         tasks = [
             asyncio.ensure_future(
                 engine.generate(
-                    prompt, Sampling(max_tokens=12, distribution=GREEDY), on_token=lambda *token: received.append(1)
+                    prompt, Sampling(max_tokens=12, distribution=GREEDY), on_tokens=lambda ids, _: received.extend(ids)
                 )
             )
             for prompt in prompts

@@ -76,17 +76,17 @@ class Span:
 class PagedPlan:
     """How one step's tokens are written and attend; build one a step."""
 
-    def __init__(self, cache: KVCache, spans: Sequence[Span], token_pages_T: Tensor, offsets_T: Tensor) -> None:
-        """`token_pages_T` and `offsets_T` say in which page, and where in it, each token is kept."""
+    def __init__(self, cache: KVCache, spans: Sequence[Span], device: torch.device) -> None:
         self.cache = cache
-        self._token_pages_T = token_pages_T
-        self._offsets_T = offsets_T
+        size = cache.page_size
+        positions = [np.arange(span.start, span.stop) for span in spans]
+        pages = [np.asarray(span.pages)[known // size] for span, known in zip(spans, positions, strict=True)]
+        self._token_pages_T = torch.from_numpy(np.concatenate(pages)).to(device)
+        self._offsets_T = torch.from_numpy(np.concatenate(positions) % size).to(device)
         self._slots: dict[int, Tensor] = {}
         few = [span for span in spans if span.stop - span.start <= MAX_BATCHED_QUERIES]
-        self._batches = [_SpanBatch(batch, cache, token_pages_T.device) for batch in split_by_context(few)]
-        self._chunks = [
-            _Chunk(span, cache, token_pages_T.device) for span in spans if span.stop - span.start > MAX_BATCHED_QUERIES
-        ]
+        self._batches = [_SpanBatch(batch, cache, device) for batch in split_by_context(few)]
+        self._chunks = [_Chunk(span, cache, device) for span in spans if span.stop - span.start > MAX_BATCHED_QUERIES]
 
     def attend(
         self,

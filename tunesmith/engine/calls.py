@@ -1,15 +1,17 @@
-"""One caller of `generate` while it waits: when its completion ends, and how it learns of tokens and endings."""
+"""Callers of `generate` while they wait: when their completions end, and how they learn of tokens and endings."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from tunesmith.engine.request import Request
+from tunesmith.engine.scheduler import Schedule, Scheduler
 from tunesmith.engine.stops import StopMatcher
 from tunesmith.errors import EngineError
-from tunesmith.types import Completion, OnToken, StopReason
+from tunesmith.types import Completion, OnTokens, StopReason
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -18,7 +20,7 @@ class Call:
 
     request: Request
     future: asyncio.Future[Completion]
-    on_token: OnToken | None
+    on_tokens: OnTokens | None
     matcher: StopMatcher | None
     """Looks for stop strings, if there are any."""
     is_queued: bool = True
@@ -29,31 +31,112 @@ class Call:
 class News:
     """What one step tells the event loop."""
 
-    tokens: list[tuple[Call, int, float]] = field(default_factory=list)
-    """Token id and logprob for calls that listen."""
+    tokens: list[tuple[Call, Sequence[int], Sequence[float]]] = field(default_factory=list)
+    """Token ids and logprobs for calls that listen."""
     endings: list[tuple[Call, Completion | EngineError]] = field(default_factory=list)
     num_places: int = 0
     """Calls that left the queue."""
 
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.endings or self.num_places)
 
-def find_stop(call: Call, token_id: int, *, eos_ids: Collection[int], max_model_len: int) -> StopReason | None:
-    """Why the completion ends with this token, its latest; None when it goes on."""
-    request, sampling = call.request, call.request.sampling
-    if token_id in eos_ids and not sampling.ignore_eos:
-        return "eos"
-    if token_id in sampling.stop_token_ids or (call.matcher is not None and call.matcher.add(token_id)):
-        return "stop"
-    if request.num_sampled >= sampling.max_tokens:
-        return "length"
-    if len(request.token_ids) >= max_model_len:
-        return "context"
-    return None
+
+class Desk:
+    """The calls in the engine: whatever happens to one is entered here, and told to the event loop later."""
+
+    def __init__(self, scheduler: Scheduler, *, eos_ids: Collection[int], max_model_len: int) -> None:
+        self.scheduler = scheduler
+        self.eos_ids = frozenset(eos_ids)
+        self.max_model_len = max_model_len
+        self.policy_version = 0
+        self.calls: dict[int, Call] = {}
+        self.counts: Counter[str] = Counter()
+        self.num_deadlines = 0
+        """Calls that end at a time of their own."""
+        self._news = News()
+
+    def take_over(self, other: Desk) -> None:
+        """Go on from where another desk stopped."""
+        self.policy_version, self.counts, self._news = other.policy_version, other.counts, other.take_news()
+        self.scheduler.restart(self.policy_version)
+
+    def take_news(self) -> News:
+        """What happened since this was last asked."""
+        news, self._news = self._news, News()
+        return news
+
+    def open(self, call: Call) -> None:
+        self.calls[call.request.request_id] = call
+        self.num_deadlines += call.request.deadline_at is not None
+        self.scheduler.add(call.request)
+
+    def find(self, request: Request) -> Call | None:
+        """The call of a request; None once it has ended."""
+        return self.calls.get(request.request_id)
+
+    def note_schedule(self, schedule: Schedule) -> None:
+        """Count a step's work, end what can never fit, and give the places in the queue back."""
+        self.counts["preemptions"] += schedule.num_preemptions
+        for request in schedule.stuck:
+            self._tell(self.calls[request.request_id], "context")
+        for item in schedule.work:
+            call = self.calls[item.request.request_id]
+            if item.stop - item.start > 1 or item.start < len(item.request.prompt_ids):
+                self.counts["prefill_tokens"] += item.stop - item.start
+            if call.is_queued:
+                call.is_queued = False
+                self._news.num_places += 1
+                self.counts["requests"] += 1
+                self.counts["cached_tokens"] += item.request.num_cached_tokens or 0
+
+    def add_tokens(self, call: Call, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Enter tokens that were sampled for a call."""
+        call.request.extend(token_ids, logprobs, self.policy_version)
+        self.counts["sampled_tokens"] += len(token_ids)
+        if call.on_tokens is not None:
+            self._news.tokens.append((call, token_ids, logprobs))
+
+    def end(self, call: Call, stop_reason: StopReason) -> None:
+        """Let the request go and complete its call."""
+        self.scheduler.remove(call.request)
+        self._tell(call, stop_reason)
+
+    def fail(self, call: Call) -> None:
+        """End a request whose logits were not finite; nobody else may find its pages."""
+        request = call.request
+        self.scheduler.pool.forget(request.pages)
+        request.num_computed = request.num_published = 0
+        self.scheduler.remove(request)
+        self._news.endings.append((call, EngineError(
+            f"logits of request {request.request_id} are not finite after {len(request.token_ids)} tokens "
+            f"({len(request.prompt_ids)} of prompt) at policy version {self.policy_version}; "
+            "lower the learning rate, or look for broken weights"
+        )))  # fmt: skip
+        self._forget(call)
+
+    def fail_all(self, message: str, error: Exception) -> None:
+        """End every call with an error; the scheduler is of no more use."""
+        for call in list(self.calls.values()):
+            failure = EngineError(message)
+            failure.__cause__ = error
+            self._news.endings.append((call, failure))
+            self._forget(call)
+
+    def _tell(self, call: Call, stop_reason: StopReason) -> None:
+        self._news.endings.append((call, call.request.complete(stop_reason)))
+        self._forget(call)
+
+    def _forget(self, call: Call) -> None:
+        del self.calls[call.request.request_id]
+        self.num_deadlines -= call.request.deadline_at is not None
+        self._news.num_places += call.is_queued
+        call.is_queued = False
 
 
 def find_first_stop(
     call: Call, token_ids: Sequence[int], *, eos_ids: Collection[int], max_model_len: int
 ) -> tuple[int, StopReason | None]:
-    """How many of the next tokens belong to the completion, which have not been appended yet, and why it ends there."""
+    """How many of the next tokens belong to the completion, which have not been entered yet, and why it ends there."""
     request, sampling = call.request, call.request.sampling
     num_for_length = sampling.max_tokens - request.num_sampled
     num_for_context = max_model_len - len(request.token_ids)
@@ -73,11 +156,11 @@ def find_first_stop(
 def hand_out(news: News) -> list[int]:
     """Tell listeners their tokens and callers their endings; return the requests whose listener failed."""
     failed = []
-    for call, token_id, logprob in news.tokens:
-        if call.on_token is None or call.future.done():
+    for call, token_ids, logprobs in news.tokens:
+        if call.on_tokens is None or call.future.done():
             continue
         try:
-            call.on_token(token_id, logprob)
+            call.on_tokens(token_ids, logprobs)
         except Exception as error:  # noqa: BLE001 - the caller's own code: the error goes back to it alone
             call.future.set_exception(error)
             failed.append(call.request.request_id)

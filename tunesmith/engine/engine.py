@@ -9,26 +9,24 @@ weights is read again, and what was in flight computes its tokens anew while old
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection
-from tunesmith.engine.block import Block
-from tunesmith.engine.calls import Call, News, find_first_stop, find_stop, hand_out
+from tunesmith.engine.calls import Call, Desk, News, hand_out
 from tunesmith.engine.clock import Clock, build_clock
+from tunesmith.engine.failures import explain_failure
 from tunesmith.engine.pages import PagePool
 from tunesmith.engine.request import Request, check_sampling
 from tunesmith.engine.runner import Runner
-from tunesmith.engine.sampling import Draws
-from tunesmith.engine.scheduler import Schedule, Scheduler, Work
+from tunesmith.engine.scheduler import Scheduler
+from tunesmith.engine.stepper import BlockStepper, TokenStepper
 from tunesmith.engine.stops import StopMatcher
-from tunesmith.errors import EngineError
-from tunesmith.types import Completion, OnToken, Sampling, StopReason
+from tunesmith.types import Completion, OnTokens, Sampling
 
 
 class LocalEngine:
@@ -55,23 +53,20 @@ class LocalEngine:
         self._eos_ids = collect_eos_ids(model, tokenizer)
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self._runner = Runner(model, settings, max_model_len=max_model_len)
-        self._scheduler = self._build_scheduler()
-        self._policy_version = 0
+        self._desk, self._stepper = self._build_stepper()
         self._is_paused = False
         self._lock = threading.RLock()
         self._inbox: deque[Call] = deque()
         self._cancelled: deque[int] = deque()
-        self._calls: dict[int, Call] = {}
         self._num_arrived = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock: Clock | None = None
         self._places = asyncio.Semaphore(settings.max_waiting)
-        self._counts: Counter[str] = Counter()
         self._busy_s = 0.0
 
     @property
     def policy_version(self) -> int:
-        return self._policy_version
+        return self._desk.policy_version
 
     @property
     def max_model_len(self) -> int:
@@ -79,7 +74,11 @@ class LocalEngine:
 
     @property
     def has_work(self) -> bool:
-        return not self._is_paused and bool(self._inbox or self._cancelled or self._scheduler.has_requests)
+        if self._is_paused:
+            return False
+        return bool(
+            self._inbox or self._cancelled or self._desk.scheduler.has_requests or self._stepper.has_flight
+        )  # fmt: skip
 
     async def generate(
         self,
@@ -87,7 +86,7 @@ class LocalEngine:
         sampling: Sampling,
         *,
         order: tuple[int, ...] = (),
-        on_token: OnToken | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Sample one completion; see `tunesmith.types.Engine`."""
         check_sampling(prompt_ids, sampling, self._vocab_size)
@@ -108,7 +107,7 @@ class LocalEngine:
         self._num_arrived += 1
         future = asyncio.get_running_loop().create_future()
         matcher = StopMatcher(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
-        self._inbox.append(Call(request=request, future=future, on_token=on_token, matcher=matcher))
+        self._inbox.append(Call(request=request, future=future, on_tokens=on_tokens, matcher=matcher))
         self._notify()
         try:
             return await future
@@ -118,26 +117,31 @@ class LocalEngine:
                 self._notify()
 
     def pause(self) -> None:
-        """Stop sampling once the step under way has ended; requests stay queued."""
+        """Stop sampling once the step under way has ended; requests stay queued, and nothing is left on the device."""
         with self._lock:
             self._is_paused = True
+            self._guard(self._stepper.drain)
+        self._send()
 
     def resume(self, policy_version: int) -> None:
         """Sample on with the weights as they are now; every key and value so far is forgotten."""
         with self._lock:
-            self._policy_version = policy_version
-            self._scheduler.restart(policy_version)
+            self._guard(self._stepper.drain)
+            self._desk.policy_version = policy_version
+            self._desk.scheduler.restart(policy_version)
             self._runner.notice_new_weights()
             self._is_paused = False
+        self._send()
         self._notify()
 
     def compute_stats(self) -> dict[str, float]:
         """Counters since the last call."""
         with self._lock:
             names = ("requests", "steps", "sampled_tokens", "prefill_tokens", "cached_tokens", "preemptions")
-            stats = {f"engine/num_{name}": float(self._counts[name]) for name in names}
+            counts = self._desk.counts
+            stats = {f"engine/num_{name}": float(counts[name]) for name in names}
             stats["perf/engine_busy_s"] = self._busy_s
-            self._counts.clear()
+            counts.clear()
             self._busy_s = 0.0
             return stats
 
@@ -147,13 +151,9 @@ class LocalEngine:
             if self._is_paused:
                 return
             started_at = time.perf_counter()
-            news = News()
-            try:
-                self._run_step(news)
-            except Exception as error:  # noqa: BLE001 - whatever failed, every caller must learn of it or wait for ever
-                self._fail_all(news, error)
+            self._guard(self._step)
             self._busy_s += time.perf_counter() - started_at
-        self._send(news)
+        self._send()
 
     def _bind_loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -165,153 +165,73 @@ class LocalEngine:
 
     def _leave_loop(self) -> None:
         """Drop what a closed loop left behind; refuse to leave one that still waits for us."""
-        if not (self._calls or self._inbox):
+        if not (self._desk.calls or self._inbox):
             return
         if self._loop is not None and not self._loop.is_closed():
             raise RuntimeError("requests of another event loop are in flight; an engine serves one loop at a time")
         with self._lock:
+            self._guard(self._stepper.drain)
             self._take_in()
-            for call in list(self._calls.values()):
-                self._scheduler.remove(call.request)
-                self._forget(call, News())
+            for call in list(self._desk.calls.values()):
+                self._desk.end(call, "cancelled")
+            self._desk.take_news()
 
     def _notify(self) -> None:
         if self._clock is not None and self.has_work:
             self._clock.notify()
 
-    def _build_scheduler(self) -> Scheduler:
-        return Scheduler(
+    def _build_stepper(self) -> tuple[Desk, TokenStepper]:
+        scheduler = Scheduler(
             PagePool(self._runner.num_pages),
             page_size=self._settings.page_size,
             max_num_seqs=self._settings.max_num_seqs,
-            max_batched_tokens=self._settings.max_batched_tokens,
+            max_batched_tokens=self._runner.max_batched_tokens,
             has_prefix_cache=self._settings.has_prefix_cache,
         )
+        desk = Desk(scheduler, eos_ids=self._eos_ids, max_model_len=self._max_model_len)
+        if self._runner.has_graphs:
+            return desk, BlockStepper(self._runner, desk, block=self._settings.decode_block)
+        return desk, TokenStepper(self._runner, desk)
 
-    def _run_step(self, news: News) -> None:
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Do work on the device; whatever fails, every caller must learn of it or wait for ever."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001
+            self._take_in()
+            self._desk.fail_all(explain_failure(error), error)
+            failed, (self._desk, self._stepper) = self._desk, self._build_stepper()
+            self._desk.take_over(failed)
+
+    def _step(self) -> None:
         self._take_in()
-        self._drop_cancelled(news)
-        self._end_expired(news)
-        schedule = self._scheduler.schedule()
-        for request in schedule.stuck:
-            self._end(self._calls[request.request_id], "context", news)
-        if not schedule.work:
-            return
-        self._count(schedule, news)
-        in_block = [item for item in schedule.work if self._runner.can_decode_block(item)]
-        others = [item for item in schedule.work if not self._runner.can_decode_block(item)]
-        if others:
-            sampling, draws = self._runner.run(others)
-            self._scheduler.commit(others)
-            self._take_draws(sampling, draws, news)
-        if in_block:
-            num_steps = self._scheduler.reserve(
-                in_block, self._settings.decode_block, max_model_len=self._max_model_len
-            )
-            self._take_block(in_block, self._runner.decode_block(in_block, num_steps=num_steps), news)
+        self._drop_cancelled()
+        self._end_expired()
+        self._stepper.step()
 
     def _take_in(self) -> None:
         while self._inbox:
-            call = self._inbox.popleft()
-            self._calls[call.request.request_id] = call
-            self._scheduler.add(call.request)
+            self._desk.open(self._inbox.popleft())
 
-    def _drop_cancelled(self, news: News) -> None:
+    def _drop_cancelled(self) -> None:
         while self._cancelled:
-            call = self._calls.get(self._cancelled.popleft())
+            call = self._desk.calls.get(self._cancelled.popleft())
             if call is not None:
-                self._scheduler.remove(call.request)
-                self._end(call, "cancelled", news)
+                self._desk.end(call, "cancelled")
 
-    def _end_expired(self, news: News) -> None:
+    def _end_expired(self) -> None:
+        """End the calls whose deadline has passed; most have none."""
+        if not self._desk.num_deadlines:
+            return
         now = time.monotonic()
-        expired = [c for c in self._calls.values() if c.request.deadline_at is not None and c.request.deadline_at < now]
-        for call in expired:
-            self._scheduler.remove(call.request)
-            self._end(call, "deadline", news)
+        for call in list(self._desk.calls.values()):
+            if call.request.deadline_at is not None and call.request.deadline_at < now:
+                self._desk.end(call, "deadline")
 
-    def _count(self, schedule: Schedule, news: News) -> None:
-        self._counts["steps"] += 1
-        self._counts["preemptions"] += schedule.num_preemptions
-        for item in schedule.work:
-            call = self._calls[item.request.request_id]
-            if item.stop - item.start > 1 or item.start < len(item.request.prompt_ids):
-                self._counts["prefill_tokens"] += item.stop - item.start
-            if call.is_queued:
-                call.is_queued = False
-                news.num_places += 1
-                self._counts["requests"] += 1
-                self._counts["cached_tokens"] += item.request.num_cached_tokens or 0
-
-    def _take_draws(self, sampling: Sequence[Work], draws: Draws, news: News) -> None:
-        self._counts["sampled_tokens"] += len(sampling)
-        rows = zip(sampling, draws.token_ids, draws.logprobs, draws.is_finite, strict=True)
-        for item, token_id, logprob, is_finite in rows:
-            call = self._calls[item.request.request_id]
-            if not is_finite:
-                self._fail(call, news)
-                continue
-            call.request.append(token_id, logprob, self._policy_version)
-            if call.on_token is not None:
-                news.tokens.append((call, token_id, logprob))
-            stop_reason = find_stop(call, token_id, eos_ids=self._eos_ids, max_model_len=self._max_model_len)
-            if stop_reason is not None:
-                self._scheduler.remove(call.request)
-                self._end(call, stop_reason, news)
-
-    def _take_block(self, work: Sequence[Work], block: Block, news: News) -> None:
-        """Keep each row's tokens up to the one that ends it."""
-        for item, token_ids, logprobs in zip(work, block.token_ids, block.logprobs, strict=True):
-            call, request = self._calls[item.request.request_id], item.request
-            num_kept, stop_reason = find_first_stop(
-                call, token_ids, eos_ids=self._eos_ids, max_model_len=self._max_model_len
-            )
-            if not math.isfinite(sum(logprobs[:num_kept])):
-                self._fail(call, news)
-                continue
-            request.extend(token_ids[:num_kept], logprobs[:num_kept], self._policy_version)
-            if call.on_token is not None:
-                news.tokens += [(call, *drawn) for drawn in zip(token_ids[:num_kept], logprobs, strict=False)]
-            self._counts["sampled_tokens"] += num_kept
-            self._scheduler.commit([Work(request, item.start, item.start + num_kept)])
-            if stop_reason is not None:
-                self._scheduler.remove(request)
-                self._end(call, stop_reason, news)
-
-    def _end(self, call: Call, stop_reason: StopReason, news: News) -> None:
-        news.endings.append((call, call.request.complete(stop_reason)))
-        self._forget(call, news)
-
-    def _fail(self, call: Call, news: News) -> None:
-        """End a request whose logits were not finite, and wipe its pages: others may be given them."""
-        request = call.request
-        news.endings.append((call, EngineError(
-            f"logits of request {request.request_id} are not finite after {len(request.token_ids)} tokens "
-            f"({len(request.prompt_ids)} of prompt) at policy version {self._policy_version}; "
-            "lower the learning rate, or look for broken weights"
-        )))  # fmt: skip
-        self._runner.cache.clear(request.pages)
-        self._scheduler.pool.forget(request.pages)
-        self._scheduler.remove(request)
-        self._forget(call, news)
-
-    def _fail_all(self, news: News, error: Exception) -> None:
-        self._take_in()
-        for call in list(self._calls.values()):
-            failure = EngineError(f"a step of the engine failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            news.endings.append((call, failure))
-            self._forget(call, news)
-        self._scheduler = self._build_scheduler()
-        self._scheduler.restart(self._policy_version)
-
-    def _forget(self, call: Call, news: News) -> None:
-        del self._calls[call.request.request_id]
-        news.num_places += call.is_queued
-        call.is_queued = False
-
-    def _send(self, news: News) -> None:
-        if self._loop is None or self._loop.is_closed() or not (news.tokens or news.endings or news.num_places):
+    def _send(self) -> None:
+        """Let the event loop hand out what happened."""
+        news = self._desk.take_news()
+        if not news or self._loop is None or self._loop.is_closed():
             return
         if self._is_lockstep:
             self._loop.call_soon(self._deliver, news)

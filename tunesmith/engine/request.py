@@ -32,8 +32,14 @@ class Request:
     """Pages of the cache in order of position."""
     row: int | None = None
     """Line of the page table while the request runs."""
+    num_starts: int = 0
+    """How often it was admitted: once, and again after each preemption."""
     num_computed: int = 0
     """Tokens whose keys and values are in the pages."""
+    num_launches: int = 0
+    """Blocks that it is in and that nobody has read yet; while there are any, the scheduler leaves it alone."""
+    num_in_flight: int = 0
+    """Tokens that those blocks draw."""
     digests: list[bytes] = field(default_factory=list)
     """Of the full pages of `token_ids`, as far as they were needed."""
     num_published: int = 0
@@ -57,6 +63,11 @@ class Request:
     def num_most_tokens(self) -> int:
         """Prompt and sampled tokens when `max_tokens` ends the request."""
         return len(self.prompt_ids) + self.sampling.max_tokens
+
+    @property
+    def num_known(self) -> int:
+        """Prompt and sampled tokens, those in flight among them."""
+        return len(self.token_ids) + self.num_in_flight
 
     def append(self, token_id: int, logprob: float, policy_version: int) -> None:
         self.token_ids.append(token_id)

@@ -10,19 +10,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunesmith.config import EngineSection
 from tunesmith.engine.attention import MAX_BATCHED_QUERIES, KVCache, LayerShape, PagedPlan, Span
-from tunesmith.engine.block import Block, BlockDecoder, DecodeRow
+from tunesmith.engine.block import BlockDecoder, BlockRows, Ticket
 from tunesmith.engine.packed import PackedLinears
-from tunesmith.engine.sampling import Draws, sample_tokens, truncates
+from tunesmith.engine.request import Request
+from tunesmith.engine.sampling import Draws, sample_tokens
 from tunesmith.engine.scheduler import Work
 from tunesmith.errors import ConfigError, ModelError
-from tunesmith.model.attention import CausalPlan, get_layer_index, run_body
+from tunesmith.model.attention import AttentionPlan, CausalPlan, get_layer_index, run_body
 from tunesmith.model.logits import compute_logits, verify_model
+
+DEFAULT_BATCHED_TOKENS = (4096, 16384)
+"""Most tokens of one forward where the settings leave it open, on a CPU and elsewhere."""
+CPU_CACHE_GIB = 2.0
+"""Memory of the key-value cache on a CPU where the settings leave it open."""
+TRAINED_BYTES = 16
+"""The trainer's, for each parameter that it trains: float32 weight and moments, a gradient, scratch."""
+WORKING_SHARE = 0.3
+"""Of the device's memory, left to activations and logits."""
 
 
 class Runner:
@@ -32,89 +43,86 @@ class Runner:
         verify_model(model)
         self.model = model
         shapes = probe_layers(model)
-        self.num_pages = compute_num_pages(shapes, settings, model.dtype)
-        has_graphs = model.device.type == "cuda" and settings.cuda_decode != "eager"
+        self.num_pages = count_pages(shapes, settings, model, max_model_len=max_model_len)
+        self.max_batched_tokens = settings.max_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device.type != "cpu"]
+        self.has_graphs = model.device.type == "cuda" and settings.cuda_decode != "eager"
         self.cache = KVCache(
             shapes,
-            num_pages=self.num_pages + has_graphs,  # graphs write what nobody reads into a page of their own
+            num_pages=self.num_pages + self.has_graphs,  # graphs write what nobody reads into a page of their own
             page_size=settings.page_size,
             dtype=model.dtype,
             device=model.device,
         )
-        self._graphs = _build_graphs(model, self.cache, settings, max_model_len) if has_graphs else None
+        self._blocks = _build_blocks(model, self.cache, settings, max_model_len) if self.has_graphs else None
         self._packed = PackedLinears(model) if settings.has_packed_weights else None
         self._is_stale = True
 
     def notice_new_weights(self) -> None:
         """The parameters may have changed in place."""
         self._is_stale = True
+        if self._blocks is not None:
+            self._blocks.refresh()
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> tuple[list[Work], Draws]:
         """Compute the work's tokens; return the work that sampled, and its draws in the same order."""
         work = sorted(work, key=_by_length_then_context)
-        plan, ids_1T, positions_1T = self._build_inputs(work)
-        sampling, last_tokens = [], []
-        num_tokens = 0
-        for item in work:
-            num_tokens += item.stop - item.start
-            if item.samples:
-                sampling.append(item)
-                last_tokens.append(num_tokens - 1)
+        sampling = [item for item in work if item.samples]
         if self._packed is None:
-            logits_NV = self._forward(plan, ids_1T, positions_1T, last_tokens)
+            logits_NV = compute_logits(self.model, self._compute_hidden(work)).float()
         else:
             if self._is_stale:
                 self._packed.refresh()
             with self._packed.installed():
-                logits_NV = self._forward(plan, ids_1T, positions_1T, last_tokens)
+                logits_NV = compute_logits(self.model, self._compute_hidden(work)).float()
         self._is_stale = False
         return sampling, self._sample(sampling, logits_NV)
 
-    def can_decode_block(self, item: Work) -> bool:
-        """A graph can decode this request on: one known token is left, and nothing is truncated or biased."""
-        if self._graphs is None or item.stop - item.start > 1 or not item.samples:
-            return False
-        distribution = item.request.sampling.distribution
-        return not (truncates(distribution) or distribution.logit_bias)
-
     @torch.inference_mode()
-    def decode_block(self, work: Sequence[Work], *, num_steps: int) -> Block:
-        """Decode `num_steps` tokens of each request, whatever they are; the caller finds where each ends."""
-        assert self._graphs is not None
-        rows = [
-            DecodeRow(
-                token_id=item.request.token_ids[-1],
-                position=item.start,
-                pages=item.request.pages,
-                temperature=item.request.sampling.distribution.temperature,
-                seed=item.request.sampling.seed,
-            )
-            for item in work
-        ]
-        return self._graphs.decode(rows, num_steps=num_steps)
+    def prefill(self, work: Sequence[Work]) -> tuple[list[Work], Tensor]:
+        """Queue the work's tokens; return the work that samples, and hidden states [N, C] to draw its tokens from."""
+        work = sorted(work, key=_by_length_then_context)
+        return [item for item in work if item.samples], self._compute_hidden(work)
 
-    def _build_inputs(self, work: Sequence[Work]) -> tuple[PagedPlan, Tensor, Tensor]:
-        size, device = self.cache.page_size, self.model.device
-        ids: list[int] = []
-        positions: list[int] = []
-        token_pages: list[int] = []
-        spans = []
+    def can_decode_block(self, request: Request) -> bool:
+        """A graph can decode this request: its distribution is one that the device draws from by itself."""
+        return self._blocks is not None and not request.sampling.distribution.logit_bias
+
+    def launch_block(self, requests: Sequence[Request], rows: BlockRows, *, num_steps: int) -> Ticket:
+        """Queue `num_steps` tokens of each request, whatever they are; the caller finds where each ends."""
+        assert self._blocks is not None
+        self._blocks.slots.update(requests)
+        return self._blocks.launch(rows, num_steps=num_steps)
+
+    def _compute_hidden(self, work: Sequence[Work]) -> Tensor:
+        """Hidden states [N, C] of the last tokens of the work that samples, in order."""
+        ids, positions, spans, last_tokens = [], [], [], []
+        num_tokens = 0
         for item in work:
-            request = item.request
-            spans.append(Span(len(ids), item.start, item.stop, request.pages))
-            ids += request.token_ids[item.start : item.stop]
-            positions += range(item.start, item.stop)
-            token_pages += [request.pages[position // size] for position in range(item.start, item.stop)]
-        positions_T = torch.tensor(positions, device=device)
-        plan = PagedPlan(self.cache, spans, torch.tensor(token_pages, device=device), positions_T % size)
-        return plan, torch.tensor(ids, device=device)[None], positions_T[None]
+            ids += item.request.token_ids[item.start : item.stop]
+            positions.append(np.arange(item.start, item.stop))
+            spans.append(Span(num_tokens, item.start, item.stop, item.request.pages))
+            num_tokens += item.stop - item.start
+            if item.samples:
+                last_tokens.append(num_tokens - 1)
+        device, plan = self.model.device, self._build_plan(spans)
+        ids_T, positions_T, last_N = (
+            torch.from_numpy(np.asarray(array, dtype=np.int64)).to(device, non_blocking=True)
+            for array in (ids, np.concatenate(positions), last_tokens)
+        )
+        hidden_TC = self._run_body(ids_T[None], positions_T[None], plan)[0]
+        return hidden_TC if len(last_tokens) == num_tokens else hidden_TC[last_N]
 
-    def _forward(self, plan: PagedPlan, ids_1T: Tensor, positions_1T: Tensor, last_tokens: list[int]) -> Tensor:
-        hidden_TC = run_body(self.model, ids_1T, positions_1T, plan)[0]
-        if len(last_tokens) < len(hidden_TC):
-            hidden_TC = hidden_TC[torch.tensor(last_tokens, dtype=torch.long, device=hidden_TC.device)]
-        return compute_logits(self.model, hidden_TC).float()
+    def _build_plan(self, spans: Sequence[Span]) -> AttentionPlan:
+        if self._blocks is None:
+            return PagedPlan(self.cache, spans, self.model.device)
+        return self._blocks.build_prefill_plan(spans)
+
+    def _run_body(self, ids_1T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
+        if self._blocks is None:
+            return run_body(self.model, ids_1T, positions_1T, plan)
+        with self._blocks.installed():
+            return run_body(self.model, ids_1T, positions_1T, plan)
 
     def _sample(self, work: Sequence[Work], logits_NV: Tensor) -> Draws:
         if not work:
@@ -128,10 +136,10 @@ class Runner:
         )
 
 
-def _build_graphs(model: PreTrainedModel, cache: KVCache, settings: EngineSection, max_model_len: int) -> BlockDecoder:
-    from tunesmith.engine.graphs import DecodeGraphs  # needs Triton, which is there on CUDA machines only
+def _build_blocks(model: PreTrainedModel, cache: KVCache, settings: EngineSection, max_model_len: int) -> BlockDecoder:
+    from tunesmith.engine.graphs import build_graphs  # needs Triton, which is there on CUDA machines only
 
-    return DecodeGraphs(
+    return build_graphs(
         model,
         cache,
         max_num_seqs=settings.max_num_seqs,
@@ -168,12 +176,34 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     return [plan.shape_of_layer[layer] for layer in sorted(plan.shape_of_layer)]
 
 
-def compute_num_pages(shapes: Sequence[LayerShape], settings: EngineSection, dtype: torch.dtype) -> int:
-    """Pages of the cache that the settings pay for."""
+def count_pages(
+    shapes: Sequence[LayerShape], settings: EngineSection, model: PreTrainedModel, *, max_model_len: int
+) -> int:
+    """Pages of the cache that the settings pay for, or that the device has room for."""
     if settings.kv_cache_tokens is not None:
         return -(-settings.kv_cache_tokens // settings.page_size)
     num_values = sum(2 * shape.num_kv_heads * shape.head_size for shape in shapes)
-    num_pages = int(settings.kv_cache_gib * 2**30) // (num_values * dtype.itemsize * settings.page_size)
+    page_bytes = num_values * model.dtype.itemsize * settings.page_size
+    if settings.kv_cache_gib is not None:
+        num_bytes = int(settings.kv_cache_gib * 2**30)
+    elif model.device.type == "cpu":
+        num_bytes = int(CPU_CACHE_GIB * 2**30)
+    else:
+        num_bytes = measure_cache_room(model)
+    most_tokens = settings.max_num_seqs * (max_model_len + 4 * settings.page_size)
+    num_pages = num_bytes // page_bytes
+    if settings.kv_cache_gib is None:
+        num_pages = min(num_pages, -(-most_tokens // settings.page_size))
     if num_pages == 0:
-        raise ConfigError(f"kv_cache_gib={settings.kv_cache_gib} does not hold one page; raise it")
+        raise ConfigError(
+            f"there is no room for one page of the key-value cache ({page_bytes} bytes): kv_cache_gib="
+            f"{settings.kv_cache_gib}; raise it, or free memory of the device"
+        )
     return num_pages
+
+
+def measure_cache_room(model: PreTrainedModel) -> int:
+    """Bytes of memory that training leaves: what is free, less the trainer's states and a share to work in."""
+    free, total = torch.cuda.mem_get_info(model.device)
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return max(0, int(free - TRAINED_BYTES * num_trained - WORKING_SHARE * total))

@@ -39,6 +39,7 @@ class Schedule:
     """Requests that left because not even the whole cache could hold them."""
     num_tokens_left: int = 0
     num_preemptions: int = 0
+    may_preempt: bool = True
 
 
 class Scheduler:
@@ -71,35 +72,38 @@ class Scheduler:
             self.running.remove(request)
             self._let_go(request)
 
-    def schedule(self) -> Schedule:
-        """Choose the next step's work; requests that can never fit are removed and returned as stuck."""
-        step = Schedule(num_tokens_left=self.max_batched_tokens)
+    def schedule(self, *, may_preempt: bool = True) -> Schedule:
+        """Choose the next step's work; requests that can never fit are removed and returned as stuck.
+
+        Requests in a block that is not read yet are left out. Where nobody may be preempted, others wait for pages.
+        """
+        step = Schedule(num_tokens_left=self.max_batched_tokens, may_preempt=may_preempt)
         self._continue_running(step)
         if self.waiting and not step.num_preemptions:
             self._admit_waiting(step)
         return step
 
-    def reserve(self, work: Sequence[Work], num_tokens: int, *, max_model_len: int) -> int:
-        """Hold pages for `num_tokens` more tokens of every request, preempting none; return how many there is room for.
+    def reserve(self, requests: Sequence[Request], num_tokens: int, *, max_model_len: int) -> bool:
+        """Hold pages for `num_tokens` more tokens of every request beyond the known ones, or for none of them.
 
-        That is `num_tokens`, or the one token that each of them holds pages for already. No request is given pages past
-        where it must end.
+        The last known token counts as one of them, for it is not computed yet. No request is given pages past where it
+        must end.
         """
         missing = []
-        for item in work:
-            request = item.request
-            last = min(item.start + num_tokens, request.num_most_tokens, max_model_len)
+        for request in requests:
+            last = min(request.num_known - 1 + num_tokens, request.num_most_tokens, max_model_len)
             missing.append(max(0, -(-last // self.page_size) - len(request.pages)))
         if sum(missing) > self.pool.num_available:
-            return 1
-        for item, num_missing in zip(work, missing, strict=True):
-            pages = self.pool.allocate(num_missing) if num_missing else []
-            assert pages is not None
-            item.request.pages += pages
-        return num_tokens
+            return False
+        for request, num_missing in zip(requests, missing, strict=True):
+            if num_missing:
+                pages = self.pool.allocate(num_missing)
+                assert pages is not None
+                request.pages += pages
+        return True
 
     def commit(self, work: Sequence[Work]) -> None:
-        """Note that the work's keys and values are in the pages now; the ids of those tokens are known by then."""
+        """Note that the work's keys and values are in the pages now, or will be before anything reads them."""
         for item in work:
             request = item.request
             request.num_computed = item.stop
@@ -120,6 +124,9 @@ class Scheduler:
         index = 0
         while index < len(self.running) and step.num_tokens_left:
             request = self.running[index]
+            if request.num_launches:
+                index += 1
+                continue
             stop = min(len(request.token_ids), request.num_computed + step.num_tokens_left)
             if not self._grow(request, stop, step):
                 break
@@ -133,6 +140,8 @@ class Scheduler:
         if num_missing <= 0:
             return True
         while (pages := self.pool.allocate(num_missing)) is None:
+            if not step.may_preempt:
+                return False
             victim = self.running[-1]
             if victim is request and len(self.running) == 1:
                 self.remove(request)
@@ -182,6 +191,7 @@ class Scheduler:
         request.num_computed = len(found) * self.page_size
         request.num_published = len(found)
         request.row = self._free_rows.pop()
+        request.num_starts += 1
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
         insort(self.running, request, key=_get_priority)
@@ -194,6 +204,8 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         assert request.row is not None
+        if self.has_prefix_cache:
+            self._publish(request)
         self.pool.release(request.pages)
         self._free_rows.append(request.row)
         request.pages = []

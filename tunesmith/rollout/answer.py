@@ -30,7 +30,7 @@ from tunesmith.rollout.response import (
     build_usage,
     encode_event,
 )
-from tunesmith.types import Completion, OnToken
+from tunesmith.types import Completion, OnTokens
 
 
 class Answer:
@@ -60,13 +60,13 @@ class Answer:
         only = tools[0]["function"]["name"] if len(tools) == 1 else None
         return self.request.forced_tool or only
 
-    async def sample(self, choice: int, on_token: OnToken | None = None) -> Completion:
+    async def sample(self, choice: int, on_tokens: OnTokens | None = None) -> Completion:
         """Sample one choice. Where one call is asked for, sampling ends with it."""
         sampling = self.request.sampling
         if self._is_single_call:
             sampling = replace(sampling, stop=(*sampling.stop, CALL_CLOSE))
         return await self.session.generate(
-            self.call, choice, sampling, seed=self.request.seed, prefix_ids=self._prefix_ids, on_token=on_token
+            self.call, choice, sampling, seed=self.request.seed, prefix_ids=self._prefix_ids, on_tokens=on_tokens
         )
 
     def build_parser(self) -> ReplyParser:
@@ -133,7 +133,7 @@ async def _cancel_all(tasks: Sequence[asyncio.Future[Completion]]) -> None:
 
 
 class StreamedChoice:
-    """One choice on its way out, token by token."""
+    """One choice on its way out, as its tokens come."""
 
     def __init__(self, answer: Answer, index: int) -> None:
         self._answer = answer
@@ -145,10 +145,10 @@ class StreamedChoice:
         self._is_first = True
         self._tokens: list[tuple[int, float]] = []
 
-    def add_token(self, token_id: int, logprob: float) -> dict[str, Any] | None:
-        """The chunk that this token completes, if it completes one."""
-        self._tokens.append((token_id, logprob))
-        text = self._text.feed(token_id)
+    def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+        """The chunk that these tokens complete, if they complete one."""
+        self._tokens += zip(token_ids, logprobs, strict=True)
+        text = "".join(map(self._text.feed, token_ids))
         delta = self._parser.feed(text) if text else Delta()
         return self._build_chunk(delta) if delta or self._is_first else None
 
@@ -188,8 +188,8 @@ class StreamedChoice:
         return chunk
 
 
-Event = tuple[int, tuple[int, float] | None]
-"""Index of a choice, and its next token; None when the choice is done."""
+Event = tuple[int, tuple[Sequence[int], Sequence[float]] | None]
+"""Index of a choice, and its next tokens with their logprobs; None when the choice is done."""
 
 
 async def answer_in_stream(answer: Answer, send: Send) -> None:
@@ -204,9 +204,9 @@ async def answer_in_stream(answer: Answer, send: Send) -> None:
     num_open = len(tasks)
     try:
         while num_open:
-            index, token = await events.get()
-            if token is not None:
-                chunk = choices[index].add_token(*token)
+            index, tokens = await events.get()
+            if tokens is not None:
+                chunk = choices[index].add_tokens(*tokens)
                 chunks = [] if chunk is None else [chunk]
             else:
                 chunks = choices[index].finish(tasks[index].result())
@@ -226,10 +226,10 @@ async def answer_in_stream(answer: Answer, send: Send) -> None:
 
 
 def _start_choice(answer: Answer, index: int, events: asyncio.Queue[Event]) -> asyncio.Future[Completion]:
-    def add_token(token_id: int, logprob: float) -> None:
-        events.put_nowait((index, (token_id, logprob)))
+    def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        events.put_nowait((index, (token_ids, logprobs)))
 
-    task = asyncio.ensure_future(answer.sample(index, add_token))
+    task = asyncio.ensure_future(answer.sample(index, add_tokens))
     task.add_done_callback(lambda _: events.put_nowait((index, None)))
     return task
 

@@ -10,6 +10,7 @@ import asyncio
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import get_args
 
 from tunesmith.errors import RolloutError
@@ -82,6 +83,23 @@ async def _cancel_all(running: Sequence[asyncio.Task[Trajectory]]) -> None:
         each.cancel()
     if pending:
         await asyncio.wait(pending)
+
+
+def attach_baselines(groups: Sequence[Group], baselines: Sequence[Group]) -> list[Group]:
+    """The groups with the reward of their task's one baseline run, which is no member of them."""
+    return [
+        replace(group, baseline_reward=baseline.trajectories[0].reward)
+        for group, baseline in zip(groups, baselines, strict=True)
+    ]
+
+
+def compute_baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean reward of baseline runs, and how many groups have none because it failed."""
+    rewards = [group.baseline_reward for group in groups if group.baseline_reward is not None]
+    metrics = {"rollout/num_failed_baselines": float(len(groups) - len(rewards))}
+    if rewards:
+        metrics["rollout/baseline_reward_mean"] = statistics.fmean(rewards)
+    return metrics
 
 
 def check_failures(groups: Sequence[Group], max_failure_rate: float) -> None:

@@ -17,7 +17,7 @@ from tunesmith.errors import EngineError
 from tunesmith.model.messages import MatchKey, Message, compute_match_keys
 from tunesmith.model.render import Prompt, Renderer
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.types import Completion, Engine, OnToken, Sampling, Turn
+from tunesmith.types import Completion, Engine, OnTokens, Sampling, Turn
 
 Place = tuple[int, int]
 """Index of a call in its session, and of a choice in its call."""
@@ -153,7 +153,7 @@ class Session:
         *,
         seed: int | None = None,
         prefix_ids: tuple[int, ...] = (),
-        on_token: OnToken | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Completion:
         """Sample one choice of a call and record it.
 
@@ -167,15 +167,15 @@ class Session:
         sampling = replace(sampling, seed=derive_seed(self._seed, *parts))
         draft = _Draft(prompt_ids=call.prompt_ids + prefix_ids, sampling=sampling)
 
-        def add_token(token_id: int, logprob: float) -> None:
-            draft.sampled_ids.append(token_id)
-            draft.logprobs.append(logprob)
-            draft.policy_versions.append(self._engine.policy_version)
-            if on_token is not None:
-                on_token(token_id, logprob)
+        def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+            draft.sampled_ids += token_ids
+            draft.logprobs += logprobs
+            draft.policy_versions += [self._engine.policy_version] * len(token_ids)
+            if on_tokens is not None:
+                on_tokens(token_ids, logprobs)
 
         draft.task = asyncio.ensure_future(
-            self._engine.generate(draft.prompt_ids, sampling, order=(*self._order, *place), on_token=add_token)
+            self._engine.generate(draft.prompt_ids, sampling, order=(*self._order, *place), on_tokens=add_tokens)
         )
         self._drafts[place] = draft
         try:
