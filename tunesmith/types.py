@@ -106,8 +106,8 @@ class Completion:
 
 
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
-"""Called in the event loop with the ids and logprobs of tokens as they are sampled, one or a block of them at a time, in
-order, before `generate` returns."""
+"""Called in the event loop with the ids and logprobs of tokens as they are sampled, one or a block of them at a time,
+in order, before `generate` returns."""
 
 
 class Engine(Protocol):

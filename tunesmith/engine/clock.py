@@ -10,6 +10,7 @@ the loop. Free-running: a thread steps whenever there is work, for a loop that m
 from __future__ import annotations
 
 import asyncio
+import gc
 import selectors
 import threading
 import time
@@ -100,9 +101,16 @@ class EngineLoop(asyncio.SelectorEventLoop):
 
 
 def run_lockstep(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on an `EngineLoop`."""
-    with asyncio.Runner(loop_factory=EngineLoop) as runner:
-        return runner.run(coroutine)
+    """`asyncio.run` on an `EngineLoop`.
+
+    Garbage collections leave out what exists already: to walk over all objects of the libraries takes a second.
+    """
+    gc.freeze()
+    try:
+        with asyncio.Runner(loop_factory=EngineLoop) as runner:
+            return runner.run(coroutine)
+    finally:
+        gc.unfreeze()
 
 
 class LoopClock:

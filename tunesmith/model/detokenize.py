@@ -21,6 +21,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, hidden_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._hidden_ids = frozenset(hidden_ids)
 
     def decode(self, ids: Sequence[int], *, also_hidden: Collection[int] = ()) -> str:
@@ -32,7 +33,10 @@ class Detokenizer:
         return TextStream(self, self._hidden_ids.union(also_hidden))
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if self._backend is not None:  # what the tokenizer does, without its look at the type of each id
+            text = self._backend.decode(ids, skip_special_tokens=False)
+        else:
+            text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

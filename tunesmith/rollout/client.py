@@ -7,6 +7,7 @@ equal answers and raise equal errors; the short way costs a small part of what b
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
@@ -54,6 +55,12 @@ class InProcessClient(openai.AsyncOpenAI):
         """Copies that the client makes of itself have no endpoint, and take the long way."""
         super().__init__(**options)
         self.endpoint = endpoint
+
+    def bind(self, api_key: str) -> InProcessClient:
+        """This client with another key, before it has been used: a shallow copy, where a new client costs 0.2 ms."""
+        bound = copy.copy(self)
+        bound.api_key = api_key
+        return bound
 
     @functools.cached_property
     def chat(self) -> AsyncChat:

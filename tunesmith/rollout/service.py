@@ -83,6 +83,14 @@ class ModelService:
         self._build_model = build_model
         self._has_recording = has_recording
         self._http_client = httpx.AsyncClient(transport=InProcessTransport(self.app))
+        self._client = InProcessClient(
+            endpoint=self.endpoint,
+            base_url=self.base_url,
+            api_key="bound to a session",
+            http_client=self._http_client,
+            max_retries=0,
+            timeout=None,
+        )
 
     def open(self, *, seed: int, order: tuple[int, ...] = (), sampling: Sampling | None = None) -> Lease:
         """A model bound to a new session; `sampling` overrides the service's."""
@@ -93,14 +101,7 @@ class ModelService:
             base_url=self.base_url,
             api_key=session.key,
             model_name=self.endpoint.model_name,
-            client=InProcessClient(
-                endpoint=self.endpoint,
-                base_url=f"{IN_PROCESS_URL}/v1",
-                api_key=session.key,
-                http_client=self._http_client,
-                max_retries=0,
-                timeout=None,
-            ),
+            client=self._client.bind(session.key),
             http_client=self._http_client,
         )
         return Lease(model=self._build_model(endpoint), session=session)

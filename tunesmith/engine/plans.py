@@ -1,0 +1,128 @@
+"""How the tokens of one forward on a CUDA device attend, layer by layer.
+
+Each layer gets an object of its own, which holds its pages and the tensors that all layers share: a traced layer then
+reads tensors only, and all layers share one trace.
+
+Axes: T tokens, R requests, I tiles, P pages, K key-value heads, Z page size, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tunesmith.engine import ops
+from tunesmith.engine.attention import KVCache, Span
+from tunesmith.model.attention import get_layer_index
+
+
+class _LayerPlan:
+    """Attention of one layer."""
+
+    def __init__(self, keys_PKZD: Tensor, values_PKZD: Tensor) -> None:
+        self.keys = keys_PKZD
+        self.values = values_PKZD
+
+
+class DecodeLayerPlan(_LayerPlan):
+    """One new token a request."""
+
+    def __init__(self, keys_PKZD: Tensor, values_PKZD: Tensor, table_RP: Tensor, positions_R: Tensor) -> None:
+        super().__init__(keys_PKZD, values_PKZD)
+        self.table = table_RP
+        self.positions = positions_R
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return ops.paged_decode(
+            query, key, value, self.keys, self.values, self.table, self.positions,
+            scaling, sliding_window or 0, softcap or 0.0,
+        )  # fmt: skip
+
+
+class PrefillLayerPlan(_LayerPlan):
+    """Any number of new tokens a request."""
+
+    def __init__(
+        self,
+        keys_PKZD: Tensor,
+        values_PKZD: Tensor,
+        slots_T: Tensor,
+        table_RP: Tensor,
+        spans_3R: Tensor,
+        tiles_2I: Tensor,
+    ) -> None:
+        super().__init__(keys_PKZD, values_PKZD)
+        self.slots = slots_T
+        self.table = table_RP
+        self.spans = spans_3R
+        self.tiles = tiles_2I
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return ops.paged_prefill(
+            query, key, value, self.keys, self.values, self.slots, self.table, self.spans, self.tiles,
+            scaling, sliding_window or 0, softcap or 0.0,
+        )  # fmt: skip
+
+
+class LayeredPlan:
+    """The plan of all layers, for `run_body`."""
+
+    def __init__(self, layers: Sequence[DecodeLayerPlan | PrefillLayerPlan]) -> None:
+        self.layers = layers
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return self.layers[get_layer_index(module)].attend(module, query, key, value, **options)
+
+
+def build_decode_plan(cache: KVCache, table_RP: Tensor, positions_R: Tensor) -> LayeredPlan:
+    """Attention of requests whose last known token stands at `positions_R`."""
+    pages = zip(cache.keys, cache.values, strict=True)
+    return LayeredPlan([DecodeLayerPlan(keys, values, table_RP, positions_R) for keys, values in pages])
+
+
+def build_prefill_plan(cache: KVCache, spans: Sequence[Span], *, tile_tokens: int, device: torch.device) -> LayeredPlan:
+    """Attention of spans that lie side by side in one row; a tile holds at most `tile_tokens` of one of them."""
+    size = cache.page_size
+    num_columns = max(-(-span.stop // size) for span in spans)
+    table = np.zeros((len(spans), num_columns), dtype=np.int32)
+    slots, tiles = [], []
+    for request, span in enumerate(spans):
+        pages = np.asarray(span.pages[: -(-span.stop // size)], dtype=np.int32)
+        table[request, : len(pages)] = pages
+        positions = np.arange(span.start, span.stop)
+        slots.append(pages[positions // size].astype(np.int64) * size + positions % size)
+        offsets = np.arange(0, span.stop - span.start, tile_tokens, dtype=np.int32)
+        tiles.append(np.stack([np.full_like(offsets, request), offsets]))
+    ends = np.array([(span.first, span.start, span.stop) for span in spans], dtype=np.int32).T
+    tensors = [
+        torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+        for array in (np.concatenate(slots), table, ends, np.concatenate(tiles, axis=1))
+    ]
+    pages_of_layers = zip(cache.keys, cache.values, strict=True)
+    return LayeredPlan([PrefillLayerPlan(keys, values, *tensors) for keys, values in pages_of_layers])
