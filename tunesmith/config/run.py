@@ -209,7 +209,7 @@ class EngineSection(Section):
     kv_cache_tokens: int | None = Field(default=None, ge=1)
     """Tokens the key-value cache holds; None takes `kv_cache_gib` worth."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """Memory of the key-value cache in GiB when `kv_cache_tokens` is not given. None takes 2 on a CPU; on a GPU it takes
+    """Memory of the key-value cache in GiB when `kv_cache_tokens` is not given. None takes 2 on a CPU, and on a GPU
     what training leaves, at most what `max_num_seqs` requests of the full context need."""
     max_waiting: int = Field(default=4096, ge=1)
     """Requests that may queue; further callers wait their turn before they queue."""

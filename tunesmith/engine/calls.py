@@ -44,10 +44,9 @@ class News:
 class Desk:
     """The calls in the engine: whatever happens to one is entered here, and told to the event loop later."""
 
-    def __init__(self, scheduler: Scheduler, *, eos_ids: Collection[int], max_model_len: int) -> None:
+    def __init__(self, scheduler: Scheduler, *, eos_ids: Collection[int]) -> None:
         self.scheduler = scheduler
         self.eos_ids = frozenset(eos_ids)
-        self.max_model_len = max_model_len
         self.policy_version = 0
         self.calls: dict[int, Call] = {}
         self.counts: Counter[str] = Counter()
@@ -133,14 +132,10 @@ class Desk:
         call.is_queued = False
 
 
-def find_first_stop(
-    call: Call, token_ids: Sequence[int], *, eos_ids: Collection[int], max_model_len: int
-) -> tuple[int, StopReason | None]:
+def find_first_stop(call: Call, token_ids: Sequence[int], *, eos_ids: Collection[int]) -> tuple[int, StopReason | None]:
     """How many of the next tokens belong to the completion, which have not been entered yet, and why it ends there."""
     request, sampling = call.request, call.request.sampling
-    num_for_length = sampling.max_tokens - request.num_sampled
-    num_for_context = max_model_len - len(request.token_ids)
-    num_kept = min(len(token_ids), num_for_length, num_for_context)
+    num_kept = min(len(token_ids), request.limit - len(request.token_ids))
     ends = eos_ids if not sampling.ignore_eos else ()
     if call.matcher is not None or sampling.stop_token_ids or ends:
         for index, token_id in enumerate(token_ids[:num_kept]):
@@ -148,9 +143,14 @@ def find_first_stop(
                 return index + 1, "eos"
             if token_id in sampling.stop_token_ids or (call.matcher is not None and call.matcher.add(token_id)):
                 return index + 1, "stop"
-    if num_kept == num_for_length:
-        return num_kept, "length"
-    return num_kept, "context" if num_kept == num_for_context else None
+    return num_kept, find_limit(request, num_kept)
+
+
+def find_limit(request: Request, num_next: int) -> StopReason | None:
+    """Why so many more tokens are all that a request may have; None when there is room left."""
+    if len(request.token_ids) + num_next < request.limit:
+        return None
+    return "length" if request.num_sampled + num_next == request.sampling.max_tokens else "context"
 
 
 def hand_out(news: News) -> list[int]:

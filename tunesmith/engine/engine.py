@@ -103,6 +103,7 @@ class LocalEngine:
             sampling=sampling,
             order=order,
             deadline_at=deadline_at,
+            max_model_len=self._max_model_len,
         )
         self._num_arrived += 1
         future = asyncio.get_running_loop().create_future()
@@ -188,7 +189,7 @@ class LocalEngine:
             max_batched_tokens=self._runner.max_batched_tokens,
             has_prefix_cache=self._settings.has_prefix_cache,
         )
-        desk = Desk(scheduler, eos_ids=self._eos_ids, max_model_len=self._max_model_len)
+        desk = Desk(scheduler, eos_ids=self._eos_ids)
         if self._runner.has_graphs:
             return desk, BlockStepper(self._runner, desk, block=self._settings.decode_block)
         return desk, TokenStepper(self._runner, desk)

@@ -7,6 +7,7 @@ else is fixed when the request arrives.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,9 @@ class Request:
     order: tuple[int, ...] = ()
     deadline_at: float | None = None
     """Seconds on the monotonic clock after which the request ends."""
+    max_model_len: int = sys.maxsize
+    limit: int = field(init=False)
+    """Prompt and sampled tokens at which `max_tokens` or the model's context ends the request."""
     token_ids: list[int] = field(init=False)
     """Prompt and sampled tokens."""
     logprobs: list[float] = field(default_factory=list)
@@ -49,6 +53,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
+        self.limit = min(len(self.prompt_ids) + self.sampling.max_tokens, self.max_model_len)
 
     @property
     def priority(self) -> tuple[tuple[int, ...], int]:
@@ -58,11 +63,6 @@ class Request:
     @property
     def num_sampled(self) -> int:
         return len(self.token_ids) - len(self.prompt_ids)
-
-    @property
-    def num_most_tokens(self) -> int:
-        """Prompt and sampled tokens when `max_tokens` ends the request."""
-        return len(self.prompt_ids) + self.sampling.max_tokens
 
     @property
     def num_known(self) -> int:

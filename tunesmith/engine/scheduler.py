@@ -83,23 +83,25 @@ class Scheduler:
             self._admit_waiting(step)
         return step
 
-    def reserve(self, requests: Sequence[Request], num_tokens: int, *, max_model_len: int) -> bool:
+    def reserve(self, requests: Sequence[Request], num_tokens: int) -> bool:
         """Hold pages for `num_tokens` more tokens of every request beyond the known ones, or for none of them.
 
         The last known token counts as one of them, for it is not computed yet. No request is given pages past where it
         must end.
         """
-        missing = []
+        short, total = [], 0
         for request in requests:
-            last = min(request.num_known - 1 + num_tokens, request.num_most_tokens, max_model_len)
-            missing.append(max(0, -(-last // self.page_size) - len(request.pages)))
-        if sum(missing) > self.pool.num_available:
+            last = min(request.num_known - 1 + num_tokens, request.limit)
+            num_missing = -(-last // self.page_size) - len(request.pages)
+            if num_missing > 0:
+                short.append((request, num_missing))
+                total += num_missing
+        if total > self.pool.num_available:
             return False
-        for request, num_missing in zip(requests, missing, strict=True):
-            if num_missing:
-                pages = self.pool.allocate(num_missing)
-                assert pages is not None
-                request.pages += pages
+        for request, num_missing in short:
+            pages = self.pool.allocate(num_missing)
+            assert pages is not None
+            request.pages += pages
         return True
 
     def commit(self, work: Sequence[Work]) -> None:

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tunesmith.engine.block import Block, BlockRows, Ticket
-from tunesmith.engine.calls import Call, Desk, find_first_stop
+from tunesmith.engine.calls import Call, Desk, find_first_stop, find_limit
 from tunesmith.engine.request import Request
 from tunesmith.engine.runner import Runner
 from tunesmith.engine.scheduler import Work
-from tunesmith.types import StopReason
 
 
 class TokenStepper:
@@ -59,9 +58,7 @@ class TokenStepper:
 
     def _enter(self, call: Call, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Take the next tokens of a call up to the one that ends it."""
-        num_kept, stop_reason = find_first_stop(
-            call, token_ids, eos_ids=self._desk.eos_ids, max_model_len=self._desk.max_model_len
-        )
+        num_kept, stop_reason = find_first_stop(call, token_ids, eos_ids=self._desk.eos_ids)
         self._desk.add_tokens(call, token_ids[:num_kept], logprobs[:num_kept])
         if stop_reason is not None:
             self._desk.end(call, stop_reason)
@@ -113,8 +110,8 @@ class BlockStepper(TokenStepper):
     def _launch(self, before: _Flight | None) -> _Flight | None:
         """Queue what can be computed now; None where there is nothing, or not without reading `before` first."""
         requests, sources = self._continue(before)
-        scheduler, max_model_len = self._desk.scheduler, self._desk.max_model_len
-        if not scheduler.reserve(requests, self._block, max_model_len=max_model_len):
+        scheduler = self._desk.scheduler
+        if not scheduler.reserve(requests, self._block):
             return None
         for request in requests:
             request.num_launches += 1
@@ -122,8 +119,8 @@ class BlockStepper(TokenStepper):
         requests += fresh
         if not requests:
             return None
-        num_steps = min(self._block, max(map(self._count_left, requests)))
-        if not scheduler.reserve(requests, num_steps, max_model_len=max_model_len):
+        num_steps = min(self._block, max(request.limit - request.num_known for request in requests))
+        if not scheduler.reserve(requests, num_steps):
             num_steps = 0 if fresh or before is not None else 1  # for one step they hold the pages already
         for request in requests:
             request.num_in_flight += num_steps
@@ -135,14 +132,10 @@ class BlockStepper(TokenStepper):
         """Requests of the block before that go on whatever it draws, and their rows in it."""
         requests, sources = [], []
         for row, request in enumerate(() if before is None else before.requests):
-            if self._count_left(request) > 0 and self._desk.find(request) is not None:
+            if request.num_known < request.limit and self._desk.find(request) is not None:
                 requests.append(request)
                 sources.append(row)
         return requests, sources
-
-    def _count_left(self, request: Request) -> int:
-        """Tokens that may be drawn beyond those in flight."""
-        return min(request.num_most_tokens, self._desk.max_model_len) - request.num_known
 
     def _start_requests(
         self, requests: list[Request], sources: list[int], *, may_preempt: bool
@@ -198,30 +191,21 @@ class BlockStepper(TokenStepper):
         token_ids, logprobs = found.token_ids_RL[row, first:].tolist(), found.logprobs_RL[row, first:].tolist()
         sampling = call.request.sampling
         if call.matcher is not None or sampling.stop_token_ids:
-            num_kept, stop_reason = find_first_stop(
-                call, token_ids, eos_ids=self._desk.eos_ids, max_model_len=self._desk.max_model_len
-            )
+            num_kept, stop_reason = find_first_stop(call, token_ids, eos_ids=self._desk.eos_ids)
         else:
-            num_eos = None if sampling.ignore_eos else found.line_of_eos_R[row] - first + 1
-            num_kept, stop_reason = self._find_end(call.request, len(token_ids), num_eos)
-        if found.is_broken_R[row] and not np.isfinite(logprobs[:num_kept]).all():
+            num_kept = min(len(token_ids), call.request.limit - len(call.request.token_ids))
+            num_eos = found.lines_of_eos[row] - first + 1
+            if num_eos <= num_kept and not sampling.ignore_eos:
+                num_kept, stop_reason = num_eos, "eos"
+            else:
+                stop_reason = find_limit(call.request, num_kept)
+        if found.is_broken[row] and not np.isfinite(logprobs[:num_kept]).all():
             self._fail(call)
             return
         self._desk.add_tokens(call, token_ids[:num_kept], logprobs[:num_kept])
         call.request.num_computed = len(call.request.token_ids) - 1
         if stop_reason is not None:
             self._desk.end(call, stop_reason)
-
-    def _find_end(self, request: Request, num_drawn: int, num_eos: int | None) -> tuple[int, StopReason | None]:
-        """Of so many tokens, of which the `num_eos`-th ends the text: how many belong, and why it ends there."""
-        num_for_length = request.sampling.max_tokens - request.num_sampled
-        num_for_context = self._desk.max_model_len - len(request.token_ids)
-        num_kept = min(num_drawn, num_for_length, num_for_context)
-        if num_eos is not None and num_eos <= num_kept:
-            return num_eos, "eos"
-        if num_kept == num_for_length:
-            return num_kept, "length"
-        return num_kept, "context" if num_kept == num_for_context else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +214,9 @@ class _Ends:
 
     token_ids_RL: NDArray[np.int32]
     logprobs_RL: NDArray[np.float32]
-    line_of_eos_R: NDArray[np.int64]
+    lines_of_eos: list[int]
     """The first line with an end-of-sequence token; far beyond the last where there is none."""
-    is_broken_R: NDArray[np.bool_]
+    is_broken: list[bool]
     """Some logprob is not finite."""
 
 
@@ -246,7 +230,7 @@ def _find_ends(block: Block, eos_ids: NDArray[np.int64], *, num_fresh: int) -> _
     is_broken_RL[:num_plain, 0] = False
     nowhere = np.iinfo(np.int32).max
     lines_R = np.where(np.any(is_eos_RL, axis=1), is_eos_RL.argmax(axis=1), nowhere)
-    return _Ends(token_ids_RL, logprobs_RL, lines_R, np.any(is_broken_RL, axis=1))
+    return _Ends(token_ids_RL, logprobs_RL, lines_R.tolist(), np.logical_or.reduce(is_broken_RL, axis=1).tolist())
 
 
 def _describe(
