@@ -1,0 +1,322 @@
+"""Tokens a second of rollouts: decoding alone, through the engine, and through the OpenAI-compatible agent path.
+
+`decode` is the time that 64 more tokens of every request take, from contexts of 128 tokens on. `engine` samples 256
+tokens with logprobs for each prompt of 128, prefill included. `agents` is the same engine under agents that ask GSM8K
+questions through the endpoint, whose answers end where the model ends them; it also tells what a call costs the
+interpreter. Each figure comes with its floor: the bytes and operations that cannot be left out over what this device
+reaches in a large copy and a large product, and our share of it. Peers run on the same prompts and lengths.
+
+    python benchmarks/rollout.py --shape qwen3-0.6b --sequences 256 512 --out results/rollout_cuda/qwen3-0.6b.json
+    python benchmarks/rollout.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl --agents 512
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import dataclasses
+import pstats
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from agent_load import measure_agents
+from peer_generate import run_continuous_batching, run_generate
+from report import publish
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from tunesmith.config import EngineSection
+from tunesmith.engine.clock import run_lockstep
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.model.attention import use_plan_attention
+from tunesmith.model.load import load_model
+from tunesmith.types import Completion, Sampling
+
+SHAPES: dict[str, PretrainedConfig] = {
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, head_dim=64, tie_word_embeddings=True, max_position_embeddings=8192,
+    ),
+    "qwen3-0.6b": Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=32768,
+    ),
+    "qwen2.5-1.5b": Qwen2Config(
+        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32768,
+    ),
+    "qwen2.5-7b": Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, max_position_embeddings=32768,
+    ),
+}  # fmt: skip
+DECODE_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """What the device reaches."""
+
+    flops_per_s: float
+    """In a large product of the model's type."""
+    bytes_per_s: float
+    """In a large copy, read and written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """Medians of one work."""
+
+    tokens_per_s: float
+    seconds: list[float]
+    floor_s: float
+    details: dict[str, Any]
+
+    @property
+    def share(self) -> float:
+        return self.floor_s / statistics.median(self.seconds)
+
+
+def build_model(arguments: argparse.Namespace) -> PreTrainedModel:
+    device = torch.device(arguments.device)
+    dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
+    if arguments.model is not None:
+        return load_model(arguments.model, dtype=dtype, device=device)
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(SHAPES[arguments.shape], dtype=dtype, attn_implementation="sdpa")
+    model.eval().requires_grad_(False)
+    use_plan_attention(model)
+    return model
+
+
+def measure(work: Callable[[], object], repeats: int, device: str) -> list[float]:
+    """Seconds of each repeat, after one to warm up."""
+    seconds = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        work()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]
+
+
+def measure_ceilings(device: str) -> Ceilings:
+    size, num_bytes = (8192, 2**30) if device != "cpu" else (1024, 2**26)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    source = torch.ones(num_bytes, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    product = statistics.median(measure(lambda: [a @ b for _ in range(5)], 3, device)) / 5
+    copy = statistics.median(measure(lambda: [target.copy_(source) for _ in range(5)], 3, device)) / 5
+    return Ceilings(flops_per_s=2 * size**3 / product, bytes_per_s=2 * num_bytes / copy)
+
+
+def compute_floor(
+    model: PreTrainedModel,
+    ceilings: Ceilings,
+    *,
+    num_sequences: int,
+    first: int,
+    num_steps: int,
+    num_prompt_tokens: int,
+) -> float:
+    """Seconds that no sampler can stay below: prefill, and steps whose contexts grow from `first`.
+
+    A step reads each weight that is multiplied once and each key and value of the contexts once, and multiplies each
+    row by each weight; the larger of the two times counts.
+    """
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head = model.get_output_embeddings().weight.numel()
+    body = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    body -= 0 if config.tie_word_embeddings else head
+    cached = 2 * config.num_hidden_layers * config.num_key_value_heads * size * model.dtype.itemsize
+    scored = 4 * config.num_hidden_layers * config.num_attention_heads * size
+    seconds = 2 * body * num_prompt_tokens / ceilings.flops_per_s
+    for context in range(first, first + num_steps):
+        num_bytes = (body + head) * model.dtype.itemsize + num_sequences * context * cached
+        flops = num_sequences * (2 * (body + head) + scored * context)
+        seconds += max(num_bytes / ceilings.bytes_per_s, flops / ceilings.flops_per_s)
+    return seconds
+
+
+def build_prompts(vocab_size: int, num_sequences: int, num_tokens: int, group: int) -> list[list[int]]:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(-(-num_sequences // group))]
+    return [prompts[index // group] for index in range(num_sequences)]
+
+
+def build_engine(model: PreTrainedModel, arguments: argparse.Namespace, num_sequences: int) -> LocalEngine:
+    longest = arguments.prompt_tokens + max(arguments.new_tokens, DECODE_STEPS + 1)
+    settings = EngineSection(
+        max_num_seqs=num_sequences,
+        kv_cache_tokens=num_sequences * (longest + 64),
+        cuda_decode=arguments.cuda_decode,
+        decode_block=arguments.decode_block,
+    )
+    return LocalEngine(model, None, settings, max_model_len=longest)
+
+
+def build_work(
+    engine: LocalEngine, prompts: Sequence[list[int]], num_tokens: int, *, device: str
+) -> Callable[[], None]:
+    """One phase: every prompt is answered with so many tokens, and nothing is left of the phase before."""
+
+    async def generate() -> list[Completion]:
+        sampling = Sampling(max_tokens=num_tokens, ignore_eos=True)
+        calls = [
+            engine.generate(prompt, dataclasses.replace(sampling, seed=index), order=(index,))
+            for index, prompt in enumerate(prompts)
+        ]
+        return await asyncio.gather(*calls)
+
+    def run() -> None:
+        engine.pause()
+        engine.resume(engine.policy_version + 1)
+        completions = run_lockstep(generate())
+        assert all(len(completion.logprobs) == num_tokens for completion in completions)
+
+    return run
+
+
+def run_engine(
+    model: PreTrainedModel, arguments: argparse.Namespace, ceilings: Ceilings, num_sequences: int
+) -> dict[str, Figure]:
+    """Decoding alone and whole rollouts, through one engine."""
+    engine = build_engine(model, arguments, num_sequences)
+    prompts = build_prompts(model.config.vocab_size, num_sequences, arguments.prompt_tokens, arguments.group)
+    num_prompt_tokens = arguments.prompt_tokens * len({id(prompt) for prompt in prompts})
+    started = time.perf_counter()
+    build_work(engine, prompts, 2, device=arguments.device)()
+    ready_s = time.perf_counter() - started
+    times = {}
+    for num_tokens in (1, DECODE_STEPS + 1, arguments.new_tokens):
+        work = build_work(engine, prompts, num_tokens, device=arguments.device)
+        times[num_tokens] = measure(work, arguments.repeats, arguments.device)
+    engine.compute_stats()
+    build_work(engine, prompts, arguments.new_tokens, device=arguments.device)()
+    stats = engine.compute_stats()
+    prefill_s = statistics.median(times[1])
+    decode_s = [seconds - prefill_s for seconds in times[DECODE_STEPS + 1]]
+    floors = {
+        "decode": compute_floor(
+            model, ceilings, num_sequences=num_sequences, first=arguments.prompt_tokens + 1, num_steps=DECODE_STEPS,
+            num_prompt_tokens=0,
+        ),
+        "engine": compute_floor(
+            model, ceilings, num_sequences=num_sequences, first=arguments.prompt_tokens,
+            num_steps=arguments.new_tokens, num_prompt_tokens=num_prompt_tokens,
+        ),
+    }  # fmt: skip
+    details = {"first_step_s": ready_s, "prefill_s": prefill_s, "stats": stats}
+    if arguments.profile:
+        details["profile"] = profile(build_work(engine, prompts, arguments.new_tokens, device=arguments.device))
+    return {
+        "decode": build_figure(decode_s, num_sequences * DECODE_STEPS, floors["decode"], {}),
+        "engine": build_figure(
+            times[arguments.new_tokens], num_sequences * arguments.new_tokens, floors["engine"], details
+        ),
+    }
+
+
+def build_figure(seconds: list[float], num_tokens: int, floor_s: float, details: dict[str, Any]) -> Figure:
+    rate = num_tokens / statistics.median(seconds)
+    return Figure(tokens_per_s=rate, seconds=seconds, floor_s=floor_s, details=details)
+
+
+def profile(work: Callable[[], object]) -> list[str]:
+    """Where the interpreter spends its time: own seconds, calls, function."""
+    profiler = cProfile.Profile(time.process_time)
+    profiler.runcall(work)
+    rows = sorted(pstats.Stats(profiler).stats.items(), key=lambda row: -row[1][2])[:20]  # type: ignore[attr-defined]
+    return [f"{own:.4f} {calls} {Path(file).name}:{line} {name}" for (file, line, name), (_, calls, own, *_) in rows]
+
+
+def run_peers(model: PreTrainedModel, arguments: argparse.Namespace, num_sequences: int) -> dict[str, float]:
+    """Tokens a second of transformers on the same weights, prompts and lengths."""
+    prompts = build_prompts(model.config.vocab_size, num_sequences, arguments.prompt_tokens, arguments.group)
+    num_tokens = num_sequences * arguments.new_tokens
+    generate_s = measure(lambda: run_generate(model, prompts, arguments.new_tokens), 1, arguments.device)
+    rates = {"transformers generate": num_tokens / min(generate_s)}
+    if arguments.continuous_batching:
+        batched_s = measure(lambda: run_continuous_batching(model, prompts, arguments.new_tokens), 1, arguments.device)
+        rates["transformers continuous batching"] = num_tokens / min(batched_s)
+    return rates
+
+
+def print_figure(name: str, figure: Figure) -> None:
+    median = statistics.median(figure.seconds)
+    print(
+        f"{name:<44}{figure.tokens_per_s:>12,.0f}{median:>10.3f}{figure.floor_s:>10.3f}{100 * figure.share:>8.0f} %",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--shape", choices=list(SHAPES), default="smollm2-135m", help="random weights of this shape")
+    parser.add_argument("--model", help="folder of a model, in place of a shape")
+    parser.add_argument("--sequences", type=int, nargs="*", default=[256, 512, 1024])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--group", type=int, default=1, help="requests that share a prompt")
+    parser.add_argument("--agents", type=int, nargs="*", default=[], help="needs --model and --questions")
+    parser.add_argument("--questions", help="jsonl with the field question")
+    parser.add_argument("--cuda-decode", choices=["compiled", "graphs", "eager"], default="compiled")
+    parser.add_argument("--decode-block", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="also tell where the interpreter spends its time")
+    parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--continuous-batching", action="store_true", help="also as a peer")
+    parser.add_argument("--out", help="results/NAME.json")
+    arguments = parser.parse_args()
+    if arguments.agents and (arguments.model is None or arguments.questions is None):
+        parser.error("--agents needs --model and --questions: agents read and write text")
+    model, ceilings = build_model(arguments), measure_ceilings(arguments.device)
+    figures: dict[str, Figure] = {}
+    peers: dict[str, dict[str, float]] = {}
+    print(f"{'':<44}{'tokens/s':>12}{'seconds':>10}{'floor':>10}{'share':>10}")
+    for num_sequences in arguments.sequences:
+        for name, figure in run_engine(model, arguments, ceilings, num_sequences).items():
+            figures[f"{name} {num_sequences}"] = figure
+            print_figure(f"{name}, {num_sequences} sequences", figure)
+        if not arguments.without_peers:
+            peers[str(num_sequences)] = run_peers(model, arguments, num_sequences)
+            for name, rate in peers[str(num_sequences)].items():
+                print(f"{name + f', {num_sequences} sequences':<44}{rate:>12,.0f}", flush=True)
+    agents = {str(count): measure_agents(model, arguments, num_agents=count) for count in arguments.agents}
+    for count, result in agents.items():
+        cost = f"{result['cpu_us_per_call']:,.0f} us of CPU a call"
+        print(f"{f'agents, {count}':<44}{result['tokens_per_s']:>12,.0f}  {cost}")
+    print(f"ceilings: {ceilings.flops_per_s / 1e12:.1f} TFLOP/s, {ceilings.bytes_per_s / 1e12:.3f} TB/s")
+    first = f"engine {arguments.sequences[0]}" if arguments.sequences else None
+    publish(
+        name=f"rollout_{Path(arguments.model).name if arguments.model else arguments.shape}",
+        unit="sampled tokens a second",
+        ours=figures[first].tokens_per_s if first else next(iter(agents.values()))["tokens_per_s"],
+        peers=peers.get(str(arguments.sequences[0]), {}) if first else {},
+        device=arguments.device,
+        details={
+            "arguments": {
+                key: value for key, value in vars(arguments).items() if key not in ("out", "model", "questions")
+            },
+            "figures": {name: dataclasses.asdict(figure) | {"share": figure.share} for name, figure in figures.items()},
+            "peers": peers,
+            "agents": agents,
+            "ceilings": dataclasses.asdict(ceilings),
+        },
+        out=arguments.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
