@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from tiny_models import build_tiny
-from tunesmith.engine.adjacent import join_neighbours, lay_side_by_side
+from tunesmith.engine.adjacent import find_runs, join_neighbours, lay_side_by_side
 from tunesmith.engine.attention import KVCache, Span
 from tunesmith.engine.fused import FusedLayers
 from tunesmith.engine.ops import Prologue
@@ -231,3 +231,14 @@ def test_an_update_in_place_is_seen_through_the_joined_tensor() -> None:
     torch.testing.assert_close(joined, torch.cat(weights))
     attention.k_proj.weight.data = attention.k_proj.weight.data.clone()
     assert join_neighbours(weights) is None
+
+
+def test_runs_of_neighbours_are_found_among_other_weights() -> None:
+    whole, biases = torch.randn(9, 4), torch.randn(9)
+    first, second, third = whole.split([2, 3, 4])
+    between = torch.randn(5, 4)
+    assert find_runs([first, between, second, third], [None] * 4) == [[0, 2, 3], [1]]
+    assert find_runs([second, first], [None] * 2) == [[0], [1]]
+    assert find_runs([first, second], [biases[:2], biases[2:5]]) == [[0, 1]]
+    assert find_runs([first, second], [biases[:2], None]) == [[0], [1]]
+    assert find_runs([first, second], [biases[:2], biases[3:6]]) == [[0], [1]]

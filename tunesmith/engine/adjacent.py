@@ -54,3 +54,24 @@ def join_neighbours(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         place += tensor.numel()
     return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def find_runs(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[list[int]]:
+    """Indices of layers whose weights, and biases, follow each other in memory, whatever comes between them here."""
+    runs: list[list[int]] = []
+    for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        for run in runs:
+            given = [biases[other] for other in run]
+            is_next = join_neighbours([*(weights[other] for other in run), weight]) is not None
+            if is_next and _do_biases_join([*given, bias]):
+                run.append(index)
+                break
+        else:
+            runs.append([index])
+    return runs
+
+
+def _do_biases_join(biases: Sequence[Tensor | None]) -> bool:
+    """All have one, side by side, or none has any."""
+    given = [bias for bias in biases if bias is not None]
+    return not given or (len(given) == len(biases) and join_neighbours(given) is not None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tunesmith.engine.adjacent import join_neighbours
+from tunesmith.engine.adjacent import find_runs, join_neighbours
 from tunesmith.engine.kernels.layer import gate_rows, norm_rows
 from tunesmith.engine.kernels.paged_decode import attend_decoding
 from tunesmith.engine.kernels.paged_prefill import attend_prefilling
@@ -16,13 +16,17 @@ from tunesmith.engine.rewrite import LayerFunctions
 
 
 def multiply(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """One product where the weights, and the biases if there are any, lie side by side; else one each."""
-    whole = join_neighbours(weights)
-    given = [bias for bias in biases if bias is not None]
-    bias = join_neighbours(given) if len(given) == len(weights) else None
-    if whole is None or (given and bias is None):
-        return [functional.linear(inputs, *layer) for layer in zip(weights, biases, strict=True)]
-    return functional.linear(inputs, whole, bias).split([len(weight) for weight in weights], dim=-1)
+    """One product for weights, and biases if they have any, that lie side by side; one each for others."""
+    outputs: dict[int, Tensor] = {}
+    for run in find_runs(weights, biases):
+        whole, bias = join_neighbours([weights[index] for index in run]), None
+        given = [bias for bias in (biases[index] for index in run) if bias is not None]
+        assert whole is not None
+        if given:
+            bias = join_neighbours(given)
+        sizes = [len(weights[index]) for index in run]
+        outputs.update(zip(run, functional.linear(inputs, whole, bias).split(sizes, dim=-1), strict=True))
+    return [outputs[index] for index in range(len(weights))]
 
 
 def gate(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
