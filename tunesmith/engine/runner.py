@@ -28,12 +28,14 @@ from tunesmith.model.logits import compute_logits, verify_model
 
 DEFAULT_BATCHED_TOKENS = (4096, 16384)
 """Most tokens of one forward where the settings leave it open, on a CPU and elsewhere."""
-CPU_CACHE_GIB = 2.0
-"""Memory of the key-value cache on a CPU where the settings leave it open."""
+LEAST_CACHE_GIB = 2.0
+"""Memory of the key-value cache where the settings leave it open: all on a CPU, the least on a GPU."""
 TRAINED_BYTES = 16
 """The trainer's, for each parameter that it trains: float32 weight and moments, a gradient, scratch."""
 WORKING_SHARE = 0.3
 """Of the device's memory, left to activations and logits."""
+CACHE_SHARE = 0.5
+"""Of what is left then; the rest is for other models' caches."""
 
 
 class Runner:
@@ -187,7 +189,7 @@ def count_pages(
     if settings.kv_cache_gib is not None:
         num_bytes = int(settings.kv_cache_gib * 2**30)
     elif model.device.type == "cpu":
-        num_bytes = int(CPU_CACHE_GIB * 2**30)
+        num_bytes = int(LEAST_CACHE_GIB * 2**30)
     else:
         num_bytes = measure_cache_room(model)
     most_tokens = settings.max_num_seqs * (max_model_len + 4 * settings.page_size)
@@ -206,4 +208,5 @@ def measure_cache_room(model: PreTrainedModel) -> int:
     """Bytes of memory that training leaves: what is free, less the trainer's states and a share to work in."""
     free, total = torch.cuda.mem_get_info(model.device)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return max(0, int(free - TRAINED_BYTES * num_trained - WORKING_SHARE * total))
+    left = free - TRAINED_BYTES * num_trained - WORKING_SHARE * total
+    return max(int(CACHE_SHARE * left), int(LEAST_CACHE_GIB * 2**30))
