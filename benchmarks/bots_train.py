@@ -31,6 +31,8 @@ from tunesmith.pipeline.tune import run_tuning
 SHARES = {"easy": 0.45, "within reach": 0.15, "hard": 0.40}
 EASY, HARD = 0.95, 0.05
 """Pass rates from which a task is too easy, or up to which it is too hard."""
+NUM_RUNS = 8
+"""Runs of this very model that a pass rate is measured with: what the prior weighs."""
 SELECTORS = {"random": "random", "difficulty_based": "BOTS"}
 Row = dict[str, float]
 
@@ -60,6 +62,7 @@ def train_one(arguments: argparse.Namespace, *, selector: str, seed: int) -> lis
     chosen = {"selector_type": selector}
     if selector == "difficulty_based":
         args = {"m": 8, "lamb": 0.1, "rho": 0.1, "target_reward": 0.5, "tau": 0, "do_sample": True}
+        args["prior_count"] = NUM_RUNS
         chosen |= {"feature_keys": [arguments.field], "args": args}
     overrides = [
         f"train_dataset.path={arguments.data}",

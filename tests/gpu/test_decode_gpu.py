@@ -61,7 +61,7 @@ def test_the_draw_kernel_draws_what_the_sampler_draws(distributions, dtype):
     logits = torch.randn(num_rows, vocabulary, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
     chosen = [distributions[row % len(distributions)] for row in range(num_rows)]
     seeds, positions = list(range(num_rows)), list(range(5, num_rows + 5))
-    expected = sample_tokens(logits.float(), chosen, seeds, positions)
+    expected = sample_tokens(logits.float().clone(), chosen, seeds, positions)  # which writes over its logits
 
     def put(values, kind=None):
         return torch.tensor(values, dtype=kind, device="cuda")

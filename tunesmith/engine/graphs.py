@@ -134,6 +134,7 @@ class DecodeGraphs:
         """Drop the graphs if parameters have moved in memory; what is updated in place stays valid."""
         if self._get_pointers() != self._pointers:
             self._graphs.clear()
+            self._memory = torch.cuda.graph_pool_handle()  # the pool went with its last graph
             if self._fused is not None:
                 lay_side_by_side(self._model)
             self._pointers = self._get_pointers()
