@@ -9,7 +9,7 @@ First measure the model on the training tasks, then keep a graded set, most of i
 The run file names the agent, the judge, the model, a held-out set and how often it is tried. The figure is one over the
 share of random's rollouts after which BOTS has random's final held-out accuracy, both as means of three evaluations; a
 seed that never gets there counts as all of them. Runs that were cut off go on; `--plot FILE` draws both accuracies over
-rollouts.
+rollouts. `compare` reads the metrics of two runs that were made side by side.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from report import publish
 
 from tunesmith.api import choose_chat_model, load_functions, load_run_file
 from tunesmith.config import RunConfig
+from tunesmith.pipeline.significance import compute_bootstrap_interval
 from tunesmith.pipeline.tune import run_tuning
 
 SHARES = {"easy": 0.45, "within reach": 0.15, "hard": 0.40}
@@ -59,7 +60,7 @@ def grade(arguments: argparse.Namespace) -> None:
 
 def train_one(arguments: argparse.Namespace, *, selector: str, seed: int) -> list[Row]:
     """One run; a row for each held-out evaluation."""
-    chosen = {"selector_type": selector}
+    chosen: dict[str, Any] = {"selector_type": selector}
     if selector == "difficulty_based":
         args = {"m": 8, "lamb": 0.1, "rho": 0.1, "target_reward": 0.5, "tau": 0, "do_sample": True}
         args["prior_count"] = NUM_RUNS
@@ -115,26 +116,50 @@ def smooth_accuracy(history: list[Row]) -> list[Row]:
 def train(arguments: argparse.Namespace) -> None:
     details = []
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
-        runs = {name: train_one(arguments, selector=name, seed=seed) for name in SELECTORS}
-        smooth = {name: smooth_accuracy(history) for name, history in runs.items()}
-        share = find_share(smooth["difficulty_based"], smooth["random"][-1]["accuracy"])
-        details.append({"seed": seed, "share_of_randoms_rollouts": share, "runs": runs})
-        for name, history in runs.items():
-            last = history[-1]
-            print(
-                f"seed {seed}  {name:<17} accuracy {history[0]['accuracy']:.3f} -> {last['accuracy']:.3f}  "
-                f"groups with variance {last['share_with_variance']:.2f}"
-            )
+        runs = {name: train_one(arguments, selector=name, seed=seed) for name in arguments.selectors}
+        if len(runs) == len(SELECTORS):
+            details.append(compare_runs(runs, seed=seed))
+    if details:
+        publish_comparison(details, arguments)
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Two runs that were made elsewhere, up to the evaluation that both have reached."""
+    config = load_run_file(arguments.config)
+    runs = {}
+    for name, path in zip(SELECTORS, arguments.metrics, strict=True):
+        lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        runs[name] = read_history(lines, config, metric=arguments.metric)
+    reached = min(len(history) for history in runs.values())
+    details = [compare_runs({name: history[:reached] for name, history in runs.items()}, seed=arguments.first_seed)]
+    publish_comparison(details, arguments)
+
+
+def compare_runs(runs: dict[str, list[Row]], *, seed: int) -> dict[str, Any]:
+    """One seed's histories, and after which share of the rollouts BOTS has random's final accuracy."""
+    smooth = {name: smooth_accuracy(history) for name, history in runs.items()}
+    share = find_share(smooth["difficulty_based"], smooth["random"][-1]["accuracy"])
+    for name, history in runs.items():
+        last = history[-1]
         print(
-            f"seed {seed}  share of the rollouts for random's accuracy: {'never' if share is None else f'{share:.2f}'}"
+            f"seed {seed}  {name:<17} accuracy {history[0]['accuracy']:.3f} -> {last['accuracy']:.3f}  "
+            f"groups with variance {last['share_with_variance']:.2f}"
         )
+    print(f"seed {seed}  share of the rollouts for random's accuracy: {'never' if share is None else f'{share:.2f}'}")
+    return {"seed": seed, "share_of_randoms_rollouts": share, "runs": runs}
+
+
+def publish_comparison(details: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     if arguments.plot:
         plot(details, arguments.plot)
     found = [each["share_of_randoms_rollouts"] for each in details]
     shares = [1.0 if share is None else share for share in found]
+    mean, (low, high) = statistics.fmean(shares), compute_bootstrap_interval(shares, seed=0)
+    print(f"share of random's rollouts: {mean:.2f} ({low:.2f} to {high:.2f})")
     publish(
-        name="bots_train", unit="random's rollouts over ours at equal accuracy", ours=1 / statistics.fmean(shares),
-        peers={"random": 1.0}, device=load_run_file(arguments.config).model.device, details=details, out=arguments.out,
+        name="bots_train", unit="random's rollouts over ours at equal accuracy", ours=1 / mean, peers={"random": 1.0},
+        device=load_run_file(arguments.config).model.device,
+        details={"share_of_randoms_rollouts": mean, "interval": [low, high], "seeds": details}, out=arguments.out,
     )  # fmt: skip
 
 
@@ -161,11 +186,13 @@ def plot(details: list[dict[str, Any]], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("grade", "train"))
+    parser.add_argument("mode", choices=("grade", "train", "compare"))
     parser.add_argument("--measured", help="grade: rows with pass rates")
     parser.add_argument("--config", help="train: run file")
     parser.add_argument("--data", help="train: graded rows")
     parser.add_argument("--field", default="pass_rate", help="field with the pass rate")
+    parser.add_argument("--selectors", nargs="+", choices=tuple(SELECTORS), default=list(SELECTORS), help="train")
+    parser.add_argument("--metrics", nargs=2, help="compare: metrics.jsonl of random's run and of BOTS's")
     parser.add_argument("--metric", default="accuracy", help="train: what a run is measured by")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
@@ -173,7 +200,7 @@ def main() -> None:
     parser.add_argument("--plot", help="train: PNG file to draw (needs matplotlib)")
     parser.add_argument("--out", help="grade: jsonl file; train: JSON file of the result")
     arguments = parser.parse_args()
-    {"grade": grade, "train": train}[arguments.mode](arguments)
+    {"grade": grade, "train": train, "compare": compare}[arguments.mode](arguments)
 
 
 if __name__ == "__main__":
