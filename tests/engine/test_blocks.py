@@ -13,7 +13,6 @@ from host_blocks import HostBlocks, build_block_engine
 
 from tunesmith.engine.clock import run_lockstep
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.failures import explain_failure
 from tunesmith.errors import EngineError
 from tunesmith.types import Completion, Distribution, Sampling
 
@@ -158,11 +157,3 @@ def test_a_failing_launch_reaches_every_caller_and_the_engine_goes_on() -> None:
     assert all(isinstance(error, EngineError) and "lower engine.kv_cache_gib" in str(error) for error in failed)
     hook.remove()
     assert [len(dataclasses.asdict(whole)["sampled_ids"]) for whole in run_lockstep(run())] == [6] * 3
-
-
-def test_failures_say_how_to_go_on() -> None:
-    lost = explain_failure(RuntimeError("CUDA error: an illegal memory access was encountered\nmore"))
-    assert "illegal memory access" in lost
-    assert "last checkpoint" in lost
-    assert "more" not in lost
-    assert explain_failure(KeyError("x")) == "a step of the engine failed: KeyError: 'x'"

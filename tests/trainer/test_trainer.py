@@ -117,6 +117,22 @@ def test_non_finite_loss_raises_and_leaves_the_parameters(value):
     assert not torch.equal(read_parameters(model), before)
 
 
+def test_too_little_memory_names_the_knobs_and_leaves_the_parameters():
+    model = build_trainable(dtype=torch.float32)
+    trainer, before, samples = build_trainer(model), read_parameters(model), build_samples()
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    hook = model.get_decoder().register_forward_hook(fail)
+    with pytest.raises(TrainingError, match=r"trainer\.max_tokens_per_row"):
+        trainer.step(samples)
+    hook.remove()
+    assert torch.equal(read_parameters(model), before)
+    trainer.step(samples)
+    assert not torch.equal(read_parameters(model), before)
+
+
 def test_step_without_samples_updates_nothing_and_counts():
     model = build_trainable(dtype=torch.float32)
     trainer, before = build_trainer(model, warmup_steps=3), read_parameters(model)

@@ -22,6 +22,7 @@ from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError, ModelError, TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import PLAN_ATTENTION
+from tunesmith.model.failures import explain_failure, is_device_failure
 from tunesmith.model.value_head import ValueModel
 from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.compiling import can_compile, compiled_layers
@@ -48,6 +49,10 @@ MISMATCH_CAUSES = (
     "likely causes: sampling settings the trainer does not know of, weights changed between sampling and training, "
     "keys and values of older weights in the engine's cache, or parameters too coarse for this model (try "
     "model.dtype=float32)"
+)
+LESS_MEMORY = (
+    "lower trainer.max_tokens_per_row, trainer.logprob_chunk_tokens or engine.kv_cache_gib, "
+    "or set trainer.has_gradient_checkpointing"
 )
 
 
@@ -99,9 +104,17 @@ class Trainer:
         `policy_version` is the newest, on which sampler and trainer must agree; None takes the newest in the samples.
         Raises TrainingError, with the parameters as they were before the failing update, when the loss or the gradient
         is not finite or when the sampler's logprobs are too far from the trainer's. That mismatch is measured on what
-        the newest policy sampled of the first minibatch. An empty step counts as a step: the learning rate goes on as
-        if it had trained.
+        the newest policy sampled of the first minibatch. Raises it too when the device is lost or out of memory. An
+        empty step counts as a step: the learning rate goes on as if it had trained.
         """
+        try:
+            return self._step(samples, policy_version)
+        except RuntimeError as error:
+            if not is_device_failure(error):
+                raise
+            raise TrainingError(explain_failure(error, work="an update", advice=LESS_MEMORY)) from error
+
+    def _step(self, samples: Sequence[Sample], policy_version: int | None) -> dict[str, float]:
         learning_rate = compute_learning_rate(
             self._settings, step=self.num_steps, num_total_steps=self._num_total_steps
         )
