@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 import statistics
 import time
@@ -26,6 +25,7 @@ from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.groups import run_groups
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
+from tunesmith.storage import load_json_lines
 from tunesmith.types import Group, JudgeOutput, Sampling, Task, WorkflowOutput
 
 GROUP = 8
@@ -73,8 +73,8 @@ def measure_agents(model: PreTrainedModel, arguments: argparse.Namespace, *, num
         sampling=Sampling(max_tokens=arguments.new_tokens),
         build_model=_build_model,
     )
-    lines = Path(arguments.questions).read_text(encoding="utf-8").splitlines()[: num_agents // GROUP]
-    tasks = [Task(task_id=f"q/{i}", index=i, row=json.loads(line)) for i, line in enumerate(lines)]
+    rows = load_json_lines(Path(arguments.questions))[: num_agents // GROUP]
+    tasks = [Task(task_id=f"q/{i}", index=i, row=row) for i, row in enumerate(rows)]
 
     def run(step: int) -> list[Group]:
         engine.pause()

@@ -24,6 +24,8 @@ from typing import Any
 
 import yaml
 
+from tunesmith.storage import load_json_lines
+
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes" / "algorithms"
 EVALUATION = ROOT / "recipes" / "pocket" / "config.yaml"
@@ -84,7 +86,7 @@ def read_progress(folder: Path) -> dict[str, Any]:
     path = folder / "run" / "metrics.jsonl"
     if not path.exists():
         return {}
-    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    rows = load_json_lines(path)
     rewards = [round(row["rollout/reward_mean"], 3) for row in rows if row["kind"] == "train"]
     return {"num_steps": len(rewards), "training_rewards": rewards}
 

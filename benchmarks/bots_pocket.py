@@ -24,6 +24,7 @@ from bots_train import SHARES, name_grade
 
 from tunesmith.api import measure_config_file
 from tunesmith.pipeline.demo import DemoSettings, finetune, load_agent, save_base
+from tunesmith.storage import load_json_lines
 from tunesmith.tasks.arithmetic import Problem, Split, build_problems
 
 SHARES_FROM_HEAD = {"hard": {1: 0.97, 2: 0.5, 3: 0.0}, "unlocking": {1: 0.9, 2: 0.6, 3: 0.0}}
@@ -95,7 +96,7 @@ def main() -> None:
     (root / "run.yaml").write_text(yaml.safe_dump(build_run(root, model, num_steps=arguments.steps), sort_keys=False))
     measured = root / "measured.jsonl"
     measure_config_file(str(root / "run.yaml"), overrides=[], field="pass_rate", num_runs=NUM_RUNS, out=str(measured))
-    rows = [json.loads(line) for line in measured.read_text(encoding="utf-8").splitlines()]
+    rows = load_json_lines(measured)
     grades = Counter(name_grade(row["pass_rate"]) for row in rows)
     print(json.dumps({name: grades[name] / len(rows) for name in SHARES}))
 

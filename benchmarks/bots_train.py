@@ -28,6 +28,7 @@ from tunesmith.api import choose_chat_model, load_functions, load_run_file
 from tunesmith.config import RunConfig
 from tunesmith.pipeline.significance import compute_bootstrap_interval
 from tunesmith.pipeline.tune import run_tuning
+from tunesmith.storage import load_json_lines
 
 SHARES = {"easy": 0.45, "within reach": 0.15, "hard": 0.40}
 EASY, HARD = 0.95, 0.05
@@ -44,7 +45,7 @@ def name_grade(rate: float) -> str:
 
 def grade(arguments: argparse.Namespace) -> None:
     """As many tasks as the scarcest grade allows, in the shares above, shuffled."""
-    rows = [json.loads(line) for line in Path(arguments.measured).read_text(encoding="utf-8").splitlines()]
+    rows = load_json_lines(Path(arguments.measured))
     by_grade = {name: [row for row in rows if name_grade(row[arguments.field]) == name] for name in SHARES}
     size = int(min(len(by_grade[name]) / share for name, share in SHARES.items()))
     if not size:
@@ -77,8 +78,7 @@ def train_one(arguments: argparse.Namespace, *, selector: str, seed: int) -> lis
     config = load_run_file(arguments.config, overrides)
     workflow, judge = load_functions(config)
     result = run_tuning(config, workflow=workflow, judge=judge, build_model=choose_chat_model(config))
-    lines = (result.folder / "metrics.jsonl").read_text().splitlines()
-    return read_history([json.loads(line) for line in lines], config, metric=arguments.metric)
+    return read_history(load_json_lines(result.folder / "metrics.jsonl"), config, metric=arguments.metric)
 
 
 def read_history(lines: list[dict[str, Any]], config: RunConfig, *, metric: str) -> list[Row]:
@@ -128,8 +128,7 @@ def compare(arguments: argparse.Namespace) -> None:
     config = load_run_file(arguments.config)
     runs = {}
     for name, path in zip(SELECTORS, arguments.metrics, strict=True):
-        lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-        runs[name] = read_history(lines, config, metric=arguments.metric)
+        runs[name] = read_history(load_json_lines(Path(path)), config, metric=arguments.metric)
     reached = min(len(history) for history in runs.values())
     details = [compare_runs({name: history[:reached] for name, history in runs.items()}, seed=arguments.first_seed)]
     publish_comparison(details, arguments)

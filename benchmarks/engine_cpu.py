@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from tunesmith.config import EngineSection
 from tunesmith.engine.clock import run_lockstep
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.model.load import load_model
+from tunesmith.storage import load_json_lines
 from tunesmith.types import Completion, Sampling
 
 BATCH_SIZE = 16
@@ -70,8 +70,7 @@ def build_load(case: str, model_path: str, prompts_path: str | None, vocab_size:
         raise SystemExit("the ragged case needs --prompts: a jsonl file with the fields question and answer")
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     prompts, lengths = [], []
-    for line in Path(prompts_path).read_text(encoding="utf-8").splitlines()[:64]:
-        row = json.loads(line)
+    for row in load_json_lines(Path(prompts_path))[:64]:
         messages = [{"role": "user", "content": row["question"]}]
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         prompts.append(tokenizer.encode(text, add_special_tokens=False))

@@ -15,7 +15,6 @@ variant. Needs llama-cpp-python.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from tunesmith.config import ExportSection
 from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.pipeline.export import ExportReport, run_export
+from tunesmith.storage import load_json_lines
 
 TYPES = ("f32", "f16", "q8_0", "q4_k_m")
 ROUNDED = {"f32": torch.float32, "f16": torch.float16}
@@ -228,8 +228,7 @@ def compare_folders(source: str, folder: Path, answers: Sequence[Answer]) -> flo
 
 def run_questions(arguments: argparse.Namespace, report: ExportReport, console: Console) -> dict[str, Any]:
     """The real model on real questions."""
-    lines = Path(arguments.prompts).read_text(encoding="utf-8").splitlines()[: arguments.num_prompts]
-    questions = [json.loads(line)["question"] for line in lines]
+    questions = [row["question"] for row in load_json_lines(Path(arguments.prompts))[: arguments.num_prompts]]
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     comparisons: list[Comparison] = []
     divergences: dict[str, dict[str, float]] = {}

@@ -11,7 +11,6 @@ with logits rounded to bfloat16 or not, and with the stream of residuals in bflo
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ import torch
 from report import publish
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from tunesmith.storage import load_json_lines
 
 
 def compute_k3(sampler_N: Tensor, trainer_N: Tensor) -> dict[str, float]:
@@ -83,12 +84,11 @@ def compare(
 def read_prompts(arguments: argparse.Namespace) -> Tensor:
     """The ends of a few questions as chats, all of one length, four times each."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    lines = Path(arguments.questions).read_text().splitlines()[: arguments.prompts]
     rows = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": json.loads(line)["question"]}], add_generation_prompt=True, return_dict=True
+            [{"role": "user", "content": row["question"]}], add_generation_prompt=True, return_dict=True
         )["input_ids"]
-        for line in lines
+        for row in load_json_lines(Path(arguments.questions))[: arguments.prompts]
     ]
     length = min(len(row) for row in rows)
     return torch.tensor([row[-length:] for row in rows], device=arguments.device).repeat_interleave(4, 0)

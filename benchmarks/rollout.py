@@ -29,7 +29,8 @@ import torch
 from agent_load import measure_agents
 from peer_generate import run_continuous_batching, run_generate
 from report import publish
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from shapes import SHAPES, build_random_model
+from transformers import PreTrainedModel
 
 from tunesmith.config import EngineSection
 from tunesmith.engine.clock import run_lockstep
@@ -38,24 +39,6 @@ from tunesmith.model.attention import use_plan_attention
 from tunesmith.model.load import load_model
 from tunesmith.types import Completion, Sampling
 
-SHAPES: dict[str, PretrainedConfig] = {
-    "smollm2-135m": LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, head_dim=64, tie_word_embeddings=True, max_position_embeddings=8192,
-    ),
-    "qwen3-0.6b": Qwen3Config(
-        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=32768,
-    ),
-    "qwen2.5-1.5b": Qwen2Config(
-        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32768,
-    ),
-    "qwen2.5-7b": Qwen2Config(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, max_position_embeddings=32768,
-    ),
-}  # fmt: skip
 DECODE_STEPS = 64
 
 
@@ -88,10 +71,7 @@ def build_model(arguments: argparse.Namespace) -> PreTrainedModel:
     dtype = torch.float32 if arguments.device == "cpu" else torch.bfloat16
     if arguments.model is not None:
         return load_model(arguments.model, dtype=dtype, device=device)
-    torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(SHAPES[arguments.shape], dtype=dtype, attn_implementation="sdpa")
-    model.eval().requires_grad_(False)
+    model = build_random_model(arguments.shape, dtype=dtype, device=device).requires_grad_(False)
     use_plan_attention(model)
     return model
 

@@ -28,6 +28,7 @@ from tunesmith.model.load import load_section_model, load_section_tokenizer
 from tunesmith.pipeline.finetune import run_sft
 from tunesmith.pipeline.finetune_plan import FinetunePlan, build_plan
 from tunesmith.pipeline.load_config import build_section
+from tunesmith.storage import load_json_lines
 
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 
@@ -45,9 +46,8 @@ class Timing:
 
 def write_rows(arguments: argparse.Namespace, folder: Path) -> Path:
     """Questions and worked answers as conversations."""
-    lines = Path(arguments.questions).read_text(encoding="utf-8").splitlines()
     count = arguments.rows_per_batch * (arguments.warmup + arguments.steps)
-    rows = [json.loads(line) for line in lines[:count]]
+    rows = load_json_lines(Path(arguments.questions))[:count]
     assert len(rows) == count, f"{arguments.questions} has {len(rows)} rows, and {count} are needed"
     path = folder / "rows.jsonl"
     with path.open("w", encoding="utf-8") as file:
@@ -99,7 +99,7 @@ def save_start(config: FinetuneConfig, folder: Path) -> str | None:
 
 def run_ours(arguments: argparse.Namespace, config: FinetuneConfig, plan: FinetunePlan, folder: Path) -> Timing:
     run_sft(config, out_dir=folder / "ours")
-    rows = [json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
+    rows = load_json_lines(folder / "ours" / "metrics.jsonl")
     return measure(arguments, plan, [row["perf/train_s"] for row in rows], [row["train/loss"] for row in rows])
 
 

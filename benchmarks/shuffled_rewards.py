@@ -22,6 +22,7 @@ from report import publish
 
 from tunesmith.api import choose_chat_model, load_functions, load_run_file
 from tunesmith.pipeline.tune import run_tuning
+from tunesmith.storage import load_json_lines
 from tunesmith.types import Group
 
 
@@ -58,7 +59,7 @@ def train_one(arguments: argparse.Namespace, *, is_shuffled: bool, seed: int) ->
     )
     workflow, judge = load_functions(config)
     result = run_tuning(config, workflow=workflow, judge=judge, build_model=choose_chat_model(config))
-    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    rows = load_json_lines(result.folder / "metrics.jsonl")
     reward = f"eval/{next(iter(config.eval_datasets))}/reward"
     history = [row for row in rows if row["kind"] == "eval"]
     return {

@@ -5,13 +5,13 @@ sampling temperature, plain AdamW and no reference model. Ours takes the path th
 calls the OpenAI-compatible endpoint in process. The figure is steps an hour, so that higher is better.
 
     python benchmarks/step.py --device cpu --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
+    python benchmarks/step.py --device cuda --model models/smollm2-135m-instruct --shape qwen3-0.6b --tasks 64 ...
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 import time
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from peer_trl import run_trl_grpo
 from report import publish
+from shapes import SHAPES, save_random_model
 from tqdm import tqdm
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
@@ -31,6 +32,7 @@ from tunesmith.loop import run_step
 from tunesmith.pipeline.load_config import build_config
 from tunesmith.pipeline.stage import Stage, collect_groups, load_stage
 from tunesmith.rollout.chat_model import ChatModel
+from tunesmith.storage import load_json_lines
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import JudgeOutput, Task, WorkflowOutput
 
@@ -51,7 +53,7 @@ def score(response: str, answer: str) -> float:
 
 def load_questions(path: str, *, num_shots: int) -> list[dict[str, str]]:
     """Questions, each behind the same worked examples: the last rows of the file."""
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    rows = load_json_lines(Path(path))
     shots = "".join(f"{row['question']}\n{row['answer']}\n\n" for row in rows[len(rows) - num_shots :])
     return [
         {"question": shots + row["question"], "answer": row["answer"].split("####")[-1].strip()}
@@ -142,6 +144,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--model", required=True, help="folder of the model")
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), help="random weights of this shape, with the model's tokenizer"
+    )
     parser.add_argument("--questions", required=True, help="jsonl with question and answer")
     parser.add_argument("--tasks", type=int, default=4)
     parser.add_argument("--group", type=int, default=8)
@@ -157,10 +162,16 @@ def main() -> None:
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     questions = load_questions(arguments.questions, num_shots=arguments.shots)[:512]
-    history = run_ours(arguments, questions)
-    ours = statistics.median(row["seconds"] for row in history[1:])
-    with tempfile.TemporaryDirectory():
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.shape is not None:
+            random_model = Path(folder) / arguments.shape
+            save_random_model(
+                arguments.shape, random_model, tokenizer=arguments.model, device=torch.device(arguments.device)
+            )
+            arguments.model = str(random_model)
+        history = run_ours(arguments, questions)
         peers = {} if arguments.without_peers else run_trl(arguments, questions)
+    ours = statistics.median(row["seconds"] for row in history[1:])
     print(
         f"\n{arguments.tasks} tasks x {arguments.group} rollouts, {arguments.max_new_tokens} new tokens, "
         f"{arguments.shots} shots, {Path(arguments.model).name}"

@@ -11,7 +11,6 @@ with compiled layers. The table ends with what the device reaches in a large pro
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import random
 import statistics
@@ -22,7 +21,8 @@ from typing import Any
 
 import torch
 from report import publish
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from shapes import SHAPES, build_random_model
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
@@ -37,20 +37,6 @@ from tunesmith.trainer.step import run_batch
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Distribution, Sample
 
-SHAPES: dict[str, PretrainedConfig] = {
-    "smollm2-135m": LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, head_dim=64, tie_word_embeddings=True, max_position_embeddings=8192,
-    ),
-    "qwen3-0.6b": Qwen3Config(
-        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=32768,
-    ),
-    "qwen2.5-1.5b": Qwen2Config(
-        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
-        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32768,
-    ),
-}  # fmt: skip
 WORKS = ("packed", "long", "grpo")
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 """Dense bfloat16, by data sheet."""
@@ -64,15 +50,6 @@ class Result:
     tokens_per_s: float
     flops_per_s: float
     peak_gb: float
-
-
-def build_model(config: PretrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation="sdpa"
-        )
-    return model.eval()
 
 
 def build_samples(work: str, vocab_size: int) -> list[Sample]:
@@ -95,7 +72,7 @@ def build_samples(work: str, vocab_size: int) -> list[Sample]:
 
 def build_sample(ids: list[int], num_prompt: int, group: int, trajectory: int, vocab_size: int) -> Sample:
     """Logprobs are those of a model that knows nothing."""
-    mask = [time >= num_prompt for time in range(len(ids))]
+    mask, distribution = [time >= num_prompt for time in range(len(ids))], Distribution()
     advantage = 1.0 if trajectory % 2 else -0.7
     return Sample(
         token_ids=tuple(ids),
@@ -103,7 +80,7 @@ def build_sample(ids: list[int], num_prompt: int, group: int, trajectory: int, v
         logprobs=tuple(-math.log(vocab_size) if m else 0.0 for m in mask),
         advantages=tuple(advantage if m else 0.0 for m in mask),
         policy_versions=tuple(0 if m else None for m in mask),
-        distributions=tuple(Distribution() if m else None for m in mask),
+        distributions=tuple(distribution if m else None for m in mask),
         group_index=group,
         trajectory_index=trajectory,
     )
@@ -234,7 +211,7 @@ def run_work(arguments: argparse.Namespace, model: PreTrainedModel, work: str) -
     samples = build_samples(work, model.config.vocab_size)
     results = {"tunesmith": run_ours(model, samples, num_repeats=arguments.repeats)}
     if not arguments.without_peers:
-        peer = build_model(SHAPES[arguments.shape])
+        peer = build_random_model(arguments.shape, dtype=torch.bfloat16, device=torch.device("cuda"))
         results["transformers, eager"] = run_peer(peer, samples, num_repeats=arguments.repeats)
         for layer in peer.modules():
             if isinstance(layer, GradientCheckpointingLayer):
@@ -272,7 +249,7 @@ def main() -> None:
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--out", help="results/NAME.json")
     arguments = parser.parse_args()
-    model = build_model(SHAPES[arguments.shape])
+    model = build_random_model(arguments.shape, dtype=torch.bfloat16, device=torch.device("cuda"))
     use_plan_attention(model)
     works = {work: run_work(arguments, model, work) for work in arguments.work or WORKS}
     optimizer_s = measure_optimizer(model, num_repeats=arguments.repeats)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from fakes import full_disk
@@ -8,6 +10,7 @@ from tunesmith.storage import (
     RunPaths,
     check_free_space,
     load_json,
+    load_json_lines,
     open_atomic,
     parse_checkpoint_step,
     remove_tree,
@@ -48,6 +51,14 @@ def test_unreadable_json_is_a_storage_error(tmp_path):
         load_json(tmp_path / "a.json")
     with pytest.raises(StorageError, match="No such file"):
         load_json(tmp_path / "b.json")
+
+
+def test_json_lines_hold_any_text(tmp_path):
+    rows = [{"text": "one\u2028two\u0085three"}, {"text": "four"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
+    assert load_json_lines(tmp_path / "a.jsonl") == rows
+    with pytest.raises(StorageError, match=r"cannot read .*b\.jsonl"):
+        load_json_lines(tmp_path / "b.jsonl")
 
 
 def test_a_write_without_room_is_refused_before_it_begins(tmp_path):

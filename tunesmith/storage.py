@@ -134,6 +134,16 @@ def load_json(path: Path) -> Any:
         raise StorageError(f"cannot read {path}: it is not JSON ({error})") from error
 
 
+def load_json_lines(path: Path) -> list[Any]:
+    """Read a JSON Lines file; a text may hold the characters that Unicode, but not JSON, ends a line with."""
+    with storage_errors(path, "read"):
+        lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        return [json.loads(line) for line in lines if line.strip()]
+    except json.JSONDecodeError as error:
+        raise StorageError(f"cannot read {path}: a line of it is not JSON ({error})") from error
+
+
 def sync_folder(folder: Path) -> None:
     """Bring a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -20,7 +20,7 @@ from tunesmith.experience.outcomes import compute_pass_rates
 from tunesmith.pipeline.policy import BuildModel, check_policy
 from tunesmith.pipeline.stage import Stage, collect_groups, load_stage
 from tunesmith.rollout.groups import check_failures
-from tunesmith.storage import save_text, storage_errors
+from tunesmith.storage import load_json_lines, save_text, storage_errors
 from tunesmith.tasks.load import load_tasks
 from tunesmith.types import JudgeType, Task, WorkflowType
 
@@ -102,7 +102,7 @@ def count_done(part: Path, batch_size: int) -> int:
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         part.write_text(whole, encoding="utf-8")
-    sizes = [len(json.loads(line)) for line in whole.splitlines()]
+    sizes = [len(batch) for batch in load_json_lines(part)]
     if any(size != batch_size for size in sizes[:-1]):
         raise ConfigError(f"{part} was begun with another algorithm.batch_size than {batch_size}; remove it")
     return sum(sizes)
@@ -110,7 +110,7 @@ def count_done(part: Path, batch_size: int) -> int:
 
 def finish(part: Path, tasks: Sequence[Task], *, field: str, out: Path) -> PassRates:
     """Join rows and pass rates into `out`, and remove the part."""
-    rates = [rate for line in part.read_text(encoding="utf-8").splitlines() for _, rate in json.loads(line)]
+    rates = [rate for batch in load_json_lines(part) for _, rate in batch]
     rows = [
         json.dumps({**task.row, field: rate}, ensure_ascii=False, default=str)
         for task, rate in zip(tasks, rates, strict=True)

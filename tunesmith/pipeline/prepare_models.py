@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from tunesmith.pipeline.prepare_folder import format_lines, hash_json
 from tunesmith.pipeline.prepare_rows import Candidate, Losses
 from tunesmith.pipeline.trajectories import Style
 from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.storage import save_text, storage_errors
+from tunesmith.storage import load_json_lines, save_text
 
 UNBOUNDED = 2**62
 SUFFIX = "_pass_rate"
@@ -143,9 +142,7 @@ def measure_column(
             num_runs=section.num_samples,
             out=out,
         )
-    with storage_errors(out, "read"):
-        measured = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    rates = {row["place"]: float(row[name + SUFFIX]) for row in measured}
+    rates = {row["place"]: float(row[name + SUFFIX]) for row in load_json_lines(out)}
     return [rates.get(place) for place in range(len(candidates))]
 
 

@@ -1,0 +1,50 @@
+"""Models of real sizes with random weights: right for speed, and nothing has to be downloaded."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+SHAPES: dict[str, PretrainedConfig] = {
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, head_dim=64, tie_word_embeddings=True, max_position_embeddings=8192,
+    ),
+    "qwen3-0.6b": Qwen3Config(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=32768,
+    ),
+    "qwen2.5-1.5b": Qwen2Config(
+        vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32768,
+    ),
+    "qwen2.5-7b": Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, max_position_embeddings=32768,
+    ),
+}  # fmt: skip
+
+
+def build_random_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Always the same weights."""
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(SHAPES[shape]), dtype=dtype, attn_implementation="sdpa")
+    return model.eval()
+
+
+def save_random_model(shape: str, folder: Path, *, tokenizer: str, device: torch.device) -> None:
+    """A bfloat16 model folder with somebody else's tokenizer, whose ids must fit the vocabulary."""
+    build_random_model(shape, dtype=torch.bfloat16, device=device).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
