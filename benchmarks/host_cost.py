@@ -1,9 +1,9 @@
 """What the host costs: microseconds of one core for each request, token and agent call, beside an instant device.
 
 The engine runs as on a GPU, in blocks of 16 tokens with one block queued ahead, but the blocks are random numbers that
-are there at once. What is left is the interpreter's work: scheduling, pages, stops, logprobs, prefix digests; and for
-agents the endpoint, templates, tokenization, decoding, recording and judging. A device hides this work as long as a
-block takes it longer than the host.
+are there at once. What is left is the interpreter's work: scheduling, pages, prefill plans, stops, logprobs, prefix
+digests; and for agents the endpoint, templates, tokenization, decoding, recording and judging. A device hides this work
+as long as a block takes it longer than the host.
 
     python benchmarks/host_cost.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
 """
@@ -28,11 +28,11 @@ from report import publish
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection, ModelSection
-from tunesmith.engine.attention import PagedPlan, Span
+from tunesmith.engine.attention import Span
 from tunesmith.engine.block import Block, BlockRows
 from tunesmith.engine.clock import run_lockstep
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.scheduler import Work
+from tunesmith.engine.plans import LayeredPlan, build_prefill_plan
 from tunesmith.engine.slots import Slots
 from tunesmith.model.attention import use_plan_attention
 from tunesmith.model.load import load_tokenizer
@@ -45,6 +45,8 @@ from tunesmith.types import Completion, Sampling, Task
 
 MAX_MODEL_LEN = 1024
 HIDDEN_SIZE = 16
+TILE_TOKENS = 16
+"""New tokens that the prefill kernel takes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,8 @@ class InstantBlocks:
         ids = self._rng.integers(100, self._vocab_size, shape, dtype=np.int32)
         return InstantTicket(Block(ids, np.full(shape, -1.0, dtype=np.float32)))
 
-    def build_prefill_plan(self, spans: Sequence[Span]) -> PagedPlan:
-        return PagedPlan(self._runner.cache, spans, torch.device("cpu"))
+    def build_prefill_plan(self, spans: Sequence[Span]) -> LayeredPlan:
+        return build_prefill_plan(self._runner.cache, spans, tile_tokens=TILE_TOKENS, device=torch.device("cpu"))
 
     def installed(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -95,11 +97,10 @@ def build_engine(tokenizer: PreTrainedTokenizerBase, num_sequences: int) -> Loca
     engine = LocalEngine(model, tokenizer, settings, max_model_len=MAX_MODEL_LEN)
     runner = engine._runner
 
-    def prefill(work: Sequence[Work]) -> tuple[list[Work], torch.Tensor]:
-        sampling = [item for item in work if item.samples]
-        return sampling, torch.zeros(len(sampling), HIDDEN_SIZE)
+    def run_body(ids_1T: torch.Tensor, *_rest: object) -> torch.Tensor:
+        return torch.empty(*ids_1T.shape, HIDDEN_SIZE)
 
-    runner.has_graphs, runner.prefill = True, prefill  # type: ignore[method-assign]
+    runner.has_graphs, runner._run_body = True, run_body  # type: ignore[method-assign]
     runner._blocks = InstantBlocks(engine, max_num_seqs=num_sequences, vocab_size=len(tokenizer))
     engine._desk, engine._stepper = engine._build_stepper()
     return engine

@@ -30,6 +30,7 @@ from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import use_plan_attention
 from tunesmith.trainer.compiling import compiled_layers
+from tunesmith.trainer.graphs import RowGraphs
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring import prepare_update
@@ -100,8 +101,8 @@ def count_flops(config: PretrainedConfig, rows: list[Trie]) -> float:
 
 
 def measure(run: Callable[[], object], *, num_repeats: int) -> tuple[float, float]:
-    """Median seconds after two runs to warm up, and the peak of memory in GB."""
-    for _ in range(2):
+    """Median seconds after three runs to warm up, and the peak of memory in GB."""
+    for _ in range(3):
         run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -123,7 +124,7 @@ def pack(model: PreTrainedModel, samples: list[Sample], settings: TrainerSection
     )
 
 
-def run_ours(model: PreTrainedModel, samples: list[Sample], *, num_repeats: int) -> Result:
+def run_ours(model: PreTrainedModel, samples: list[Sample], *, num_repeats: int, has_graphs: bool) -> Result:
     """Forward and backward as the trainer makes them, the build of rows included."""
     settings, algorithm = TrainerSection(), resolve_algorithm(AlgorithmSection())
     rows = pack(model, samples, settings)
@@ -131,12 +132,13 @@ def run_ours(model: PreTrainedModel, samples: list[Sample], *, num_repeats: int)
     preparation = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=chunk_tokens)
 
     optimizer = MasterAdamW(model, settings)  # it makes gradients float32
+    graphs = RowGraphs(model) if has_graphs else None
 
     def run() -> None:
         optimizer.clear_gradients()
         run_batch(
             model, samples, rows, algorithm, preparation.inputs,
-            kl_coef=0.0, chunk_tokens=chunk_tokens, is_compiled=True,
+            kl_coef=0.0, chunk_tokens=chunk_tokens, is_compiled=True, graphs=graphs,
         )  # fmt: skip
 
     with compiled_layers(model):
@@ -190,9 +192,9 @@ def measure_optimizer(model: PreTrainedModel, *, num_repeats: int) -> float:
     return statistics.median([update() for _ in range(num_repeats + 2)][2:])
 
 
-def measure_step(model: PreTrainedModel, samples: list[Sample], *, num_repeats: int) -> float:
+def measure_step(model: PreTrainedModel, samples: list[Sample], *, num_repeats: int, has_graphs: bool) -> float:
     """Seconds of a whole `Trainer.step`: packing, rows, forward, backward, update, metrics."""
-    settings = TrainerSection(mismatch_warn=1e9, mismatch_stop=1e9)
+    settings = TrainerSection(mismatch_warn=1e9, mismatch_stop=1e9, has_row_graphs=has_graphs)
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=32768, num_total_steps=100)
     return measure(lambda: trainer.step(samples), num_repeats=num_repeats)[0]
 
@@ -209,7 +211,8 @@ def measure_ceilings() -> dict[str, float]:
 
 def run_work(arguments: argparse.Namespace, model: PreTrainedModel, work: str) -> dict[str, Any]:
     samples = build_samples(work, model.config.vocab_size)
-    results = {"tunesmith": run_ours(model, samples, num_repeats=arguments.repeats)}
+    has_graphs = arguments.row_graphs
+    results = {"tunesmith": run_ours(model, samples, num_repeats=arguments.repeats, has_graphs=has_graphs)}
     if not arguments.without_peers:
         peer = build_random_model(arguments.shape, dtype=torch.bfloat16, device=torch.device("cuda"))
         results["transformers, eager"] = run_peer(peer, samples, num_repeats=arguments.repeats)
@@ -218,7 +221,7 @@ def run_work(arguments: argparse.Namespace, model: PreTrainedModel, work: str) -
                 layer.compile()
         results["transformers, compiled layers"] = run_peer(peer, samples, num_repeats=arguments.repeats)
         del peer
-    step_s = measure_step(model, samples, num_repeats=arguments.repeats)
+    step_s = measure_step(model, samples, num_repeats=arguments.repeats, has_graphs=has_graphs)
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
     for name, result in results.items():
         mfu = "" if peak is None else f"{100 * result.flops_per_s / peak:>8.1f} % MFU"
@@ -247,6 +250,7 @@ def main() -> None:
     parser.add_argument("--work", action="append", choices=WORKS, help="may repeat; default all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--row-graphs", action="store_true", help="rows as CUDA graphs, trainer.has_row_graphs")
     parser.add_argument("--out", help="results/NAME.json")
     arguments = parser.parse_args()
     model = build_random_model(arguments.shape, dtype=torch.bfloat16, device=torch.device("cuda"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -273,3 +274,15 @@ def test_an_agent_that_polls_for_its_answer_gets_it() -> None:
         return pending.result()
 
     assert len(run_lockstep(run()).sampled_ids) == 3
+
+
+def test_garbage_is_collected_as_before_once_the_loop_is_closed() -> None:
+    before = gc.get_threshold()
+    engine = build_engine()
+
+    async def run() -> tuple[int, int, int]:
+        await engine.generate([1], Sampling(max_tokens=1))
+        return gc.get_threshold()
+
+    assert run_lockstep(run())[0] >= max(before[0], clock.MIN_NEW_OBJECTS)
+    assert gc.get_threshold() == before

@@ -103,3 +103,39 @@ def test_any_sequence_of_calls_keeps_the_books(data: st.DataObject) -> None:
                 pass
         held = {page for holding in holdings for page in holding}
         assert pool.num_available == pool.num_pages - len(held)
+
+
+def test_a_promised_page_is_kept_and_found_once_its_digest_comes() -> None:
+    pool = PagePool(3)
+    pages = pool.allocate(2) or []
+    pool.promise(pages, "promise")
+    pool.release(pages)
+    assert pool.num_available == 3
+    assert pool.allocate(1) == [2]
+    pool.keep_promise(pages[0], b"digest", "promise")
+    assert pool.find([b"digest"]) == [pages[0]]
+    assert pool.allocate(2) == [pages[1], pages[0]]
+
+
+def test_a_promised_page_that_was_dropped_is_not_found_in_its_next_holders_hands() -> None:
+    pool = PagePool(1)
+    pages = pool.allocate(1) or []
+    pool.promise(pages, "first")
+    pool.release(pages)
+    assert pool.allocate(1) == pages
+    pool.promise(pages, "second")
+    pool.keep_promise(pages[0], b"old", "first")
+    assert pool.find([b"old"]) == []
+    pool.keep_promise(pages[0], b"new", "second")
+    assert pool.find([b"new"]) == pages
+
+
+def test_a_promised_page_whose_digest_is_known_already_is_free() -> None:
+    pool = PagePool(3)
+    first, second, _ = pool.allocate(3) or []
+    pool.publish(first, b"digest")
+    pool.promise([second], "promise")
+    pool.release([first, second])
+    pool.keep_promise(second, b"digest", "promise")
+    assert pool.find([b"digest"]) == [first]
+    assert pool.allocate(1) == [second]

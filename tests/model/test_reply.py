@@ -57,6 +57,12 @@ def test_replies_are_read_whole_and_in_any_pieces(text, expected):
     renderer = build_renderer(QWEN25)
     assert read(renderer, text) == expected
     assert all(read(renderer, text, pieces=seed) == expected for seed in range(40))
+    parser = renderer.build_parser(
+        (), new_call_id=lambda numbers=iter(range(100)): f"id{next(numbers)}", has_tools=True
+    )
+    whole = parser.read(text)
+    calls = [(call.call_id, call.name, json.loads(call.arguments)) for call in whole.tool_calls]
+    assert (whole.reasoning or "", whole.content, calls) == expected
 
 
 @pytest.mark.parametrize(

@@ -159,3 +159,10 @@ def test_the_schema_names_the_tool_that_answers():
     function = CALCULATOR_TOOL["function"]
     arguments = dict.fromkeys(function["parameters"]["required"], "1 + 1")
     assert answer_call(function["name"], json.dumps(arguments)) == "2"
+
+
+def test_what_is_computed_again_gives_the_same():
+    expressions = ["1/3", "2 ** 10", "1 / 0", "x + 1", "0.1 + 0.2", "1/3"]
+    assert [calculate(each) for each in expressions] == [calculate(each) for each in expressions]
+    assert calculate("1/3") == "0.3333333333"
+    assert calculate(3) == calculate(3) == "Error: the expression must be text, not int"

@@ -14,6 +14,7 @@ from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.config import AlgorithmSection
 from tunesmith.model.attention import CausalPlan, run_body
 from tunesmith.trainer import compiling, step
+from tunesmith.trainer.batch import SentInputs
 
 
 @pytest.fixture
@@ -82,4 +83,28 @@ def test_compiled_loss_equals_the_plain_one(compile_function, entropy_coef):
         assert list(results[0]) == list(results[1])
         for name in results[0]:
             torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-5, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_one_graph_serves_all_chunks_and_weights_of_kl_though_sizes_begin_equal(compile_function, kind):
+    algorithm = resolve_algorithm(AlgorithmSection(algorithm_type=kind))
+    names = (
+        "weights_E", "correction_E", "advantages_E", "old_logprobs_E", "sampler_logprobs_E", "is_newest_E",
+        "reference_logprobs_E",
+    )  # fmt: skip
+    with compiling.compiled_layers(build_trainable("llama")):
+        compiled = compile_function(step.differentiate_loss)
+        for num_sites, num_events, kl_coef in ((8, 8, 0.1), (7, 9, 0.2), (12, 30, 0.3), (30, 31, 0.1), (31, 31, 0.0)):
+            torch.manual_seed(num_events)
+            row = torch.rand(len(names), 3 * num_events)
+            sent = SentInputs(names=names, values_FE=row).select(slice(num_events, 2 * num_events))
+            sites = torch.arange(num_events) % num_sites
+            scores = -torch.rand(num_sites) - 1, torch.rand(num_sites)
+            given = (*scores, sites, sent, algorithm, torch.tensor(kl_coef))
+            with torch.no_grad():
+                ours, expected = compiled(*given), step.differentiate_loss(*given)
+            assert ours[1] == expected[1]
+            torch.testing.assert_close(ours[0], expected[0], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(ours[2], expected[2], rtol=1e-5, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 1

@@ -89,6 +89,8 @@ class TokenInputs(Generic[A]):
     sequence_log_ratios_E: A | None = None
     constants_E: A | None = None
     reference_logprobs_E: A | None = None
+    is_real_E: A | None = None
+    """0 where a token only fills a place up and has no weight; None: all are real."""
 
     def convert(self, function: Callable[[A], B]) -> TokenInputs[B]:
         """Apply a function to every field that is there."""

@@ -7,6 +7,10 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tunesmith.engine.drawn import Drawn
 from tunesmith.engine.request import Request
 from tunesmith.engine.scheduler import Schedule, Scheduler
 from tunesmith.engine.stops import StopMatcher
@@ -23,8 +27,13 @@ class Call:
     on_tokens: OnTokens | None
     matcher: StopMatcher | None
     """Looks for stop strings, if there are any."""
+    has_stops: bool = field(init=False)
+    """Its end hangs on more than its length and the end-of-sequence tokens."""
     is_queued: bool = True
     """It takes up one of the `max_waiting` places."""
+
+    def __post_init__(self) -> None:
+        self.has_stops = self.matcher is not None or bool(self.request.sampling.stop_token_ids)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,6 +58,7 @@ class Desk:
         self.eos_ids = frozenset(eos_ids)
         self.policy_version = 0
         self.calls: dict[int, Call] = {}
+        self._drawn = Drawn(scheduler.max_num_seqs)
         self.counts: Counter[str] = Counter()
         self.num_deadlines = 0
         """Calls that end at a time of their own."""
@@ -68,10 +78,6 @@ class Desk:
         self.calls[call.request.request_id] = call
         self.num_deadlines += call.request.deadline_at is not None
         self.scheduler.add(call.request)
-
-    def find(self, request: Request) -> Call | None:
-        """The call of a request; None once it has ended."""
-        return self.calls.get(request.request_id)
 
     def note_schedule(self, schedule: Schedule) -> None:
         """Count a step's work, end what can never fit, and give the places in the queue back."""
@@ -93,16 +99,38 @@ class Desk:
         call.request.extend(token_ids, logprobs, self.policy_version)
         self.counts["sampled_tokens"] += len(token_ids)
         if call.on_tokens is not None:
-            self._news.tokens.append((call, token_ids, logprobs))
+            self.tell_tokens(call, token_ids, logprobs)
+
+    def tell_tokens(self, call: Call, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Let a call that listens hear of tokens."""
+        self._news.tokens.append((call, token_ids, logprobs))
+
+    def add_block(
+        self, slots_R: NDArray[np.int64], token_ids_LR: NDArray[np.int32], logprobs_LR: NDArray[np.float32]
+    ) -> None:
+        """Enter tokens that were sampled for requests in these slots; the requests list them once they are settled."""
+        self._drawn.add(slots_R, token_ids_LR, logprobs_LR)
+        self.counts["sampled_tokens"] += token_ids_LR.size
+
+    def settle(self, request: Request) -> None:
+        """Let a request list what it has drawn in blocks; before this, its tokens are not all there."""
+        if request.row is None:
+            return
+        token_ids, logprobs = self._drawn.take(request.row)
+        if token_ids:
+            request.extend(token_ids, logprobs, self.policy_version)
+            request.num_computed = len(request.token_ids) - 1
 
     def end(self, call: Call, stop_reason: StopReason) -> None:
         """Let the request go and complete its call."""
+        self.settle(call.request)
         self.scheduler.remove(call.request)
         self._tell(call, stop_reason)
 
     def fail(self, call: Call) -> None:
         """End a request whose logits were not finite; nobody else may find its pages."""
         request = call.request
+        self.settle(request)
         self.scheduler.pool.forget(request.pages)
         request.num_computed = request.num_published = 0
         self.scheduler.remove(request)
@@ -137,7 +165,7 @@ def find_first_stop(call: Call, token_ids: Sequence[int], *, eos_ids: Collection
     request, sampling = call.request, call.request.sampling
     num_kept = min(len(token_ids), request.limit - len(request.token_ids))
     ends = eos_ids if not sampling.ignore_eos else ()
-    if call.matcher is not None or sampling.stop_token_ids or ends:
+    if call.has_stops or ends:
         for index, token_id in enumerate(token_ids[:num_kept]):
             if token_id in ends:
                 return index + 1, "eos"

@@ -24,6 +24,8 @@ SHORT_SLEEP_S = 0.01
 """A timer that is due within this time is waited for: agents sleep a millisecond to let others run."""
 SLEEP_BUDGET_S = 0.25
 """Between two steps at most so much is slept, so that an agent that polls for its model's answer gets it."""
+MIN_NEW_OBJECTS = 10_000
+"""Before the youngest objects are searched for garbage."""
 NUM_TURNS_BETWEEN_STEPS = 3
 """Turns of a foreign loop for a result to be delivered, its coroutine to wake, and its next request to arrive."""
 
@@ -103,13 +105,17 @@ class EngineLoop(asyncio.SelectorEventLoop):
 def run_lockstep(coroutine: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run` on an `EngineLoop`.
 
-    Garbage collections leave out what exists already: to walk over all objects of the libraries takes a second.
+    Garbage collections come less often, for a load of requests makes many objects that live on, and they leave out what
+    exists already: to walk over all objects of the libraries takes a second.
     """
+    thresholds = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(thresholds[0] and max(thresholds[0], MIN_NEW_OBJECTS), *thresholds[1:])
     try:
         with asyncio.Runner(loop_factory=EngineLoop) as runner:
             return runner.run(coroutine)
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 

@@ -17,16 +17,19 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection
+from tunesmith.engine.block_stepper import BlockStepper
 from tunesmith.engine.calls import Call, Desk, News, hand_out
 from tunesmith.engine.clock import Clock, build_clock
-from tunesmith.engine.failures import explain_failure
 from tunesmith.engine.pages import PagePool
 from tunesmith.engine.request import Request, check_sampling
 from tunesmith.engine.runner import Runner
 from tunesmith.engine.scheduler import Scheduler
-from tunesmith.engine.stepper import BlockStepper, TokenStepper
+from tunesmith.engine.stepper import TokenStepper
 from tunesmith.engine.stops import StopMatcher
+from tunesmith.model.failures import explain_failure
 from tunesmith.types import Completion, OnTokens, Sampling
+
+LESS_MEMORY = "lower engine.kv_cache_gib, engine.max_num_seqs or engine.max_batched_tokens"
 
 
 class LocalEngine:
@@ -200,7 +203,7 @@ class LocalEngine:
             work()
         except Exception as error:  # noqa: BLE001
             self._take_in()
-            self._desk.fail_all(explain_failure(error), error)
+            self._desk.fail_all(explain_failure(error, work="a step of the engine", advice=LESS_MEMORY), error)
             failed, (self._desk, self._stepper) = self._desk, self._build_stepper()
             self._desk.take_over(failed)
 

@@ -2,7 +2,8 @@
 
 A page is free, held (by one or more requests), or cached: held by nobody but still known by the digest of its tokens
 and all tokens before it. `allocate` takes free pages first and then drops the cached page that was left longest ago.
-Digests start from a salt (the policy version), so that pages of other weights never match. Holds no tensors.
+A page whose digest nobody asks for yet can be cached for a promise, and is found once that is kept. Digests start from
+a salt (the policy version), so that pages of other weights never match. Holds no tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 def compute_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Identify one full page by its tokens and the digest of the page before it (or the salt)."""
-    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
+    return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=16).digest()
 
 
 def compute_salt(policy_version: int) -> bytes:
@@ -30,6 +31,7 @@ class PagePool:
         self._num_holders = [0] * num_pages
         self._digest_of: list[bytes | None] = [None] * num_pages
         self._page_of: dict[bytes, int] = {}
+        self._promise_of: dict[int, object] = {}
         self._free: list[int] = list(range(num_pages - 1, -1, -1))
         self._cached: dict[int, None] = {}  # in the order they were left; a dict keeps it and removes in O(1)
 
@@ -42,11 +44,12 @@ class PagePool:
         """Hold that many pages, or none at all (None) when there are too few."""
         if num_pages > self.num_available:
             return None
-        pages = []
-        for _ in range(num_pages):
-            page = self._free.pop() if self._free else self._evict()
+        first = max(len(self._free) - num_pages, 0)
+        pages = self._free[first:][::-1]
+        del self._free[first:]
+        pages += [self._evict() for _ in range(num_pages - len(pages))]
+        for page in pages:
             self._num_holders[page] = 1
-            pages.append(page)
         return pages
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
@@ -73,10 +76,10 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> None:
         """Let go of pages; the last of a prefix is dropped before the first."""
         for page in reversed(pages):
-            self._num_holders[page] -= 1
-            assert self._num_holders[page] >= 0, f"page {page} was released more often than held"
-            if self._num_holders[page] == 0:
-                if self._digest_of[page] is None:
+            num_left = self._num_holders[page] = self._num_holders[page] - 1
+            assert num_left >= 0, f"page {page} was released more often than held"
+            if num_left == 0:
+                if self._digest_of[page] is None and page not in self._promise_of:
                     self._free.append(page)
                 else:
                     self._cached[page] = None
@@ -87,9 +90,26 @@ class PagePool:
             self._page_of[digest] = page
             self._digest_of[page] = digest
 
+    def promise(self, pages: Iterable[int], promise: object) -> None:
+        """Keep full pages when they are left, for a digest that comes later."""
+        for page in pages:
+            if self._digest_of[page] is None:
+                self._promise_of[page] = promise
+
+    def keep_promise(self, page: int, digest: bytes, promise: object) -> None:
+        """Publish a page that was promised, unless it has been dropped since; free it if it is one too many."""
+        if self._promise_of.get(page) is not promise:
+            return
+        del self._promise_of[page]
+        self.publish(page, digest)
+        if self._digest_of[page] is None and page in self._cached:
+            del self._cached[page]
+            self._free.append(page)
+
     def forget(self, pages: Iterable[int]) -> None:
         """Let nobody find these pages again; their holders keep them."""
         for page in pages:
+            self._promise_of.pop(page, None)
             digest = self._digest_of[page]
             if digest is not None:
                 del self._page_of[digest]
@@ -100,6 +120,7 @@ class PagePool:
         assert not any(self._num_holders), "pages are held"
         self._digest_of = [None] * self.num_pages
         self._page_of.clear()
+        self._promise_of.clear()
         self._cached.clear()
         self._free = list(range(self.num_pages - 1, -1, -1))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tunesmith.engine import ops
+from tunesmith.engine.arrays import join_ranges, send
 from tunesmith.engine.attention import KVCache, Span
 from tunesmith.model.attention import get_layer_index
 
@@ -109,20 +110,26 @@ def build_decode_plan(cache: KVCache, table_RP: Tensor, positions_R: Tensor) -> 
 def build_prefill_plan(cache: KVCache, spans: Sequence[Span], *, tile_tokens: int, device: torch.device) -> LayeredPlan:
     """Attention of spans that lie side by side in one row; a tile holds at most `tile_tokens` of one of them."""
     size = cache.page_size
-    num_columns = max(-(-span.stop // size) for span in spans)
-    table = np.zeros((len(spans), num_columns), dtype=np.int32)
-    slots, tiles = [], []
-    for request, span in enumerate(spans):
-        pages = np.asarray(span.pages[: -(-span.stop // size)], dtype=np.int32)
-        table[request, : len(pages)] = pages
-        positions = np.arange(span.start, span.stop)
-        slots.append(pages[positions // size].astype(np.int64) * size + positions % size)
-        offsets = np.arange(0, span.stop - span.start, tile_tokens, dtype=np.int32)
-        tiles.append(np.stack([np.full_like(offsets, request), offsets]))
-    ends = np.array([(span.first, span.start, span.stop) for span in spans], dtype=np.int32).T
+    firsts_R, starts_R, stops_R = np.array([(span.first, span.start, span.stop) for span in spans], dtype=np.int64).T
+    lengths_R, num_pages_R = stops_R - starts_R, -(-stops_R // size)
+    requests_R = np.arange(len(spans))
+    table_RP = np.zeros((len(spans), num_pages_R.max()), dtype=np.int32)
+    used = zip(spans, num_pages_R.tolist(), strict=True)
+    table_RP[np.arange(table_RP.shape[1]) < num_pages_R[:, None]] = [
+        page for span, num_pages in used for page in span.pages[:num_pages]
+    ]
+    positions_T = join_ranges(starts_R, lengths_R)
+    pages_T = table_RP[np.repeat(requests_R, lengths_R), positions_T // size].astype(np.int64)
+    num_tiles_R = -(-lengths_R // tile_tokens)
+    tiles_2I = [np.repeat(requests_R, num_tiles_R), join_ranges(np.zeros_like(starts_R), num_tiles_R) * tile_tokens]
     tensors = [
-        torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-        for array in (np.concatenate(slots), table, ends, np.concatenate(tiles, axis=1))
+        send(array, device)
+        for array in (
+            pages_T * size + positions_T % size,
+            table_RP,
+            np.array([firsts_R, starts_R, stops_R], dtype=np.int32),
+            np.array(tiles_2I, dtype=np.int32),
+        )
     ]
     pages_of_layers = zip(cache.keys, cache.values, strict=True)
     return LayeredPlan([PrefillLayerPlan(keys, values, *tensors) for keys, values in pages_of_layers])

@@ -26,6 +26,8 @@ class Request:
     deadline_at: float | None = None
     """Seconds on the monotonic clock after which the request ends."""
     max_model_len: int = sys.maxsize
+    priority: tuple[tuple[int, ...], int] = field(init=False)
+    """Ascending: who is admitted first and preempted last."""
     limit: int = field(init=False)
     """Prompt and sampled tokens at which `max_tokens` or the model's context ends the request."""
     token_ids: list[int] = field(init=False)
@@ -36,14 +38,10 @@ class Request:
     """Pages of the cache in order of position."""
     row: int | None = None
     """Line of the page table while the request runs."""
-    num_starts: int = 0
-    """How often it was admitted: once, and again after each preemption."""
     num_computed: int = 0
     """Tokens whose keys and values are in the pages."""
-    num_launches: int = 0
-    """Blocks that it is in and that nobody has read yet; while there are any, the scheduler leaves it alone."""
-    num_in_flight: int = 0
-    """Tokens that those blocks draw."""
+    is_launched: bool = False
+    """It is in a block that nobody has read yet; while it is, the scheduler leaves it alone."""
     digests: list[bytes] = field(default_factory=list)
     """Of the full pages of `token_ids`, as far as they were needed."""
     num_published: int = 0
@@ -52,22 +50,13 @@ class Request:
     """Tokens found in the prefix cache at first admission."""
 
     def __post_init__(self) -> None:
+        self.priority = (self.order, self.request_id)
         self.token_ids = list(self.prompt_ids)
         self.limit = min(len(self.prompt_ids) + self.sampling.max_tokens, self.max_model_len)
 
     @property
-    def priority(self) -> tuple[tuple[int, ...], int]:
-        """Ascending: who is admitted first and preempted last."""
-        return self.order, self.request_id
-
-    @property
     def num_sampled(self) -> int:
         return len(self.token_ids) - len(self.prompt_ids)
-
-    @property
-    def num_known(self) -> int:
-        """Prompt and sampled tokens, those in flight among them."""
-        return len(self.token_ids) + self.num_in_flight
 
     def append(self, token_id: int, logprob: float, policy_version: int) -> None:
         self.token_ids.append(token_id)

@@ -7,6 +7,7 @@ what its work says.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunesmith.config import EngineSection
+from tunesmith.engine.arrays import join_ranges, send
 from tunesmith.engine.attention import MAX_BATCHED_QUERIES, KVCache, LayerShape, PagedPlan, Span
 from tunesmith.engine.block import BlockDecoder, BlockRows, Ticket
 from tunesmith.engine.packed import PackedLinears
@@ -90,27 +92,32 @@ class Runner:
         """A graph can decode this request: its distribution is one that the device draws from by itself."""
         return self._blocks is not None and not request.sampling.distribution.logit_bias
 
-    def launch_block(self, requests: Sequence[Request], rows: BlockRows, *, num_steps: int) -> Ticket:
-        """Queue `num_steps` tokens of each request, whatever they are; the caller finds where each ends."""
+    def launch_block(self, requests: Sequence[Request], rows: BlockRows, *, num_new: int, num_steps: int) -> Ticket:
+        """Queue `num_steps` tokens of each request, whatever they are; the caller finds where each ends.
+
+        The last `num_new` requests were not in the block before.
+        """
         assert self._blocks is not None
-        self._blocks.slots.update(requests)
+        self._blocks.slots.update(requests, num_new=num_new)
         return self._blocks.launch(rows, num_steps=num_steps)
 
     def _compute_hidden(self, work: Sequence[Work]) -> Tensor:
         """Hidden states [N, C] of the last tokens of the work that samples, in order."""
-        ids, positions, spans, last_tokens = [], [], [], []
-        num_tokens = 0
+        ids, spans, last_tokens = array("q"), [], []
         for item in work:
-            ids += item.request.token_ids[item.start : item.stop]
-            positions.append(np.arange(item.start, item.stop))
-            spans.append(Span(num_tokens, item.start, item.stop, item.request.pages))
-            num_tokens += item.stop - item.start
+            spans.append(Span(len(ids), item.start, item.stop, item.request.pages))
+            ids.fromlist(item.request.token_ids[item.start : item.stop])
             if item.samples:
-                last_tokens.append(num_tokens - 1)
-        device, plan = self.model.device, self._build_plan(spans)
+                last_tokens.append(len(ids) - 1)
+        num_tokens, device, plan = len(ids), self.model.device, self._build_plan(spans)
+        starts, stops = np.array([item.start for item in work]), np.array([item.stop for item in work])
         ids_T, positions_T, last_N = (
-            torch.from_numpy(np.asarray(array, dtype=np.int64)).to(device, non_blocking=True)
-            for array in (ids, np.concatenate(positions), last_tokens)
+            send(numbers, device)
+            for numbers in (
+                np.frombuffer(ids, dtype=np.int64),
+                join_ranges(starts, stops - starts),
+                np.array(last_tokens, dtype=np.int64),
+            )
         )
         hidden_TC = self._run_body(ids_T[None], positions_T[None], plan)[0]
         return hidden_TC if len(last_tokens) == num_tokens else hidden_TC[last_N]

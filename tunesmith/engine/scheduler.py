@@ -8,12 +8,19 @@ The decisions depend on the requests and their order alone, never on time.
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tunesmith.engine.pages import PagePool, compute_digest, compute_salt
 from tunesmith.engine.request import Request
+
+_get_priority = attrgetter("priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,16 @@ class Schedule:
     may_preempt: bool = True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tail:
+    """Full pages that a request left behind, whose digests are computed when somebody may look for them."""
+
+    token_ids: list[int]
+    digests: list[bytes]
+    first: int
+    pages: list[int]
+
+
 class Scheduler:
     """Waiting and running requests, and the pages they hold."""
 
@@ -50,11 +67,13 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.page_size = page_size
+        self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
         self.has_prefix_cache = has_prefix_cache
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._tails: list[_Tail] = []
         self._salt = compute_salt(0)
 
     @property
@@ -83,25 +102,19 @@ class Scheduler:
             self._admit_waiting(step)
         return step
 
-    def reserve(self, requests: Sequence[Request], num_tokens: int) -> bool:
-        """Hold pages for `num_tokens` more tokens of every request beyond the known ones, or for none of them.
-
-        The last known token counts as one of them, for it is not computed yet. No request is given pages past where it
-        must end.
-        """
-        short, total = [], 0
-        for request in requests:
-            last = min(request.num_known - 1 + num_tokens, request.limit)
-            num_missing = -(-last // self.page_size) - len(request.pages)
-            if num_missing > 0:
-                short.append((request, num_missing))
-                total += num_missing
-        if total > self.pool.num_available:
+    def reserve(self, requests: Sequence[Request], num_tokens_R: NDArray[np.int64]) -> bool:
+        """Hold pages for that many tokens of each request; False, and none at all, when there are too few."""
+        num_held_R = np.array([len(request.pages) for request in requests], dtype=np.int64)
+        num_missing_R = -(-num_tokens_R // self.page_size) - num_held_R
+        short = np.flatnonzero(num_missing_R > 0)
+        lasts = num_missing_R[short].cumsum().tolist()
+        pages = self.pool.allocate(lasts[-1] if lasts else 0)
+        if pages is None:
             return False
-        for request, num_missing in short:
-            pages = self.pool.allocate(num_missing)
-            assert pages is not None
-            request.pages += pages
+        first = 0
+        for row, last in zip(short.tolist(), lasts, strict=True):
+            requests[row].pages += pages[first:last]
+            first = last
         return True
 
     def commit(self, work: Sequence[Work]) -> None:
@@ -118,23 +131,20 @@ class Scheduler:
             self._preempt(request)
         for request in self.waiting:
             request.digests.clear()
+        self._tails.clear()
         self.pool.reset()
         self._salt = compute_salt(policy_version)
 
     def _continue_running(self, step: Schedule) -> None:
         """Give running requests their next tokens by priority."""
-        index = 0
-        while index < len(self.running) and step.num_tokens_left:
-            request = self.running[index]
-            if request.num_launches:
-                index += 1
-                continue
+        for request in [request for request in self.running if not request.is_launched]:
+            if not step.num_tokens_left or request.row is None:
+                break  # all behind one that was preempted went before it
             stop = min(len(request.token_ids), request.num_computed + step.num_tokens_left)
             if not self._grow(request, stop, step):
                 break
             step.work.append(Work(request, request.num_computed, stop))
             step.num_tokens_left -= stop - request.num_computed
-            index += 1
 
     def _grow(self, request: Request, num_tokens: int, step: Schedule) -> bool:
         """Hold pages for `num_tokens`, preempting from the lowest priority up; False if the request itself went."""
@@ -158,6 +168,7 @@ class Scheduler:
 
     def _admit_waiting(self, step: Schedule) -> None:
         """Start waiting requests by priority until tokens, rows or pages end; none overtakes for want of pages."""
+        self._publish_tails()
         being_computed = self._collect_being_computed()
         admitted: set[int] = set()
         for request in self.waiting:
@@ -167,7 +178,8 @@ class Scheduler:
             if num_pages > self.pool.num_pages:
                 step.stuck.append(request)
                 continue
-            digests = self._compute_digests(request)[: (len(request.token_ids) - 1) // self.page_size]
+            self._compute_digests(request.token_ids, request.digests)
+            digests = request.digests[: (len(request.token_ids) - 1) // self.page_size]
             found = self.pool.find(digests)
             if len(found) < len(digests) and digests[len(found)] in being_computed:
                 continue  # in a step or two it will find this page; computing it twice would be waste
@@ -193,7 +205,6 @@ class Scheduler:
         request.num_computed = len(found) * self.page_size
         request.num_published = len(found)
         request.row = self._free_rows.pop()
-        request.num_starts += 1
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
         insort(self.running, request, key=_get_priority)
@@ -206,8 +217,10 @@ class Scheduler:
 
     def _let_go(self, request: Request) -> None:
         assert request.row is not None
-        if self.has_prefix_cache:
-            self._publish(request)
+        pages = request.pages[request.num_published : request.num_computed // self.page_size]
+        if pages and self.has_prefix_cache:
+            self._tails.append(_Tail(request.token_ids, request.digests, request.num_published, pages))
+            self.pool.promise(pages, self._tails[-1])
         self.pool.release(request.pages)
         self._free_rows.append(request.row)
         request.pages = []
@@ -220,26 +233,31 @@ class Scheduler:
         if self.has_prefix_cache:
             for request in self.running:
                 if len(request.token_ids) - request.num_computed > 1:
-                    digests.update(self._compute_digests(request)[request.num_published :])
+                    digests.update(request.digests[request.num_published :])
         return digests
 
-    def _compute_digests(self, request: Request) -> list[bytes]:
-        """Digests of all full pages of the request's tokens; none without a prefix cache."""
-        if not self.has_prefix_cache:
-            return []
-        digests, size = request.digests, self.page_size
-        for page in range(len(digests), len(request.token_ids) // size):
-            parent = digests[-1] if digests else self._salt
-            digests.append(compute_digest(parent, request.token_ids[page * size : (page + 1) * size]))
-        return digests
+    def _compute_digests(self, token_ids: list[int], digests: list[bytes]) -> None:
+        """Add the digests of full pages that have none yet; without a prefix cache nobody needs any."""
+        size = self.page_size
+        first, last = len(digests) * size, len(token_ids) // size * size
+        if first == last or not self.has_prefix_cache:
+            return
+        parent = digests[-1] if digests else self._salt
+        new_ids = array("i", token_ids[first:last])
+        for start in range(0, last - first, size):
+            parent = compute_digest(parent, new_ids[start : start + size])
+            digests.append(parent)
 
     def _publish(self, request: Request) -> None:
-        digests = self._compute_digests(request)
+        self._compute_digests(request.token_ids, request.digests)
         num_full = request.num_computed // self.page_size
         for page in range(request.num_published, num_full):
-            self.pool.publish(request.pages[page], digests[page])
+            self.pool.publish(request.pages[page], request.digests[page])
         request.num_published = num_full
 
-
-def _get_priority(request: Request) -> tuple[tuple[int, ...], int]:
-    return request.priority
+    def _publish_tails(self) -> None:
+        for tail in self._tails:
+            self._compute_digests(tail.token_ids, tail.digests)
+            for page, digest in zip(tail.pages, tail.digests[tail.first :], strict=False):
+                self.pool.keep_promise(page, digest, tail)
+        self._tails.clear()

@@ -2,7 +2,7 @@
 
 A slot is the scheduler's `row` of a request. The device knows slots only by what is copied from here.
 
-Axes: S slots, P columns of the page table.
+Axes: S slots, P columns of the page table, R requests of a block, G those of them that hold more pages than before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tunesmith.engine.arrays import join_ranges
 from tunesmith.engine.request import Request
 from tunesmith.engine.sampling import truncates, wrap_int64
 
@@ -30,23 +31,25 @@ class Slots:
         self.table_SP = np.full((num_slots, num_columns), scratch_page, dtype=np.int32)
         self.scratch_page = scratch_page
         self._num_pages_S = np.zeros(num_slots, dtype=np.int64)
-        self._owners: list[tuple[Request, int] | None] = [None] * num_slots
 
-    def update(self, requests: Sequence[Request]) -> None:
-        """Take in requests that are new in their slot, and pages that were added since."""
-        for request in requests:
-            slot = request.row
-            assert slot is not None
-            if self._owners[slot] != (request, request.num_starts):
-                self._enter(slot, request)
-            num_known = int(self._num_pages_S[slot])
-            if len(request.pages) > num_known:
-                self.table_SP[slot, num_known : len(request.pages)] = request.pages[num_known:]
-                self._num_pages_S[slot] = len(request.pages)
+    def update(self, requests: Sequence[Request], *, num_new: int) -> None:
+        """Take in the requests of a block, the last `num_new` of which were not in the one before, and their pages."""
+        for request in requests[len(requests) - num_new :]:
+            self._enter(request)
+        slots_R = np.array([request.row for request in requests], dtype=np.int64)
+        num_pages_R = np.array([len(request.pages) for request in requests], dtype=np.int64)
+        grown_G = np.flatnonzero(num_pages_R > self._num_pages_S[slots_R])
+        slots_G = slots_R[grown_G]
+        firsts_G = self._num_pages_S[slots_G]
+        fresh = [requests[row].pages[first:] for row, first in zip(grown_G.tolist(), firsts_G.tolist(), strict=True)]
+        counts_G = num_pages_R[grown_G] - firsts_G
+        places = np.repeat(slots_G, counts_G), join_ranges(firsts_G, counts_G)
+        self.table_SP[places] = [page for pages in fresh for page in pages]
+        self._num_pages_S[slots_R] = num_pages_R
 
-    def _enter(self, slot: int, request: Request) -> None:
-        distribution = request.sampling.distribution
-        self._owners[slot] = (request, request.num_starts)
+    def _enter(self, request: Request) -> None:
+        slot, distribution = request.row, request.sampling.distribution
+        assert slot is not None
         self.seeds_S[slot] = wrap_int64(request.sampling.seed)
         self.temperatures_S[slot] = distribution.temperature
         self.top_ks_S[slot] = distribution.top_k

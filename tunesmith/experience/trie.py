@@ -54,13 +54,14 @@ def build_trie(samples: Sequence[Sample], indices: Sequence[int]) -> Trie:
 
     Paths are laid down in the order of their token ids, so each shares with the one before it all that it can share.
     """
-    paths = {index: _select_path(samples[index]) for index in indices}
+    times = {index: np.flatnonzero(read_array(samples[index].is_sampled, bool)) for index in indices}
+    paths = {index: _select_path(samples[index], times[index]) for index in indices}
     nodes_of_sample: dict[int, np.ndarray] = {}
     token_parts, depth_parts, closings = [], [], []
     num_nodes = 0
     tokens, nodes = EMPTY, EMPTY
     for index in sorted((index for index in indices if paths[index]), key=lambda index: paths[index]):
-        previous, tokens = tokens, np.asarray(paths[index], dtype=np.int64)
+        previous, tokens = tokens, read_array(paths[index], np.int64)
         num_shared = _count_shared(previous, tokens)
         num_new = len(tokens) - num_shared
         closings.append((nodes[num_shared:], num_nodes))
@@ -78,7 +79,7 @@ def build_trie(samples: Sequence[Sample], indices: Sequence[int]) -> Trie:
         depth_T=_concatenate(depth_parts),
         subtree_end_T=subtree_end_T,
         num_flat_tokens=sum(len(path) for path in paths.values()),
-        **_build_events(samples, nodes_of_sample),
+        **_build_events(samples, nodes_of_sample, times),
     )
 
 
@@ -97,12 +98,16 @@ def concatenate_tries(tries: Sequence[Trie]) -> Trie:
     )
 
 
-def _select_path(sample: Sample) -> tuple[int, ...]:
+def read_array(values: Sequence[float | None] | np.ndarray, dtype: type) -> np.ndarray:
+    """One number for each value; None is NaN. Faster than `asarray` alone, which looks first what the values are."""
+    if isinstance(values, np.ndarray):
+        return np.asarray(values, dtype=dtype)
+    return np.fromiter(values, dtype=dtype, count=len(values))
+
+
+def _select_path(sample: Sample, time_N: np.ndarray) -> tuple[int, ...]:
     """The tokens that are needed to predict what the sample trains: all before its last sampled token."""
-    for time in range(len(sample.token_ids) - 1, 0, -1):
-        if sample.is_sampled[time]:
-            return sample.token_ids[:time]
-    return ()
+    return sample.token_ids[: time_N[-1]] if len(time_N) else ()
 
 
 def _count_shared(a: np.ndarray, b: np.ndarray) -> int:
@@ -111,14 +116,16 @@ def _count_shared(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def _build_events(samples: Sequence[Sample], nodes_of_sample: dict[int, np.ndarray]) -> dict[str, np.ndarray]:
+def _build_events(
+    samples: Sequence[Sample], nodes_of_sample: dict[int, np.ndarray], times_of_sample: dict[int, np.ndarray]
+) -> dict[str, np.ndarray]:
     """Events ordered by sample, then time."""
     parents, targets, sample_indices, times = [], [], [], []
     for index in sorted(nodes_of_sample):
-        sample = samples[index]
-        time_N = np.flatnonzero(np.asarray(sample.is_sampled))
+        time_N, token_ids = times_of_sample[index], samples[index].token_ids
         parents.append(nodes_of_sample[index][time_N - 1])
-        targets.append(np.asarray(sample.token_ids, dtype=np.int64)[time_N])
+        first = int(time_N[0])
+        targets.append(read_array(token_ids[first:], np.int64)[time_N - first])
         sample_indices.append(np.full(len(time_N), index, dtype=np.int64))
         times.append(time_N)
     return {

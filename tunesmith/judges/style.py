@@ -6,12 +6,15 @@ the same line again, the question again, calls that compute nothing or whose res
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from fractions import Fraction
 from typing import Any
 
 from tunesmith.judges.numeric import NUMBER, parse_number
 from tunesmith.judges.transcript import MARKUP, Call, Transcript
+from tunesmith.model.content import remember
 
 ANSWER_LINE = re.compile(r"####[ ]*\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 WORD = re.compile(r"[^\W\d_]+")
@@ -34,6 +37,10 @@ MIN_STEPS = 2
 COPY_WORDS = 8
 """A step of so many words that stands in the question was copied from it."""
 SHORT_WORDS, LONG_WORDS = 300, 800
+NUM_KNOWN_QUESTIONS, MAX_QUESTION_CHARACTERS = 512, 4096
+"""Questions whose words are remembered, and how long they may be; a group asks the same one."""
+NUM_KNOWN_NUMBERS, MAX_NUMBER_CHARACTERS = 4096, 32
+"""Texts of numbers whose values are remembered, and how long they may be."""
 USED_TOLERANCE = 0.01
 """A result is used where a number as near as this, relative to it, is written later."""
 
@@ -91,15 +98,21 @@ def count_steps(reasoning: str, *, question: str) -> int:
     return len(steps)
 
 
-def list_own_pieces(reasoning: str, *, question: str) -> list[str]:
+@functools.lru_cache(maxsize=1)  # the parts of a reward ask for the same pieces
+def list_own_pieces(reasoning: str, *, question: str) -> tuple[str, ...]:
     """Lines and sentences, less those that are copied from the question."""
-    asked = f" {' '.join(TOKEN.findall(question.casefold()))} "
+    asked = _join_tokens(question)
     pieces = []
     for piece in STEP_END.split(reasoning):
         tokens = TOKEN.findall(piece.casefold())
         if tokens and not (len(tokens) >= COPY_WORDS and f" {' '.join(tokens)} " in asked):
             pieces.append(piece.strip())
-    return pieces
+    return tuple(pieces)
+
+
+@remember(max_entries=NUM_KNOWN_QUESTIONS, max_length=MAX_QUESTION_CHARACTERS)
+def _join_tokens(question: str) -> str:
+    return f" {' '.join(TOKEN.findall(question.casefold()))} "
 
 
 def has_equation(reasoning: str) -> bool:
@@ -121,8 +134,9 @@ def compute_useful_share(transcript: Transcript) -> float | None:
         return None
     seen: set[str] = set()
     num_useful = 0
+    numbers = [find_numbers(reply.text) for reply in transcript.replies]
     for index, reply in enumerate(transcript.replies):
-        later = "\n".join(rest.text for rest in transcript.replies[index + 1 :])
+        later: set[Fraction | int] = set().union(*numbers[index + 1 :])
         for call in reply.calls:
             key = "".join(call.arguments.split())
             num_useful += key not in seen and is_operation(call.arguments) and is_used(call, later)
@@ -135,10 +149,23 @@ def is_operation(expression: str) -> bool:
     return OPERATION.search(NEUTRAL.sub("", expression)) is not None
 
 
-def is_used(call: Call, later: str) -> bool:
+def is_used(call: Call, later: Collection[Fraction | int]) -> bool:
     """Whether the result is a number that is written later."""
-    result = parse_number(call.result or "")
-    if result is None:
+    result = _parse_exact(call.result or "")
+    if result is None or not later:
         return False
-    numbers = (parse_number(text) for text in NUMBER.findall(later.replace("\\n", "\n")))
-    return any(n is not None and abs(n - result) <= USED_TOLERANCE * abs(result) for n in numbers)
+    limit = USED_TOLERANCE * float(abs(result))
+    return any(-limit <= number - result <= limit for number in later)
+
+
+def find_numbers(text: str) -> set[Fraction | int]:
+    """The numbers that are written in a text."""
+    numbers = map(_parse_exact, NUMBER.findall(text.replace("\\n", "\n")))
+    return {number for number in numbers if number is not None}
+
+
+@remember(max_entries=NUM_KNOWN_NUMBERS, max_length=MAX_NUMBER_CHARACTERS)
+def _parse_exact(text: str) -> Fraction | int | None:
+    """The value of a text that is one number; whole ones as integers, which compare fast."""
+    number = parse_number(text)
+    return number.numerator if number is not None and number.denominator == 1 else number

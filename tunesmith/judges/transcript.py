@@ -15,7 +15,7 @@ from typing import Any
 
 from tunesmith.judges.numeric import read_text
 from tunesmith.model.messages import Message, parse_messages
-from tunesmith.model.reply import ReplyParser, join_deltas
+from tunesmith.model.reply import ReplyParser
 
 MARKUP = re.compile(r"</?(?:think|tool_call|tool_response)>")
 FAKED = re.compile(r"<(tool_call|tool_response)>.*?(?:</\1>|\Z)", re.DOTALL)
@@ -106,7 +106,7 @@ def _read_reply(message: Message, results: Mapping[str | None, str]) -> Reply:
     """Split content that holds tags; calls that a client has read already are kept as they are."""
     numbers = itertools.count()
     parser = ReplyParser(new_call_id=lambda: f"text{next(numbers)}", has_reasoning=True, has_tool_calls=True)
-    said = join_deltas([parser.feed(message.content), parser.finish()])
+    said = parser.read(message.content)
     calls = (*said.tool_calls, *message.tool_calls)
     return Reply(
         reasoning="\n".join(part for part in (message.reasoning, said.reasoning) if part),

@@ -12,7 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tunesmith.model.messages import Message, ToolCall, load_arguments
+from tunesmith.model.content import freeze, remember, thaw
+from tunesmith.model.messages import (
+    MAX_KNOWN_CHARACTERS,
+    MAX_KNOWN_TOOL_BYTES,
+    NUM_KNOWN_MESSAGES,
+    NUM_KNOWN_TOOL_LISTS,
+    Message,
+    ToolCall,
+    load_arguments,
+)
 
 TOOLS_PROMPT = """# Tools
 
@@ -31,12 +40,23 @@ For each function call, return a json object with function name and arguments wi
 
 def put_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Describe tools in the system message, for templates that cannot."""
-    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    prompt = TOOLS_PROMPT.format(tools=lines)
+    listed = list(tools)
+    frozen = freeze(listed)
+    prompt = _describe_tools(listed) if frozen is None else _describe_known_tools(frozen)
     if messages and messages[0].role == "system":
         first = replace(messages[0], content=f"{messages[0].content}\n\n{prompt}".lstrip())
         return [first, *messages[1:]]
     return [Message(role="system", content=prompt), *messages]
+
+
+@remember(max_entries=NUM_KNOWN_TOOL_LISTS, max_length=MAX_KNOWN_TOOL_BYTES)
+def _describe_known_tools(frozen: bytes) -> str:
+    return _describe_tools(thaw(frozen))
+
+
+def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return TOOLS_PROMPT.format(tools=lines)
 
 
 def put_calls_in_text(messages: Sequence[Message]) -> list[Message]:
@@ -56,7 +76,8 @@ def put_calls_in_text(messages: Sequence[Message]) -> list[Message]:
         elif message.tool_calls:
             blocks = [message.content] if message.content else []
             blocks += [_format_call(call) for call in message.tool_calls]
-            shown.append(replace(message, content="\n".join(blocks), tool_calls=()))
+            content = "\n".join(blocks)
+            shown.append(Message(role=message.role, content=content, reasoning=message.reasoning, name=message.name))
         else:
             shown.append(message)
         was_result = is_result
@@ -64,9 +85,13 @@ def put_calls_in_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def _format_call(call: ToolCall) -> str:
-    arguments = load_arguments(call.arguments)
-    body = json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{body}\n</tool_call>"
+    name, arguments = json.dumps(call.name, ensure_ascii=False), _format_arguments(call.arguments)
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+@remember(max_entries=NUM_KNOWN_MESSAGES, max_length=MAX_KNOWN_CHARACTERS)
+def _format_arguments(arguments: str) -> str:
+    return json.dumps(load_arguments(arguments), ensure_ascii=False)
 
 
 def put_system_in_user(messages: Sequence[Message]) -> list[Message]:

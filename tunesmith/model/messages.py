@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tunesmith.model.content import freeze, remember, thaw
+
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -27,6 +29,13 @@ TEXT_PART_FIELDS = {"text": "text", "input_text": "text", "output_text": "text",
 """Type of a content part that holds text -> the field it is in."""
 
 MatchKey = tuple[Any, ...]
+
+NUM_KNOWN_MESSAGES = 16384
+"""Messages that are remembered: those of the conversations that go on at a time."""
+MAX_KNOWN_CHARACTERS = 4096
+"""Longer ones are read anew."""
+NUM_KNOWN_TOOL_LISTS = 64
+MAX_KNOWN_TOOL_BYTES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +91,22 @@ def parse_messages(raw: Any) -> tuple[Message, ...]:
     """Read the `messages` of a request."""
     if not isinstance(raw, list) or not raw:
         raise ValueError("messages must be a non-empty list")
-    return tuple(_parse_message(fields, f"messages[{index}]") for index, fields in enumerate(raw))
+    return tuple(_recall_message(fields, f"messages[{index}]") for index, fields in enumerate(raw))
+
+
+def _recall_message(fields: Any, where: str) -> Message:
+    frozen = freeze(fields)
+    message = None if frozen is None else _parse_known(frozen)
+    return _parse_message(fields, where) if message is None else message
+
+
+@remember(max_entries=NUM_KNOWN_MESSAGES, max_length=MAX_KNOWN_CHARACTERS)
+def _parse_known(frozen: bytes) -> Message | None:
+    """The message; None where it cannot be read."""
+    try:
+        return _parse_message(thaw(frozen), "message")
+    except ValueError:
+        return None
 
 
 def _parse_message(fields: Any, where: str) -> Message:
@@ -144,6 +168,16 @@ def _parse_tool_call(call: Any, where: str) -> ToolCall:
 
 def parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
     """Read the `tools` of a request as a template shows them; `strict` says nothing to the model and is dropped."""
+    frozen = freeze(raw)
+    return _parse_tools(raw) if frozen is None else _parse_known_tools(frozen)
+
+
+@remember(max_entries=NUM_KNOWN_TOOL_LISTS, max_length=MAX_KNOWN_TOOL_BYTES)
+def _parse_known_tools(frozen: bytes) -> tuple[dict[str, Any], ...]:
+    return _parse_tools(thaw(frozen))
+
+
+def _parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
     if raw is None:
         return ()
     if not isinstance(raw, list):
@@ -181,6 +215,7 @@ def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
     return tuple(keys)
 
 
+@remember(max_entries=NUM_KNOWN_MESSAGES, max_length=MAX_KNOWN_CHARACTERS)
 def _canonical_json(text: str) -> str:
     try:
         value = _CANONICAL_DECODER.decode(text)

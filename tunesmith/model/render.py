@@ -11,23 +11,24 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from tunesmith.model.content import remember
 from tunesmith.model.detokenize import Detokenizer, TextStream
-from tunesmith.model.messages import Message
+from tunesmith.model.messages import Message, ToolCall
 from tunesmith.model.reply import THINK_CLOSE, THINK_OPEN, ReplyParser
 from tunesmith.model.template import SENTINEL, ChatTemplate
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 NUM_CACHED_PROMPTS = 512
-"""Rendered prompts kept: the runs of a group begin with the same one."""
+"""Ids of rendered prompts kept: the runs of a group begin with the same one."""
+NUM_CACHED_DELTAS, MAX_DELTA_CHARACTERS = 4096, 1024
+"""Ids kept of what follows a reply, and how long their texts may be: tools often give the same short result."""
 FOREIGN_CALLS = (
     "the chat template writes tool calls in a form that the hermes parser does not read; tools are described in the "
     "system message and calls are written as <tool_call> blocks instead"
@@ -64,7 +65,9 @@ class Renderer:
         self.has_tool_calls = tool_call_parser == "hermes"
         self.has_reasoning = reasoning_parser == "deepseek_r1"
         self._detokenizer = Detokenizer(tokenizer, hidden_ids=self._template.special_ids.values())
-        self._cache: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._backend = _find_backend(tokenizer)
+        self._encode_prompt = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._encode)
+        self._encode_delta = remember(max_entries=NUM_CACHED_DELTAS, max_length=MAX_DELTA_CHARACTERS)(self._encode)
         self._is_reasoning_open = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._ends_in_reasoning)
 
     def reads(self, variable: str) -> bool:
@@ -73,12 +76,7 @@ class Renderer:
 
     def render(self, prompt: Prompt) -> tuple[int, ...]:
         """Prompt ids of a conversation, by the tokenizer's chat template."""
-        text = self._render_text(prompt)
-        ids = self._cache.pop(text, None) or self._encode(text)
-        self._cache[text] = ids
-        if len(self._cache) > NUM_CACHED_PROMPTS:
-            self._cache.popitem(last=False)
-        return ids
+        return self._encode_prompt(self._render_text(prompt))
 
     def extend(
         self, prompt: Prompt, *, num_old: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int], is_ended: bool
@@ -89,7 +87,7 @@ class Renderer:
         when the template cannot tell what it adds after the reply.
         """
         delta = self._render_delta(prompt, num_old)
-        delta_ids = () if delta is None else self._encode(delta)
+        delta_ids = () if delta is None else self._encode_delta(delta)
         if not delta_ids or delta_ids[0] not in self._template.special_ids.values():
             return None
         is_end_sampled = bool(sampled_ids) and sampled_ids[-1] == delta_ids[0]
@@ -152,11 +150,16 @@ class Renderer:
         return self.decode(tail_ids).rstrip().endswith(THINK_OPEN)
 
     def _render_text(self, prompt: Prompt) -> str:
+        self._warn_once(prompt)
+        return self._template.render(prompt.messages, tools=prompt.tools, variables=self._merge_variables(prompt))
+
+    def _merge_variables(self, prompt: Prompt) -> dict[str, Any]:
+        return {**self._variables, **dict(prompt.variables)}
+
+    def _warn_once(self, prompt: Prompt) -> None:
         if prompt.tools and self._template.has_foreign_calls and not self._has_warned:
             self._has_warned = True
             logger.warning(FOREIGN_CALLS)
-        variables = {**self._variables, **dict(prompt.variables)}
-        return self._template.render(prompt.messages, tools=prompt.tools, variables=variables)
 
     def _render_delta(self, prompt: Prompt, num_old: int) -> str | None:
         """Text from the special token on that follows message `num_old - 1`, the reply.
@@ -164,24 +167,37 @@ class Renderer:
         The reply is replaced by a sentinel. Its calls are kept, with empty arguments, for templates that relate
         results to calls; templates that show no content beside calls are asked again without them.
         """
+        self._warn_once(prompt)
+        variables = self._merge_variables(prompt)
         old, reply, new = prompt.messages[: num_old - 1], prompt.messages[num_old - 1], prompt.messages[num_old:]
-        stripped = Message(role="assistant", content=SENTINEL)
-        calls = tuple(replace(call, arguments="{}") for call in reply.tool_calls)
-        for attempt in [replace(stripped, tool_calls=calls), stripped] if calls else [stripped]:
+        calls = tuple(ToolCall(call_id=call.call_id, name=call.name, arguments="{}") for call in reply.tool_calls)
+        for kept in [calls, ()] if calls else [()]:
+            attempt = Message(role="assistant", content=SENTINEL, tool_calls=kept)
             try:
-                text = self._render_text(replace(prompt, messages=(*old, attempt, *new)))
+                delta = self._template.render_delta((*old, attempt, *new), tools=prompt.tools, variables=variables)
             except ValueError:
                 continue
-            delta = self._template.find_delta(text)
             if delta is not None and all(_is_shown(message, delta) for message in new):
                 return delta
         return None
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        backend = self._backend
         try:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            if backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
+                return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+            return tuple(backend.encode(text, add_special_tokens=False).ids)
         except TypeError as error:  # the tokenizer's word for text that UTF-8 cannot hold
             raise ValueError("the messages hold lone surrogates, which are not text") from error
+
+
+def _find_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """What the tokenizer encodes text with, where it adds nothing of its own; else None."""
+    is_plain = all(
+        getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name, None)
+        for name in ("encode", "_encode_plus")
+    )
+    return tokenizer.backend_tokenizer if is_plain and not tokenizer.split_special_tokens else None
 
 
 def _is_shown(message: Message, text: str) -> bool:

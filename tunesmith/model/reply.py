@@ -42,7 +42,7 @@ def join_deltas(deltas: Iterable[Delta]) -> Message:
 
 
 class ReplyParser:
-    """Reads one reply. `feed` its text in any pieces, then `finish`.
+    """Reads one reply. `feed` its text in any pieces, then `finish`; or `read` it whole.
 
     `prefix` begins the reply and is not searched for stop strings; these are cut with what follows them. Reasoning is
     stripped, and so is what stands between it and the content; blanks at the end of the content are dropped when there
@@ -86,6 +86,10 @@ class ReplyParser:
     def finish(self) -> Delta:
         """The text is complete; returns what was held back."""
         return self._advance("", is_end=True)
+
+    def read(self, text: str) -> Message:
+        """The message of a reply that is known whole; its parser has read nothing yet."""
+        return join_deltas([self._advance(text, is_end=True)])
 
     def _advance(self, text: str, *, is_end: bool) -> Delta:
         self._buffer += self._cut_stop(text, is_end)

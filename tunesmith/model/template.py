@@ -8,18 +8,20 @@ joins the user's.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
 
+from tunesmith.model.content import freeze, thaw
 from tunesmith.model.fallback import put_calls_in_text, put_system_in_user, put_tools_in_system
+from tunesmith.model.jinja import JinjaTemplate
 from tunesmith.model.messages import Message, ToolCall
 from tunesmith.model.reply import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MARKUP = (THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE)
 """Tokens that stay visible in text although some tokenizers call them special."""
@@ -36,11 +38,19 @@ CALL_START, CALL_MIDDLE = f'{CALL_OPEN}\n{{"name": "', '", "arguments":'
 HERMES_CALL = re.compile(rf'({CALL_OPEN}\s*{{\s*"name":\s*"){PROBE}(",\s*"arguments":)')
 
 
+NUM_NEAR = 2
+"""Messages that stand for all that came before a reply: the first, and the one before it."""
+NUM_SHORT, MAX_SHORT_MESSAGES, MAX_SHORT_CHARACTERS = 2048, 8, 8192
+"""Texts of short conversations that are remembered, where the template reads nothing but what it is given."""
+
+
 class ChatTemplate:
     """Renders conversations to text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, has_hermes_parser: bool) -> None:
         self._tokenizer = tokenizer
+        self._jinja = JinjaTemplate(tokenizer)
+        self._render_short = functools.lru_cache(maxsize=NUM_SHORT)(self._render_frozen)
         added = tokenizer.added_tokens_decoder
         special = {token_id: str(token) for token_id, token in added.items() if token.special}
         special |= {i: str(tokenizer.convert_ids_to_tokens(i)) for i in tokenizer.all_special_ids}
@@ -74,13 +84,34 @@ class ChatTemplate:
         has_generation_prompt: bool = True,
     ) -> str:
         """Text of a conversation, up to where the assistant speaks next."""
+        messages, tools = self._put_in_words(messages, tools)
+        return self._render(messages, tools, variables or {}, has_generation_prompt)
+
+    def render_delta(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str | None:
+        """What follows the message whose content is the sentinel; None when it cannot be told."""
+        messages, tools = self._put_in_words(messages, tools)
+        held = [index for index, message in enumerate(messages) if SENTINEL in message.content]
+        if len(held) == 1 and held[0] > NUM_NEAR and self._jinja.is_local(tools):
+            near = [messages[0], *messages[held[0] - 1 :]]
+            with contextlib.suppress(ValueError):  # the template may miss what was left out
+                delta = self.find_delta(self._render(near, tools, variables, True))
+                if delta is not None:
+                    return delta
+        return self.find_delta(self._render(messages, tools, variables, True))
+
+    def _put_in_words(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
+        """What the template lacks, said in messages."""
         if tools and not self.has_tools:
             messages, tools = put_tools_in_system(messages, tools), ()
         if not self.has_tool_calls:
             messages = put_calls_in_text(messages)
         if not self.has_system:
             messages = put_system_in_user(messages)
-        return self._render(messages, tools, variables or {}, has_generation_prompt)
+        return messages, tools
 
     def find_delta(self, text: str) -> str | None:
         """What follows the sentinel, from the special token on that ends the turn; None when it cannot be told.
@@ -103,18 +134,32 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         has_generation_prompt: bool,
     ) -> str:
+        is_short = len(messages) <= MAX_SHORT_MESSAGES and sum(len(m.content) for m in messages) <= MAX_SHORT_CHARACTERS
+        if is_short and self._jinja.is_local(tools):
+            frozen = freeze((list(tools), dict(variables), has_generation_prompt))
+            if frozen is not None:
+                return self._render_short(tuple(messages), frozen)
+        return self._render_anew(messages, tools, variables, has_generation_prompt)
+
+    def _render_frozen(self, messages: tuple[Message, ...], frozen: bytes) -> str:
+        return self._render_anew(messages, *thaw(frozen))
+
+    def _render_anew(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        has_generation_prompt: bool,
+    ) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
+            return self._jinja.render(
                 [message.to_template() for message in messages],
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=has_generation_prompt,
-                **variables,
+                tools=tools,
+                variables=variables,
+                has_generation_prompt=has_generation_prompt,
             )
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-        assert isinstance(text, str)
-        return text
 
     def _shows(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Whether the template renders the messages, with the probe in the text."""

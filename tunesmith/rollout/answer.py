@@ -83,7 +83,7 @@ class Answer:
         """The message that was sampled, and why it ended."""
         parser = self.build_parser()
         text = self.renderer.decode(completion.sampled_ids, also_hidden=self.request.sampling.stop_token_ids)
-        message = join_deltas([parser.feed(text), parser.finish()])
+        message = parser.read(text)
         reason = build_finish_reason(completion, has_calls=bool(message.tool_calls), is_stopped=parser.is_stopped)
         return message, reason
 

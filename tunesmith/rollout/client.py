@@ -20,6 +20,7 @@ import pydantic
 from openai.resources.chat import AsyncChat, AsyncCompletions
 from openai.types.chat import ChatCompletion
 
+from tunesmith.model.content import freeze, remember, thaw
 from tunesmith.rollout.endpoint import ApiError, ChatEndpoint
 from tunesmith.rollout.response import build_error
 
@@ -27,6 +28,8 @@ BODY_FIELDS = frozenset(inspect.signature(AsyncCompletions.create).parameters) -
     "self", "stream", "extra_headers", "extra_query", "extra_body", "timeout",
 }  # fmt: skip
 """Arguments of `create` that are fields of the request's body."""
+NUM_KNOWN_VALUES, MAX_KNOWN_BYTES = 16384, 4096
+"""Messages and lists of tools that are known to be JSON, and how long they may be."""
 ERRORS: dict[int, type[openai.APIStatusError]] = {
     400: openai.BadRequestError,
     401: openai.AuthenticationError,
@@ -99,7 +102,31 @@ def _build_body(arguments: Mapping[str, Any]) -> Any:
         return None
     if not {"messages", "model"} <= fields.keys() or isinstance(fields.get("response_format"), type):
         return None
-    return json.loads(json.dumps(fields | dict(extra_body), default=_to_json))
+    fields |= extra_body
+    messages, tools = fields.pop("messages"), fields.pop("tools", None)
+    body = _copy_json(fields)
+    body["messages"] = list(map(_as_json, messages)) if type(messages) is list else _copy_json(messages)
+    if tools is not None:
+        body["tools"] = _as_json(tools)
+    return body
+
+
+def _as_json(value: Any) -> Any:
+    """The value itself where it is JSON already, as what is sent again and again mostly is; else a copy in JSON."""
+    frozen = freeze(value)
+    return value if frozen is not None and _is_json(frozen) else _copy_json(value)
+
+
+@remember(max_entries=NUM_KNOWN_VALUES, max_length=MAX_KNOWN_BYTES)
+def _is_json(frozen: bytes) -> bool:
+    try:
+        return freeze(_copy_json(thaw(frozen))) == frozen
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _copy_json(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=_to_json))
 
 
 def _to_json(value: Any) -> Any:

@@ -12,9 +12,17 @@ import json
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tunesmith.errors import EngineError
-from tunesmith.model.messages import MatchKey, Message, compute_match_keys
+from tunesmith.model.content import freeze, remember, thaw
+from tunesmith.model.messages import (
+    MAX_KNOWN_TOOL_BYTES,
+    NUM_KNOWN_TOOL_LISTS,
+    MatchKey,
+    Message,
+    compute_match_keys,
+)
 from tunesmith.model.render import Prompt, Renderer
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.types import Completion, Engine, OnTokens, Sampling, Turn
@@ -118,7 +126,7 @@ class Session:
         """Take a request in: fix its index and make its prompt, from a recorded turn where one fits."""
         index, self.num_calls = self.num_calls, self.num_calls + 1
         keys = compute_match_keys(prompt.messages)
-        scope = json.dumps([prompt.tools, prompt.variables], sort_keys=True, default=str)
+        scope = _describe_scope(prompt)
         asked = (hash(keys), scope)
         self.num_repeats += asked in self._asked
         self._asked.add(asked)
@@ -249,6 +257,22 @@ def _iter_reply_digests(keys: Sequence[MatchKey], scope: str) -> Iterator[tuple[
         digest = hash((digest, key))
         if key[0] == "assistant":
             yield num_messages, digest
+
+
+def _describe_scope(prompt: Prompt) -> str:
+    """Tools and template variables as text."""
+    tools_and_variables = [list(prompt.tools), list(prompt.variables)]
+    frozen = freeze(tools_and_variables)
+    return _dump_scope(tools_and_variables) if frozen is None else _dump_known_scope(frozen)
+
+
+@remember(max_entries=NUM_KNOWN_TOOL_LISTS, max_length=MAX_KNOWN_TOOL_BYTES)
+def _dump_known_scope(frozen: bytes) -> str:
+    return _dump_scope(thaw(frozen))
+
+
+def _dump_scope(tools_and_variables: list[Any]) -> str:
+    return json.dumps(tools_and_variables, sort_keys=True, default=str)
 
 
 class Recorder:

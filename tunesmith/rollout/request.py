@@ -53,6 +53,12 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Options that are not supported -> values that ask for nothing; null always does."""
 
+SAMPLING_FIELDS = frozenset({
+    "temperature", "top_p", "top_k", "min_p", "logit_bias", "max_tokens", "max_completion_tokens", "stop",
+    "stop_token_ids", "ignore_eos",
+})  # fmt: skip
+"""Options that say how a completion is sampled."""
+
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_NUMBER = 2**63
@@ -169,6 +175,8 @@ def _parse_tool_choice(choice: Any, tools: tuple[Mapping[str, Any], ...]) -> tup
 
 
 def _parse_sampling(body: Mapping[str, Any], defaults: Sampling) -> Sampling:
+    if SAMPLING_FIELDS.isdisjoint(body):
+        return defaults
     old = defaults.distribution
     distribution = Distribution(
         temperature=_bounded(body, "temperature", float, old.temperature, low=0.0, high=math.inf),

@@ -49,6 +49,12 @@ class Agent:
     """Handed to functions that ask for one; tracebacks of failures go here at debug level."""
     cancel_grace_s: float = 5.0
     """Seconds that cancelled functions may take to clean up before they are abandoned."""
+    parameters: Mapping[FailureWhere, frozenset[str]] = field(init=False)
+    """Names of what the workflow and the judge ask for."""
+
+    def __post_init__(self) -> None:
+        functions = {"workflow": self.workflow} | ({} if self.judge is None else {"judge": self.judge})
+        object.__setattr__(self, "parameters", {where: list_parameters(each) for where, each in functions.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +151,7 @@ async def _run_workflow_and_judge(task: Task, agent: Agent, lease: Lease, helper
         "auxiliary_models": {name: helper.model for name, helper in helpers.items()},
         "logger": agent.logger,
     }
-    output = await _call("workflow", agent.workflow, task, offered, WorkflowOutput)
+    output = await _call("workflow", agent, agent.workflow, task, offered, WorkflowOutput)
     if lease.session is not None and lease.session.num_calls == 0:
         raise _UserError("workflow", "the workflow made no call to `model`, so there is nothing to train on")
     metrics = _check_metrics("workflow", output.metrics)
@@ -153,7 +159,8 @@ async def _run_workflow_and_judge(task: Task, agent: Agent, lease: Lease, helper
     if agent.judge is None:
         message = "neither the workflow nor a judge gave a reward"
         return _Outcome(reward=_check_reward("workflow", output.reward, message), metrics=metrics, response_text=text)
-    verdict = await _call("judge", agent.judge, task, {**offered, "response": output.response}, JudgeOutput)
+    offered["response"] = output.response
+    verdict = await _call("judge", agent, agent.judge, task, offered, JudgeOutput)
     reward = _check_reward("judge", verdict.reward, "the judge gave no verdict: its reward is None")
     metrics |= _check_metrics("judge", verdict.metrics)
     return _Outcome(reward=reward, metrics=metrics, response_text=text)
@@ -161,6 +168,7 @@ async def _run_workflow_and_judge(task: Task, agent: Agent, lease: Lease, helper
 
 async def _call(
     where: FailureWhere,
+    agent: Agent,
     func: Callable[..., Awaitable[Any]],
     task: Task,
     offered: Mapping[str, Any],
@@ -168,7 +176,7 @@ async def _call(
 ) -> Output:
     """Call user code by keyword with what its signature asks for, and a row of its own."""
     row = copy.deepcopy(dict(task.row))
-    arguments = {name: offered[name] for name in list_parameters(func) & offered.keys()}
+    arguments = {name: offered[name] for name in agent.parameters[where] & offered.keys()}
     try:
         output = await func(task=row, **arguments)
     except (Exception, SystemExit) as error:  # user code may raise anything

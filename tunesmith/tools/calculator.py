@@ -8,6 +8,7 @@ sentence that begins with "Error:", for the model to read.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import operator
 import re
@@ -16,6 +17,8 @@ from fractions import Fraction
 from typing import Any
 
 MAX_CHARACTERS = 500
+NUM_KNOWN_RESULTS = 4096
+"""Results that are remembered: runs on one question often compute the same."""
 MAX_DEPTH = 50
 MAX_EXPONENT = 1000
 MAX_BITS = 512
@@ -89,10 +92,18 @@ def calculate(expression: str) -> str:
         `str`:
             The result, or a sentence that begins with "Error:".
     """
+    is_kept = isinstance(expression, str) and len(expression) <= MAX_CHARACTERS
+    return _recall(expression) if is_kept else _calculate(expression)
+
+
+def _calculate(expression: str) -> str:
     try:
         return format_number(compute_expression(expression))
     except ExpressionError as error:
         return f"Error: {error}"
+
+
+_recall = functools.lru_cache(maxsize=NUM_KNOWN_RESULTS)(_calculate)
 
 
 def compute_expression(expression: str) -> Fraction:

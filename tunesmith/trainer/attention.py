@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import attend_masked
 from tunesmith.trainer.segments import Scoring, SegmentAttention
-from tunesmith.trainer.tiles import NARROW, PADDING, Tile, build_table, choose_tile, pad_trie
+from tunesmith.trainer.tiles import NARROW, PADDING, TILES, Tile, build_table, choose_tile, compute_table_size, pad_trie
 
 MIN_PATH_TOKENS = 4096
 """Paths at least so long on average are faster one by one."""
@@ -95,6 +95,18 @@ class TreePlan:
             self._tables[name] = self._build_table(window, tile)
         table = self._tables[name]
         return tree_attention(query, key, value, table, tile.steps, window or 0, scaling, softcap or 0.0)[0]
+
+    def reserve_tables(self) -> None:
+        """Give each table the memory of the largest that a row of this length can have."""
+        for (window, steps), table in self._tables.items():
+            room = table.new_zeros(compute_table_size(self._trie.num_tokens, TILES[steps]))
+            room[: len(table)] = table
+            self._tables[window, steps] = room
+
+    def copy_tables(self, other: TreePlan) -> None:
+        """Take over the tables of a row of the same length, in the memory of this one's."""
+        for name, table in other._tables.items():
+            self._tables[name][: len(table)].copy_(table)
 
     def _build_table(self, window: int | None, tile: Tile) -> Tensor:
         table = torch.from_numpy(build_table(pad_trie(self._trie), window, tile))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental import _config as fx_config
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -40,7 +41,10 @@ def compiled_layers(*models: PreTrainedModel) -> Iterator[None]:
     for module in modules:
         module.forward = MethodType(compile_function(type(module).forward), module)
     try:
-        with torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS):
+        with (
+            torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS, specialize_float=True),
+            fx_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        ):
             yield
     finally:
         for module in modules:

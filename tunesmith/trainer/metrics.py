@@ -6,12 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from tunesmith.errors import TrainingError
 
 SUMMED_LOSSES = ("loss", "pg_loss")
 """Totals that are sums of weighted losses already; the others are sums over tokens."""
 MISMATCH = ("mismatch_kl", "max_log_ratio", "num_newest")
 """Totals of what the newest policy sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTotals:
+    """Totals of P parts of the update, in one tensor under their K names."""
+
+    names: tuple[str, ...]
+    values_PK: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

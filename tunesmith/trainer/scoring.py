@@ -21,11 +21,11 @@ from tunesmith.algorithms.aggregate import compute_token_weights
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.corrections import compute_correction_weights
 from tunesmith.algorithms.scores import BatchScores, Need, TokenInputs
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.trie import Trie, read_array
 from tunesmith.model.adapter import disabled_adapter
 from tunesmith.model.attention import run_body
 from tunesmith.model.logprobs import compute_logprobs
-from tunesmith.trainer.batch import build_row
+from tunesmith.trainer.batch import build_row, number_distributions
 from tunesmith.types import Sample
 
 ScoreRows = Callable[[Sequence[Trie]], np.ndarray]
@@ -79,7 +79,7 @@ class Events:
 
     def gather(self, per_token: Sequence[Sequence[float | None] | np.ndarray]) -> np.ndarray:
         """Values [E] that are given per sample and token; NaN for None."""
-        flat = np.concatenate([np.asarray(values, dtype=np.float64) for values in per_token])
+        flat = np.concatenate([read_array(values, np.float64) for values in per_token])
         starts = np.cumsum([0, *(len(values) for values in per_token)])
         return flat[starts[self.sample_E] + self.time_E]
 
@@ -151,8 +151,10 @@ def list_events(samples: Sequence[Sample], rows: Sequence[Trie]) -> Events:
     """The trained tokens of the rows, ordered by trajectory, sample, time."""
     sample_R = np.concatenate([row.sample_E for row in rows])
     time_R = np.concatenate([row.time_E for row in rows])
-    trajectory_R = np.asarray([sample.trajectory_index for sample in samples])[sample_R]
-    place_E = np.lexsort((time_R, sample_R, trajectory_R))
+    order = np.argsort([sample.trajectory_index for sample in samples], kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    place_E = np.argsort(rank[sample_R] * (time_R.max(initial=0) + 1) + time_R, kind="stable")
     return Events(sample_E=sample_R[place_E], time_E=time_R[place_E], place_E=place_E)
 
 
@@ -188,18 +190,20 @@ def score_logprobs(
     model: PreTrainedModel, samples: Sequence[Sample], rows: Sequence[Trie], *, chunk_tokens: int
 ) -> np.ndarray:
     """Logprobs [R] of the rows' events under a model, by the distributions that they were sampled from."""
-    parts = []
+    kinds, scored, places, num_events = number_distributions(samples), [], [], 0
     for trie in rows:
-        row = build_row(trie, samples, chunk_tokens=chunk_tokens, model=model)
+        row = build_row(trie, kinds, chunk_tokens=chunk_tokens, model=model)
         hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
-        logprobs_R = np.empty(len(trie.parent_E))
         for chunk in row.chunks:
             logprobs_S, _ = compute_logprobs(
                 model, hidden_TC[chunk.node_S], chunk.target_S, chunk.distribution, chunk_tokens=len(chunk.target_S)
             )
-            logprobs_R[chunk.event_E] = logprobs_S[chunk.site_E].double().cpu().numpy()
-        parts.append(logprobs_R)
-    return np.concatenate(parts)
+            scored.append(logprobs_S[chunk.site_E])
+        places.append(num_events + row.event_E)
+        num_events += len(trie.parent_E)
+    logprobs_R = np.empty(num_events)
+    logprobs_R[np.concatenate(places)] = torch.cat(scored).double().cpu().numpy()  # the only wait for the device
+    return logprobs_R
 
 
 def spread_logprobs(logprobs_R: np.ndarray, samples: Sequence[Sample], rows: Sequence[Trie]) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ Axes: T tokens of the row, S sites and E events of a chunk (see `batch.py`), C h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 
 import numpy as np
@@ -24,8 +25,10 @@ from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import run_body
 from tunesmith.model.logprobs import compute_logprobs
-from tunesmith.trainer.batch import Row, build_row, select_inputs
+from tunesmith.trainer.batch import Row, SentInputs, build_row, number_distributions, send_inputs
 from tunesmith.trainer.compiling import compile_function
+from tunesmith.trainer.graphs import RowGraphs, can_replay
+from tunesmith.trainer.metrics import PartTotals
 from tunesmith.types import Sample
 
 Totals = dict[str, Tensor]
@@ -43,42 +46,52 @@ def run_batch(
     kl_coef: float,
     chunk_tokens: int,
     is_compiled: bool = False,
+    graphs: RowGraphs | None = None,
 ) -> Totals:
     """Add the update's gradient to the parameters' (not under `no_grad`) and return its totals.
 
     `rows` are the samples as packed; together they are one update. `inputs` are of the rows' events in turn. A GPU
-    computes losses in few kernels when they are compiled.
+    computes losses in few kernels when they are compiled, and launches rows at once where they have `graphs`.
     """
-    totals, start = [], 0
+    if graphs is not None:
+        graphs.begin_update()
+    parts: list[PartTotals] = []
+    start, kinds = 0, number_distributions(samples)
+    coef = torch.full((), kl_coef, device=model.device, dtype=torch.promote_types(model.dtype, torch.float32))
     for trie in rows:
         part = slice(start, start := start + len(trie.parent_E))
-        row = build_row(trie, samples, chunk_tokens=chunk_tokens, model=model)
-        row_inputs = inputs.convert(itemgetter(part))
-        totals.append(_run_row(model, row, algorithm, row_inputs, kl_coef, is_compiled))
-    return merge_totals(totals)
+        is_rounded = graphs is not None and can_replay(trie, kinds)
+        row = build_row(trie, kinds, chunk_tokens=chunk_tokens, model=model, is_rounded=is_rounded)
+        sent = send_inputs(inputs.convert(itemgetter(part)), row, device=model.device, dtype=coef.dtype)
+        run = partial(run_row, model, algorithm=algorithm, is_compiled=is_compiled)
+        parts.append(graphs.run(row, sent, coef, run) if graphs is not None and is_rounded else run(row, sent, coef))
+    if graphs is not None:
+        graphs.end_update()
+    names, values_PK = parts[0].names, torch.cat([part.values_PK for part in parts])
+    found = zip(names, values_PK.sum(dim=0).unbind(), values_PK.amax(dim=0).unbind(), strict=True)
+    return {name: most if name.startswith("max_") else total for name, total, most in found}
 
 
-def _run_row(
+def run_row(
     model: PreTrainedModel,
     row: Row,
+    sent: SentInputs,
+    kl_coef: Tensor,
+    *,
     algorithm: Algorithm,
-    inputs: TokenInputs[np.ndarray],
-    kl_coef: float,
     is_compiled: bool,
-) -> Totals:
+) -> PartTotals:
+    """Add a row's gradient to the parameters'; the totals are of its chunks."""
     has_backward = torch.is_grad_enabled()
-    dtype = torch.promote_types(model.dtype, torch.float32)
-    event_E = np.concatenate([chunk.event_E for chunk in row.chunks])
-    sent = select_inputs(inputs, event_E, device=model.device, dtype=dtype)
     hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
-    hidden_SC = hidden_TC.index_select(0, torch.cat([chunk.node_S for chunk in row.chunks]))
+    hidden_SC = hidden_TC.index_select(0, row.node_S)
     parts = hidden_SC.detach().split([len(chunk.node_S) for chunk in row.chunks])
-    compute_loss = compile_function(_compute_loss) if is_compiled else _compute_loss
     totals, gradients, start = [], [], 0
+    names: tuple[str, ...] = ()
     for chunk, part_SC in zip(row.chunks, parts, strict=True):
         part_SC.requires_grad_(has_backward)
         place_E = slice(start, start := start + len(chunk.event_E))
-        logprobs_S, entropy_S = compute_logprobs(
+        scores = compute_logprobs(
             model,
             part_SC,
             chunk.target_S,
@@ -86,21 +99,38 @@ def _run_row(
             chunk_tokens=len(chunk.target_S),
             with_entropy=algorithm.entropy_coef > 0,
         )
-        chunk_inputs = sent.convert(itemgetter(place_E))
-        loss, chunk_totals = compute_loss(logprobs_S, entropy_S, chunk.site_E, chunk_inputs, algorithm, kl_coef)
-        totals.append(chunk_totals)
+        can_compile = is_compiled and min(len(chunk.target_S), len(chunk.event_E)) > 1
+        differentiate = compile_function(differentiate_loss) if can_compile else differentiate_loss
+        with torch.no_grad():
+            logprobs_S, entropy_S = (score_S.detach() for score_S in scores)
+            chunk_inputs = sent.select(place_E)
+            found = differentiate(logprobs_S, entropy_S, chunk.site_E, chunk_inputs, algorithm, kl_coef)
+        grads, names, totals_K = found
+        totals.append(totals_K)
         if has_backward:
-            loss.backward()
+            torch.autograd.backward(scores[: len(grads)], grads)
             gradients.append(part_SC.grad)
     if has_backward:
         hidden_SC.backward(torch.cat(gradients))
-    return merge_totals(totals)
+    return PartTotals(names=names, values_PK=torch.stack(totals))
 
 
-def merge_totals(parts: Sequence[Totals]) -> Totals:
-    """Totals of the parts taken together."""
-    stacked = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-    return {name: values.amax() if name.startswith("max_") else values.sum() for name, values in stacked.items()}
+def differentiate_loss(
+    logprobs_S: Tensor,
+    entropy_S: Tensor,
+    site_E: Tensor,
+    sent: SentInputs,
+    algorithm: Algorithm,
+    kl_coef: Tensor,
+) -> tuple[tuple[Tensor, ...], tuple[str, ...], Tensor]:
+    """Gradients of a chunk's loss for its logprobs and, where the loss has them, its entropies; its totals [K]."""
+
+    def compute(logprobs_S: Tensor, entropy_S: Tensor) -> tuple[Tensor, Totals]:
+        return _compute_loss(logprobs_S, entropy_S, site_E, sent.unstack(), algorithm, kl_coef)
+
+    wanted = (0, 1) if algorithm.entropy_coef > 0 else (0,)
+    grads, totals = torch.func.grad(compute, argnums=wanted, has_aux=True)(logprobs_S, entropy_S)
+    return grads, tuple(totals), torch.stack(list(totals.values()))
 
 
 def _compute_loss(
@@ -109,14 +139,14 @@ def _compute_loss(
     site_E: Tensor,
     inputs: TokenInputs[Tensor],
     algorithm: Algorithm,
-    kl_coef: float,
+    kl_coef: float | Tensor,
 ) -> tuple[Tensor, Totals]:
     """A chunk's share of the update's loss, and its totals. KL and entropy are of what the policy sampled."""
     logprobs_E = logprobs_S.index_select(0, site_E)
     token_losses = algorithm.compute_losses(_build_scores(logprobs_E, inputs))
     losses_E = inputs.correction_E * token_losses.losses_N
-    totals = {name: values.sum() for name, values in token_losses.metrics.items()}
-    totals["entropy"] = entropy_S.detach()[site_E].sum()
+    per_token = {**token_losses.metrics, "entropy": entropy_S.detach()[site_E]}
+    totals = {name: _sum_real(values_E, inputs) for name, values_E in per_token.items()}
     if not algorithm.is_supervised:
         totals["pg_loss"] = torch.dot(inputs.weights_E, losses_E.detach())
         totals |= _compare_with_sampler(logprobs_E.detach(), inputs)
@@ -132,10 +162,14 @@ def _compute_loss(
         )
         kl_E = is_own * kl_E
         losses_E = losses_E + kl_coef * kl_E
-        totals["kl"] = kl_E.detach().sum()
+        totals["kl"] = _sum_real(kl_E.detach(), inputs)
     loss = torch.dot(inputs.weights_E, losses_E)
     totals["loss"] = loss.detach()
     return loss, totals
+
+
+def _sum_real(values_E: Tensor, inputs: TokenInputs[Tensor]) -> Tensor:
+    return values_E.sum() if inputs.is_real_E is None else values_E.where(inputs.is_real_E > 0, 0.0).sum()
 
 
 def _build_scores(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> TokenScores:

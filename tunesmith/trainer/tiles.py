@@ -46,9 +46,9 @@ def choose_tile(head_size: int, *, is_wide: bool) -> Tile:
     return NARROW if head_size <= 128 else LARGE
 
 
-def pad_trie(trie: Trie) -> Trie:
-    """The trie with nodes at its end that see only themselves, up to whole tiles; no event is theirs."""
-    num_added = -trie.num_tokens % PADDING
+def pad_trie(trie: Trie, multiple: int = PADDING) -> Trie:
+    """The trie with nodes at its end that see only themselves, up to a multiple; no event is theirs."""
+    num_added = -trie.num_tokens % multiple
     zeros = np.zeros(num_added, dtype=np.int64)
     ends = np.arange(trie.num_tokens, trie.num_tokens + num_added) + 1
     return replace(
@@ -73,6 +73,12 @@ def build_table(trie: Trie, window: int | None, tile: Tile) -> np.ndarray:
     key_rows, key_tiles = _list_tiles(is_seen_SR.T, is_full_SR.T, first=head + len(query_tiles))
     parts = (trie.subtree_end_T, trie.depth_T, query_rows.ravel(), key_rows.ravel(), query_tiles, key_tiles)
     return np.concatenate(parts).astype(np.int32)
+
+
+def compute_table_size(num_tokens: int, tile: Tile) -> int:
+    """Length that `build_table` cannot exceed: every tile names all others."""
+    num_rows, num_steps = num_tokens // tile.rows, num_tokens // tile.steps
+    return 2 * num_tokens + 8 * num_rows + 2 * num_rows * num_steps
 
 
 def find_tiles(trie: Trie, window: int | None, num_queries: int, num_keys: int) -> tuple[np.ndarray, np.ndarray]:

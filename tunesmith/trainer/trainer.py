@@ -27,6 +27,7 @@ from tunesmith.model.value_head import ValueModel
 from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.compiling import can_compile, compiled_layers
 from tunesmith.trainer.critic import Critic
+from tunesmith.trainer.graphs import RowGraphs, can_record
 from tunesmith.trainer.metrics import Update, build_metrics, check_finite
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
@@ -94,6 +95,7 @@ class Trainer:
         companions = {id(one): one for one in (model, reference_model, teacher_model) if one is not None}
         is_compiled = settings.has_compiled_layers and all(can_compile(one) for one in companions.values())
         self._compiled = tuple(companions.values()) if is_compiled else ()
+        self._graphs = RowGraphs(model) if self._records_rows() else None
         self._optimizer = MasterAdamW(model, settings)
         self.num_steps = 0
         """Steps taken, empty ones included; the learning rate follows it."""
@@ -253,6 +255,7 @@ class Trainer:
             kl_coef=self._kl_coef,
             chunk_tokens=self._settings.logprob_chunk_tokens,
             is_compiled=bool(self._compiled),
+            graphs=self._graphs if torch.is_grad_enabled() else None,
         )
 
     def _adapt_kl_coef(self, update: Update, *, num_trajectories: int) -> None:
@@ -265,6 +268,16 @@ class Trainer:
                 num_trajectories=num_trajectories,
                 horizon=adaptive.horizon,
             )
+
+    def _records_rows(self) -> bool:
+        """Whether rows become CUDA graphs; an error where they cannot."""
+        can = self._compiled and can_record(self._model) and not self._settings.has_gradient_checkpointing
+        if self._settings.has_row_graphs and not can:
+            raise ConfigError(
+                "trainer.has_row_graphs needs a GPU, compiled layers, a 16-bit model trained in full, rotary "
+                "embeddings that do not depend on length, and no gradient checkpointing: leave it out"
+            )
+        return self._settings.has_row_graphs
 
     def _check_companion(self, need: Need, model: PreTrainedModel | ValueModel | None) -> None:
         kl_coef = self._algorithm.kl_coef

@@ -1,0 +1,102 @@
+"""Rows as CUDA graphs: the gradients and the weights of kernel by kernel."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from trainable_models import build_trainable
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.config import AlgorithmSection, TrainerSection
+from tunesmith.trainer.compiling import compiled_layers
+from tunesmith.trainer.graphs import RowGraphs, can_record
+from tunesmith.trainer.optimizer import MasterAdamW
+from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.scoring import prepare_update
+from tunesmith.trainer.step import run_batch
+from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import Distribution, Sample
+
+pytestmark = pytest.mark.gpu
+
+
+def build_samples(seed: int, *, num_groups: int = 8) -> list[Sample]:
+    rng, samples, distribution = random.Random(seed), [], Distribution()
+    for group in range(num_groups):
+        shared = [rng.randrange(97) for _ in range(60)]
+        for run in range(4):
+            ids = shared + [rng.randrange(97) for _ in range(rng.randrange(25, 50))]
+            mask = [time >= 60 for time in range(len(ids))]
+            samples.append(
+                Sample(
+                    token_ids=tuple(ids), is_sampled=tuple(mask),
+                    logprobs=tuple(-4.5 if m else 0.0 for m in mask),
+                    advantages=tuple((1.0 if run % 2 else -0.7) if m else 0.0 for m in mask),
+                    policy_versions=tuple(0 if m else None for m in mask),
+                    distributions=tuple(distribution if m else None for m in mask),
+                    group_index=group, trajectory_index=4 * group + run,
+                )
+            )  # fmt: skip
+    return samples
+
+
+def test_gradients_and_totals_are_those_of_kernel_by_kernel():
+    model = build_trainable("qwen3", dtype=torch.bfloat16).cuda()
+    assert can_record(model)
+    algorithm, optimizer = resolve_algorithm(AlgorithmSection()), MasterAdamW(model, TrainerSection())
+    graphs = RowGraphs(model)
+    with compiled_layers(model):
+        for seed in range(8):
+            samples = build_samples(seed)
+            rows = pack_samples(samples, max_tokens_per_row=700, has_prefix_sharing=True, hidden_size=32)
+            inputs = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=128).inputs
+            found = []
+            for each in (None, graphs):
+                optimizer.clear_gradients()
+                totals = run_batch(
+                    model, samples, rows, algorithm, inputs,
+                    kl_coef=0.0, chunk_tokens=128, is_compiled=True, graphs=each,
+                )  # fmt: skip
+                gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+                found.append((gradient, torch.stack(list(totals.values()))))
+            (plain, plain_totals), (ours, our_totals) = found
+            assert (ours - plain).norm() < 5e-2 * plain.norm(), seed
+            torch.testing.assert_close(our_totals, plain_totals, rtol=5e-2, atol=1.0)
+    assert graphs.num_recorded > 0
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_steps_with_graphs_move_the_weights_as_those_without(kl_coef):
+    losses = []
+    for has_graphs in (False, True):
+        model = build_trainable("llama", dtype=torch.bfloat16).cuda()
+        reference = build_trainable("llama", dtype=torch.bfloat16).cuda() if kl_coef else None
+        settings = TrainerSection(learning_rate=3e-3, mismatch_stop=1e9, has_row_graphs=has_graphs)
+        trainer = Trainer(
+            model, settings, AlgorithmSection(kl_coef=kl_coef), max_model_len=256, num_total_steps=6,
+            reference_model=reference,
+        )  # fmt: skip
+        losses.append([trainer.step(build_samples(0))["train/loss"] for _ in range(6)])
+    plain, ours = losses
+    assert plain[-1] < plain[0]
+    assert ours == pytest.approx(plain, rel=0.05, abs=5e-3)
+
+
+def test_moved_weights_make_the_graphs_anew():
+    model = build_trainable("llama", dtype=torch.bfloat16).cuda()
+    settings = TrainerSection(learning_rate=1e-3, mismatch_stop=1e9, has_row_graphs=True)
+    trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=256, num_total_steps=9)
+    for _ in range(3):
+        trainer.step(build_samples(0))
+    assert trainer._graphs.num_recorded
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    before = [parameter.clone() for parameter in model.parameters()]
+    trainer.step(build_samples(0))
+    assert not trainer._graphs.num_recorded
+    for _ in range(2):
+        trainer.step(build_samples(0))
+    assert trainer._graphs.num_recorded
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))

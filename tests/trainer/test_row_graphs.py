@@ -1,0 +1,120 @@
+"""Rows that are filled up for graphs train as they would unfilled."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from operator import itemgetter
+
+import pytest
+import torch
+
+from trainable_models import build_trainable
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.config import AlgorithmSection, TrainerSection
+from tunesmith.errors import ConfigError
+from tunesmith.trainer import step
+from tunesmith.trainer.batch import build_row, number_distributions, send_inputs
+from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.scoring import prepare_update
+from tunesmith.trainer.tiles import NARROW, build_table, compute_table_size, pad_trie
+from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import Distribution, Sample
+
+CHUNK_TOKENS = 16
+
+
+def build_samples(num_groups: int, *, distributions: tuple[Distribution, ...] = (Distribution(),)) -> list[Sample]:
+    """Groups of four answers to one prompt; the first two tokens of an answer are often those of another."""
+    rng, samples = random.Random(num_groups), []
+    for group in range(num_groups):
+        prompt = [rng.randrange(97) for _ in range(9)]
+        for run in range(4):
+            answer = [run % 2, *(rng.randrange(97) for _ in range(rng.randrange(3, 12)))]
+            mask = [False] * len(prompt) + [True] * len(answer)
+            samples.append(
+                Sample(
+                    token_ids=(*prompt, *answer), is_sampled=tuple(mask),
+                    logprobs=tuple(-4.0 - rng.random() if m else 0.0 for m in mask),
+                    advantages=tuple((1.0 if run % 2 else -0.7) if m else 0.0 for m in mask),
+                    policy_versions=tuple(0 if m else None for m in mask),
+                    distributions=tuple(distributions[run % len(distributions)] if m else None for m in mask),
+                    group_index=group, trajectory_index=4 * group + run,
+                )
+            )  # fmt: skip
+    return samples
+
+
+def run_rows(model, samples: list[Sample], section: AlgorithmSection, *, is_rounded: bool):
+    """The gradient, the totals of all chunks, and the sizes that rows had."""
+    algorithm = resolve_algorithm(replace_needs(section))
+    rows = pack_samples(samples, max_tokens_per_row=120, has_prefix_sharing=True, hidden_size=32)
+    inputs = prepare_update(model, samples, rows, algorithm, norm_length=64, chunk_tokens=CHUNK_TOKENS).inputs
+    if section.kl_coef > 0:
+        inputs = replace(inputs, reference_logprobs_E=inputs.sampler_logprobs_E - 0.1)
+    kinds, start, parts, sizes = number_distributions(samples), 0, [], []
+    for trie in rows:
+        part = slice(start, start := start + len(trie.parent_E))
+        row = build_row(trie, kinds, chunk_tokens=CHUNK_TOKENS, model=model, is_rounded=is_rounded)
+        sent = send_inputs(inputs.convert(itemgetter(part)), row, device=model.device, dtype=torch.float64)
+        coef = torch.tensor(section.kl_coef, dtype=torch.float64)
+        if section.kl_coef > 0:
+            algorithm = resolve_algorithm(section)
+        parts.append(step.run_row(model, row, sent, coef, algorithm=algorithm, is_compiled=False))
+        sizes.append((row.input_ids_1T.shape[1], *(len(chunk.target_S) for chunk in row.chunks)))
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    model.zero_grad()
+    values = torch.cat([part.values_PK for part in parts])
+    totals = {
+        name: column.amax() if name.startswith("max_") else column.sum()
+        for name, column in zip(parts[0].names, values.unbind(1), strict=True)
+    }
+    return gradient, totals, sizes
+
+
+def replace_needs(section: AlgorithmSection) -> AlgorithmSection:
+    """The section without its KL term, so that no reference has to be run."""
+    return section.model_copy(update={"kl_coef": 0.0})
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        AlgorithmSection(),
+        AlgorithmSection(entropy_coef=0.02, kl_coef=0.1),
+        AlgorithmSection(algorithm_type="sft"),
+    ],
+    ids=["grpo", "entropy and kl", "sft"],
+)
+@pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7)])
+def test_what_fills_a_row_changes_neither_gradient_nor_totals(section, temperatures):
+    model = build_trainable("qwen3").double()
+    samples = build_samples(7, distributions=tuple(Distribution(temperature=each) for each in temperatures))
+    plain, filled = (run_rows(model, samples, section, is_rounded=is_rounded) for is_rounded in (False, True))
+    torch.testing.assert_close(filled[0], plain[0], rtol=1e-10, atol=1e-13)
+    assert filled[1].keys() == plain[1].keys()
+    for name, value in plain[1].items():
+        torch.testing.assert_close(filled[1][name], value, rtol=1e-10, atol=1e-13)
+    assert {size for sizes in filled[2] for size in sizes} == {128, CHUNK_TOKENS}
+    assert len({size for sizes in plain[2] for size in sizes}) > 2
+
+
+def test_no_table_is_longer_than_the_memory_that_is_reserved():
+    samples = [replace(sample, group_index=index) for index, sample in enumerate(build_samples(20))]
+    (row,) = pack_samples(samples, max_tokens_per_row=9999, has_prefix_sharing=True, hidden_size=32)
+    one_path = pack_samples(
+        [replace(samples[0], **{name: 60 * getattr(samples[0], name) for name in PER_TOKEN})],
+        max_tokens_per_row=9999, has_prefix_sharing=True, hidden_size=32,
+    )  # fmt: skip
+    for trie in (row, *one_path):
+        filled = pad_trie(trie)
+        assert len(build_table(filled, None, NARROW)) <= compute_table_size(filled.num_tokens, NARROW)
+
+
+PER_TOKEN = ("token_ids", "is_sampled", "logprobs", "advantages", "policy_versions", "distributions")
+
+
+def test_rows_cannot_be_recorded_on_a_cpu():
+    settings = TrainerSection(has_row_graphs=True)
+    with pytest.raises(ConfigError, match="has_row_graphs"):
+        Trainer(build_trainable(), settings, AlgorithmSection(), max_model_len=64, num_total_steps=1)

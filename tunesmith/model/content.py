@@ -1,0 +1,49 @@
+"""What a value holds, as a key: pure functions that remember what they made of it.
+
+Requests of one group, and the requests of one conversation, repeat most of what they hold. What is remembered is found
+by content, so a value that was changed in place is another value. Few and short keys are kept, and the oldest go.
+"""
+
+from __future__ import annotations
+
+import functools
+import marshal
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Key = TypeVar("Key", str, bytes)
+Result = TypeVar("Result")
+
+FORMAT = 2
+"""Of the bytes: the last one in which objects that are used twice are written twice."""
+
+
+def freeze(value: Any) -> bytes | None:
+    """Bytes that only values of the same types, content and order have; None where a type is not Python's own."""
+    try:
+        return marshal.dumps(value, FORMAT)
+    except ValueError:
+        return None
+
+
+def thaw(frozen: bytes) -> Any:
+    """A new value that holds what the frozen one held."""
+    return marshal.loads(frozen)
+
+
+def remember(*, max_entries: int, max_length: int) -> Callable[[Callable[[Key], Result]], Callable[[Key], Result]]:
+    """Remember the results of a pure function of one text or of bytes; keys of more than `max_length` are not kept.
+
+    Results are shared by all callers and must not be changed.
+    """
+
+    def decorate(function: Callable[[Key], Result]) -> Callable[[Key], Result]:
+        known = functools.lru_cache(maxsize=max_entries)(function)
+
+        @functools.wraps(function)
+        def recall(key: Key) -> Result:
+            return known(key) if len(key) <= max_length else function(key)
+
+        return recall
+
+    return decorate
