@@ -94,17 +94,20 @@ def test_one_graph_serves_all_chunks_and_weights_of_kl_though_sizes_begin_equal(
         "reference_logprobs_E",
     )  # fmt: skip
     with compiling.compiled_layers(build_trainable("llama")):
-        compiled = compile_function(step.differentiate_loss)
+        compiled = compile_function(step.measure_loss)
         for num_sites, num_events, kl_coef in ((8, 8, 0.1), (7, 9, 0.2), (12, 30, 0.3), (30, 31, 0.1), (31, 31, 0.0)):
             torch.manual_seed(num_events)
             row = torch.rand(len(names), 3 * num_events)
             sent = SentInputs(names=names, values_FE=row).select(slice(num_events, 2 * num_events))
             sites = torch.arange(num_events) % num_sites
-            scores = -torch.rand(num_sites) - 1, torch.rand(num_sites)
-            given = (*scores, sites, sent, algorithm, torch.tensor(kl_coef))
-            with torch.no_grad():
-                ours, expected = compiled(*given), step.differentiate_loss(*given)
-            assert ours[1] == expected[1]
-            torch.testing.assert_close(ours[0], expected[0], rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(ours[2], expected[2], rtol=1e-5, atol=1e-6)
+            scores = (-torch.rand(num_sites) - 1).requires_grad_(), torch.rand(num_sites)
+            found = []
+            for measure in (compiled, step.measure_loss):
+                scores[0].grad = None
+                loss, found_names, totals = measure(*scores, sites, sent, algorithm, torch.tensor(kl_coef))
+                loss.backward()
+                found.append((found_names, loss.detach(), totals.detach(), scores[0].grad))
+            (our_names, *ours), (expected_names, *expected) = found
+            assert our_names == expected_names
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 1

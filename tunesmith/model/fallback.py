@@ -16,7 +16,7 @@ from tunesmith.model.content import freeze, remember, thaw
 from tunesmith.model.messages import (
     MAX_KNOWN_CHARACTERS,
     MAX_KNOWN_TOOL_BYTES,
-    NUM_KNOWN_MESSAGES,
+    NUM_KNOWN_ARGUMENTS,
     NUM_KNOWN_TOOL_LISTS,
     Message,
     ToolCall,
@@ -89,7 +89,7 @@ def _format_call(call: ToolCall) -> str:
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 
-@remember(max_entries=NUM_KNOWN_MESSAGES, max_length=MAX_KNOWN_CHARACTERS)
+@remember(max_entries=NUM_KNOWN_ARGUMENTS, max_length=MAX_KNOWN_CHARACTERS)
 def _format_arguments(arguments: str) -> str:
     return json.dumps(load_arguments(arguments), ensure_ascii=False)
 

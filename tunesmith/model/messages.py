@@ -30,12 +30,10 @@ TEXT_PART_FIELDS = {"text": "text", "input_text": "text", "output_text": "text",
 
 MatchKey = tuple[Any, ...]
 
-NUM_KNOWN_MESSAGES = 16384
-"""Messages that are remembered: those of the conversations that go on at a time."""
-MAX_KNOWN_CHARACTERS = 4096
-"""Longer ones are read anew."""
-NUM_KNOWN_TOOL_LISTS = 64
-MAX_KNOWN_TOOL_BYTES = 1_000_000
+NUM_KNOWN_ARGUMENTS, MAX_KNOWN_CHARACTERS = 16384, 4096
+"""Arguments of tool calls whose JSON is remembered, and how long they may be; later calls read each again."""
+NUM_KNOWN_TOOL_LISTS, MAX_KNOWN_TOOL_BYTES = 64, 1_000_000
+"""Lists of tools that are remembered, and how long they may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,22 +89,7 @@ def parse_messages(raw: Any) -> tuple[Message, ...]:
     """Read the `messages` of a request."""
     if not isinstance(raw, list) or not raw:
         raise ValueError("messages must be a non-empty list")
-    return tuple(_recall_message(fields, f"messages[{index}]") for index, fields in enumerate(raw))
-
-
-def _recall_message(fields: Any, where: str) -> Message:
-    frozen = freeze(fields)
-    message = None if frozen is None else _parse_known(frozen)
-    return _parse_message(fields, where) if message is None else message
-
-
-@remember(max_entries=NUM_KNOWN_MESSAGES, max_length=MAX_KNOWN_CHARACTERS)
-def _parse_known(frozen: bytes) -> Message | None:
-    """The message; None where it cannot be read."""
-    try:
-        return _parse_message(thaw(frozen), "message")
-    except ValueError:
-        return None
+    return tuple(_parse_message(fields, f"messages[{index}]") for index, fields in enumerate(raw))
 
 
 def _parse_message(fields: Any, where: str) -> Message:
@@ -215,7 +198,7 @@ def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
     return tuple(keys)
 
 
-@remember(max_entries=NUM_KNOWN_MESSAGES, max_length=MAX_KNOWN_CHARACTERS)
+@remember(max_entries=NUM_KNOWN_ARGUMENTS, max_length=MAX_KNOWN_CHARACTERS)
 def _canonical_json(text: str) -> str:
     try:
         value = _CANONICAL_DECODER.decode(text)

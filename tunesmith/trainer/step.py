@@ -100,37 +100,28 @@ def run_row(
             with_entropy=algorithm.entropy_coef > 0,
         )
         can_compile = is_compiled and min(len(chunk.target_S), len(chunk.event_E)) > 1
-        differentiate = compile_function(differentiate_loss) if can_compile else differentiate_loss
-        with torch.no_grad():
-            logprobs_S, entropy_S = (score_S.detach() for score_S in scores)
-            chunk_inputs = sent.select(place_E)
-            found = differentiate(logprobs_S, entropy_S, chunk.site_E, chunk_inputs, algorithm, kl_coef)
-        grads, names, totals_K = found
+        measure = compile_function(measure_loss) if can_compile else measure_loss
+        loss, names, totals_K = measure(*scores, chunk.site_E, sent.select(place_E), algorithm, kl_coef)
         totals.append(totals_K)
         if has_backward:
-            torch.autograd.backward(scores[: len(grads)], grads)
+            loss.backward()
             gradients.append(part_SC.grad)
     if has_backward:
         hidden_SC.backward(torch.cat(gradients))
     return PartTotals(names=names, values_PK=torch.stack(totals))
 
 
-def differentiate_loss(
+def measure_loss(
     logprobs_S: Tensor,
     entropy_S: Tensor,
     site_E: Tensor,
     sent: SentInputs,
     algorithm: Algorithm,
     kl_coef: Tensor,
-) -> tuple[tuple[Tensor, ...], tuple[str, ...], Tensor]:
-    """Gradients of a chunk's loss for its logprobs and, where the loss has them, its entropies; its totals [K]."""
-
-    def compute(logprobs_S: Tensor, entropy_S: Tensor) -> tuple[Tensor, Totals]:
-        return _compute_loss(logprobs_S, entropy_S, site_E, sent.unstack(), algorithm, kl_coef)
-
-    wanted = (0, 1) if algorithm.entropy_coef > 0 else (0,)
-    grads, totals = torch.func.grad(compute, argnums=wanted, has_aux=True)(logprobs_S, entropy_S)
-    return grads, tuple(totals), torch.stack(list(totals.values()))
+) -> tuple[Tensor, tuple[str, ...], Tensor]:
+    """A chunk's share of the update's loss, and its totals [K] by name."""
+    loss, totals = _compute_loss(logprobs_S, entropy_S, site_E, sent.unstack(), algorithm, kl_coef)
+    return loss, tuple(totals), torch.stack(list(totals.values()))
 
 
 def _compute_loss(
