@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 from pathlib import Path
@@ -28,7 +29,7 @@ from tunesmith.api import choose_chat_model, load_functions, load_run_file
 from tunesmith.config import RunConfig
 from tunesmith.pipeline.significance import compute_bootstrap_interval
 from tunesmith.pipeline.tune import run_tuning
-from tunesmith.storage import load_json_lines
+from tunesmith.storage import load_json_lines, save_json
 
 SHARES = {"easy": 0.45, "within reach": 0.15, "hard": 0.40}
 EASY, HARD = 0.95, 0.05
@@ -83,7 +84,7 @@ def train_one(arguments: argparse.Namespace, *, selector: str, seed: int) -> lis
 
 def read_history(lines: list[dict[str, Any]], config: RunConfig, *, metric: str) -> list[Row]:
     """A row for each held-out evaluation; what training saw is averaged over the steps since the one before."""
-    accuracy = f"eval/{next(iter(config.eval_datasets))}/{metric}"
+    accuracy, num_tasks = (f"eval/{next(iter(config.eval_datasets))}/{name}" for name in (metric, "num_tasks"))
     trained = [line for line in lines if line["kind"] == "train"]
     shares = [line["algorithm/num_trained_groups"] / config.algorithm.batch_size for line in trained]
     rewards = [line[f"rollout/{metric}/mean"] for line in trained]
@@ -96,12 +97,22 @@ def read_history(lines: list[dict[str, Any]], config: RunConfig, *, metric: str)
                 {
                     "rollouts": float(step * config.algorithm.batch_size * config.algorithm.group_size),
                     "accuracy": line[accuracy],
+                    **dict(zip(("low", "high"), compute_wilson(line[accuracy], line[num_tasks]), strict=True)),
                     "share_with_variance": statistics.fmean(shares[:step] or [0.0]),
                     "training_accuracy": statistics.fmean(rewards[since:step] or rewards[:1]),
                 }
             )
             since = step
     return history
+
+
+def compute_wilson(share: float, num_tasks: float) -> tuple[float, float]:
+    """95 % interval of a share of independent tasks (Wilson, 1927); wider than needed where tasks are tried twice."""
+    z = 1.96
+    middle = share + z * z / (2 * num_tasks)
+    width = z * math.sqrt(share * (1 - share) / num_tasks + z * z / (4 * num_tasks**2))
+    scale = 1 + z * z / num_tasks
+    return (middle - width) / scale, (middle + width) / scale
 
 
 def smooth_accuracy(history: list[Row]) -> list[Row]:
@@ -131,7 +142,10 @@ def compare(arguments: argparse.Namespace) -> None:
         runs[name] = read_history(load_json_lines(Path(path)), config, metric=arguments.metric)
     reached = min(len(history) for history in runs.values())
     details = [compare_runs({name: history[:reached] for name, history in runs.items()}, seed=arguments.first_seed)]
-    publish_comparison(details, arguments)
+    if arguments.plot:
+        plot(details, arguments.plot)
+    if arguments.out:
+        save_json(Path(arguments.out), details)
 
 
 def compare_runs(runs: dict[str, list[Row]], *, seed: int) -> dict[str, Any]:
@@ -163,7 +177,8 @@ def publish_comparison(details: list[dict[str, Any]], arguments: argparse.Namesp
 
 
 def plot(details: list[dict[str, Any]], path: str) -> None:
-    """Accuracy on the tasks that training tried, and on held-out ones: means over seeds, and their range."""
+    """Accuracy on the tasks that training tried, and on held-out ones: means over seeds and their range, or of one seed
+    the 95 % interval."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -176,7 +191,11 @@ def plot(details: list[dict[str, Any]], path: str) -> None:
             rollouts = [row["rollouts"] for row in histories[0]]
             values = [[row[field] for row in rows] for rows in zip(*histories, strict=True)]
             axes.plot(rollouts, [statistics.fmean(each) for each in values], label=label)
-            axes.fill_between(rollouts, [min(each) for each in values], [max(each) for each in values], alpha=0.2)
+            if len(details) > 1:
+                axes.fill_between(rollouts, [min(each) for each in values], [max(each) for each in values], alpha=0.2)
+            elif field == "accuracy":
+                low, high = ([row[end] for row in histories[0]] for end in ("low", "high"))
+                axes.fill_between(rollouts, low, high, alpha=0.2)
         axes.set_xlabel("rollouts")
         axes.set_title(title)
         axes.legend()
