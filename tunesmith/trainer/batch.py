@@ -79,8 +79,8 @@ class SentInputs:
     values_FE: Tensor
 
     def select(self, part: slice) -> SentInputs:
-        """Those of some events."""
-        return SentInputs(names=self.names, values_FE=self.values_FE[:, part])
+        """Those of some events, side by side in memory whether they are all or not: compiled code is for one layout."""
+        return SentInputs(names=self.names, values_FE=self.values_FE[:, part].contiguous())
 
     def unstack(self) -> TokenInputs[Tensor]:
         return TokenInputs(**dict(zip(self.names, self.values_FE.unbind(), strict=True)))
