@@ -29,6 +29,7 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import use_plan_attention
+from tunesmith.model.logprobs import choose_chunk_tokens
 from tunesmith.trainer.compiling import compiled_layers
 from tunesmith.trainer.graphs import RowGraphs
 from tunesmith.trainer.optimizer import MasterAdamW
@@ -128,7 +129,7 @@ def run_ours(model: PreTrainedModel, samples: list[Sample], *, num_repeats: int,
     """Forward and backward as the trainer makes them, the build of rows included."""
     settings, algorithm = TrainerSection(), resolve_algorithm(AlgorithmSection())
     rows = pack(model, samples, settings)
-    chunk_tokens = settings.logprob_chunk_tokens
+    chunk_tokens = choose_chunk_tokens(model)
     preparation = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=chunk_tokens)
 
     optimizer = MasterAdamW(model, settings)  # it makes gradients float32
@@ -259,7 +260,7 @@ def main() -> None:
     optimizer_s = measure_optimizer(model, num_repeats=arguments.repeats)
     ceilings = measure_ceilings()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    chunk_gb = TrainerSection().logprob_chunk_tokens * model.config.vocab_size * 4 / 1e9
+    chunk_gb = choose_chunk_tokens(model) * model.config.vocab_size * 4 / 1e9
     print(
         f"optimizer step of {num_parameters / 1e9:.2f}e9 parameters {optimizer_s * 1e3:.1f} ms (floor by bytes "
         f"{30 * num_parameters / ceilings['copy_bytes_per_s'] * 1e3:.1f} ms); logits alive {chunk_gb:.2f} GB; ceilings "

@@ -11,7 +11,7 @@ from tiny_models import SIZES
 from trainable_models import build_trainable
 from tunesmith.model import logprobs as logprobs_module
 from tunesmith.model.logits import compute_logits
-from tunesmith.model.logprobs import compute_logprobs
+from tunesmith.model.logprobs import choose_chunk_tokens, compute_logprobs
 from tunesmith.types import Distribution
 
 VOCAB_SIZE, HIDDEN_SIZE = SIZES["vocab_size"], SIZES["hidden_size"]
@@ -96,3 +96,11 @@ def test_no_tensor_of_all_logits_outlives_its_chunk():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.numel()), x)[1], lambda x: x):
         compute_logprobs(model, hidden, targets, Distribution(), chunk_tokens=3)
     assert max(kept) < 3 * VOCAB_SIZE
+
+
+@pytest.mark.parametrize(("vocab_size", "expected"), [(151_936, 896), (49_152, 2944), (10_000_000, 128)])
+def test_chunks_hold_less_than_so_many_bytes_of_logits_where_memory_counts(vocab_size, expected):
+    model = build_trainable("llama")
+    assert choose_chunk_tokens(model) == 1024
+    model.config.vocab_size = vocab_size
+    assert choose_chunk_tokens(model.to("meta")) == expected

@@ -21,6 +21,21 @@ from tunesmith.model.distribution import has_truncation, truncate_logits
 from tunesmith.model.logits import compute_logits, get_transform, is_plain_head
 from tunesmith.types import Distribution
 
+CHUNK_TOKENS = 1024
+"""Positions of a chunk on a CPU where the settings leave it open."""
+CHUNK_BYTES = 600_000_000
+"""A chunk's float32 logits on other devices."""
+CHUNK_STEP = 128
+"""There a chunk is a multiple of it, for the tiles of matrix products."""
+
+
+def choose_chunk_tokens(model: PreTrainedModel) -> int:
+    """How many positions to score at once where the settings leave it open."""
+    if model.device.type == "cpu":
+        return CHUNK_TOKENS
+    num_tokens = CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size)
+    return max(CHUNK_STEP, num_tokens // CHUNK_STEP * CHUNK_STEP)
+
 
 def compute_logprobs(
     model: PreTrainedModel,

@@ -23,6 +23,7 @@ from tunesmith.errors import ConfigError, ModelError, TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import PLAN_ATTENTION
 from tunesmith.model.failures import explain_failure, is_device_failure
+from tunesmith.model.logprobs import choose_chunk_tokens
 from tunesmith.model.value_head import ValueModel
 from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.compiling import can_compile, compiled_layers
@@ -96,6 +97,7 @@ class Trainer:
         is_compiled = settings.has_compiled_layers and all(can_compile(one) for one in companions.values())
         self._compiled = tuple(companions.values()) if is_compiled else ()
         self._graphs = RowGraphs(model) if self._records_rows() else None
+        self._chunk_tokens = settings.logprob_chunk_tokens or choose_chunk_tokens(model)
         self._optimizer = MasterAdamW(model, settings)
         self.num_steps = 0
         """Steps taken, empty ones included; the learning rate follows it."""
@@ -172,7 +174,7 @@ class Trainer:
         if not rows:
             return None
         with compiled_layers(*self._compiled):
-            logprobs_R = score_logprobs(self._model, samples, rows, chunk_tokens=self._settings.logprob_chunk_tokens)
+            logprobs_R = score_logprobs(self._model, samples, rows, chunk_tokens=self._chunk_tokens)
         return FirstScores(logprobs=spread_logprobs(logprobs_R, samples, rows), is_weighted=is_weighted)
 
     def _update(
@@ -238,7 +240,7 @@ class Trainer:
             rows,
             self._algorithm,
             norm_length=self._max_model_len,
-            chunk_tokens=self._settings.logprob_chunk_tokens,
+            chunk_tokens=self._chunk_tokens,
             companions=self._companions,
             first=first,
             newest_version=policy_version,
@@ -253,7 +255,7 @@ class Trainer:
             self._algorithm,
             preparation.inputs,
             kl_coef=self._kl_coef,
-            chunk_tokens=self._settings.logprob_chunk_tokens,
+            chunk_tokens=self._chunk_tokens,
             is_compiled=bool(self._compiled),
             graphs=self._graphs if torch.is_grad_enabled() else None,
         )
