@@ -39,6 +39,7 @@ def test_arguments_are_bound_to_functions_classes_and_callables():
         ({"factor": -1.0}, "factor=-1.0 in scale: Input should be greater than 0"),
         ({"offset": 1.0}, "scale needs the argument 'factor'"),
         ({"factor": 1.0, "value": 2}, "unknown argument 'value'"),
+        ({"factor": 1.0, "offset": float("nan")}, "offset=nan in scale: nan is no number"),
     ],
 )
 def test_what_does_not_fit_the_signature_is_named(args, message):
@@ -57,6 +58,12 @@ def test_an_annotation_that_cannot_be_resolved_is_named():
 
     with pytest.raises(ConfigError, match="broken: a type annotation cannot be resolved"):
         bind_arguments(broken, {"size": 1}, where="broken")
+
+
+def test_what_has_no_signature_is_named():
+    for thing in (42, dict):
+        with pytest.raises(ConfigError, match="is no function or class of your own"):
+            bind_arguments(thing, {}, where="thing")
 
 
 def test_names_come_from_the_table_or_are_loaded():

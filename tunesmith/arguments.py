@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, get_type_hints
@@ -52,6 +53,8 @@ def bind_arguments(
             bound[name] = TypeAdapter(hints.get(name, Any)).validate_python(value, strict=True)
         except ValidationError as error:
             raise ConfigError(f"{name}={value!r} in {where}: {error.errors()[0]['msg']}") from error
+        if has_nan(value):
+            raise ConfigError(f"{name}={value!r} in {where}: nan is no number")
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in args]
     if missing:
         raise ConfigError(f"{where} needs the argument {missing[0]!r}")
@@ -60,8 +63,20 @@ def bind_arguments(
 
 def find_keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The keyword-only parameters of a function or class."""
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{function!r} is no function or class of your own: {error}") from error
     return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+def has_nan(value: Any) -> bool:
+    """Whether a number in plain values, however nested, is not a number."""
+    if isinstance(value, Mapping):
+        return any(map(has_nan, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(has_nan, value))
+    return isinstance(value, float) and math.isnan(value)
 
 
 def name_nearest(name: str, known: Sequence[str]) -> str:

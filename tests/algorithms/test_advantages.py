@@ -55,10 +55,10 @@ def test_grpo_equals_multi_step_grpo_when_every_run_makes_one_call():
 
 
 @pytest.mark.parametrize("compute", [compute_grpo_advantages, compute_multi_step_grpo_advantages])
-def test_group_of_one_has_zero_advantage(compute):
-    assert compute(outcomes([0.7])) == [[0.0]]
-    assert compute(outcomes([0.7, None, None])) == [[0.0, None, None]]
-    assert compute(outcomes([None, 0.7]), std_cal_level="batch") == [[None, 0.0]]
+def test_a_group_of_one_has_nothing_to_compare_with_and_is_dropped(compute):
+    assert compute(outcomes([0.7])) == [[None]]
+    assert compute(outcomes([0.7, None, None])) == [[None, None, None]]
+    assert compute(outcomes([None, 0.7]), std_cal_level="batch") == [[None, None]]
 
 
 @pytest.mark.parametrize("compute", [compute_grpo_advantages, compute_multi_step_grpo_advantages])
@@ -84,16 +84,14 @@ def test_group_without_any_score_does_not_train():
 
 def test_scored_run_without_model_calls_is_no_observation_of_grpo():
     group = [RunOutcome(reward=1.0, num_steps=0), RunOutcome(reward=0.0, num_steps=3)]
-    assert compute_grpo_advantages([group]) == [[0.0, 0.0]]
+    assert compute_grpo_advantages([group]) == [[None, None]]
 
 
 @given(st.lists(st.lists(st.none() | st.floats(-5, 5).map(lambda x: round(x, 3)), max_size=6), max_size=4))
 def test_multi_step_grpo_equals_the_textbook(groups):
     for rewards, row in zip(groups, compute_multi_step_grpo_advantages(outcomes(*groups)), strict=True):
         scored = [reward for reward in rewards if reward is not None]
-        if len(scored) == 1:
-            assert row == [None if reward is None else 0.0 for reward in rewards]
-        elif len(set(scored)) <= 1:
+        if len(set(scored)) <= 1:
             assert row == [None] * len(rewards)
         else:
             mean, std = statistics.mean(scored), statistics.stdev(scored)

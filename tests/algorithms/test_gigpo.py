@@ -63,7 +63,8 @@ def test_rewards_and_states_may_come_from_metrics():
 
 
 def test_groups_of_one_failed_runs_and_runs_without_calls_are_safe():
-    assert compute_gigpo_advantages([[run(0.7, 1, 2)], [], [run(None, 1)]]) == [[(0.0, 0.0)], [], [None]]
+    assert compute_gigpo_advantages([[run(0.7, 1, 2)], [], [run(None, 1)]]) == [[None], [], [None]]
+    assert compute_gigpo_advantages([[run(1.0, 1, 1)]], gamma=0.5)[0][0] == pytest.approx((-0.25, 0.25), abs=1e-5)
     (rows,) = compute_gigpo_advantages([[run(1, 1), run(None, 1), run(0)]])
     assert rows[0] == pytest.approx((0.5,), abs=1e-5) and rows[1:] == [None, ()]
 

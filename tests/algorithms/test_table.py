@@ -90,15 +90,26 @@ def build_group(*rewards: float | None) -> Group:
     return Group(task=task, trajectories=tuple(runs))
 
 
+@pytest.mark.parametrize("name", ["multi_step_grpo", "rloo", "bnpo", "rec"])
+def test_what_only_compares_is_refused_groups_of_one(name):
+    with pytest.raises(ConfigError, match="group_size=1: .* learns nothing from one; raise group_size"):
+        resolve_algorithm(AlgorithmSection(algorithm_type=name, group_size=1))
+
+
+@pytest.mark.parametrize("name", ["reinforce", "raft", "asymre", "remax", "ppo", "mix", "gigpo"])
+def test_what_learns_without_comparing_may_have_groups_of_one(name):
+    assert resolve_algorithm(AlgorithmSection(algorithm_type=name, group_size=1)).name == name
+
+
 def test_groups_are_counted_by_what_becomes_of_them():
     algorithm = resolve_algorithm(AlgorithmSection())
     groups = [build_group(1.0, 0.0, None), build_group(1.0, 1.0), build_group(None, None), build_group(0.5, None)]
     advantages, metrics = compute_group_advantages(algorithm, groups)
     assert [len(row) for row in advantages] == [3, 2, 2, 2]
-    assert advantages[1:] == [[None, None], [None, None], [0.0, None]]
+    assert advantages[1:] == [[None, None], [None, None], [None, None]]
     assert metrics == {
-        "algorithm/num_trained_groups": 2.0,
-        "algorithm/num_dropped_groups": 1.0,
+        "algorithm/num_trained_groups": 1.0,
+        "algorithm/num_dropped_groups": 2.0,
         "algorithm/num_unscored_groups": 1.0,
     }
 

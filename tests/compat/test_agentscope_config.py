@@ -12,8 +12,11 @@ from tunesmith.config import (
     EvaluationSection,
     ModelSection,
     RunConfig,
+    SelectorSection,
     TrainerSection,
 )
+from tunesmith.errors import ConfigError
+from tunesmith.pipeline.load_config import load_config
 
 NOTHING = dict.fromkeys(
     (
@@ -77,9 +80,54 @@ def test_fields_that_nobody_set_override_nothing():
     )
     assert given == {
         "train_dataset": {"path": "d"},
+        "train_datasets": {},
         "model": {"path": "m", "max_model_len": 9},
         "algorithm": {"group_size": 2},
     }
+
+
+def test_training_sets_take_the_place_of_those_of_the_file():
+    file = {
+        "model": {"path": "m"},
+        "total_steps": 9,
+        "train_datasets": {"a": {"path": "1", "required_fields": ["q"]}, "b": {"path": "2"}},
+    }
+    one = load_config(None, base=file, values=translate(train_dataset=DatasetConfig(path="3")))
+    assert one.training_sets == {"train": DatasetSection(path="3")} and one.total_steps == 9
+    sets = {"a": DatasetConfig(path="3", total_epochs=2), "c": DatasetConfig(path="4")}
+    several = load_config(None, base=file, values=translate(train_dataset=sets))
+    assert several.training_sets == {
+        "a": DatasetSection(path="3", required_fields=("q",)),
+        "c": DatasetSection(path="4"),
+    }
+    assert (several.total_epochs, several.total_steps) == (2, None)
+    assert list(load_config(None, base=file).training_sets) == ["a", "b"]
+
+
+def test_another_selector_takes_nothing_from_that_of_the_file():
+    bots = {"selector_type": "difficulty_based", "feature_keys": ["a"], "args": {"m": 4.0, "tau": 0.0}}
+    file = {"model": {"path": "m"}, "train_dataset": {"path": "1", "task_selector": bots}}
+
+    def select(selector):
+        values = translate(train_dataset=DatasetConfig(path="1", task_selector=selector))
+        return load_config(None, base=file, values=values).train_dataset.task_selector
+
+    assert select("random") == SelectorSection(selector_type="random")
+    same = select({"selector_type": "difficulty_based", "kwargs": {"tau": 1.0}})
+    assert same == SelectorSection(**bots | {"args": {"m": 4.0, "tau": 1.0}})
+    assert select(None) == SelectorSection(**bots)
+
+
+@pytest.mark.parametrize("key", ["train_dataset", "eval_dataset"])
+@pytest.mark.parametrize("given", ["path", [DatasetConfig(path="d")], {"a": "path"}])
+def test_a_data_set_of_another_kind_is_refused(key, given):
+    with pytest.raises(ConfigError, match=f"{key} must be a DatasetConfig"):
+        translate(**{key: given})
+
+
+def test_a_held_out_set_has_no_say_in_how_long_the_run_is():
+    with pytest.raises(ConfigError, match="total_steps of the held-out set 'eval_taskset' has no effect"):
+        translate(eval_dataset=DatasetConfig(path="d", total_steps=3))
 
 
 @pytest.mark.parametrize(

@@ -228,11 +228,24 @@ def test_a_users_operator_comes_by_path_or_as_an_object():
             lambda groups: ([Group(task=g.task, trajectories=g.trajectories[::-1]) for g in groups], {}),
             "changed the order",
         ),
+        (lambda groups: groups, "must give back"),
+        (lambda groups: None, "must give back"),
+        (lambda groups: (groups, {"seen": "many"}), "must give back"),
     ],
 )
 def test_what_a_users_operator_must_not_do_is_named(operator, message):
     with pytest.raises(ConfigError, match=message):
         apply_operators([group_of(1, 2, index=0), group_of(3, 4, index=1)], chain_of(own=[operator]))
+
+
+def test_a_chain_must_not_end_with_rewards_that_are_no_numbers():
+    shaping = [{"stats_key": "length", "op_type": "ADD", "weight": float("inf")}]
+    chain = [("reward_shaping_mapper", {"reward_shaping_configs": shaping})]
+    group = group_of(1, 0, metrics=[{"length": 1.0}, {"length": 2.0}])
+    with pytest.raises(ConfigError, match="reward of run 0 of task .* inf: .*put invalid_reward_filter last"):
+        apply_operators([group], chain_of(*chain))
+    groups, _ = apply_operators([group], chain_of(*chain, ("invalid_reward_filter", {})))
+    assert groups[0].trajectories == ()
 
 
 def test_a_users_operator_must_not_change_turns():

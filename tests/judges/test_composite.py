@@ -19,6 +19,7 @@ from tunesmith.judges.composite import (
     math_verify_judge,
     numeric_judge,
 )
+from tunesmith.judges.numeric import judge_number
 from tunesmith.judges.transcript import Reply
 from tunesmith.rollout.signature import check_judge_function
 
@@ -182,4 +183,10 @@ def test_named_judges_are_judges(judge_func):
 
 
 def test_a_reference_without_answer_gives_no_verdict():
-    assert judge("#### 72", task={**TASK, "answer": ""}).reward is None
+    for nothing in ("", None):
+        assert judge("#### 72", task={**TASK, "answer": nothing}).reward is None
+
+
+@pytest.mark.parametrize("of_task", [numeric_judge, math_verify_judge, exact_judge, f1_judge, judge_number])
+def test_a_null_reference_gives_no_verdict_to_any_judge(of_task):
+    assert asyncio.run(of_task({**TASK, "answer": None}, "#### 72")).reward is None

@@ -89,8 +89,10 @@ def test_targets_are_attention_all_linear_layers_or_names(base):
     assert targets("attention") == attention
     assert targets("all-linear") == attention | mlp
     assert targets(("v_proj", "up_proj")) == {"v_proj", "up_proj"}
-    with pytest.raises(ModelError, match="model.lora.target_modules"):
-        targets(("w1",))
+    assert targets(("self_attn.v_proj",)) == {"v_proj"}
+    for names, unknown in ((("w1",), "w1"), (("v_proj", "up"), "up"), (("v_proj", "self_attn"), "self_attn")):
+        with pytest.raises(ModelError, match=f"model.lora.target_modules: .* no linear layer '{unknown}'; .*v_proj"):
+            targets(names)
 
 
 def test_files_are_those_of_peft(base, adapter):

@@ -127,6 +127,16 @@ def test_a_plot_is_a_picture(tmp_path):
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plot_shows_models_whose_scores_all_agree(tmp_path):
+    pytest.importorskip("matplotlib")
+    tasks = build_tasks(*([build_attempt(0.05)] * 3 for _ in range(7)))
+    result = compute_result("m", "m", tasks, seed=0, seconds=1.0)
+    low, high = result.estimates["reward"].interval
+    assert not low <= result.estimates["reward"].mean <= high, "rounding puts the interval beside the mean"
+    save_plot(tmp_path / "x.png", {"test": compare_results("test", {"m": result}, seed=0)})
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_attempts_count_tokens_calls_and_turns_that_were_cut_short(pocket_folder):
     tokenizer = load_tokenizer(pocket_folder)
 

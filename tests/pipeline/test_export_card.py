@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny
-from tunesmith.config import ExportSection, FinetuneConfig, RunConfig
+from tunesmith.config import ExportSection, FinetuneConfig, LoraSection, RunConfig
 from tunesmith.model.checkpoint import save_checkpoint
+from tunesmith.model.load import load_model
 from tunesmith.monitor.metrics_file import MetricsFile
 from tunesmith.pipeline.evaluate import compute_evaluation
 from tunesmith.pipeline.export import run_export
@@ -100,6 +102,18 @@ def test_the_card_of_a_fine_tuning_tells_its_losses(tmp_path):
     assert "# sft-run\n" in text and "By supervised fine-tuning. These are the weights after step 1." in text
     assert "from base, exported" in text and "| data | a.jsonl, b.jsonl |" in text and "| model.lora.r | 8 |" in text
     assert "| 1 | 1.25 |" in text and "1.5" not in text
+
+
+def test_the_card_of_an_adapter_tells_what_the_adapter_is_and_not_what_a_config_left_out(tmp_path):
+    root, base = tmp_path / "run", save_tiny("smollm", tmp_path / "base")
+    lora = LoraSection(r=4, alpha=12.0, target_modules=("v_proj", "q_proj"))
+    live = load_model(str(base), dtype=torch.float32, device=torch.device("cpu"), lora=lora)
+    save_checkpoint(root / "global_step_1", live, build_tokenizer("smollm"), trainer_state={}, run_state={})
+    values = {"model": {"path": str(tmp_path / "sft"), "lora": {}}, "train_dataset": {"path": "data"}}
+    (root / "config.yaml").write_text(dump_config(build_section(RunConfig, values)), encoding="utf-8")
+    _, text = read_card(run_export(ExportSection(path=str(root)), out_dir=tmp_path / "out").hf / "README.md")
+    assert "| model.lora.r | 4 |" in text and "| model.lora.alpha | 12.0 |" in text
+    assert "| model.lora.target_modules | q_proj, v_proj |" in text
 
 
 def test_a_model_without_a_run_says_that_nothing_is_known(tmp_path):

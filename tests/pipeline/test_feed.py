@@ -134,7 +134,7 @@ def test_several_training_sets_are_mixed_by_weight(run, data):
         "few": DatasetConfig(path=data, weight=1.0, total_steps=2, task_selector="sequential"),
         "many": DatasetConfig(path=data, split="test", weight=3.0, task_selector="sequential"),
     }
-    result = run(train_dataset=sets, algorithm=AlgorithmConfig(group_size=1, batch_size=4))
+    result = run(train_dataset=sets, algorithm=AlgorithmConfig(algorithm_type="reinforce", group_size=1, batch_size=4))
     groups = [g for step in (1, 2) for g in load_rollouts(result.folder / f"rollouts/step_{step:06d}.parquet")]
     assert sorted(group.task.task_id for group in groups) == sorted(
         ["few/0", "few/1", *(f"many/{index}" for index in range(6))]
@@ -197,6 +197,10 @@ def test_groups_that_teach_nothing_are_replaced_within_the_budget(run):
             r"eval_datasets\.t\.weight has no effect",
         ),
         (("eval_datasets.t.path=d", "eval_datasets.t.operators=[{name: x}]"), ConfigError, "operators has no effect"),
+        (("experience.refill_budget=1.4",), ConfigError, "no task beyond a batch of 2: raise it to 1.5"),
+        (("experience.replay.capacity=9",), ConfigError, "experience.replay: has no effect with num_groups=0"),
+        (("experience.replay={num_groups: 2, capacity: 1}",), ConfigError, "capacity=1 is less than num_groups=2"),
+        (("train_dataset.operators=x",), ConfigError, r"train_dataset\.operators must be a list, got 'x'"),
         (("train_dataset.weight=2",), ConfigError, r"train_dataset\.weight has no effect"),
         (("train_datasets.b.path=d",), ConfigError, "train_dataset and train_datasets are both given"),
     ],

@@ -240,6 +240,11 @@ def test_bad_input_is_found_before_work(folder, data, tmp_path):
     with pytest.raises(StorageError, match=r"already holds something else \(rows.jsonl"):
         run_sft(build_config(folder, data), out_dir=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "run.lock"}
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.yaml").write_text("project: another\n")
+    with pytest.raises(StorageError, match=r"already holds something else \(config.yaml: project is not a known key"):
+        run_sft(build_config(folder, data), out_dir=other)
 
 
 def test_settings_that_cannot_be_meant():

@@ -168,6 +168,18 @@ def test_a_batch_holds_a_task_once_and_may_be_larger_than_the_data_set():
     assert sorted(drawn[:10]) == sorted(drawn[10:20]) == list(range(10))
 
 
+def test_until_feedback_comes_a_greedy_choice_goes_on_to_other_tasks():
+    selector = BotsSelector(FEATURES, seed=0, target_reward=0.8, tau=0)
+    first, second = selector.select(4), selector.select(4)
+    restored = BotsSelector(FEATURES, seed=0, target_reward=0.8, tau=0)
+    restored.load_state_dict(json.loads(json.dumps(selector.state_dict())))
+    third = selector.select(4)
+    assert len({*first, *second}) == 8
+    assert len({*third}) == 4 and restored.select(4) == third
+    selector.feedback([], [])
+    assert selector.select(4) == first
+
+
 def test_without_feedback_sampling_goes_on_to_other_tasks():
     selector = BotsSelector(NO_FEATURES, seed=0, tau=0, do_sample=True)
     assert len({tuple(selector.select(3)) for _ in range(4)}) > 1

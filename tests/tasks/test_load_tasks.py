@@ -81,6 +81,19 @@ def test_broken_json(tmp_path):
         load_tasks(DatasetSection(path=str(tmp_path)), name="t")
 
 
+def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong_in_it(tmp_path):
+    broken, latin = tmp_path / "broken.jsonl", tmp_path / "latin.jsonl"
+    broken.write_text(json.dumps(ROWS[0]) + '\n{"question": \n', encoding="utf-8")
+    latin.write_bytes(b'{"question": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"broken.jsonl.* cannot be read: .*in row 1"):
+        load_tasks(DatasetSection(path=str(broken)), name="t")
+    with pytest.raises(DataError, match=r"latin.jsonl.* cannot be read: .*0xe9"):
+        load_tasks(DatasetSection(path=str(latin), required_fields=()), name="t")
+    for path in (broken, latin):
+        with pytest.raises(DataError, match=f"{path.name}.* cannot be read: "):
+            load_preview(str(path), name=None, split=None, num_rows=2)
+
+
 def test_missing_field_names_field_and_row(tmp_path):
     rows = [ROWS[0], {"question": "What is 1 + 1?"}]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

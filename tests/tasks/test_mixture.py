@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 
+from tunesmith.errors import ConfigError
 from tunesmith.tasks.bots import BotsSelector
 from tunesmith.tasks.mixture import Mixture
 from tunesmith.tasks.selector import build_sequential
@@ -34,6 +36,32 @@ def test_weights_hold_in_every_stretch():
     turns = [turn for _ in range(5) for turn in sets_of(mixture.select(7))]
     for length in range(1, len(turns) + 1):
         assert abs(sum(turns[:length]) - length / 4) <= 1
+
+
+class Fixed:
+    """A user's selector that always says the same, and has no metrics."""
+
+    def __init__(self, given):
+        self.given = given
+
+    def select(self, batch_size):
+        return self.given
+
+    def feedback(self, indices, pass_rates):
+        return None
+
+
+@pytest.mark.parametrize("given", [[5], [-1], [], [0, 1], [0.0], None])
+def test_a_selector_that_gives_other_than_was_asked_for_is_named(given):
+    mixture = Mixture({"a": Fixed(given), "b": Fixed([0])}, SIZES, weights={"a": 3.0, "b": 1.0}, seed=0)
+    with pytest.raises(ConfigError, match="asked for 1 positions from 0 to 4 and gave"):
+        mixture.select(1)
+
+
+def test_positions_may_be_an_array_and_feedback_may_tell_nothing():
+    mixture = Mixture({"a": Fixed(np.asarray([4])), "b": Fixed([0])}, SIZES, weights={"a": 3.0, "b": 1.0}, seed=0)
+    assert mixture.select(1) == [4]
+    assert mixture.feedback([4], [1.0]) == {}
 
 
 def test_feedback_goes_to_the_set_that_a_task_is_of():

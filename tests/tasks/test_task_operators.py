@@ -30,9 +30,14 @@ def kept(result):
 
 
 def test_duplicates_differ_in_spacing_case_and_punctuation_alone():
-    tasks = tasks_of({"q": "What is 2 + 2?"}, {"q": "what  is 2 2"}, {"q": "What is 2 + 3?"})
+    tasks = tasks_of({"q": "What is 2 + 2?"}, {"q": 'what  is "2+2"'}, {"q": "What is 2 + 3?"})
     assert kept(deduplicate(tasks, fields=["q"])) == [0, 2]
     assert deduplicate(tasks, fields=["q"])[1] == {"num_removed": 1}
+
+
+def test_signs_that_change_a_task_keep_it():
+    texts = ["2 + 3", "2 - 3", "2 * 3", "-2 + 3", "2.3", "2 3", "(2 + 3) * 4", "2 + (3 * 4)", "2^3", "2%3", "5!", "5"]
+    assert kept(deduplicate(tasks_of(*({"q": text} for text in texts)), fields=["q"])) == list(range(len(texts)))
 
 
 def test_length_counts_characters():
@@ -70,6 +75,8 @@ def test_a_field_that_is_missing_or_no_number_is_named():
         length_filter(tasks_of({"q": "a"}), field="z")
     with pytest.raises(DataError, match="which is no number"):
         order_by_priority(tasks_of({"q": "a"}), weights={"q": 1.0})
+    with pytest.raises(DataError, match="t/0 has q=3.0, which is no pass rate"):
+        score_difficulty(tasks_of({"q": 3}), feature_keys=["q"])
 
 
 @pytest.mark.parametrize(
@@ -83,6 +90,41 @@ def test_a_field_that_is_missing_or_no_number_is_named():
 )
 def test_a_faithful_paraphrase_keeps_every_number(rewritten, expected):
     assert is_faithful("Ann has 3 pens, then 12", rewritten) is expected
+
+
+@pytest.fixture
+def foreign_server(request):
+    """A server that gives every request the body of the parameter."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.end_headers()
+            self.wfile.write(request.param)
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "foreign_server", [b"<html></html>", b'{"choices": []}', b'{"choices": null}', b'{"ok": 1}', b'"hm"'], indirect=True
+)
+def test_a_server_of_another_kind_is_named(foreign_server, tmp_path):
+    with pytest.raises(DataError, match=f"{foreign_server}/.* is it an OpenAI server"):
+        paraphrase(
+            tasks_of({"q": "What is 2?"}),
+            field="q",
+            model="m",
+            base_url=foreign_server,
+            cache_path=str(tmp_path / "said.jsonl"),
+        )
 
 
 @pytest.fixture

@@ -35,7 +35,12 @@ def build_nothing(tasks):
     return object()
 
 
-OWN = {"mine:Last": Last, "mine:build_nothing": build_nothing}
+class Unsaved(Last):
+    def state_dict(self):
+        return {"places": {self.place}}
+
+
+OWN = {"mine:Last": Last, "mine:build_nothing": build_nothing, "mine:build_unsaved": Unsaved}
 
 
 def build(**section):
@@ -72,6 +77,8 @@ def test_a_users_class_is_built_from_the_tasks():
         ({"selector_type": "difficulty_based", "feature_keys": ["question"]}, DataError, "question='q0'"),
         ({"selector_type": "mine:Last", "feature_keys": ["easy"]}, ConfigError, "does not take feature_keys"),
         ({"selector_type": "mine:build_nothing"}, ConfigError, "has no select, feedback"),
+        ({"selector_type": "mine:build_unsaved"}, ConfigError, "state_dict is not of values that JSON knows"),
+        ({"selector_type": "difficulty_based", "args": {"m": float("inf")}}, ConfigError, "m=inf.*finite"),
     ],
 )
 def test_what_cannot_be_built_is_refused(section, error, message):

@@ -1,8 +1,8 @@
 """From the rewards of a group to advantages: group-relative ones, scaled by the group's spread.
 
 A run's advantage says how much better it did than the other runs of its task. Values in, values out. A run without a
-reward is left out of every statistic and gets None. A group whose scored runs all did alike teaches nothing: its runs
-get None, and the caller drops and counts them. A group with one scored run has nothing to compare with: advantage 0.
+reward is left out of every statistic and gets None. A group whose scored runs all did alike, or of which one run is
+scored and has nothing to compare with, teaches nothing: its runs get None, and the caller drops and counts them.
 """
 
 from __future__ import annotations
@@ -121,11 +121,11 @@ def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantage
 def map_groups(
     groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
 ) -> Advantages:
-    """Apply a function of rewards to the scored runs of each group; None drops the group, a single run gets 0."""
+    """Apply a function of rewards to the scored runs of each group; None drops the group, as does a single run."""
     advantages: Advantages = []
     for group in groups:
         rewards = [run.reward for run in group if run.reward is not None]
-        values = [0.0] * len(rewards) if len(rewards) <= 1 else compute(rewards)
+        values = compute(rewards) if len(rewards) > 1 else None
         found = iter(values if values is not None else [None] * len(rewards))
         advantages.append([None if run.reward is None else next(found) for run in group])
     return advantages
@@ -186,9 +186,7 @@ def _compute_advantages(
     advantages: list[list[float | None]] = []
     for group, pairs in zip(groups, observed, strict=True):
         mean, std = _compute_mean_and_std(pairs)
-        if len(pairs) == 1:
-            advantages.append([None if run.reward is None else 0.0 for run in group])
-        elif _has_no_variance(pairs) or std <= std_threshold:
+        if _has_no_variance(pairs) or std <= std_threshold:
             advantages.append([None] * len(group))
         else:
             scale = (batch_std if std_cal_level == "batch" else std) + epsilon

@@ -14,7 +14,7 @@ from tunesmith.algorithms.aggregate import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
 from tunesmith.algorithms.losses import TokenLosses, TokenScores
 from tunesmith.algorithms.scores import BatchScores, Need, TokenTerms, keep_advantages
-from tunesmith.algorithms.table import ALGORITHMS
+from tunesmith.algorithms.table import ALGORITHMS, COMPARISONS
 from tunesmith.arguments import bind_arguments, name_nearest
 from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection
 from tunesmith.errors import ConfigError
@@ -109,6 +109,12 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
     """Refuse what would have no effect, or another effect than it seems."""
     if ALGORITHMS[algorithm.name].aggregation == "sum" and section.loss_aggregation is not None:
         raise ConfigError(f"algorithm.loss_aggregation: {algorithm.name!r} weighs its tokens itself; leave it out")
+    is_comparison = ALGORITHMS[algorithm.name].compute_advantages in COMPARISONS
+    if section.group_size == 1 and is_comparison and "experts" not in algorithm.needs:
+        raise ConfigError(
+            f"algorithm.group_size=1: {algorithm.name!r} compares the runs of a task and learns nothing from one; "
+            "raise group_size, or choose an algorithm that needs no comparison, such as reinforceplusplus"
+        )
     if section.kl_coef == 0 and section.kl_estimator != AlgorithmSection().kl_estimator:
         raise ConfigError(f"algorithm.kl_estimator={section.kl_estimator!r} has no effect with kl_coef=0: set kl_coef")
     if section.kl_adaptive is not None and section.kl_coef == 0:

@@ -46,7 +46,7 @@ def compute_gigpo_advantages(
             tuple(of_run + omega * of_turn for of_turn in turns)
             for of_run, turns in zip(of_runs, of_turns, strict=True)
         ]
-        teaches = len(runs) == 1 or any(value for row in rows for value in row)
+        teaches = any(value for row in rows for value in row)
         found = iter(rows)
         values = [None if run.reward is None else next(found) for run in group]
         advantages.append(list(values) if teaches else [None] * len(group))

@@ -238,3 +238,16 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         aggregation="sum",
     ),
 }
+
+COMPARISONS = frozenset(
+    {
+        compute_grpo_advantages,
+        compute_multi_step_grpo_advantages,
+        compute_dr_grpo_advantages,
+        compute_bnpo_advantages,
+        compute_rloo_advantages,
+        compute_opmd_advantages,
+        compute_rec_advantages,
+    }
+)
+"""Advantages that are nothing but comparisons of a group's runs: a group of one has none."""

@@ -130,18 +130,24 @@ def translate_dataset(dataset: DatasetConfig) -> dict[str, Any]:
 
 
 def translate_training_sets(datasets: DatasetConfig | Mapping[str, DatasetConfig]) -> dict[str, Any]:
-    """One set, or several by name; they must agree on how long the run is."""
+    """One set, or several by name, in place of those of the file; they must agree on how long the run is."""
     if isinstance(datasets, DatasetConfig):
         lengths = datasets.model_dump(include=datasets.model_fields_set & LENGTHS)
-        return {"train_dataset": translate_dataset(datasets), **lengths}
-    translated = {"train_dataset": None, "train_datasets": {n: translate_dataset(d) for n, d in datasets.items()}}
+        return {"train_dataset": translate_dataset(datasets), "train_datasets": {}, **settle_lengths(lengths)}
+    lengths = {}
     for key in sorted(LENGTHS):
         values = {getattr(dataset, key) for dataset in datasets.values() if key in dataset.model_fields_set}
         if len(values) > 1:
             raise ConfigError(f"the training sets give different {key}: {sorted(map(str, values))}; give it once")
         if values:
-            translated[key] = values.pop()
-    return translated
+            lengths[key] = values.pop()
+    named = {name: translate_dataset(dataset) for name, dataset in datasets.items()}
+    return {"train_dataset": None, "train_datasets": named, **settle_lengths(lengths)}
+
+
+def settle_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Epochs that the caller asked for count, whatever steps the file names."""
+    return {"total_steps": None, **given} if "total_epochs" in given else dict(given)
 
 
 def collect_own_selectors(datasets: DatasetConfig | Mapping[str, DatasetConfig] | None) -> dict[str, Any]:
@@ -150,6 +156,26 @@ def collect_own_selectors(datasets: DatasetConfig | Mapping[str, DatasetConfig] 
         return {}
     named = {"train": datasets} if isinstance(datasets, DatasetConfig) else datasets
     return {name: each.own_selector for name, each in named.items() if each.own_selector is not None}
+
+
+def translate_held_out_sets(datasets: DatasetConfig | Mapping[str, DatasetConfig]) -> dict[str, Any]:
+    """Held-out sets by name; they have no say in how long the run is."""
+    named = datasets if isinstance(datasets, Mapping) else {"eval_taskset": datasets}
+    for name, dataset in named.items():
+        if given := sorted(LENGTHS & dataset.model_fields_set):
+            raise ConfigError(
+                f"{given[0]} of the held-out set {name!r} has no effect: evaluations try every task once; "
+                "evaluation.max_tasks takes the first so many"
+            )
+    return {name: translate_dataset(dataset) for name, dataset in named.items()}
+
+
+def check_datasets(datasets: Any, *, knob: str) -> None:
+    """Refuse what is neither a DatasetConfig nor several by name."""
+    given = list(datasets.values()) if isinstance(datasets, Mapping) else [datasets]
+    wrong = [each for each in given if not isinstance(each, DatasetConfig)]
+    if wrong:
+        raise ConfigError(f"{knob} must be a DatasetConfig, or a mapping of names to several, got {wrong[0]!r}")
 
 
 def translate_algorithm(algorithm: AlgorithmConfig) -> dict[str, Any]:
@@ -181,10 +207,11 @@ def translate_tune_arguments(
     """Nested overrides of a run file, from the arguments of AgentScope's `tune`."""
     overrides: dict[str, Any] = {} if algorithm is None else translate_algorithm(algorithm)
     if train_dataset is not None:
+        check_datasets(train_dataset, knob="train_dataset")
         overrides |= translate_training_sets(train_dataset)
     if eval_dataset is not None:
-        named = eval_dataset if isinstance(eval_dataset, Mapping) else {"eval_taskset": eval_dataset}
-        overrides["eval_datasets"] = {name: translate_dataset(dataset) for name, dataset in named.items()}
+        check_datasets(eval_dataset, knob="eval_dataset")
+        overrides["eval_datasets"] = translate_held_out_sets(eval_dataset)
     if model is not None:
         overrides["model"] = translate_model(model)
     if auxiliary_models:

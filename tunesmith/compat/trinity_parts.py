@@ -16,7 +16,7 @@ from tunesmith.compat.trinity_draft import (
     read_mapping,
     walk,
 )
-from tunesmith.config import AlgorithmSection
+from tunesmith.config import AlgorithmSection, ReplaySection
 from tunesmith.errors import ConfigError
 
 ADAPTER = "agentscope_workflow_adapter_v1"
@@ -190,9 +190,9 @@ def read_replay(draft: Draft, key: str, value: Any) -> None:
     allow(
         "linear_decay", "decay_limit_randomization", reason="a priority is linear_decay or decay_limit_randomization"
     )(draft, f"{key}.priority_fn", given.get("priority_fn"))
-    draft.set(
-        "experience.replay.num_groups", draft.find("buffer.batch_size", AlgorithmSection().batch_size), source=key
-    )
+    num_groups = draft.find("buffer.batch_size", AlgorithmSection().batch_size)
+    draft.set("experience.replay.num_groups", num_groups, source=key)
+    draft.set("experience.replay.capacity", max(ReplaySection().capacity, num_groups), source=key)
     targets = {"decay": "decay", "use_count_limit": "max_uses", "sigma": "sigma"}
     for name, number in read_mapping(given.get("priority_fn_args"), f"{key}.priority_fn_args").items():
         if name not in targets:

@@ -132,7 +132,7 @@ class AlgorithmSection(Section):
     algorithm_type: str = "multi_step_grpo"
     """Name in the table of algorithms; `tunesmith config --algorithms` lists them."""
     group_size: int = Field(default=8, ge=1)
-    """Rollouts of each task in a step; a group of one has no advantage."""
+    """Rollouts of each task in a step; one is enough only for algorithms that do not compare the runs of a task."""
     batch_size: int = Field(default=32, ge=1)
     """Tasks in a step."""
     advantage_args: dict[str, Any] = Field(default_factory=dict)
@@ -181,6 +181,14 @@ class ReplaySection(Section):
     """Priority is the group's policy version minus this for each time it was trained again."""
     sigma: float = Field(default=0.0, ge=0)
     """Standard deviation of noise on the priority, which lets older groups in."""
+
+    @model_validator(mode="after")
+    def _check_use(self) -> ReplaySection:
+        if self.num_groups == 0 and self != ReplaySection.model_construct():
+            raise ValueError("has no effect with num_groups=0: set num_groups, or leave the rest out")
+        if self.capacity < self.num_groups:
+            raise ValueError(f"capacity={self.capacity} is less than num_groups={self.num_groups}")
+        return self
 
 
 class ExperienceSection(Section):

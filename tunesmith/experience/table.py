@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,11 +87,32 @@ def apply_operators(
     current = list(groups)
     metrics: dict[str, float] = {}
     for operator in operators:
-        changed, numbers = operator.apply(current)
+        changed, numbers = split_result(operator.name, operator.apply(current))
         check_result(operator.name, current, changed)
         current = list(changed)
-        metrics |= {f"experience/{operator.name}/{key}": float(value) for key, value in numbers.items()}
+        metrics |= {f"experience/{operator.name}/{key}": value for key, value in numbers.items()}
+    check_rewards(current)
     return current, metrics
+
+
+def split_result(name: str, result: Any) -> tuple[Sequence[Group], dict[str, float]]:
+    """Groups and numbers; a ConfigError where a user's operator gave back something else."""
+    try:
+        groups, numbers = result
+        return groups, {key: float(value) for key, value in numbers.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"operator {name!r} must give back (groups, numbers by name): {error}") from error
+
+
+def check_rewards(groups: Sequence[Group]) -> None:
+    """Refuse rewards that the chain made infinite, or no number, and let through."""
+    for group in groups:
+        for run in group.trajectories:
+            if run.reward is not None and not math.isfinite(run.reward):
+                raise ConfigError(
+                    f"experience.operators made the reward of run {run.run_index} of task {group.task.task_id} "
+                    f"{run.reward}: mend the operator, or put invalid_reward_filter last"
+                )
 
 
 def check_result(name: str, before: Sequence[Group], after: Sequence[Group]) -> None:

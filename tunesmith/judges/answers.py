@@ -13,7 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from tunesmith.judges.numeric import extract_answer, extract_marked, parse_number, score_numeric, score_symbolic
+from tunesmith.judges.numeric import (
+    extract_answer,
+    extract_marked,
+    parse_number,
+    read_reference,
+    score_numeric,
+    score_symbolic,
+)
 from tunesmith.judges.transcript import Transcript
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -23,12 +30,12 @@ STATED = re.compile(r"\banswer\s*(?:is\s*:?|:)\s*(?P<answer>[^\n]+)", re.IGNOREC
 
 def match_numeric(task: Mapping[str, Any], transcript: Transcript) -> float | None:
     """1.0 for the number or the expression of the reference: numbers compare exactly, the rest by math-verify."""
-    return score_numeric(transcript.answer, str(task["answer"]))
+    return score_numeric(transcript.answer, read_reference(task))
 
 
 def match_symbolic(task: Mapping[str, Any], transcript: Transcript) -> float | None:
     """1.0 when math-verify finds answer and reference equal, numbers too."""
-    return score_symbolic(transcript.answer, str(task["answer"]))
+    return score_symbolic(transcript.answer, read_reference(task))
 
 
 def build_tolerant_match(tolerance: float) -> Callable[[Mapping[str, Any], Transcript], float | None]:
@@ -36,7 +43,8 @@ def build_tolerant_match(tolerance: float) -> Callable[[Mapping[str, Any], Trans
     limit = Fraction(str(tolerance))
 
     def match_within_tolerance(task: Mapping[str, Any], transcript: Transcript) -> float | None:
-        reference = parse_number(extract_marked(str(task["answer"])) or str(task["answer"]))
+        stated = read_reference(task)
+        reference = parse_number(extract_marked(stated) or stated)
         if reference is None:
             return match_numeric(task, transcript)
         candidate = parse_number(extract_answer(transcript.answer) or "")
@@ -67,7 +75,7 @@ def list_references(task: Mapping[str, Any]) -> list[str]:
     """The answers that count as right: `task["answer"]`, a text or several; those without a word are left out."""
     answer = task["answer"]
     given = answer if isinstance(answer, Sequence) and not isinstance(answer, str) else [answer]
-    texts = [extract_marked(str(each)) or str(each) for each in given]
+    texts = [extract_marked(str(each)) or str(each) for each in given if each is not None]
     return [text for text in texts if normalise(text)]
 
 

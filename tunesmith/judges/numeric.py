@@ -33,8 +33,14 @@ RELATIVE_TOLERANCE = Fraction(1, 10**9)
 
 async def judge_number(task: Mapping[str, Any], response: Any) -> JudgeOutput:
     """Reward 1.0 when the response's final answer equals `task["answer"]`, else 0.0; ready for `tune()`."""
-    score = score_numeric(read_text(response), str(task["answer"]))
+    score = score_numeric(read_text(response), read_reference(task))
     return JudgeOutput(reward=score, metrics=None if score is None else {"accuracy": score})
+
+
+def read_reference(task: Mapping[str, Any]) -> str:
+    """`task["answer"]` as text; one that is null holds nothing to compare with."""
+    answer = task["answer"]
+    return "" if answer is None else str(answer)
 
 
 def score_numeric(text: str, answer: str) -> float | None:

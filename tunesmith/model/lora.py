@@ -134,8 +134,11 @@ def attach(model: PreTrainedModel, adapter: AdapterFiles, *, is_trainable: bool)
 
 def resolve_targets(model: PreTrainedModel, targets: str | tuple[str, ...]) -> str | list[str]:
     """Layer names as PEFT takes them: those of attention are the linear children of modules that know their layer."""
+    if isinstance(targets, tuple):
+        check_names(model, targets)
+        return list(targets)
     if targets != "attention":
-        return targets if isinstance(targets, str) else list(targets)
+        return targets
     names = {
         name
         for module in model.modules()
@@ -191,3 +194,14 @@ def restore_adapter(folder: Path, model: PreTrainedModel) -> None:
 
 def is_alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
+
+
+def check_names(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    """Refuse a name that no linear layer ends on; PEFT passes over it where another one fits."""
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise ModelError(
+                f"model.lora.target_modules: {type(model).__name__} has no linear layer {target!r}; its layers: {known}"
+            )

@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.comparison import Comparison, SetComparison
+from tunesmith.pipeline.comparison import Comparison, Estimate, SetComparison
 from tunesmith.storage import open_atomic
 
 PANEL_INCHES = (3.2, 3.2)
@@ -33,9 +33,8 @@ def save_plot(path: Path, comparison: Comparison) -> None:
         for name, panel in zip(names, of_row, strict=False):
             found = {label: r.estimates[name] for label, r in each.results.items() if name in r.estimates}
             means = [estimate.mean for estimate in found.values()]
-            low = [estimate.mean - estimate.interval[0] for estimate in found.values()]
-            high = [estimate.interval[1] - estimate.mean for estimate in found.values()]
-            panel.bar(list(found), means, yerr=[low, high], capsize=4, color="0.7", edgecolor="0.2")
+            arms = [measure_arms(estimate) for estimate in found.values()]
+            panel.bar(list(found), means, yerr=list(zip(*arms, strict=True)), capsize=4, color="0.7", edgecolor="0.2")
             panel.set_title(f"{each.name}: {name.replace('_', ' ')}", fontsize=9)
             if all(estimate.is_share for estimate in found.values()):
                 panel.set_ylim(0, 1)
@@ -43,6 +42,12 @@ def save_plot(path: Path, comparison: Comparison) -> None:
     figure.savefig(picture, format="png", dpi=120)
     with open_atomic(path) as file:
         file.write(picture.getvalue())
+
+
+def measure_arms(estimate: Estimate) -> tuple[float, float]:
+    """From the mean down and up to the ends of its interval, which rounding may put past it where all scores agree."""
+    low, high = estimate.interval
+    return max(0.0, estimate.mean - low), max(0.0, high - estimate.mean)
 
 
 def list_panels(comparison: SetComparison) -> list[str]:

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from tunesmith import __version__
 from tunesmith.config import ExportSection
+from tunesmith.model.adapter import AdapterFiles
 from tunesmith.model.checkpoint import DONE
 from tunesmith.model.source import HUB_ID
 from tunesmith.monitor.metrics_file import load_metrics
@@ -79,7 +80,7 @@ def list_body(card: Card, folder_format: str) -> Iterator[str]:
     )
     yield from list_usage(card, folder_format)
     if card.source.run is not None:
-        yield from list_training(card.source.run, Path(card.source.path))
+        yield from list_training(card.source, card.source.run)
     else:
         yield from ("", "## Training", "", "Exported from a model folder: nothing is known of how it was trained.")
     yield from list_checks(card, folder_format)
@@ -124,19 +125,33 @@ def list_usage(card: Card, folder_format: str) -> Iterator[str]:
         yield from ("", f"Weights are {str(card.dtype).removeprefix('torch.')}.{merged}")
 
 
-def list_training(run: RunPaths, model: Path) -> Iterator[str]:
+def list_training(source: ExportSource, run: RunPaths) -> Iterator[str]:
     """The run's data, settings and figures up to the exported step."""
     values = load_values(run.config)
-    step = find_step(model)
+    step = find_step(Path(source.path))
     yield from ("", "## Training", "")
     yield f"By {describe_method(values)}." + ("" if step is None else f" These are the weights after step {step}.")
     rows = [("data", describe_data(values, "train_dataset")), ("held-out data", describe_data(values, "eval_dataset"))]
-    rows += [(key, read_key(values, key)) for key in SETTINGS]
+    of_adapter = describe_adapter(source.adapter)
+    rows += [(key, of_adapter.get(key, read_key(values, key))) for key in SETTINGS]
     yield from ("", *list_table(("setting", "value"), [row for row in rows if row[1] is not None]))
     records = [record for record in load_metrics(run.metrics) if step is None or record["step"] <= step]
     yield from list_progress([record for record in records if record["kind"] == "train"])
     yield from list_losses([record for record in records if record["kind"] == "eval" and "eval/loss" in record])
     yield from list_evaluations(run, step)
+
+
+def describe_adapter(adapter: AdapterFiles | None) -> dict[str, str]:
+    """Keys that a loaded adapter has of its own, whatever the run's config says; none without an adapter."""
+    if adapter is None:
+        return {}
+    targets = adapter.target_modules
+    names = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+    return {
+        "model.lora.r": str(adapter.r),
+        "model.lora.alpha": str(float(adapter.alpha)),
+        "model.lora.target_modules": names,
+    }
 
 
 def describe_method(values: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from tunesmith.pipeline.load_function import load_part
 from tunesmith.storage import save_json
 from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.mixture import Mixture
-from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector
+from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector, draw_indices
 from tunesmith.tasks.table import (
     apply_task_operators,
     build_own_selector,
@@ -52,11 +52,7 @@ class TaskFeed:
 
     def draw(self, num_tasks: int) -> list[Task]:
         """The next tasks."""
-        indices = self.selector.select(num_tasks)
-        if len(indices) != num_tasks or not all(0 <= index < len(self.tasks) for index in indices):
-            raise ConfigError(
-                f"the selector was asked for {num_tasks} positions from 0 to {len(self.tasks) - 1} and gave {indices}"
-            )
+        indices = draw_indices(self.selector, num_tasks, num_tasks=len(self.tasks))
         self._drawn += indices
         if isinstance(self.selector, ExplainingSelector):
             self._selections.append(self.selector.explain())
@@ -67,7 +63,7 @@ class TaskFeed:
         rates = compute_pass_rates(groups, self._outcome_key)
         heard = [(index, rate) for index, rate in zip(self._drawn, rates, strict=True) if rate is not None]
         self._drawn = []
-        return dict(self.selector.feedback([index for index, _ in heard], [rate for _, rate in heard]))
+        return dict(self.selector.feedback([index for index, _ in heard], [rate for _, rate in heard]) or {})
 
     def save_selection(self, path: Path) -> None:
         """Write what was chosen in this step and why, where the selector says so."""

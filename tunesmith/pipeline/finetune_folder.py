@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tunesmith.config import OfflineConfig
-from tunesmith.errors import StorageError
+from tunesmith.errors import ConfigError, StorageError
 from tunesmith.model.checkpoint import (
     DONE,
     TRAINER_FOLDER,
@@ -98,7 +98,13 @@ def open_finetune_folder(config: OfflineConfig, root: Path) -> FinetuneFolder:
 def check_settings(paths: RunPaths, config: OfflineConfig) -> None:
     """Refuse a folder that holds something else, or a fine-tuning with other settings."""
     if paths.config.is_file():
-        check_same_run(load_section(type(config), paths.config), config, free_keys=FREE_KEYS)
+        try:
+            saved = load_section(type(config), paths.config)
+        except ConfigError as error:
+            raise StorageError(
+                f"{paths.root} already holds something else ({paths.config.name}: {error}): choose another folder"
+            ) from error
+        check_same_run(saved, config, free_keys=FREE_KEYS)
         return
     others = sorted(path.name for path in paths.root.iterdir() if path != paths.lock)
     if others:

@@ -79,11 +79,35 @@ def load_section(
     merged = OmegaConf.create() if path is None else load_yaml(Path(path))
     for layer in (base, values):
         if layer:
+            drop_replaced(merged, layer)
             merged = OmegaConf.merge(merged, OmegaConf.create(escape_interpolations(dict(layer))))
             assert isinstance(merged, DictConfig)
     for override in overrides:
         merged = apply_override(merged, override)
     return build_section(kind, resolve(merged, path))
+
+
+def drop_replaced(merged: DictConfig, layer: Mapping[str, Any]) -> None:
+    """Leave out what a later layer replaces and does not merge with: training sets that it does not name, where it
+    names any, and what was said of another selector."""
+    below, above = merged.get("train_datasets"), layer.get("train_datasets")
+    if isinstance(below, DictConfig) and isinstance(above, Mapping):
+        for name in set(below) - set(above):
+            del below[name]
+        for name in below:
+            drop_other_selector(below[name], above[name])
+    drop_other_selector(merged.get("train_dataset"), layer.get("train_dataset"))
+
+
+def drop_other_selector(below: Any, section: Any) -> None:
+    """Leave the selector out of a data set for which a later layer names another."""
+    if not isinstance(below, DictConfig) or not isinstance(section, Mapping):
+        return
+    old, given = below.get("task_selector"), section.get("task_selector")
+    if not isinstance(old, DictConfig) or not isinstance(given, Mapping):
+        return
+    if given.get("selector_type") not in (None, old.get("selector_type")):
+        del below["task_selector"]
 
 
 def load_values(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -161,6 +185,8 @@ def describe_fault(fault: ErrorDetails) -> str:
     if kind == "value_error":
         message = fault["msg"].removeprefix("Value error, ")
         return f"{key}: {message}" if key else message
+    if kind == "tuple_type":
+        return f"{key} must be a list, got {fault['input']!r}"
     if kind == "model_type":
         return f"{key} must be a mapping of keys to values, got {fault['input']!r}"
     return f"{key} {fault['msg'].replace('Input should', 'must', 1)}, got {fault['input']!r}"

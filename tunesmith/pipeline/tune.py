@@ -116,6 +116,7 @@ def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
             f"algorithm.algorithm_type={algorithm.name!r} does not learn from rewards; choose another, or use "
             "`tunesmith sft` on demonstrations and `tunesmith prefer` on preferences"
         )
+    check_refill(config)
     operators = build_operators(
         config.experience, load=partial(load_part, knob="experience.operators"), own=own.operators
     )
@@ -139,6 +140,16 @@ def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
         eval_tasks=eval_tasks,
         total_steps=compute_total_steps(config, num_tasks=len(feed.tasks)),
     )
+
+
+def check_refill(config: RunConfig) -> None:
+    """Refuse a budget for refills that allows not one task more than the batch."""
+    budget, batch_size = config.experience.refill_budget, config.algorithm.batch_size
+    if budget > 1 and int(budget * batch_size) == batch_size:
+        raise ConfigError(
+            f"experience.refill_budget={budget:g} allows no task beyond a batch of {batch_size}: raise it to "
+            f"{1 + 1 / batch_size:.4g} or more"
+        )
 
 
 def build_expert_feed(config: RunConfig) -> ExpertFeed | None:

@@ -16,12 +16,14 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from tunesmith.tasks.references import References
 from tunesmith.tasks.selector import Choice, Floats, Indices, Selection
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveCount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 CAPABILITY_MEMORY = 0.9
 """Share of the last capability in the next."""
@@ -52,14 +54,14 @@ class BotsSelector:
         features_NK: Floats,
         *,
         seed: int,
-        m: PositiveFloat = 16.0,
+        m: PositiveCount = 16.0,
         lamb: Share = 0.2,
         rho: Share = 0.2,
         adaptive_rho: bool = False,
         target_reward: Share = 1.0,
         tau: NonNegativeFloat = 1.0,
         do_sample: bool = False,
-        prior_count: NonNegativeFloat = 4.0,
+        prior_count: Count = 4.0,
         max_repeats: PositiveInt | None = None,
         max_candidates: PositiveInt = 2**17,
     ) -> None:
@@ -80,9 +82,13 @@ class BotsSelector:
         self._num_selected = np.zeros(self.num_tasks, dtype=np.int32)
         self._num_selected_in_epoch = np.zeros(self.num_tasks, dtype=np.int32)
         self._choices: tuple[Choice, ...] = ()
+        self._awaited: list[int] = []
 
     def select(self, batch_size: int) -> list[int]:
-        """The tasks with the best scores, best first; different ones until there are no more."""
+        """The tasks with the best scores, best first; different ones until there are no more.
+
+        Tasks that were selected since the last feedback come last: nothing new is known of them.
+        """
         chosen: list[int] = []
         choices: list[Choice] = []
         while len(chosen) < batch_size:
@@ -91,10 +97,12 @@ class BotsSelector:
             choices += picked
             chosen += [choice.index for choice in picked]
         self._choices = tuple(choices)
+        self._awaited += chosen
         return chosen
 
     def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> dict[str, float]:
         """Update every posterior; a task that occurs twice counts once, with its mean."""
+        self._awaited = []
         if not len(indices):
             return self._compute_metrics()
         index_J, rate_J = average_repeated(indices, pass_rates)
@@ -128,6 +136,7 @@ class BotsSelector:
             "num_drawn": self.num_drawn,
             "rho": self.rho,
             "capability": self.capability,
+            "awaited": self._awaited,
             **{name: text.decode("ascii") for name, text in arrays.items()},
         }
 
@@ -138,6 +147,7 @@ class BotsSelector:
                 raise ValueError(f"the selector's state is of {len(loaded)} tasks, the data set has {self.num_tasks}")
             self._array(name)[:] = loaded
         self.num_drawn, self.rho, self.capability = state["num_drawn"], state["rho"], state["capability"]
+        self._awaited = list(state["awaited"])
 
     def _array(self, name: str) -> NDArray[Any]:
         return {
@@ -170,15 +180,17 @@ class BotsSelector:
     def _find_candidates(self, size: int, avoided: Sequence[int], rng: np.random.Generator) -> Indices | None:
         """Tasks that may be chosen, at least `size` of them; None says all of them."""
         is_sampled = self._do_sample and self.num_tasks > self._max_candidates
-        if not is_sampled and self._max_repeats is None and not avoided:
+        if not is_sampled and self._max_repeats is None and not avoided and not self._awaited:
             return None
         is_open_N = np.ones(self.num_tasks, dtype=bool)
         if self._max_repeats is not None:
             is_open_N = self._num_selected_in_epoch < self._max_repeats
-        fresh_N = is_open_N.copy()
-        fresh_N[list(avoided)] = False
-        if np.count_nonzero(fresh_N) >= size:
-            is_open_N = fresh_N
+        for left_out in ([*self._awaited, *avoided], avoided):
+            fresh_N = is_open_N.copy()
+            fresh_N[list(left_out)] = False
+            if np.count_nonzero(fresh_N) >= size:
+                is_open_N = fresh_N
+                break
         num_open = np.count_nonzero(is_open_N)
         assert num_open >= size, "an epoch has room for as many draws as there are tasks"
         num_wanted = max(self._max_candidates, 4 * size)

@@ -34,12 +34,12 @@ def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
 
 def load_rows(path: str, *, name: str | None, split: str | None) -> list[dict[str, Any]]:
     """Read a split whole."""
-    return list(_open(path, name=name, split=split, is_streaming=False))
+    return _read(path, name=name, split=split, num_rows=None)
 
 
 def load_preview(path: str, *, name: str | None, split: str | None, num_rows: int) -> list[dict[str, Any]]:
     """Read the first rows of a split without reading the rest."""
-    return list(itertools.islice(_open(path, name=name, split=split, is_streaming=True), num_rows))
+    return _read(path, name=name, split=split, num_rows=num_rows)
 
 
 def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[str], *, path: str) -> None:
@@ -53,7 +53,8 @@ def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[st
                 )
 
 
-def _open(path: str, *, name: str | None, split: str | None, is_streaming: bool) -> Any:
+def _read(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
+    """The first rows of a split, read one after another, or all of it."""
     place = Path(path).expanduser()
     if place.is_file():
         arguments = _describe_file(place, split)
@@ -62,8 +63,9 @@ def _open(path: str, *, name: str | None, split: str | None, is_streaming: bool)
     else:
         raise MissingDataError(f"the data set path {path!r} does not exist; give a folder, a file or a hub id")
     try:
-        loaded = load_dataset(**arguments, streaming=is_streaming)
-        return _choose_split(loaded, split, path=path, is_file=place.is_file())
+        loaded = load_dataset(**arguments, streaming=num_rows is not None)
+        rows = _choose_split(loaded, split, path=path, is_file=place.is_file())
+        return list(itertools.islice(rows, num_rows))
     except DataError:
         raise
     except StopIteration as error:
@@ -100,5 +102,5 @@ def _explain(path: str, split: str | None, error: Exception) -> DataError:
         return MissingDataError(
             f"the data set {path!r} is no folder or file here, and the hub did not give it (offline, unknown or gated)"
         )
-    reason = " ".join(str(error).split())
+    reason = " ".join(str(error.__cause__ or error).split())
     return DataError(f"the data set {path!r} (split {split!r}) cannot be read: {reason[:300]}")

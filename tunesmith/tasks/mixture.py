@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector
+from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector, draw_indices
 
 
 class Mixture:
@@ -50,7 +50,10 @@ class Mixture:
         """Positions in the order in which the sets take turns."""
         turns = [self._take_turn() for _ in range(batch_size)]
         self._last_turns = set(turns)
-        drawn = {turn: iter(self._selector(turn).select(count)) for turn, count in Counter(turns).items()}
+        drawn = {
+            turn: iter(draw_indices(self._selector(turn), count, num_tasks=int(self._sizes[turn])))
+            for turn, count in Counter(turns).items()
+        }
         return [self._first[turn] + next(drawn[turn]) for turn in turns]
 
     def _take_turn(self) -> int:
@@ -77,7 +80,7 @@ class Mixture:
             start, end = self._first[turn], self._first[turn + 1]
             own = [(index - start, rate) for index, rate in given if start <= index < end]
             told = self._selector(turn).feedback([index for index, _ in own], [rate for _, rate in own])
-            metrics |= {f"{key}/{name}": value for key, value in told.items()}
+            metrics |= {f"{key}/{name}": value for key, value in (told or {}).items()}
         return metrics
 
     def explain(self) -> Selection:

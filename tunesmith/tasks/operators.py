@@ -11,27 +11,32 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tunesmith.errors import DataError
 from tunesmith.types import Task
 
 TaskOperator = Callable[..., tuple[list[Task], dict[str, float]]]
 
+Fields = Annotated[list[str], Field(min_length=1)]
+Weights = Annotated[dict[str, float], Field(min_length=1)]
+
 WORD = re.compile(r"\w+")
+SIGN = re.compile(r"\w+(?:[.,]\w+)*|[^\w\s.,;:?'\"]")
+"""What tells two tasks apart: words, whole numbers and decimals, and signs such as + - * / ( ) that have a meaning."""
 REPEATED_CHARS = 10
 REPEATED_WORDS = 5
 """Lengths of the stretches whose repetition is measured."""
 
 
-def deduplicate(tasks: Sequence[Task], *, fields: list[str]) -> tuple[list[Task], dict[str, float]]:
-    """Keep the first of tasks whose fields say the same, whatever their spacing, case and punctuation."""
+def deduplicate(tasks: Sequence[Task], *, fields: Fields) -> tuple[list[Task], dict[str, float]]:
+    """Keep the first of tasks whose fields say the same, whatever their spacing, case and sentence punctuation."""
     seen: set[tuple[str, ...]] = set()
     kept = []
     for task in tasks:
-        key = tuple(" ".join(WORD.findall(read_text(task, field).casefold())) for field in fields)
+        key = tuple(" ".join(SIGN.findall(read_text(task, field).casefold())) for field in fields)
         if key not in seen:
             seen.add(key)
             kept.append(task)
@@ -59,15 +64,18 @@ def score_quality(
 
 
 def score_difficulty(
-    tasks: Sequence[Task], *, feature_keys: list[str], to: str = "difficulty_score"
+    tasks: Sequence[Task], *, feature_keys: Fields, to: str = "difficulty_score"
 ) -> tuple[list[Task], dict[str, float]]:
     """Add one minus the mean pass rate of the reference models."""
-    scores = [1.0 - fmean(read_number(task, key) for key in feature_keys) for task in tasks]
+    scores = [1.0 - fmean(read_pass_rate(task, key) for key in feature_keys) for task in tasks]
     return _add_scores(tasks, to, scores)
 
 
 def order_by_priority(
-    tasks: Sequence[Task], *, weights: dict[str, float], top_k: PositiveInt | None = None
+    tasks: Sequence[Task],
+    *,
+    weights: Annotated[dict[str, float], Field(min_length=1)],
+    top_k: PositiveInt | None = None,
 ) -> tuple[list[Task], dict[str, float]]:
     """Highest weighted sum of number fields first, the data set's order among equals; keep the first `top_k`."""
 
@@ -105,6 +113,13 @@ def read_number(task: Task, field: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise DataError(f"task {task.task_id} has {field}={value!r}, which is no number")
     return float(value)
+
+
+def read_pass_rate(task: Task, field: str) -> float:
+    value = read_number(task, field)
+    if not 0 <= value <= 1:
+        raise DataError(f"task {task.task_id} has {field}={value!r}, which is no pass rate from 0 to 1")
+    return value
 
 
 def _read(row: Mapping[str, Any], field: str, task: Task) -> Any:

@@ -83,7 +83,12 @@ def _ask(client: openai.OpenAI, model: str, text: str, *, temperature: float, ma
         )
     except openai.OpenAIError as error:
         raise DataError(f"paraphrase: the model {model!r} did not answer: {error}") from error
-    return completion.choices[0].message.content or ""
+    except ValueError as error:
+        raise DataError(f"paraphrase: {client.base_url} did not answer in JSON; is it an OpenAI server?") from error
+    choices = getattr(completion, "choices", None)
+    if not choices:
+        raise DataError(f"paraphrase: the answer of {client.base_url} has no choices; is it an OpenAI server?")
+    return choices[0].message.content or ""
 
 
 def _load_cache(path: Path) -> dict[str, str]:

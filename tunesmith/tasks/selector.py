@@ -9,12 +9,15 @@ Axes: N tasks, K feature columns.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tunesmith.errors import ConfigError
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -27,8 +30,9 @@ class Selector(Protocol):
         """The positions of the next tasks."""
         ...
 
-    def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> Mapping[str, float]:
-        """Hear how tasks went, each from 0 to 1; tasks of which no run has a score are left out. Returns metrics."""
+    def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> Mapping[str, float] | None:
+        """Hear how tasks went, each from 0 to 1; tasks of which no run has a score are left out. Returns metrics, if
+        there are any."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,6 +62,18 @@ class Selection:
     summary: Mapping[str, float]
     histogram: tuple[int, ...]
     """Tasks by expected pass rate, in equal bins from 0 to 1."""
+
+
+def draw_indices(selector: Selector, size: int, *, num_tasks: int) -> list[int]:
+    """The next positions, as plain numbers; a ConfigError where a user's selector does not keep to the protocol."""
+    given = selector.select(size)
+    try:
+        indices = [operator.index(index) for index in given]
+    except TypeError:
+        indices = []
+    if len(indices) != size or not all(0 <= index < num_tasks for index in indices):
+        raise ConfigError(f"the selector was asked for {size} positions from 0 to {num_tasks - 1} and gave {given!r}")
+    return indices
 
 
 @runtime_checkable

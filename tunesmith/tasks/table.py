@@ -6,6 +6,7 @@ A selector of ours is built from the features of its tasks; a user's own from th
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,11 +101,15 @@ def build_own_selector(
 
 
 def check_selector(selector: Any, *, name: str) -> Selector:
-    """Refuse an object that lacks a method of `Selector`."""
+    """Refuse an object that lacks a method of `Selector`, or whose state a checkpoint could not hold."""
     methods = ("select", "feedback", "state_dict", "load_state_dict")
     missing = [method for method in methods if not callable(getattr(selector, method, None))]
     if missing:
         raise ConfigError(f"selector {name!r} has no {', '.join(missing)}; a selector has {', '.join(methods)}")
+    try:
+        json.dumps(selector.state_dict())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"selector {name!r}: its state_dict is not of values that JSON knows: {error}") from error
     checked: Selector = selector
     return checked
 
