@@ -94,7 +94,7 @@ def test_no_trick_beats_a_plain_honest_answer(name):
         ("#### 72\n" * 100, 0.50 + 0.10),
         ("<think></think>#### 72", 0.50 + 0.10 + 0.10),
         ("<think>....................</think>#### 72", 0.50 + 0.15 + 0.10),
-        (f"<think>{TASK['question']}</think>#### 72", 0.50 + 0.15 + 0.05 + 0.10),
+        (f"<think>{TASK['question']}</think>#### 72", 0.50 + 0.15 + 0.10),
     ],
 )
 def test_tricks_around_the_right_answer_earn_less_than_honest_work(response, reward):

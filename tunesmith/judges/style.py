@@ -100,14 +100,24 @@ def count_steps(reasoning: str, *, question: str) -> int:
 
 @functools.lru_cache(maxsize=1)  # the parts of a reward ask for the same pieces
 def list_own_pieces(reasoning: str, *, question: str) -> tuple[str, ...]:
-    """Lines and sentences, less those that are copied from the question."""
+    """Lines and sentences, less what is copied from the question, in one piece or chopped into several in a row."""
     asked = _join_tokens(question)
-    pieces = []
-    for piece in STEP_END.split(reasoning):
-        tokens = TOKEN.findall(piece.casefold())
-        if tokens and not (len(tokens) >= COPY_WORDS and f" {' '.join(tokens)} " in asked):
-            pieces.append(piece.strip())
-    return tuple(pieces)
+    pieces = [piece.strip() for piece in STEP_END.split(reasoning)]
+    words = [TOKEN.findall(piece.casefold()) for piece in pieces]
+    own, start = [], 0
+    while start < len(pieces):
+        copied: list[str] = []
+        end = start
+        while end < len(pieces) and f" {' '.join(copied + words[end])} " in asked:
+            copied += words[end]
+            end += 1
+        if len(copied) >= COPY_WORDS:
+            start = end
+            continue
+        if words[start]:
+            own.append(pieces[start])
+        start += 1
+    return tuple(own)
 
 
 @remember(max_entries=NUM_KNOWN_QUESTIONS, max_length=MAX_QUESTION_CHARACTERS)
