@@ -247,6 +247,16 @@ def test_a_killed_evaluation_goes_on_with_what_was_not_tried(workplace):
     assert read_outcomes(workplace / "killed") == read_outcomes(workplace / "whole")
 
 
+def test_a_comparison_of_other_models_is_not_written_over(workplace):
+    run_eval("eval.yaml", "--out", "out")
+    told = (workplace / "out/comparison.md").read_text()
+    failed = run_eval("run.yaml", "--model", "first=two", "--out", "out", expected_status=1)
+    assert "holds a comparison of other models (first, second)" in failed.output
+    assert (workplace / "out/comparison.md").read_text() == told
+    run_eval("eval.yaml", "--out", "out", "--seed", "5")
+    assert (workplace / "out/comparison.md").read_text() != told
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -62,6 +62,8 @@ def run_comparison(
         check_plot()
     if has_plot and out is None:
         raise ConfigError("a plot needs a folder to go to: give --out")
+    if out is not None:
+        check_out(out, models)
     results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
     progress = ConsoleProgress(
         first_step=0,
@@ -202,6 +204,18 @@ def try_set(
         reasoning_parser=config.model.reasoning_parser,
     )
     return read_attempts(groups, renderer), seconds
+
+
+def check_out(out: Path, models: Mapping[str, str]) -> None:
+    """A folder may be written again, but not with other models than it tells of."""
+    if not (out / JSON_FILE).exists():
+        return
+    for of_set in load_json(out / JSON_FILE).values():
+        told = {label: result["path"] for label, result in of_set["models"].items()}
+        if told != models:
+            raise ConfigError(
+                f"{out} holds a comparison of other models ({', '.join(told)}); choose another folder, or remove it"
+            )
 
 
 def find_part(out: Path | None, config: RunConfig, name: str) -> Path | None:
