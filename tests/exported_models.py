@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def build_random_model(config: PreTrainedConfig, *, seed: int = 0, std: float = 
     """A model with weights, biases and norms that all matter."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config).eval()
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()  # saving writes into the config
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=std)
