@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 from statistics import fmean
 
 import pytest
@@ -215,6 +216,16 @@ def test_a_finished_folder_gives_its_result_again_and_takes_no_other_settings(fo
     (result.folder / "model.safetensors").write_bytes(b"half")
     with pytest.raises(StorageError, match="is damaged"):
         run_sft(config, out_dir=tmp_path / "sft")
+
+
+def test_what_a_kill_after_the_end_left_is_removed(folder, data, tmp_path):
+    config = build_config(folder, data)
+    result = run_sft(config, out_dir=tmp_path / "sft")
+    names = {path.name for path in (tmp_path / "sft").iterdir()}
+    shutil.copytree(result.folder, tmp_path / "sft" / "global_step_3")
+    shutil.copytree(result.folder, tmp_path / "sft" / "global_step_4.tmp-123")
+    assert run_sft(config, out_dir=tmp_path / "sft") == result
+    assert {path.name for path in (tmp_path / "sft").iterdir()} == names
 
 
 def test_a_half_copied_result_is_made_again(folder, data, tmp_path):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,6 +30,7 @@ from tunesmith.model.checkpoint import (
 from tunesmith.pipeline.load_config import dump_config, load_section
 from tunesmith.pipeline.run_folder import check_same_run, take_lock
 from tunesmith.storage import (
+    TEMPORARY,
     RunPaths,
     load_json,
     parse_checkpoint_step,
@@ -73,6 +75,10 @@ def load_figures(root: Path, config: OfflineConfig) -> dict[str, Any] | None:
         return None
     check_settings(paths, config)
     check_complete(model)
+    if find_checkpoints(root) or any(TEMPORARY.search(path.name) for path in root.iterdir()):
+        with closing(take_lock(paths)):  # a kill came after the model was done
+            remove_leftovers(root)
+            remove_all_checkpoints(root)
     figures: dict[str, Any] = load_json(model / DONE)["figures"]
     return figures
 
@@ -127,5 +133,9 @@ def finish(folder: FinetuneFolder, *, best_step: int, figures: Mapping[str, Any]
     check_complete(best)
     with new_folder(folder.model, {"step": best_step, "figures": dict(figures)}) as temporary:
         shutil.copytree(best, temporary, ignore=shutil.ignore_patterns(TRAINER_FOLDER, DONE), dirs_exist_ok=True)
-    for checkpoint in find_checkpoints(folder.paths.root):
+    remove_all_checkpoints(folder.paths.root)
+
+
+def remove_all_checkpoints(root: Path) -> None:
+    for checkpoint in find_checkpoints(root):
         remove_tree(checkpoint)
