@@ -62,8 +62,7 @@ def run_comparison(
         check_plot()
     if has_plot and out is None:
         raise ConfigError("a plot needs a folder to go to: give --out")
-    if out is not None:
-        check_out(out, models)
+    check_out(out, models)
     results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
     progress = ConsoleProgress(
         first_step=0,
@@ -206,9 +205,9 @@ def try_set(
     return read_attempts(groups, renderer), seconds
 
 
-def check_out(out: Path, models: Mapping[str, str]) -> None:
+def check_out(out: Path | None, models: Mapping[str, str]) -> None:
     """A folder may be written again, but not with other models than it tells of."""
-    if not (out / JSON_FILE).exists():
+    if out is None or not (out / JSON_FILE).exists():
         return
     for of_set in load_json(out / JSON_FILE).values():
         told = {label: result["path"] for label, result in of_set["models"].items()}
