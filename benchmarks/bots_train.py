@@ -34,8 +34,6 @@ from tunesmith.storage import load_json_lines, save_json
 SHARES = {"easy": 0.45, "within reach": 0.15, "hard": 0.40}
 EASY, HARD = 0.95, 0.05
 """Pass rates from which a task is too easy, or up to which it is too hard."""
-NUM_RUNS = 8
-"""Runs of this very model that a pass rate is measured with: what the prior weighs."""
 SELECTORS = {"random": "random", "difficulty_based": "BOTS"}
 Row = dict[str, float]
 
@@ -65,7 +63,7 @@ def train_one(arguments: argparse.Namespace, *, selector: str, seed: int) -> lis
     chosen: dict[str, Any] = {"selector_type": selector}
     if selector == "difficulty_based":
         args = {"m": 8, "lamb": 0.1, "rho": 0.1, "target_reward": 0.5, "tau": 0, "do_sample": True}
-        args["prior_count"] = NUM_RUNS
+        args["prior_count"] = arguments.prior_count
         chosen |= {"feature_keys": [arguments.field], "args": args}
     overrides = [
         f"train_dataset.path={arguments.data}",
@@ -212,6 +210,7 @@ def main() -> None:
     parser.add_argument("--selectors", nargs="+", choices=tuple(SELECTORS), default=list(SELECTORS), help="train")
     parser.add_argument("--metrics", nargs=2, help="compare: metrics.jsonl of random's run and of BOTS's")
     parser.add_argument("--metric", default="accuracy", help="train: what a run is measured by")
+    parser.add_argument("--prior-count", type=float, default=8.0, help="train: runs that pass rates were measured with")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")

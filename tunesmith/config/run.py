@@ -281,8 +281,8 @@ class TrainerSection(Section):
     """On a GPU, fuse what lies between matrix products: faster, after half a minute of compiling that later runs find
     done; turn it off for runs of a few steps."""
     has_row_graphs: bool = False
-    """Launch rows of like sizes at once, as CUDA graphs: faster where the host, not the GPU, bounds training. Gradients
-    (4 bytes a parameter) and the largest row then keep their memory while the model samples."""
+    """Launch rows of like sizes at once, as CUDA graphs, where the host, not the GPU, bounds training. Experimental:
+    not measured on a GPU yet. Gradients (4 bytes a parameter) and the largest row keep their memory meanwhile."""
     has_prefix_sharing: bool = True
     """Compute what samples of a group share once; the gradient is the same."""
     mismatch_warn: float = Field(default=1e-2, gt=0)
