@@ -246,6 +246,8 @@ async def greedy_arguments(task, model, **rest):
         ({}, ("algorithm.batch_size=7", "total_steps=null"), ConfigError, "batch_size"),
         ({"monitor_type": "nothing"}, (), ConfigError, "trackers"),
         ({}, ("model.device=cuda:77",), ModelError, "cuda:77"),
+        ({}, ("model.device=cpu", "trainer.has_row_graphs=true"), ConfigError, "has_row_graphs needs a GPU"),
+        ({}, ("trainer.has_row_graphs=true", "trainer.has_compiled_layers=false"), ConfigError, "has_compiled_layers"),
     ],
 )
 def test_bad_input_is_one_clear_error_before_a_model_loads(run, monkeypatch, arguments, overrides, error, message):

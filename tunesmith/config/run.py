@@ -6,7 +6,7 @@ they repair nothing and touch neither disk nor network. Components get their own
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -280,15 +280,22 @@ class TrainerSection(Section):
     has_compiled_layers: bool = True
     """On a GPU, fuse what lies between matrix products: faster, after half a minute of compiling that later runs find
     done; turn it off for runs of a few steps."""
-    has_row_graphs: bool = False
-    """Launch rows of like sizes at once, as CUDA graphs, where the host, not the GPU, bounds training. Experimental:
-    not measured on a GPU yet. Gradients (4 bytes a parameter) and the largest row keep their memory meanwhile."""
+    has_row_graphs: bool | None = None
+    """Launch rows of like sizes at once, as CUDA graphs; the gradient is the same. None does so for models of less than
+    0.4e9 parameters, for which the host otherwise bounds training. Gradients (4 bytes a trained parameter) and the
+    largest row keep their memory meanwhile."""
     has_prefix_sharing: bool = True
     """Compute what samples of a group share once; the gradient is the same."""
     mismatch_warn: float = Field(default=1e-2, gt=0)
     """Mean KL between sampler and trainer above which a warning is printed."""
     mismatch_stop: float = Field(default=1.0, gt=0)
     """Mean KL between sampler and trainer above which the run stops."""
+
+    @model_validator(mode="after")
+    def _check_row_graphs(self) -> Self:
+        if self.has_row_graphs and (self.has_gradient_checkpointing or not self.has_compiled_layers):
+            raise ValueError("has_row_graphs needs has_compiled_layers, and no has_gradient_checkpointing")
+        return self
 
 
 class HeldOutSection(Section):

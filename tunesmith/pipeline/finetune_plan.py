@@ -15,7 +15,7 @@ from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.trackers import check_trackers
 from tunesmith.pipeline.demonstration_rows import Row, hold_out, load_demonstrations
 from tunesmith.pipeline.demonstrations import DemonstrationReader
-from tunesmith.pipeline.policy import check_policy
+from tunesmith.pipeline.policy import check_trained
 from tunesmith.types import Sample
 
 
@@ -53,7 +53,7 @@ class FinetunePlan:
 def build_plan(config: OfflineConfig, build_reader: Callable[..., RowReader] = DemonstrationReader) -> FinetunePlan:
     """Check everything that needs no weights, and read the rows."""
     check_trackers(config.monitor.trackers)
-    check_policy(config.model)
+    check_trained(config.model, config.trainer)
     tokenizer = load_section_tokenizer(config.model)
     reader = build_reader(tokenizer, enable_thinking=config.model.enable_thinking)
     samples, num_dropped = read_samples(reader, config.train_dataset, config)

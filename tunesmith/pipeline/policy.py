@@ -12,12 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import openai
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection
+from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection, TrainerSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.errors import ConfigError
-from tunesmith.model.load import check_section, check_vocabulary, load_section_model, load_section_tokenizer
+from tunesmith.model.load import (
+    check_section,
+    check_vocabulary,
+    load_section_model,
+    load_section_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
 from tunesmith.model.render import Renderer
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.service import FixedModel, ModelService, ModelSource
@@ -50,6 +58,16 @@ class Auxiliary:
 def check_policy(section: ModelSection) -> None:
     """Raise for whatever is wrong with a model's path, lengths, tokenizer or device, reading no weights."""
     check_section(section)
+
+
+def check_trained(section: ModelSection, trainer: TrainerSection) -> None:
+    """As `check_policy`, for a model that is to be trained."""
+    check_policy(section)
+    device = resolve_device(section.device)
+    is_quantized = section.lora is not None and section.lora.quantization != "none"
+    is_wide = resolve_dtype(section.dtype, device) == torch.float32
+    if trainer.has_row_graphs and (device.type == "cpu" or is_quantized or is_wide):
+        raise ConfigError("trainer.has_row_graphs needs a GPU and unquantised weights of 16 bits: leave it out")
 
 
 def load_policy(

@@ -37,7 +37,7 @@ from tunesmith.pipeline.evaluate import EvaluationResult
 from tunesmith.pipeline.experts import ExpertFeed, build_experts
 from tunesmith.pipeline.feed import OwnParts, TaskFeed, build_feed
 from tunesmith.pipeline.load_function import load_part
-from tunesmith.pipeline.policy import BuildModel, build_sampling, check_auxiliary, check_policy
+from tunesmith.pipeline.policy import BuildModel, build_sampling, check_auxiliary, check_trained
 from tunesmith.pipeline.run_folder import RunFolder, open_run_folder
 from tunesmith.pipeline.stage import Stage, collect_groups, evaluate_all, load_stage
 from tunesmith.rollout.groups import compute_baseline_metrics
@@ -125,7 +125,7 @@ def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
         name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
     }
-    check_policy(config.model)
+    check_trained(config.model, config.trainer)
     check_companions(algorithm, config.algorithm, config.model)
     check_trackers(config.monitor.trackers)
     for name, section in config.auxiliary_models.items():

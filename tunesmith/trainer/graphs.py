@@ -26,21 +26,28 @@ RunRow = Callable[[Row, SentInputs, Tensor], PartTotals]
 """Adds a row's gradient to the parameters'; the last argument is the weight of the KL term."""
 MAX_GRAPHS = 48
 """Sizes that are recorded; more run kernel by kernel."""
+SMALL_MODEL = 400_000_000
+"""Parameters below which launching kernels takes longer than running them."""
 CHANGING_ROTATIONS = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies the host chooses by the row's length."""
 
 
 def can_record(model: PreTrainedModel) -> bool:
-    """Whether rows of the model are the same kernels whatever they hold: 16-bit weights, all of them trained."""
+    """Whether rows of the model are the same kernels whatever they hold."""
     config = model.config.get_text_config()
     rotation = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [part.get("rope_type") for part in (rotation, *rotation.values()) if isinstance(part, dict)]
     return (
         model.device.type == "cuda"
         and torch.finfo(model.dtype).bits == 16
-        and all(parameter.requires_grad for parameter in model.parameters())
+        and not getattr(model, "is_quantized", False)
         and not any(kind in CHANGING_ROTATIONS for kind in kinds)
     )
+
+
+def is_small(model: PreTrainedModel) -> bool:
+    """Whether the host bounds the model's training where it launches kernel by kernel."""
+    return sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL
 
 
 def can_replay(trie: Trie, kinds: Kinds) -> bool:

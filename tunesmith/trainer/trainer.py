@@ -28,7 +28,7 @@ from tunesmith.model.value_head import ValueModel
 from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.compiling import can_compile, compiled_layers
 from tunesmith.trainer.critic import Critic
-from tunesmith.trainer.graphs import RowGraphs, can_record
+from tunesmith.trainer.graphs import RowGraphs, can_record, is_small
 from tunesmith.trainer.metrics import Update, build_metrics, check_finite
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
@@ -274,12 +274,13 @@ class Trainer:
     def _records_rows(self) -> bool:
         """Whether rows become CUDA graphs; an error where they cannot."""
         can = self._compiled and can_record(self._model) and not self._settings.has_gradient_checkpointing
-        if self._settings.has_row_graphs and not can:
+        wanted = self._settings.has_row_graphs
+        if wanted and not can:
             raise ConfigError(
-                "trainer.has_row_graphs needs a GPU, compiled layers, a 16-bit model trained in full, rotary "
-                "embeddings that do not depend on length, and no gradient checkpointing: leave it out"
+                "trainer.has_row_graphs needs a GPU, unquantised weights of 16 bits, and rotary embeddings "
+                "that do not depend on length: leave it out"
             )
-        return self._settings.has_row_graphs
+        return bool(can) and (is_small(self._model) if wanted is None else wanted)
 
     def _check_companion(self, need: Need, model: PreTrainedModel | ValueModel | None) -> None:
         kl_coef = self._algorithm.kl_coef
