@@ -3,19 +3,24 @@
 The sampler's way is one token at a time over cached keys and values, the trainer's is one forward of the whole; both
 round to bfloat16, at other places of the same sums. Their tokens' logprobs are compared (k3: mean of exp(d) - 1 - d)
 with logits rounded to bfloat16 or not, and with the stream of residuals in bfloat16 or, through autocast, in float32.
-"exact" is a float32 forward with the same bfloat16 weights.
+"exact" is a float32 forward with the same bfloat16 weights. With `--shape` our own engine and trainer are compared on
+random weights instead, with `model.residual_dtype` of either kind, beside what each costs (`own_mismatch.py`).
 
     python benchmarks/mismatch.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
+    python benchmarks/mismatch.py --shape qwen3-0.6b --device cuda --out results/train_cuda/mismatch_qwen3-0.6b.json
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
+from own_mismatch import describe, measure_shape
 from report import publish
+from shapes import SHAPES
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
@@ -94,17 +99,8 @@ def read_prompts(arguments: argparse.Namespace) -> Tensor:
     return torch.tensor([row[-length:] for row in rows], device=arguments.device).repeat_interleave(4, 0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--model", required=True, help="folder of the model")
-    parser.add_argument("--questions", required=True, help="jsonl with question")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=48, help="sampled after each prompt")
-    parser.add_argument("--out", help="results/NAME.json")
-    arguments = parser.parse_args()
-    if arguments.device == "cpu":
-        torch.set_num_threads(1)
+def compare_modes(arguments: argparse.Namespace) -> None:
+    """Plain transformers on a real model, logits and residuals of either type."""
     prompts = read_prompts(arguments)
     model, exact = (
         AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).to(arguments.device, dtype).eval()
@@ -125,6 +121,42 @@ def main() -> None:
         | details,
         out=arguments.out,
     )
+
+
+def compare_own(arguments: argparse.Namespace) -> None:
+    """Our engine and our trainer on random weights, residuals of either type."""
+    found = measure_shape(arguments)
+    publish(
+        name=f"mismatch_{arguments.shape}",
+        unit="1 / k3",
+        ours=1 / found["float32 residuals"].k3,
+        peers={"bfloat16 residuals": 1 / found["bfloat16 residuals"].k3},
+        device=arguments.device,
+        details=describe(arguments) | {name: dataclasses.asdict(figures) for name, figures in found.items()},
+        out=arguments.out,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--model", help="folder of the model")
+    parser.add_argument("--questions", help="jsonl with question")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=48, help="sampled after each prompt")
+    parser.add_argument("--shape", choices=list(SHAPES), help="our engine and trainer on random weights of this shape")
+    parser.add_argument("--sequences", type=int, default=128, help="with --shape")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="with --shape, of each sequence")
+    parser.add_argument("--new-tokens", type=int, default=128, help="with --shape, of each sequence")
+    parser.add_argument("--repeats", type=int, default=3, help="with --shape, of what is timed")
+    parser.add_argument("--out", help="results/NAME.json")
+    arguments = parser.parse_args()
+    files = (arguments.model, arguments.questions)
+    if any(files) if arguments.shape is not None else not all(files):
+        parser.error("give --model and --questions, or --shape")
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
+    (compare_modes if arguments.shape is None else compare_own)(arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tokens a second of rollouts: decoding alone, through the engine, and through the OpenAI-compatible agent path.
 
-`decode` is the time that 64 more tokens of every request take, from contexts of 128 tokens on. `engine` samples 256
+`decode` is the time of 64 tokens of every request from contexts of 128 tokens on, on a GPU, with nothing to admit or to
+end. `engine` samples 256
 tokens with logprobs for each prompt of 128, prefill included. `agents` is the same engine under agents that ask GSM8K
 questions through the endpoint, whose answers end where the model ends them; it also tells what a call costs the
 interpreter. Each figure comes with its floor: the bytes and operations that cannot be left out over what this device
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from agent_load import measure_agents
+from decoding import Decoding
 from peer_generate import run_continuous_batching, run_generate
 from report import publish
 from shapes import SHAPES, build_random_model
@@ -135,7 +137,7 @@ def build_prompts(vocab_size: int, num_sequences: int, num_tokens: int, group: i
 
 
 def build_engine(model: PreTrainedModel, arguments: argparse.Namespace, num_sequences: int) -> LocalEngine:
-    longest = arguments.prompt_tokens + max(arguments.new_tokens, DECODE_STEPS + 1)
+    longest = arguments.prompt_tokens + arguments.new_tokens
     settings = EngineSection(
         max_num_seqs=num_sequences,
         kv_cache_tokens=num_sequences * (longest + 64),
@@ -167,10 +169,8 @@ def build_work(
     return run
 
 
-def run_engine(
-    model: PreTrainedModel, arguments: argparse.Namespace, ceilings: Ceilings, num_sequences: int
-) -> dict[str, Figure]:
-    """Decoding alone and whole rollouts, through one engine."""
+def run_engine(model: PreTrainedModel, arguments: argparse.Namespace, ceilings: Ceilings, num_sequences: int) -> Figure:
+    """Whole rollouts."""
     engine = build_engine(model, arguments, num_sequences)
     prompts = build_prompts(model.config.vocab_size, num_sequences, arguments.prompt_tokens, arguments.group)
     num_prompt_tokens = arguments.prompt_tokens * len({id(prompt) for prompt in prompts})
@@ -178,33 +178,33 @@ def run_engine(
     build_work(engine, prompts, 2, device=arguments.device)()
     ready_s = time.perf_counter() - started
     times = {}
-    for num_tokens in (1, DECODE_STEPS + 1, arguments.new_tokens):
+    for num_tokens in (1, arguments.new_tokens):
         work = build_work(engine, prompts, num_tokens, device=arguments.device)
         times[num_tokens] = measure(work, arguments.repeats, arguments.device)
     engine.compute_stats()
     build_work(engine, prompts, arguments.new_tokens, device=arguments.device)()
     stats = engine.compute_stats()
     prefill_s = statistics.median(times[1])
-    decode_s = [seconds - prefill_s for seconds in times[DECODE_STEPS + 1]]
-    floors = {
-        "decode": compute_floor(
-            model, ceilings, num_sequences=num_sequences, first=arguments.prompt_tokens + 1, num_steps=DECODE_STEPS,
-            num_prompt_tokens=0,
-        ),
-        "engine": compute_floor(
-            model, ceilings, num_sequences=num_sequences, first=arguments.prompt_tokens,
-            num_steps=arguments.new_tokens, num_prompt_tokens=num_prompt_tokens,
-        ),
-    }  # fmt: skip
+    floor = compute_floor(
+        model, ceilings, num_sequences=num_sequences, first=arguments.prompt_tokens, num_steps=arguments.new_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+    )  # fmt: skip
     details = {"first_step_s": ready_s, "prefill_s": prefill_s, "stats": stats}
     if arguments.profile:
         details["profile"] = profile(build_work(engine, prompts, arguments.new_tokens, device=arguments.device))
-    return {
-        "decode": build_figure(decode_s, num_sequences * DECODE_STEPS, floors["decode"], {}),
-        "engine": build_figure(
-            times[arguments.new_tokens], num_sequences * arguments.new_tokens, floors["engine"], details
-        ),
-    }
+    return build_figure(times[arguments.new_tokens], num_sequences * arguments.new_tokens, floor, details)
+
+
+def run_decoding(
+    model: PreTrainedModel, arguments: argparse.Namespace, ceilings: Ceilings, num_sequences: int
+) -> Figure:
+    first, mode = arguments.prompt_tokens, arguments.cuda_decode
+    decoding = Decoding(model, num_sequences=num_sequences, context=first, num_steps=DECODE_STEPS, mode=mode)
+    seconds = [decoding.run(DECODE_STEPS, arguments.decode_block) for _ in range(arguments.repeats + 1)][1:]
+    floor = compute_floor(
+        model, ceilings, num_sequences=num_sequences, first=first, num_steps=DECODE_STEPS, num_prompt_tokens=0
+    )
+    return build_figure(seconds, num_sequences * DECODE_STEPS, floor, {})
 
 
 def build_figure(seconds: list[float], num_tokens: int, floor_s: float, details: dict[str, Any]) -> Figure:
@@ -266,7 +266,9 @@ def main() -> None:
     peers: dict[str, dict[str, float]] = {}
     print(f"{'':<44}{'tokens/s':>12}{'seconds':>10}{'floor':>10}{'share':>10}")
     for num_sequences in arguments.sequences:
-        for name, figure in run_engine(model, arguments, ceilings, num_sequences).items():
+        works = {"decode": run_decoding} if arguments.device != "cpu" and arguments.cuda_decode != "eager" else {}
+        for name, work in (works | {"engine": run_engine}).items():
+            figure = work(model, arguments, ceilings, num_sequences)
             figures[f"{name} {num_sequences}"] = figure
             print_figure(f"{name}, {num_sequences} sequences", figure)
         if not arguments.without_peers:

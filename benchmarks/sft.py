@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import statistics
 import tempfile
@@ -106,7 +107,7 @@ def run_ours(arguments: argparse.Namespace, config: FinetuneConfig, plan: Finetu
 def run_peers(
     arguments: argparse.Namespace, config: FinetuneConfig, plan: FinetunePlan, start: str | None
 ) -> dict[str, Timing]:
-    """TRL with each micro-batch asked for, padded and, where asked for, padding-free."""
+    """TRL with each micro-batch asked for, padded and, where asked for, padding-free; on a GPU with both weights."""
     if importlib.util.find_spec("trl") is None:
         raise SystemExit("this benchmark compares with TRL: pip install trl, or give --without-peers")
     token_ids = [list(sample.token_ids) for sample in plan.samples]
@@ -115,8 +116,12 @@ def run_peers(
         for sample in plan.samples
     ]
     peers = {}
+    is_narrow_too = arguments.device != "cpu" and arguments.mode != "qlora"
     for micro_batch in arguments.trl_micro_batch or [arguments.rows_per_batch]:
-        for is_padding_free in [False, True] if arguments.trl_padding_free else [False]:
+        ways = itertools.product(
+            [False, True] if arguments.trl_padding_free else [False], [False, True] if is_narrow_too else [False]
+        )
+        for is_padding_free, has_narrow_weights in ways:
             run: PeerRun = run_trl_sft(
                 model_path=arguments.model,
                 adapter_path=start,
@@ -126,10 +131,12 @@ def run_peers(
                 rows_per_batch=arguments.rows_per_batch,
                 micro_batch=micro_batch,
                 is_padding_free=is_padding_free,
+                has_narrow_weights=has_narrow_weights,
                 learning_rate=config.trainer.learning_rate,
                 device=arguments.device,
             )
             name = f"TRL, micro-batch {micro_batch}{', padding-free' if is_padding_free else ''}"
+            name += ", bfloat16 weights" if has_narrow_weights else ""
             peers[name] = measure(arguments, plan, [float("nan"), *run.seconds_per_step], run.losses)
     return peers
 
@@ -196,11 +203,11 @@ def main() -> None:
         f"\n{arguments.mode}, {Path(arguments.model).name}, {arguments.steps} steps of {arguments.rows_per_batch} rows "
         f"and {num_tokens:.0f} tokens"
     )
-    print(f"{'':<36}{'tokens/s':>10}{'step s':>9}{'first loss':>12}{'last loss':>11}{'loss gap':>11}")
+    print(f"{'':<44}{'tokens/s':>10}{'step s':>9}{'first loss':>12}{'last loss':>11}{'loss gap':>11}")
     for name, each in {"tunesmith": ours, **peers}.items():
         gap = f"{max(gaps[name]):>11.1e}" if name in gaps else ""
         print(
-            f"{name:<36}{each.tokens_per_s:>10.1f}{statistics.median(each.seconds_per_step):>9.2f}"
+            f"{name:<44}{each.tokens_per_s:>10.1f}{statistics.median(each.seconds_per_step):>9.2f}"
             f"{each.losses[0]:>12.5f}{each.losses[-1]:>11.5f}{gap}"
         )
     publish(

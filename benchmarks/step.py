@@ -126,7 +126,7 @@ def run_trl(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> d
             num_tasks=arguments.tasks,
             group_size=arguments.group,
             max_new_tokens=arguments.max_new_tokens,
-            num_steps=arguments.steps,
+            num_steps=arguments.trl_steps or arguments.steps,
             learning_rate=arguments.learning_rate,
             device=arguments.device,
             micro_batch=micro_batch,
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--shots", type=int, default=0, help="worked examples before each question")
     parser.add_argument("--steps", type=int, default=3, help="measured steps after one warm-up step")
+    parser.add_argument("--trl-steps", type=int, help="measured steps of TRL; default as ours")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--trl-micro-batch", type=int, action="append", help="may repeat; default the whole batch")
     parser.add_argument("--without-peers", action="store_true")

@@ -3,7 +3,17 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from tunesmith.config import AlgorithmSection, RunConfig, Section
+from tunesmith.config import (
+    AlgorithmSection,
+    AuxiliaryModelSection,
+    CriticSection,
+    EngineSection,
+    FinetuneConfig,
+    FinetuneTrainerSection,
+    RunConfig,
+    Section,
+    TrainerSection,
+)
 
 
 def iter_sections(section: type[Section] = Section):
@@ -29,6 +39,27 @@ def test_every_knob_has_a_sentence():
 def test_unknown_keys_are_errors_that_name_the_nearest():
     with pytest.raises(ValidationError, match="unknown key batchsize: did you mean 'batch_size'"):
         AlgorithmSection.model_validate({"batchsize": 3})
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        (TrainerSection, {"min_lr_ratio": 0.1}, "min_lr_ratio=0.1 has no effect with schedule=constant"),
+        (EngineSection, {"kv_cache_tokens": 64, "kv_cache_gib": 1}, "kv_cache_tokens and kv_cache_gib are both given"),
+        (AuxiliaryModelSection, {"path": "m", "api_key_env": "KEY"}, "api_key_env has no effect without base_url"),
+        (AuxiliaryModelSection, {"path": "m", "base_url": "u", "tool_call_parser": "none"}, "tool_call_parser has no"),
+        (CriticSection, {"clip_range": 0.1}, "clip_range=0.1 has no effect with num_epochs=1"),
+        (FinetuneTrainerSection, {"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_steps=2 and warmup_ratio=0.1"),
+        (
+            FinetuneConfig,
+            {"model": {"path": "m", "lora": {}}, "train_dataset": {"path": "d"}, "evaluation_interval_steps": 5},
+            "evaluation_interval_steps=5 has no effect without held-out rows",
+        ),
+    ],
+)
+def test_a_knob_that_would_do_nothing_is_refused(section, values, message):
+    with pytest.raises(ValidationError, match=message):
+        section.model_validate(values)
 
 
 def test_sections_cannot_be_changed():

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tiny_models import CONFIGS
 from tunesmith.model.attention import use_plan_attention
+from tunesmith.model.residuals import widen_residuals
 
 
 def build_trainable(
@@ -27,6 +28,38 @@ def build_trainable(
     if dtype == torch.float64:
         _widen_norms(model)
     return model.to(dtype).eval()
+
+
+def build_deep(name: str = "llama", *, is_wide: bool = False, seed: int = 0) -> PreTrainedModel:
+    """Sixteen layers of bfloat16 that each change little, as in real models; the same with residuals of either type."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.num_hidden_layers, config.hidden_size, config.initializer_range = 16, 64, 0.03
+    if hasattr(config, "head_dim"):
+        config.head_dim = 16
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * 16)[:16]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    nn.init.constant_(model.get_decoder().norm.weight, 8.0)
+    use_plan_attention(model)
+    if is_wide:
+        widen_residuals(model)
+    return model
+
+
+@torch.no_grad()
+def read_residual_types(decoder: nn.Module) -> set[torch.dtype]:
+    """What the layers and the last norm are given, in a forward of a few tokens."""
+    seen: set[torch.dtype] = set()
+    hooks = [
+        module.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].dtype))
+        for module in (*decoder.layers, decoder.norm)
+    ]
+    decoder(input_ids=torch.arange(3)[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return seen
 
 
 def _widen_norms(model: PreTrainedModel) -> None:

@@ -117,7 +117,10 @@ MOVED = [
     ("algorithm.optimizer.lr", 1e-5, "trainer.learning_rate", 1e-5),
     ("algorithm.optimizer.lr_warmup_steps", -1, "trainer.warmup_steps", 0),
     ("algorithm.optimizer.lr_scheduler_type", "cosine", "trainer.schedule", "cosine"),
-    ("algorithm.optimizer.min_lr_ratio", 0.1, "trainer.min_lr_ratio", 0.1),
+    (
+        "algorithm.optimizer", {"min_lr_ratio": 0.1, "lr_scheduler_type": "cosine"},
+        "trainer.min_lr_ratio", 0.1,
+    ),
     ("algorithm.optimizer.betas", [0.8, 0.9], "trainer.betas", (0.8, 0.9)),
     ("algorithm.optimizer.weight_decay", 0.02, "trainer.weight_decay", 0.02),
     ("algorithm.optimizer.clip_grad", 0.5, "trainer.max_grad_norm", 0.5),
@@ -152,6 +155,10 @@ MOVED = [
     (
         "algorithm.rollout_correction", {"rollout_is": "sequence", "rollout_is_threshold": 3.0},
         "algorithm.correction", CorrectionSection(importance="sequence", cap=3.0),
+    ),
+    (
+        "algorithm.rollout_correction", {"rollout_is": None, "rollout_is_threshold": 3.0},
+        "algorithm.correction", CorrectionSection(),
     ),
     (
         "algorithm.rollout_correction", {"rollout_rs": "geometric", "rollout_rs_threshold": 1.25},
@@ -334,6 +341,9 @@ REFUSED = [
     ("service", {"data_juicer": {}}, r"service=.*Data-Juicer"),
     ("bufer", {}, r"bufer is not a known key: did you mean 'buffer'"),
     ("synchronizer", "x", r"synchronizer must be a mapping"),
+    ("synchronizer.sync_style", "fxed", r"synchronizer\.sync_style='fxed'.*fixed, explorer_driven, trainer_driven"),
+    ("synchronizer.sync_style", 3, r"synchronizer\.sync_style=3.*fixed, explorer_driven, trainer_driven, fully_async"),
+    ("synchronizer.sync_method", "ncll", r"synchronizer\.sync_method='ncll'.*nccl, checkpoint or memory"),
 ]  # fmt: skip
 
 
@@ -341,6 +351,18 @@ REFUSED = [
 def test_a_key_that_cannot_be_honoured_is_refused_by_name_with_the_reason(key, value, message):
     with pytest.raises(ConfigError, match=message):
         translate((key, value))
+
+
+@pytest.mark.parametrize(
+    ("style", "is_noted"),
+    [
+        ("fixed", False), ("FIXED", False), ("explorer_driven", False), ("dynamic_by_explorer", False), (None, False),
+        ("trainer_driven", True), ("dynamic_by_trainer", True), ("fully_async", True),
+    ],
+)  # fmt: skip
+def test_styles_that_overlap_sampling_and_training_are_told_what_happens(style, is_noted):
+    notes = translate_trinity_file({"synchronizer": {"sync_style": style}}).notes
+    assert [("a step is sampled, then trained" in note) for note in notes] == [True] * is_noted
 
 
 USED = [

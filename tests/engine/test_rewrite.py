@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from tiny_models import build_tiny
+from trainable_models import build_deep
 from tunesmith.engine.adjacent import find_runs, join_neighbours, lay_side_by_side
 from tunesmith.engine.attention import KVCache, Span
 from tunesmith.engine.fused import FusedLayers
@@ -27,7 +28,8 @@ CPU = torch.device("cpu")
 
 def norm(inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     wide = inputs.float()
-    return (wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt()).to(inputs.dtype) * weight
+    normed = (wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt()).to(inputs.dtype)
+    return (normed * weight).to(weight.dtype)
 
 
 def rotate(heads_1HTD: Tensor, prologue: Prologue) -> Tensor:
@@ -116,13 +118,15 @@ def build_functions(calls: Counter[str]) -> LayerFunctions:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("is_wide", [False, True])
 @torch.inference_mode()
-def test_a_layer_becomes_eight_steps_that_give_the_same_hidden_states(name: str) -> None:
-    model = copy.deepcopy(build_tiny(name))
+def test_a_layer_becomes_eight_steps_that_give_the_same_hidden_states(name: str, is_wide: bool) -> None:
+    """In float32, or in bfloat16 with residuals in float32."""
+    model = build_deep(name, is_wide=True) if is_wide else copy.deepcopy(build_tiny(name))
     use_plan_attention(model)
     calls: Counter[str] = Counter()
     fused = FusedLayers(model, build_functions(calls), max_positions=32)
-    cache = KVCache(probe_layers(model), num_pages=40, page_size=4, dtype=torch.float32, device=CPU)
+    cache = KVCache(probe_layers(model), num_pages=40, page_size=4, dtype=model.dtype, device=CPU)
     ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
     pages = [list(range(3, 10)), list(range(20, 27))]
     spans = [Span(0, 0, 11, pages[0]), Span(11, 0, 5, pages[1])]
@@ -133,15 +137,22 @@ def test_a_layer_becomes_eight_steps_that_give_the_same_hidden_states(name: str)
         prefilled = run_body(model, row[None], places[None], plan)[0]
         plan = build_decode_plan(cache, torch.tensor(pages, dtype=torch.int32), positions)
         decoded = run_body(model, ids[[0, 1], positions][None], positions[None], plan)[0]
-    num_layers = len(model.get_decoder().layers)
+    num_layers, num_last_norms = len(model.get_decoder().layers), 0 if is_wide else 2
     assert calls == {
-        "norm": 4 * num_layers, "multiply by 3": 2 * num_layers, "gate": 2 * num_layers,
+        "norm": 4 * num_layers + num_last_norms, "multiply by 3": 2 * num_layers, "gate": 2 * num_layers,
         "add product": 4 * num_layers, "prefill": num_layers, "decode": num_layers,
     }  # fmt: skip
     assert all("forward" not in layer.__dict__ for layer in model.get_decoder().layers)
     whole = [model.get_decoder()(input_ids=row[None]).last_hidden_state[0] for row in (ids[0], ids[1, :6])]
-    torch.testing.assert_close(prefilled, torch.cat([whole[0][:11], whole[1][:5]]), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(decoded, torch.stack([whole[0][11], whole[1][5]]), atol=1e-5, rtol=1e-5)
+    for ours, expected in (
+        (prefilled, torch.cat([whole[0][:11], whole[1][:5]])),
+        (decoded, torch.stack([whole[0][11], whole[1][5]])),
+    ):
+        assert ours.dtype == model.dtype
+        if is_wide:
+            assert (ours - expected).norm() < 0.01 * expected.norm()
+        else:
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
 def rewrite(function: Callable[..., Any], *inputs: Any) -> tuple[Any, bool, Counter[str]]:
@@ -179,6 +190,35 @@ def test_another_normalisation_is_left_to_the_compiler() -> None:
     torch.testing.assert_close(output, w * (x - x.mean(-1, keepdim=True)))
     assert not is_whole
     assert not calls
+
+
+@pytest.mark.parametrize("is_narrowed", [False, True])
+@torch.inference_mode()
+def test_a_norm_of_wider_inputs_is_replaced_only_where_its_output_becomes_as_narrow_as_its_weight(is_narrowed) -> None:
+    x, w = torch.randn(2, 3, 8), torch.randn(8).bfloat16()
+
+    def compute(x: Tensor, w: Tensor) -> Tensor:
+        normed = w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+        return normed.to(torch.bfloat16) if is_narrowed else normed
+
+    output, is_whole, calls = rewrite(compute, x, w)
+    torch.testing.assert_close(output, compute(x, w))
+    assert is_whole is is_narrowed
+    assert calls == ({"norm": 1} if is_narrowed else {})
+
+
+@torch.inference_mode()
+def test_a_product_joins_a_residual_of_its_own_type_or_a_wider_one_only() -> None:
+    a, w = torch.randn(2, 3, 5), torch.randn(8, 5)
+    for residual, product, num_joined in (
+        (torch.float32, torch.bfloat16, 1), (torch.bfloat16, torch.bfloat16, 1), (torch.bfloat16, torch.float32, 0)
+    ):  # fmt: skip
+        x, a, w = torch.randn(2, 3, 8).to(residual), a.to(product), w.to(product)
+        expected = x + a @ w.T
+        output, is_whole, calls = rewrite(lambda x, a, w: x + functional.linear(a, w), x, a, w)
+        torch.testing.assert_close(output, expected)
+        assert is_whole
+        assert calls["add product"] == num_joined
 
 
 @torch.inference_mode()

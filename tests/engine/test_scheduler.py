@@ -62,21 +62,19 @@ def test_equal_prompts_compute_their_full_pages_once() -> None:
     scheduler = build_scheduler()
     for request_id in range(3):
         scheduler.add(build_request(request_id, range(10, 20)))
-    assert describe(run_step(scheduler)) == [(0, 0, 10)]
-    assert describe(run_step(scheduler)) == [(0, 10, 11), (1, 8, 10), (2, 8, 10)]
+    assert describe(run_step(scheduler)) == [(0, 0, 10), (1, 8, 10), (2, 8, 10)]
     assert [request.num_cached_tokens for request in scheduler.running] == [0, 8, 8]
     assert len({tuple(request.pages[:2]) for request in scheduler.running}) == 1
     assert len({request.pages[2] for request in scheduler.running}) == 3
 
 
-def test_a_request_that_waits_for_a_page_lets_others_pass() -> None:
-    scheduler = build_scheduler(max_batched_tokens=6)
+def test_pages_of_a_chunk_are_shared_from_the_step_that_fills_the_last_of_them() -> None:
+    scheduler = build_scheduler(max_batched_tokens=7)
     scheduler.add(build_request(0, range(10, 20)))
     scheduler.add(build_request(1, range(10, 20)))
-    scheduler.add(build_request(2, [50]))
-    assert describe(run_step(scheduler)) == [(0, 0, 6)]
-    assert describe(run_step(scheduler)) == [(0, 6, 10), (2, 0, 1)]
-    assert describe(run_step(scheduler)) == [(0, 10, 11), (2, 1, 2), (1, 8, 10)]
+    assert describe(run_step(scheduler)) == [(0, 0, 7)]
+    assert describe(run_step(scheduler)) == [(0, 7, 10), (1, 8, 10)]
+    assert [request.num_cached_tokens for request in scheduler.running] == [0, 8]
 
 
 def test_the_last_token_of_a_prompt_is_computed_even_when_its_page_is_known() -> None:
@@ -146,5 +144,5 @@ def test_a_restart_forgets_all_pages_and_keeps_all_requests() -> None:
     scheduler.add(build_request(1, range(10, 20)))
     scheduler.restart(1)
     assert scheduler.pool.num_available == 100
-    assert describe(run_step(scheduler)) == [(0, 0, 11)]
-    assert describe(run_step(scheduler)) == [(0, 11, 12), (1, 8, 10)]
+    assert describe(run_step(scheduler)) == [(0, 0, 11), (1, 8, 10)]
+    assert describe(run_step(scheduler)) == [(0, 11, 12), (1, 10, 11)]

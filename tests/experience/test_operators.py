@@ -206,6 +206,48 @@ def test_the_outcome_of_the_section_reaches_the_operators_that_use_it():
     assert groups[0].trajectories == ()
 
 
+def test_dapo_goes_by_the_outcome_of_the_section_unless_it_names_a_metric():
+    metrics = [{"exact": 1.0, "near": 1.0, "accuracy": 1.0}, {"exact": 0.0, "near": 1.0, "accuracy": 1.0}]
+    group = group_of(0.9, 0.8, metrics=metrics)
+    for args, outcome_key, num_kept in [({}, None, 0), ({}, "exact", 2), ({"metric_key": "near"}, "exact", 0)]:
+        ((kept,), _) = apply_operators([group], chain_of(("dapo_dynamic_sampling", args), outcome_key=outcome_key))
+        assert len(kept.trajectories) == num_kept, (args, outcome_key)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "outcome_key"),
+    [
+        (
+            "reward_shaping_mapper",
+            {"reward_shaping_configs": [{"stats_key": "lenght", "op_type": "ADD", "weight": 1.0}]},
+            None,
+        ),
+        ("dapo_dynamic_sampling", {"metric_key": "lenght"}, None),
+        ("dapo_dynamic_sampling", {}, "lenght"),
+    ],
+)
+def test_a_metric_that_no_run_reports_is_an_error_and_one_that_was_reported_may_be_missing(name, args, outcome_key):
+    chain = chain_of((name, args), outcome_key=outcome_key)
+    apply_operators([group_of(None)], chain)
+    with pytest.raises(ConfigError, match="'lenght', which none of 2 runs reports .did you mean 'length'"):
+        apply_operators([group_of(1, 0, metrics=[{"length": 1.0}, {"length": 2.0}])], chain)
+    with pytest.raises(ConfigError, match=f"operator '{name}' .*they report none"):
+        apply_operators([group_of(1, 0)], chain)
+    apply_operators([group_of(1, 0, metrics=[{"lenght": 1.0}, {}])], chain)
+    apply_operators([group_of(1, 0)], chain)
+
+
+def test_a_users_operator_gets_the_outcome_only_where_it_asks_for_it_by_that_name():
+    given = []
+
+    def note(groups, *, outcome_key: str | None = None, metric_key: str = "length"):
+        given.append((outcome_key, metric_key))
+        return groups, {}
+
+    apply_operators([group_of(1)], chain_of(("mine:note", {}), outcome_key="exact", load={"mine:note": note}.get))
+    assert given == [("exact", "length")]
+
+
 def keep_first(groups, *, num_runs: int = 1):
     kept = [Group(task=group.task, trajectories=group.trajectories[:num_runs]) for group in groups]
     return kept, {"mine": 1}

@@ -197,7 +197,7 @@ def test_steps_on_the_gpu_move_bfloat16_weights_in_place(has_checkpointing):
     model = build_trainable("qwen3", dtype=torch.bfloat16).cuda()
     settings = TrainerSection(learning_rate=1e-2, mismatch_stop=1e9, has_gradient_checkpointing=has_checkpointing)
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=256, num_total_steps=4)
-    pointers, before = [p.data_ptr() for p in model.parameters()], [p.clone() for p in model.parameters()]
+    pointers, before = [p.data_ptr() for p in model.parameters()], [p.detach().clone() for p in model.parameters()]
     losses = [trainer.step(build_samples(8))["train/loss"] for _ in range(3)]
     assert losses[-1] < losses[0]
     assert [p.data_ptr() for p in model.parameters()] == pointers

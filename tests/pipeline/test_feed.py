@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -161,6 +162,38 @@ def test_operators_filter_what_trains_and_rollouts_keep_what_happened(run):
     assert read_tasks(result, 1) == [0, 1]
 
 
+def test_shaping_by_a_metric_of_the_judge_changes_what_trains_and_not_what_is_kept(run):
+    """Rewards that are all alike teach nothing; with a bonus of 2 for each second run they do."""
+    numbers = itertools.count()
+
+    async def judge(task, response):
+        return JudgeOutput(reward=1.0, metrics={"odd": float(next(numbers) % 2)})
+
+    result = run(
+        "experience.operators=[{name: reward_shaping_mapper, args: {reward_shaping_configs: "
+        "[{stats_key: odd, op_type: ADD, weight: 2}]}}]",
+        judge_func=judge,
+    )
+    metrics = read_metrics(result)[0]
+    assert metrics["experience/reward_shaping_mapper/num_skipped"] == 0
+    assert metrics["experience/reward_shaping_mapper/reward_diff_mean"] == 1
+    assert metrics["algorithm/num_trained_groups"] > 0 and metrics["train/grad_norm"] > 0
+    groups = load_rollouts(result.folder / "rollouts/step_000001.parquet")
+    assert {trajectory.reward for group in groups for trajectory in group.trajectories} == {1.0}
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "{name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: lengt, op_type: ADD, weight: 1}]}}",
+        "{name: dapo_dynamic_sampling, args: {metric_key: lengt}}",
+    ],
+)
+def test_a_metric_that_no_run_reports_ends_the_run_with_its_name(run, operator):
+    with pytest.raises(ConfigError, match="'lengt', which none of 4 runs reports .did you mean 'length'"):
+        run(f"experience.operators=[{operator}]")
+
+
 def test_an_operator_may_be_an_object(run):
     def drop_all(groups):
         return [type(group)(task=group.task, trajectories=()) for group in groups], {"seen": len(groups)}
@@ -200,6 +233,12 @@ def test_groups_that_teach_nothing_are_replaced_within_the_budget(run):
         (("experience.refill_budget=1.4",), ConfigError, "no task beyond a batch of 2: raise it to 1.5"),
         (("experience.replay.capacity=9",), ConfigError, "experience.replay: has no effect with num_groups=0"),
         (("experience.replay={num_groups: 2, capacity: 1}",), ConfigError, "capacity=1 is less than num_groups=2"),
+        (("algorithm.correction.cap=3",), ConfigError, r"correction\.cap=3.0 has no effect.*experience\.replay"),
+        (
+            ("algorithm.algorithm_type=opmd", "algorithm.correction.cap=3", "experience.replay.num_groups=2"),
+            ConfigError,
+            "cap=3.0 has no effect on 'opmd'",
+        ),
         (("train_dataset.operators=x",), ConfigError, r"train_dataset\.operators must be a list, got 'x'"),
         (("train_dataset.weight=2",), ConfigError, r"train_dataset\.weight has no effect"),
         (("train_datasets.b.path=d",), ConfigError, "train_dataset and train_datasets are both given"),

@@ -346,6 +346,49 @@ def test_a_file_that_a_stage_did_not_make_is_named(copied):
     assert "stages.export: stage 'make' made no 'modell'" in output
 
 
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize(
+    ("stage", "damage", "message"),
+    [
+        ("make", lambda out: (out / "make/test.jsonl").unlink(), "stages.prepare: stage 'make' made no 'test.jsonl'"),
+        ("make", lambda out: shutil.rmtree(out / "make/model"), "stages.sft: stage 'make' made no 'model'"),
+        ("make", lambda out: shutil.rmtree(out / "make"), "make is gone"),
+        ("prepare", lambda out: cut(out / "prepare/train.jsonl"), "train.jsonl is damaged: it has"),
+        ("prepare", lambda out: shutil.rmtree(out / "prepare"), "prepare is not a complete"),
+        ("sft", lambda out: shutil.rmtree(out / "sft"), "model is not a complete"),
+        ("sft", lambda out: cut(out / "sft/model/model.safetensors"), "model.safetensors is damaged: it has"),
+        ("rl", lambda out: (out / "rl/global_step_1/config.json").unlink(), "config.json is damaged: it has 0 bytes"),
+        ("eval", lambda out: (out / "eval/comparison.json").unlink(), "comparison.json: No such file"),
+        ("eval", lambda out: cut(out / "eval/comparison.json"), "comparison.json: it is not JSON"),
+        ("export", lambda out: cut(out / "export/hf/model.safetensors"), "model.safetensors is damaged: it has"),
+    ],
+)
+def test_a_stage_that_is_done_and_damaged_is_seen_before_anything_runs(copied, stage, damage, message):
+    damage(copied / "out")
+    for arguments in (["--check"], ["--check", "--from", stage], []):
+        output = run(*arguments, expected_status=1)
+        assert message in output and f"stage '{stage}' " in output
+        assert f"--only {stage} --again" in output
+    assert run("--check", "--only", stage, "--again").strip() == f"{stage}: is made anew"
+
+
+def test_damage_is_of_interest_where_it_is_needed(copied):
+    shutil.rmtree(copied / "out/sft/model")
+    assert run("--check", "--from", "export").strip() == "export: is done, and is skipped"
+    assert run("--check", "--only", "rl").strip() == "rl: is done, and is skipped"
+    output = run("--check", "--only", "rl", "--again", expected_status=1)
+    assert "stage 'sft' is done, but what it left is not whole" in output
+
+
+def test_a_record_that_is_damaged_is_named(copied):
+    record = copied / "out/stages/sft/DONE.json"
+    record.write_text('{"mark": "x"}')
+    assert f"{record} is damaged or of another version" in run("--check", expected_status=1)
+
+
 def test_names_of_stages_are_names_of_folders():
     with pytest.raises(ConfigError, match="cannot name a stage"):
         load_pipeline_of({"stages": {"kind": "function", "function": "a:b"}})

@@ -234,6 +234,7 @@ def test_paraphrases_follow_their_row_and_are_asked_for_once(prepare, rewriter, 
     assert report.content["paraphrase"] == {"num_asked": 2, "num_refused": 0, "num_added": 2}
     assert handler.num_asked == 2
     assert (report.folder / "paraphrases.jsonl").read_text().count("\n") == 2
+    given["paraphrase"]["max_concurrency"] = 1
     assert prepare(**given).num_train == 4
     assert handler.num_asked == 2
 

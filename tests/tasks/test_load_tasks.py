@@ -47,6 +47,11 @@ def test_a_file_is_the_split_it_is_named_after(folder):
         load_tasks(DatasetSection(path=str(folder / "test.jsonl"), split="validation"), name="t")
 
 
+def test_a_file_has_no_configurations(folder):
+    with pytest.raises(DataError, match="name 'main' has no effect: the file .* leave name out"):
+        load_tasks(DatasetSection(path=str(folder / "test.jsonl"), name="main"), name="t")
+
+
 def test_preview_reads_the_first_rows(folder):
     assert load_preview(str(folder), name=None, split="train", num_rows=1) == ROWS[:1]
 

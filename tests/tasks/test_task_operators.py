@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
 import pytest
 
@@ -129,14 +129,26 @@ def test_a_server_of_another_kind_is_named(foreign_server, tmp_path):
 
 @pytest.fixture
 def rewriter():
-    """An OpenAI-compatible server that turns questions round; it counts what it is asked."""
-    asked = []
+    """An OpenAI-compatible server that turns questions round and counts what it is asked.
+
+    It answers questions that say "wait" two at a time, and none that says "fail".
+    """
+    asked, in_hand, most_in_hand, together = [], [], [], threading.Barrier(2)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             asked.append(body["seed"])
             text = body["messages"][0]["content"].split("\n\n")[-1]
+            if "wait" in text:
+                in_hand.append(text)
+                together.wait(timeout=60)
+                most_in_hand.append(len(in_hand))
+                together.wait(timeout=60)
+                in_hand.remove(text)
+            if "fail" in text:
+                self.send_error(400)
+                return
             answer = f"Say: {text}" if body["seed"] == 0 else "Say: nothing"
             choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": answer}}
             head = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
@@ -149,14 +161,14 @@ def rewriter():
         def log_message(self, *args):
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    yield f"http://127.0.0.1:{server.server_port}/v1", asked, most_in_hand
     server.shutdown()
 
 
 def test_paraphrases_are_made_once_and_read_back(rewriter, tmp_path):
-    url, asked = rewriter
+    url, asked, _ = rewriter
     args = {"field": "q", "model": "m", "base_url": url, "cache_path": str(tmp_path / "said.jsonl"), "num_variants": 2}
     tasks = tasks_of({"q": "What is 2?", "answer": "2"})
     made, metrics = paraphrase(tasks, **args)
@@ -167,3 +179,27 @@ def test_paraphrases_are_made_once_and_read_back(rewriter, tmp_path):
         file.write('["cut sho')
     again, metrics = paraphrase(tasks, **args)
     assert again == made and metrics["num_asked"] == 0 and len(asked) == 2
+
+
+def test_questions_are_asked_side_by_side_and_come_back_in_order(rewriter, tmp_path):
+    """The server holds every question back until there are two, and is never given three."""
+    url, asked, most_in_hand = rewriter
+    args = {"field": "q", "model": "m", "base_url": url, "cache_path": str(tmp_path / "said.jsonl")}
+    tasks = tasks_of(*({"q": f"wait {n}"} for n in range(6)), {"q": "wait 0"})
+    made, metrics = paraphrase(tasks, **args, max_concurrency=2)
+    expected = [(f"t/{n}", f"wait {n % 6}") for n in range(7)]
+    assert [(task.task_id, task.row["q"]) for task in made[::2]] == expected
+    assert [(task.task_id, task.row["q"]) for task in made[1::2]] == [
+        (f"{task_id}/paraphrase-0", f"Say: {text}") for task_id, text in expected
+    ]
+    assert metrics == {"num_asked": 6, "num_refused": 0} and len(asked) == 6
+    assert set(most_in_hand) == {2}
+
+
+def test_what_was_said_before_a_failure_is_kept(rewriter, tmp_path):
+    url, _, _ = rewriter
+    args = {"field": "q", "model": "m", "base_url": url, "cache_path": str(tmp_path / "said.jsonl")}
+    with pytest.raises(DataError, match="'m' did not answer"):
+        paraphrase(tasks_of({"q": "1 pen"}, {"q": "fail 2"}), **args, max_concurrency=1)
+    made, metrics = paraphrase(tasks_of({"q": "1 pen"}), **args)
+    assert metrics["num_asked"] == 0 and made[1].row == {"q": "Say: 1 pen"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from trainable_models import build_trainable
+from trainable_models import build_deep, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.config import AlgorithmSection
@@ -45,6 +45,18 @@ def test_one_graph_serves_all_layers_and_lengths(compile_function):
         for a, b in zip(all_ours, all_expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert counters["stats"]["unique_graphs"] == 2, "one for the layers, one for the last norm"
+    assert not counters["graph_break"]
+
+
+def test_models_with_float32_residuals_and_without_are_compiled_each_for_itself(compile_function):
+    for is_wide, num_graphs in ((True, 2), (False, 4), (True, 4)):
+        model = build_deep("qwen3", is_wide=is_wide)
+        expected = run_layers(model, 12)
+        with compiling.compiled_layers(model):
+            ours = run_layers(model, 12)
+        for a, b in zip(ours, expected, strict=True):
+            assert (a - b).norm() <= 0.02 * b.norm()
+        assert counters["stats"]["unique_graphs"] == num_graphs
     assert not counters["graph_break"]
 
 

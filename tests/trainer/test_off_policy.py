@@ -128,7 +128,9 @@ def test_coefficient_of_the_kl_follows_its_target_and_survives_a_restart():
     ("changes", "message"),
     [
         ({"kl_adaptive": {"target": 0.1}}, "kl_adaptive has no effect with kl_coef=0"),
-        ({"correction": {"importance": "none", "cap": 3}}, "cap=3.0 has no effect"),
+        ({"correction": {"importance": "none", "cap": 3}}, "cap=3.0 has no effect on .* with importance='none'"),
+        ({"algorithm_type": "opmd", "correction": {"cap": 3}}, "cap=3.0 has no effect on 'opmd' with .*'auto'"),
+        ({"algorithm_type": "sft", "correction": {"cap": 3}}, "cap=3.0 has no effect on 'sft'"),
         ({"algorithm_type": "sft", "correction": {"importance": "token"}}, "'sft' learns from given answers"),
     ],
 )

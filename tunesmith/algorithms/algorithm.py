@@ -125,8 +125,11 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"algorithm.correction: {algorithm.name!r} learns from given answers, which no policy sampled"
         )
-    if correction.importance == "none" and correction.cap != CorrectionSection().cap:
-        raise ConfigError(f"algorithm.correction.cap={correction.cap} has no effect with importance='none'")
+    if correction.cap != CorrectionSection().cap and not algorithm.weighs_importance(has_older_tokens=True):
+        raise ConfigError(
+            f"algorithm.correction.cap={correction.cap} has no effect on {algorithm.name!r} with "
+            f"importance={correction.importance!r}, which truncates no weights: leave it out, or set importance=token"
+        )
 
 
 def compute_group_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> tuple[Advantages, dict[str, float]]:

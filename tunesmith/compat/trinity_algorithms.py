@@ -203,9 +203,10 @@ def read_correction(draft: Draft, key: str, value: Any) -> None:
         mask = {"level": given["rollout_rs"], "low": 1 / high if low is None else low, "high": high}
         draft.set("algorithm.correction.mask", mask, source=f"{key}.rollout_rs")
     unused = accept() if given.get("rollout_rs") is not None else accept("there is no rollout_rs")
+    cap = move("algorithm.correction.cap", float)
     rules: dict[str, Rule] = {
         "rollout_is": move("algorithm.correction.importance"),
-        "rollout_is_threshold": move("algorithm.correction.cap", float),
+        "rollout_is_threshold": cap if given.get("rollout_is") is not None else accept("there is no rollout_is"),
         "rollout_rs": accept(),
         "rollout_rs_threshold": unused,
         "rollout_rs_threshold_lower": unused,

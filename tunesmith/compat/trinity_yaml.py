@@ -122,6 +122,13 @@ def read_tinker(draft: Draft, key: str, value: Any) -> None:
         raise ConfigError(f"{key}.enable=True cannot be honoured: training is local; nearest is model.device")
 
 
+def read_sync_style(draft: Draft, key: str, value: Any) -> None:
+    """Who asks for new weights, and when; here a step is sampled by the newest policy, whoever would ask."""
+    allow(*IN_TURN_STYLES, *OVERLAPPING_STYLES, reason=f"a style is {', '.join(SYNC_STYLES)}")(draft, key, value)
+    if str(value).casefold() in OVERLAPPING_STYLES:
+        draft.notes.append(f"{key}={value!r}: a step is sampled, then trained; {SHARED_WEIGHTS}")
+
+
 def settle_lengths(draft: Draft) -> None:
     """Prompt, answer and context in tokens; two of them give the third, and prompts may fill what is left."""
     total, prompt, answer = (
@@ -152,6 +159,12 @@ def settle_concurrency(draft: Draft) -> None:
 
 ONE_DEVICE = "one process trains on one device (model.device)"
 PROXY = "it belongs to the serve mode, and there is no proxy that collects feedback"
+IN_TURN_STYLES = ("fixed", "explorer_driven", "dynamic_by_explorer")
+"""The sampler gets the newest weights before its steps: what happens here."""
+OVERLAPPING_STYLES = ("trainer_driven", "dynamic_by_trainer", "fully_async")
+"""The sampler goes on with old weights until the trainer is done."""
+SYNC_STYLES = ("fixed", "explorer_driven", "trainer_driven", "fully_async")
+"""As they are called today; dynamic_by_... are older names."""
 SHARDING = f"{ONE_DEVICE}; to save memory set trainer.has_gradient_checkpointing or trainer.max_token_len_per_gpu"
 
 RUN_RULES: dict[str, Rule] = {
@@ -304,8 +317,10 @@ ROLLOUT_MODEL_RULES: dict[str, Rule] = {
     "weight_sync_buffer_size": accept(),
 }
 SYNCHRONIZER_RULES: dict[str, Rule] = {
-    "sync_style": accept(),
-    "sync_method": accept(),
+    "sync_style": read_sync_style,
+    "sync_method": allow(
+        "nccl", "checkpoint", "memory", reason="a method is nccl, checkpoint or memory; weights are shared, never sent"
+    ),
     "sync_interval": accept(SHARED_WEIGHTS, silent=(1,)),
     "sync_offset": accept(SHARED_WEIGHTS, silent=(0,)),
     "sync_timeout": accept(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tunesmith.config.companions import CriticSection, ExpertSection, TeacherSection
 from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection, MaskSection
 from tunesmith.config.evaluate import EvalConfig
+from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
 from tunesmith.config.export import ExportSection
 from tunesmith.config.finetune import (
     DemonstrationSection,
@@ -30,12 +31,9 @@ from tunesmith.config.run import (
     DatasetSection,
     EngineSection,
     EvaluationSection,
-    ExperienceSection,
     HeldOutSection,
     ModelSection,
     MonitorSection,
-    OperatorSection,
-    ReplaySection,
     RolloutSection,
     RunConfig,
     SelectorSection,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tunesmith.config.section import Section
 
@@ -24,6 +24,13 @@ class CriticSection(Section):
     it acts from the second of `num_epochs` on. None does not clip."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients of the critic of larger norm are scaled down to it."""
+
+    @model_validator(mode="after")
+    def _check_clip_range(self) -> CriticSection:
+        default = CriticSection.model_fields["clip_range"].default
+        if self.num_epochs == 1 and self.clip_range not in (None, default):
+            raise ValueError(f"clip_range={self.clip_range} has no effect with num_epochs=1: raise num_epochs")
+        return self
 
 
 class TeacherSection(Section):

@@ -35,7 +35,8 @@ class CorrectionSection(Section):
     auto does so for tokens, in steps that train groups of older policy versions, for algorithms made for data of the
     newest."""
     cap: float = Field(default=2.0, ge=1)
-    """Importance weights are truncated to this."""
+    """Importance weights are truncated to this, where there are any: with `importance` token or sequence, or with auto
+    and `experience.replay.num_groups`; elsewhere another value than the default is an error."""
     mask: MaskSection | None = None
     """Leave tokens whose importance weight is out of bounds out of the policy's loss; None keeps all."""
     negative_sequence_delta: float | None = Field(default=None, ge=0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.experience import ExperienceSection
 from tunesmith.config.run import (
     AuxiliaryModelSection,
     DatasetSection,
     EngineSection,
     EvaluationSection,
-    ExperienceSection,
     HeldOutSection,
     ModelSection,
     MonitorSection,

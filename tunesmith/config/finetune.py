@@ -45,6 +45,12 @@ class FinetuneTrainerSection(TrainerSection):
                 raise ValueError(f"{key} has no effect on fine-tuning, which samples nothing: leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _check_warmup(self) -> FinetuneTrainerSection:
+        if self.warmup_steps > 0 and self.warmup_ratio not in (0, type(self).model_fields["warmup_ratio"].default):
+            raise ValueError(f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: give one of them")
+        return self
+
 
 class OfflineConfig(Section):
     """One training on rows that are given: which model learns from which of them, and how."""
@@ -88,6 +94,15 @@ class OfflineConfig(Section):
     def _check_evaluation(self) -> OfflineConfig:
         if self.eval_dataset is not None and self.eval_fraction > 0:
             raise ValueError("eval_dataset and eval_fraction are both given: one of them names the held-out rows")
+        interval, default = (
+            self.evaluation_interval_steps,
+            OfflineConfig.model_fields["evaluation_interval_steps"].default,
+        )
+        if self.eval_dataset is None and self.eval_fraction == 0 and interval != default:
+            raise ValueError(
+                f"evaluation_interval_steps={interval} has no effect without held-out rows: set eval_dataset or "
+                "eval_fraction"
+            )
         return self
 
 

@@ -50,6 +50,8 @@ class ParaphraseSection(Section):
     """Sampling temperature of the rewriting."""
     max_tokens: int = Field(default=1024, ge=1)
     """Most tokens of a rewritten question."""
+    max_concurrency: int = Field(default=8, ge=1)
+    """Requests that the server gets at once; raise it for a server that batches many."""
 
 
 class TriedModelSection(ModelSection):

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from tunesmith.config.companions import CriticSection, ExpertSection, TeacherSection
 from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection
+from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.lora import LoraSection
 from tunesmith.config.section import Section
 
@@ -23,6 +24,9 @@ class ServedModelSection(Section):
     """Longest context in tokens, prompt and answer together; lower it to save memory."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the parameters; auto is float32 on a CPU and bfloat16 on a GPU."""
+    residual_dtype: Literal["model", "float32"] = "model"
+    """Type of the stream of residuals; float32 brings sampler and trainer of a bfloat16 model closer together, for some
+    time and memory."""
     device: str = "auto"
     """Where the model lives: cpu, cuda, cuda:1; auto takes a GPU when there is one."""
     temperature: float = Field(default=1.0, ge=0)
@@ -69,7 +73,7 @@ class AuxiliaryModelSection(Section):
     api_key_env: str | None = None
     """Environment variable that holds the server's key; None sends a placeholder."""
     max_model_len: int = Field(default=4096, ge=2)
-    """Longest context in tokens of a local model."""
+    """Longest context in tokens of a local model; a server knows its own."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature of requests that name none."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -83,6 +87,15 @@ class AuxiliaryModelSection(Section):
     reasoning_parser: Literal["deepseek_r1", "none"] = "deepseek_r1"
     """As for the trained model; local models only."""
 
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if self.base_url is None and self.api_key_env is not None:
+            raise ValueError("api_key_env has no effect without base_url: the model is loaded here")
+        for key in ("tool_call_parser", "reasoning_parser"):
+            if self.base_url is not None and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect with base_url: that server reads what its model says")
+        return self
+
 
 class SelectorSection(Section):
     """Which tasks of a data set come next."""
@@ -95,15 +108,6 @@ class SelectorSection(Section):
     """Fields with pass rates of reference models, from 0 to 1, for offline_easy2hard and difficulty_based."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the selector that differ from its defaults; unknown ones are errors."""
-
-
-class OperatorSection(Section):
-    """One operator of a chain."""
-
-    name: str
-    """A name from the table of operators, or your own as `module:function`."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments that differ from the operator's defaults; unknown ones are errors."""
 
 
 class DatasetSection(Section):
@@ -165,46 +169,6 @@ class AlgorithmSection(Section):
     """Demonstrations that mix and mix_chord train beside the policy's own runs."""
 
 
-class ReplaySection(Section):
-    """Training again on groups of earlier steps."""
-
-    num_groups: int = Field(default=0, ge=0)
-    """Groups of earlier steps that each step trains too; raise it where rollouts cost more than training. Their losses
-    are multiplied by truncated importance weights unless `algorithm.correction` says otherwise."""
-    capacity: int = Field(default=1024, ge=1)
-    """Groups kept; the one of lowest priority goes first."""
-    max_staleness: int = Field(default=4, ge=1)
-    """A group sampled more policy versions ago is forgotten."""
-    max_uses: int = Field(default=3, ge=1)
-    """Most times a group is trained again."""
-    decay: float = Field(default=2.0, ge=0)
-    """Priority is the group's policy version minus this for each time it was trained again."""
-    sigma: float = Field(default=0.0, ge=0)
-    """Standard deviation of noise on the priority, which lets older groups in."""
-
-    @model_validator(mode="after")
-    def _check_use(self) -> ReplaySection:
-        if self.num_groups == 0 and self != ReplaySection.model_construct():
-            raise ValueError("has no effect with num_groups=0: set num_groups, or leave the rest out")
-        if self.capacity < self.num_groups:
-            raise ValueError(f"capacity={self.capacity} is less than num_groups={self.num_groups}")
-        return self
-
-
-class ExperienceSection(Section):
-    """What happens to groups between the judge and the trainer."""
-
-    operators: tuple[OperatorSection, ...] = ()
-    """Applied to the groups of a step, in order: pass_rate_calculator, reward_filter, reward_std_filter, outcome_gate,
-    dapo_dynamic_sampling, mask_response_truncated, reward_shaping_mapper, invalid_reward_filter."""
-    outcome_key: str | None = None
-    """Metric that says from 0 to 1 how well a run did, for selectors and gates; None takes the judge's reward."""
-    refill_budget: float = Field(default=1.0, ge=1)
-    """Tasks that a step may try, as a multiple of the batch size; above 1, groups that teach nothing are replaced."""
-    replay: ReplaySection = ReplaySection()
-    """Training again on groups of earlier steps."""
-
-
 class EngineSection(Section):
     """The sampler: how much it holds at once."""
 
@@ -230,6 +194,12 @@ class EngineSection(Section):
     steps; graphs only replays; eager does neither, for debugging."""
     decode_block: int = Field(default=16, ge=1, le=64)
     """On a GPU, tokens decoded between two looks of the host; lower it when most answers are very short."""
+
+    @model_validator(mode="after")
+    def _check_cache(self) -> Self:
+        if self.kv_cache_tokens is not None and self.kv_cache_gib is not None:
+            raise ValueError("kv_cache_tokens and kv_cache_gib are both given: one of them says how large the cache is")
+        return self
 
 
 class RolloutSection(Section):
@@ -290,6 +260,12 @@ class TrainerSection(Section):
     """Mean KL between sampler and trainer above which a warning is printed."""
     mismatch_stop: float = Field(default=1.0, gt=0)
     """Mean KL between sampler and trainer above which the run stops."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        if self.schedule == "constant" and self.min_lr_ratio > 0:
+            raise ValueError(f"min_lr_ratio={self.min_lr_ratio} has no effect with schedule=constant: set it to cosine")
+        return self
 
     @model_validator(mode="after")
     def _check_row_graphs(self) -> Self:
@@ -388,6 +364,16 @@ class RunConfig(Section):
             for key in ("task_selector", "weight", "operators"):
                 if getattr(dataset, key) != DatasetSection.model_fields[key].default:
                     raise ValueError(f"eval_datasets.{name}.{key} has no effect: evaluations try every task as it is")
+        return self
+
+    @model_validator(mode="after")
+    def _check_correction(self) -> RunConfig:
+        correction, default = self.algorithm.correction, CorrectionSection().cap
+        if correction.importance == "auto" and correction.cap != default and self.experience.replay.num_groups == 0:
+            raise ValueError(
+                f"algorithm.correction.cap={correction.cap} has no effect: with importance=auto only steps that train "
+                "groups of earlier steps truncate weights; set experience.replay.num_groups, or importance=token"
+            )
         return self
 
     @property

@@ -47,7 +47,9 @@ class FusedLayers:
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = [
             (layer, partial(self._run_planned, layer, index)) for index, layer in enumerate(layers)
         ]
-        rotary = getattr(decoder, "rotary_emb", None)
+        norm, rotary = getattr(decoder, "norm", None), getattr(decoder, "rotary_emb", None)
+        if isinstance(norm, nn.Module):
+            self._forwards.append((norm, partial(self._run_traced, norm)))
         if isinstance(rotary, nn.Module) and _is_steady(rotary):
             self._forwards.append((rotary, RotaryTable(rotary, model, max_positions)))
 
@@ -69,8 +71,11 @@ class FusedLayers:
                 module.__dict__.pop("forward", None)
 
     def _run_planned(self, layer: nn.Module, index: int, *arguments: Any, **options: Any) -> Any:
-        """Run a layer; where torch cannot trace one, all run as they are from then on, which is only slower."""
         options["attention_plan"] = options["attention_plan"].layers[index]
+        return self._run_traced(layer, *arguments, **options)
+
+    def _run_traced(self, layer: nn.Module, *arguments: Any, **options: Any) -> Any:
+        """Run a layer; where torch cannot trace one, all run as they are from then on, which is only slower."""
         try:
             return self._run(layer, *arguments, **options)
         except TorchDynamoException as error:

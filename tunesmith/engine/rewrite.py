@@ -34,13 +34,13 @@ class LayerFunctions:
     """What a rewritten layer calls."""
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
-    """Input, weight of the last axis, epsilon."""
+    """Input, weight of the last axis, epsilon; the output has the weight's type, and the input may be wider."""
     multiply: Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor]]
     """One input times several weights, plus their biases: one output each."""
     gate: Callable[[Tensor, Tensor, Tensor], Tensor]
     """SiLU of the input times the first weight, times the input times the second."""
     add_product: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Add input times weight to the first tensor in place."""
+    """Add input times weight to the first tensor, which may be wider, in place."""
     decode: Callable[..., Tensor]
     """`ops.paged_decode` with a `Prologue` as its last argument."""
     prefill: Callable[..., Tensor]
@@ -96,7 +96,7 @@ def _split(node: Any, targets: Iterable[Any]) -> tuple[Any, Any] | None:
 def _replace_norms(graph: fx.Graph, functions: LayerFunctions) -> None:
     for node in list(graph.nodes):
         found = _match_norm(node)
-        if found is not None:
+        if found is not None and _ends_in_type_of(node, found[1]):
             with graph.inserting_before(node):
                 _replace(node, graph.call_function(functions.norm, found))
 
@@ -117,6 +117,15 @@ def _match_norm(node: Any) -> tuple[Any, Any, float] | None:
                 continue
             return _strip(wide, {"to"}), weight, total[1]
     return None
+
+
+def _ends_in_type_of(node: fx.Node, other: Any) -> bool:
+    """The node has the type of the other one, or all that reads it narrows it to that first."""
+    value, wanted = _get_tensor(node), _get_tensor(other)
+    if value is None or wanted is None:
+        return False
+    is_narrowed = [_is_call(user, {"to"}) and user.args[1:] == (wanted.dtype,) for user in node.users]
+    return value.dtype == wanted.dtype or all(is_narrowed)
 
 
 def _is_mean_square(node: Any, wide: Any) -> bool:
@@ -242,7 +251,8 @@ def _replace_residuals(graph: fx.Graph, functions: LayerFunctions) -> None:
             readers = [user for user in residual.users if user is not node]
             if not all(_is_call(user, {functions.norm}) and order[user] < order[node] for user in readers):
                 continue
-            if before.shape == after.shape and residual.op != "get_attr":
+            is_alike = before.shape == after.shape and before.dtype == after.dtype
+            if is_alike and residual.op != "get_attr":
                 with graph.inserting_before(node):
                     _replace(node, graph.call_function(functions.add_product, (residual, *product.args[:2])))
                 break

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import attrgetter
 
 import numpy as np
@@ -169,7 +170,7 @@ class Scheduler:
     def _admit_waiting(self, step: Schedule) -> None:
         """Start waiting requests by priority until tokens, rows or pages end; none overtakes for want of pages."""
         self._publish_tails()
-        being_computed = self._collect_being_computed()
+        ready = {digest: page for item in step.work for digest, page in self._list_new_pages(item)}
         admitted: set[int] = set()
         for request in self.waiting:
             if not step.num_tokens_left or not self._free_rows:
@@ -181,15 +182,14 @@ class Scheduler:
             self._compute_digests(request.token_ids, request.digests)
             digests = request.digests[: (len(request.token_ids) - 1) // self.page_size]
             found = self.pool.find(digests)
-            if len(found) < len(digests) and digests[len(found)] in being_computed:
-                continue  # in a step or two it will find this page; computing it twice would be waste
+            found += map(ready.__getitem__, takewhile(ready.__contains__, digests[len(found) :]))
             if not self._start(request, found, num_pages - len(found)):
                 break
             admitted.add(request.request_id)
             stop = min(len(request.token_ids), request.num_computed + step.num_tokens_left)
             step.work.append(Work(request, request.num_computed, stop))
             step.num_tokens_left -= stop - request.num_computed
-            being_computed.update(request.digests[len(found) :])
+            ready.update(self._list_new_pages(step.work[-1]))
         gone = admitted.union(request.request_id for request in step.stuck)
         self.waiting = [request for request in self.waiting if request.request_id not in gone]
 
@@ -227,14 +227,11 @@ class Scheduler:
         request.row = None
         request.num_computed = request.num_published = 0
 
-    def _collect_being_computed(self) -> set[bytes]:
-        """Digests of full pages that running requests are still prefilling."""
-        digests: set[bytes] = set()
-        if self.has_prefix_cache:
-            for request in self.running:
-                if len(request.token_ids) - request.num_computed > 1:
-                    digests.update(request.digests[request.num_published :])
-        return digests
+    def _list_new_pages(self, item: Work) -> Iterator[tuple[bytes, int]]:
+        """Full pages that the work fills: a layer writes all keys and values of a step before any token attends."""
+        request = item.request
+        pages = slice(request.num_published, item.stop // self.page_size)
+        return zip(request.digests[pages], request.pages[pages], strict=False)
 
     def _compute_digests(self, token_ids: list[int], digests: list[bytes]) -> None:
         """Add the digests of full pages that have none yet; without a prefix cache nobody needs any."""

@@ -93,16 +93,17 @@ def outcome_gate(
 
 
 def dapo_dynamic_sampling(
-    groups: Sequence[Group], *, metric_key: str = "accuracy", correct_threshold: float = 0.0
+    groups: Sequence[Group], *, metric_key: str | None = None, correct_threshold: float = 0.0
 ) -> tuple[list[Group], dict[str, float]]:
     """Keep groups in which some runs are correct and some are not (Yu et al., 2025, eq. 11).
 
-    A run is correct when its metric, or its reward where it reports no such metric, is above the threshold. With
-    `experience.refill_budget` above 1 other tasks take the place of those left out.
+    A run is correct when its metric, `accuracy` where none is named, or its reward where it does not report that, is
+    above the threshold. With `experience.refill_budget` above 1 other tasks take the place of those left out.
     """
+    key = "accuracy" if metric_key is None else metric_key
 
     def is_correct(run: Trajectory) -> bool:
-        value = run.metrics.get(metric_key, run.reward)
+        value = run.metrics.get(key, run.reward)
         return value is not None and value > correct_threshold
 
     return _keep_groups(groups, lambda group: len({is_correct(run) for run in group.scored}) == 2)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tunesmith.arguments import LoadFunction, bind_arguments, find_function, find_keywords
+from tunesmith.arguments import LoadFunction, bind_arguments, find_function, find_keywords, name_nearest
 from tunesmith.config import ExperienceSection
 from tunesmith.errors import ConfigError
 from tunesmith.experience.operators import (
@@ -33,6 +33,8 @@ OPERATORS: dict[str, Operator] = {
     "reward_shaping_mapper": reward_shaping_mapper,
     "invalid_reward_filter": invalid_reward_filter,
 }
+OUTCOME_KEYWORDS = frozenset({"outcome_key", "metric_key"})
+"""Arguments of theirs that take `experience.outcome_key` where they are not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,8 @@ class BoundOperator:
 
     name: str
     apply: Callable[[list[Group]], tuple[list[Group], Mapping[str, float]]]
+    awaited: set[str] = field(default_factory=set)
+    """Metrics that its arguments name and that no run has reported yet."""
 
 
 def build_operators(
@@ -51,16 +55,25 @@ def build_operators(
     chain: list[BoundOperator] = []
     for each in section.operators:
         operator = find_function(each.name, OPERATORS, load=load, where="operator")
-        args = dict(each.args)
-        if section.outcome_key is not None and "outcome_key" in find_keywords(operator):
-            args.setdefault("outcome_key", section.outcome_key)
+        args, is_own = dict(each.args), each.name not in OPERATORS
+        if section.outcome_key is not None:
+            keys = {"outcome_key"} if is_own else OUTCOME_KEYWORDS
+            args = dict.fromkeys(keys & find_keywords(operator).keys(), section.outcome_key) | args
         bound = bind_arguments(operator, args, where=f"the arguments of operator {each.name!r}")
-        chain.append(BoundOperator(name=choose_name(each.name, chain), apply=bound))
+        awaited = set() if is_own else find_metrics(args)
+        chain.append(BoundOperator(name=choose_name(each.name, chain), apply=bound, awaited=awaited))
     for function in own:
         name = getattr(function, "__name__", type(function).__name__)
         bound = bind_arguments(function, {}, where=f"the arguments of operator {name!r}")
         chain.append(BoundOperator(name=choose_name(name, chain), apply=bound))
     return chain
+
+
+def find_metrics(args: Mapping[str, Any]) -> set[str]:
+    """The metrics of runs that an operator's arguments name."""
+    named = [args.get(key) for key in OUTCOME_KEYWORDS]
+    named += [shaping["stats_key"] for shaping in args.get("reward_shaping_configs", ())]
+    return {metric for metric in named if metric is not None}
 
 
 def check_order(names: Sequence[str], *, outcome_key: str | None) -> None:
@@ -87,12 +100,27 @@ def apply_operators(
     current = list(groups)
     metrics: dict[str, float] = {}
     for operator in operators:
+        check_reported(operator, groups)
         changed, numbers = split_result(operator.name, operator.apply(current))
         check_result(operator.name, current, changed)
         current = list(changed)
         metrics |= {f"experience/{operator.name}/{key}": value for key, value in numbers.items()}
     check_rewards(current)
     return current, metrics
+
+
+def check_reported(operator: BoundOperator, groups: Sequence[Group]) -> None:
+    """Refuse a metric that no run reports; once one has, runs without it are the operator's business."""
+    runs = [run for group in groups for run in group.scored]
+    reported = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    operator.awaited.difference_update(reported)
+    if runs and operator.awaited:
+        metric = min(operator.awaited)
+        nearest = name_nearest(metric, reported) if reported else "they report none"
+        raise ConfigError(
+            f"operator {operator.name!r} goes by the metric {metric!r}, which none of {len(runs)} runs reports "
+            f"({nearest}): report it from the workflow or the judge, or change experience.operators"
+        )
 
 
 def split_result(name: str, result: Any) -> tuple[Sequence[Group], dict[str, float]]:

@@ -94,10 +94,10 @@ def check_adapter(adapter: AdapterFiles, config: PretrainedConfig) -> None:
             )
 
 
-def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
+def build_skeleton(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model's layers without memory for their weights."""
     with torch.device("meta"):
-        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return skeleton
 
 

@@ -29,6 +29,7 @@ from tunesmith.errors import ModelError
 from tunesmith.model.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.attention import use_plan_attention
 from tunesmith.model.checkpoint import hidden_progress_bars
+from tunesmith.model.residuals import check_residuals, widen_residuals
 from tunesmith.model.source import ModelSource, explain_failure, find_model
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -131,6 +132,7 @@ def load_section_model(section: ModelSection) -> PreTrainedModel:
         trust_remote_code=section.trust_remote_code,
         base_path=section.base_path,
         lora=section.lora,
+        has_wide_residuals=section.residual_dtype == "float32",
     )
 
 
@@ -142,8 +144,9 @@ def load_model(
     trust_remote_code: bool = False,
     base_path: str | None = None,
     lora: LoraSection | None = None,
+    has_wide_residuals: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model in eval mode, with our attention.
+    """Load a causal language model in eval mode, with our attention and, if asked for, residuals in float32.
 
     Every parameter takes gradients, and an adapter in `path` is merged; with `lora` the adapter in `path` or a new one
     is live, and takes them alone.
@@ -174,6 +177,8 @@ def load_model(
     model.eval()
     model = install_adapter(model, source, lora, dtype=dtype)
     use_plan_attention(model)
+    if has_wide_residuals:
+        widen_residuals(model)
     return model
 
 
@@ -221,6 +226,7 @@ def check_section(section: ModelSection) -> PretrainedConfig:
         base_path=section.base_path,
     )
     load_section_tokenizer(section)
+    check_types(section, config)
     if section.lora is not None:
         adapter = find_model(section.path, section.base_path).adapter
         if adapter is not None:
@@ -230,6 +236,13 @@ def check_section(section: ModelSection) -> PretrainedConfig:
 
             check_quantization(config, device)
     return config
+
+
+def check_types(section: ModelSection, config: PretrainedConfig) -> None:
+    """Refuse float32 residuals where a model of the section's type, its own or a companion, cannot have them."""
+    dtype = resolve_dtype(section.dtype, resolve_device(section.device))
+    if section.residual_dtype == "float32" and dtype != torch.float32:
+        check_residuals(config, trust_remote_code=section.trust_remote_code)
 
 
 def check_model(

@@ -40,7 +40,15 @@ def load_value_model(
     device: torch.device,
     trust_remote_code: bool = False,
     base_path: str | None = None,
+    has_wide_residuals: bool = False,
 ) -> ValueModel:
     """The body of the causal language model at `path`, a copy of its own, with a head of zeros."""
-    model = load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, base_path=base_path)
+    model = load_model(
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        base_path=base_path,
+        has_wide_residuals=has_wide_residuals,
+    )
     return ValueModel(model.get_decoder()).eval()

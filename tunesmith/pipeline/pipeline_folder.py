@@ -18,6 +18,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from tunesmith.errors import StorageError
+from tunesmith.model.checkpoint import check_complete
+from tunesmith.pipeline.compare import JSON_FILE
 from tunesmith.pipeline.finetune_folder import FREE_KEYS as SFT_FREE_KEYS
 from tunesmith.pipeline.pipeline_plan import PlannedStage
 from tunesmith.pipeline.run_folder import FREE_KEYS as RL_FREE_KEYS
@@ -86,7 +89,33 @@ class PipelineFolder:
 
     def load_done(self, name: str) -> Done | None:
         path = self.root / STATES / name / DONE
-        return Done(**load_json(path)) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            return Done(**load_json(path))
+        except TypeError as error:
+            raise StorageError(
+                f"{path} is damaged or of another version ({error}): remove it, and the stage is looked at anew"
+            ) from error
+
+    def check_output(self, stage: PlannedStage) -> None:
+        """Refuse a stage that is done when what it left is not there in full."""
+        done, place = self.load_done(stage.name), self.place(stage.name)
+        assert done is not None
+        try:
+            if done.model is not None and stage.kind != "export":
+                check_complete(self.root / done.model)
+            elif stage.kind in ("prepare", "export"):
+                check_complete(place)
+            elif stage.kind == "eval":
+                load_json(place / JSON_FILE)
+            if not place.exists():
+                raise StorageError(f"{place} is gone")
+        except StorageError as error:
+            raise StorageError(
+                f"stage {stage.name!r} is done, but what it left is not whole: {error}; put it back, or make it again "
+                f"with --only {stage.name} --again"
+            ) from error
 
     def find_state(self, stage: PlannedStage) -> State:
         """What the stage is before it runs."""

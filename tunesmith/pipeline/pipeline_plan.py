@@ -62,8 +62,13 @@ class PlannedStage:
     kind: str
     values: Mapping[str, Any]
     """All its settings, references as they were written."""
-    needs: tuple[str, ...]
-    """Earlier stages that its settings name."""
+    references: tuple[Reference, ...]
+    """What its settings name of earlier stages."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Earlier stages that its settings name."""
+        return tuple(dict.fromkeys(reference.stage for reference in self.references))
 
     @property
     def digest(self) -> str:
@@ -103,13 +108,11 @@ def plan_stages(config: PipelineConfig) -> list[PlannedStage]:
     planned: dict[str, PlannedStage] = {}
     for name, stage in config.stages.items():
         values = stage.model_dump(mode="json", exclude={"kind"}, exclude_unset=True)
-        needs: list[str] = []
-        for text in list_texts(values):
-            reference = read_reference(text)
-            if reference is not None:
-                check_reference(reference, planned, config, where=name)
-                needs.append(reference.stage)
-        planned[name] = PlannedStage(name=name, kind=stage.kind, values=values, needs=tuple(dict.fromkeys(needs)))
+        found = map(read_reference, list_texts(values))
+        references = tuple(reference for reference in found if reference is not None)
+        for reference in references:
+            check_reference(reference, planned, config, where=name)
+        planned[name] = PlannedStage(name=name, kind=stage.kind, values=values, references=references)
     return list(planned.values())
 
 

@@ -29,7 +29,7 @@ def hash_settings(settings: PrepareSection) -> str:
 
 
 def list_settings(settings: PrepareSection) -> dict[str, Any]:
-    return settings.model_dump(mode="json", exclude={"num_cpu_threads"})
+    return settings.model_dump(mode="json", exclude={"num_cpu_threads": True, "paraphrase": {"max_concurrency"}})
 
 
 def hash_json(value: Any) -> str:

@@ -69,7 +69,7 @@ def run_pipeline(config: PipelineConfig, *, choose_model: ChooseModel, choice: C
     chosen = choice.pick(stages)
     folder = PipelineFolder(Path(config.folder).expanduser().absolute())
     screen = Console(stderr=True, highlight=False, soft_wrap=True)
-    check_chosen(chosen, folder, is_again=choice.is_again)
+    check_chosen(stages, chosen, folder, is_again=choice.is_again)
     with storage_errors(folder.root, "write"):
         folder.root.mkdir(parents=True, exist_ok=True)
         lock = take_lock(RunPaths(folder.root))
@@ -87,11 +87,17 @@ def run_pipeline(config: PipelineConfig, *, choose_model: ChooseModel, choice: C
 def check_pipeline(config: PipelineConfig, *, choice: Choice = Choice()) -> dict[str, str]:
     """What would become of each chosen stage, when nothing is wrong with any; nothing is written."""
     folder = PipelineFolder(Path(config.folder).expanduser().absolute())
-    return check_chosen(choice.pick(plan_stages(config)), folder, is_again=choice.is_again)
+    stages = plan_stages(config)
+    return check_chosen(stages, choice.pick(stages), folder, is_again=choice.is_again)
 
 
-def check_chosen(chosen: Sequence[PlannedStage], folder: PipelineFolder, *, is_again: bool) -> dict[str, str]:
-    """Check every stage that would run; a stage is made anew when one that it needs is."""
+def check_chosen(
+    stages: Sequence[PlannedStage], chosen: Sequence[PlannedStage], folder: PipelineFolder, *, is_again: bool
+) -> dict[str, str]:
+    """Check every stage that would run, and what those left that would be skipped or are needed.
+
+    A stage is made anew when one that it needs is.
+    """
     check_order(chosen, folder)
     plans: dict[str, str] = {}
     for stage in chosen:
@@ -102,7 +108,20 @@ def check_chosen(chosen: Sequence[PlannedStage], folder: PipelineFolder, *, is_a
         plans[stage.name] = PLANS[state]
         if state != "done":
             check_stage(stage)
+    check_outputs(stages, plans, folder)
     return plans
+
+
+def check_outputs(stages: Sequence[PlannedStage], plans: Mapping[str, str], folder: PipelineFolder) -> None:
+    """Refuse damage to what stages left that would be skipped, or are needed by one that would run."""
+    needed = {name for stage in stages if plans.get(stage.name, SKIPPED) != SKIPPED for name in stage.needs}
+    kept = {name for name in needed | plans.keys() if plans.get(name, SKIPPED) == SKIPPED}
+    for stage in stages:
+        if stage.name in kept:
+            folder.check_output(stage)
+        for reference in stage.references:
+            if reference.stage in kept:
+                find_input(reference, folder, where=stage.name)
 
 
 def check_order(chosen: Sequence[PlannedStage], folder: PipelineFolder) -> None:
@@ -149,7 +168,10 @@ def find_input(reference: Reference, folder: PipelineFolder, *, where: str) -> s
     if reference.file is not None:
         path = folder.place(reference.stage) / reference.file
         if not path.exists():
-            raise StorageError(f"stages.{where}: stage {reference.stage!r} made no {reference.file!r} in {path.parent}")
+            raise StorageError(
+                f"stages.{where}: stage {reference.stage!r} made no {reference.file!r} in {path.parent}, or it is "
+                f"gone; name another, or make it again with --only {reference.stage} --again"
+            )
         return str(path)
     done = folder.load_done(reference.stage)
     assert done is not None and done.model is not None, "a stage whose model is referred to leaves one"

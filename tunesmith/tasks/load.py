@@ -57,7 +57,7 @@ def _read(path: str, *, name: str | None, split: str | None, num_rows: int | Non
     """The first rows of a split, read one after another, or all of it."""
     place = Path(path).expanduser()
     if place.is_file():
-        arguments = _describe_file(place, split)
+        arguments = _describe_file(place, name=name, split=split)
     elif place.exists() or not path.startswith((".", "/", "~")):
         arguments = {"path": str(place) if place.exists() else path, "name": name}
     else:
@@ -74,7 +74,7 @@ def _read(path: str, *, name: str | None, split: str | None, num_rows: int | Non
         raise _explain(path, split, error) from error
 
 
-def _describe_file(place: Path, split: str | None) -> dict[str, Any]:
+def _describe_file(place: Path, *, name: str | None, split: str | None) -> dict[str, Any]:
     """Arguments of `load_dataset` for one file, which is one split whatever it is called."""
     if place.suffix not in FORMATS:
         raise DataError(f"{str(place)!r} is not a data set file; allowed endings: {', '.join(FORMATS)}")
@@ -84,6 +84,8 @@ def _describe_file(place: Path, split: str | None) -> dict[str, Any]:
         raise DataError(
             f"split {split!r}: the file {str(place)!r} is one split; set split to {SINGLE_SPLIT!r}, or give its folder"
         )
+    if name is not None:
+        raise DataError(f"name {name!r} has no effect: the file {str(place)!r} is one set; leave name out")
     return {"path": FORMATS[place.suffix], "data_files": {SINGLE_SPLIT: str(place)}}
 
 

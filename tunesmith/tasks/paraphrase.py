@@ -1,16 +1,19 @@
 """More tasks in other words: a model rewrites a field, and everything else of the task stays.
 
-Rewriting costs and is not the same twice, so what the model said is kept in a file: a run that resumes, and the next
-run with the same file, read it there. A rewrite that loses a number of the original is refused and counted.
+Rewriting costs and is not the same twice, so what the model said is kept in a file, in the order of its answers: a run
+that resumes, and the next run with the same file, read it there. A rewrite that loses a number of the original is
+refused and counted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -39,30 +42,40 @@ def paraphrase(
     api_key_env: str | None = None,
     temperature: NonNegativeFloat = 1.0,
     max_tokens: PositiveInt = 1024,
+    max_concurrency: PositiveInt = 8,
 ) -> tuple[list[Task], dict[str, float]]:
-    """Each task, then its variants with ids `<id>/paraphrase-<number>`."""
+    """Each task, then its variants with ids `<id>/paraphrase-<number>`; at most `max_concurrency` requests at once."""
     if api_key_env is not None and api_key_env not in os.environ:
         raise ConfigError(f"paraphrase: the environment has no {api_key_env}")
     api_key = "EMPTY" if api_key_env is None else os.environ[api_key_env]
     cache = _load_cache(Path(cache_path))
+
+    def name_answer(text: str, number: int) -> str:
+        return json.dumps([model, temperature, max_tokens, number, text])
+
+    texts = [read_text(task, field) for task in tasks]
+    asked = {name_answer(text, number): (text, number) for text in texts for number in range(num_variants)}
+    missing = {key: question for key, question in asked.items() if key not in cache}
+
+    def keep(key: str, text: str) -> None:
+        cache[key] = text
+        _append(Path(cache_path), key, text)
+
+    if missing:
+        ask = partial(_ask, model=model, temperature=temperature, max_tokens=max_tokens)
+        asyncio.run(_ask_all(missing, ask, keep, base_url=base_url, api_key=api_key, max_concurrency=max_concurrency))
     kept: list[Task] = []
-    num_asked = num_refused = 0
-    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=2) as client:
-        for task in tasks:
-            kept.append(task)
-            text = read_text(task, field)
-            for number in range(num_variants):
-                key = json.dumps([model, temperature, max_tokens, number, text])
-                if key not in cache:
-                    cache[key] = _ask(client, model, text, temperature=temperature, max_tokens=max_tokens, seed=number)
-                    _append(Path(cache_path), key, cache[key])
-                    num_asked += 1
-                if is_faithful(text, cache[key]):
-                    row = {**task.row, field: cache[key].strip()}
-                    kept.append(replace(task, task_id=f"{task.task_id}/paraphrase-{number}", row=row))
-                else:
-                    num_refused += 1
-    return kept, {"num_asked": float(num_asked), "num_refused": float(num_refused)}
+    num_refused = 0
+    for task, text in zip(tasks, texts, strict=True):
+        kept.append(task)
+        for number in range(num_variants):
+            said = cache[name_answer(text, number)]
+            if is_faithful(text, said):
+                row = {**task.row, field: said.strip()}
+                kept.append(replace(task, task_id=f"{task.task_id}/paraphrase-{number}", row=row))
+            else:
+                num_refused += 1
+    return kept, {"num_asked": float(len(missing)), "num_refused": float(num_refused)}
 
 
 def is_faithful(original: str, rewritten: str) -> bool:
@@ -72,9 +85,37 @@ def is_faithful(original: str, rewritten: str) -> bool:
     return sorted(NUMBER.findall(original)) == sorted(NUMBER.findall(rewritten))
 
 
-def _ask(client: openai.OpenAI, model: str, text: str, *, temperature: float, max_tokens: int, seed: int) -> str:
+async def _ask_all(
+    questions: Mapping[str, tuple[str, int]],
+    ask: Callable[..., Awaitable[str]],
+    keep: Callable[[str, str], None],
+    *,
+    base_url: str,
+    api_key: str,
+    max_concurrency: int,
+) -> None:
+    """Ask so many at once and keep each answer as it comes; the first failure ends what is under way."""
+    slots = asyncio.Semaphore(max_concurrency)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=2) as client:
+
+        async def answer(key: str, text: str, number: int) -> None:
+            async with slots:
+                keep(key, await ask(client, text, seed=number))
+
+        running = [asyncio.create_task(answer(key, *question)) for key, question in questions.items()]
+        try:
+            await asyncio.gather(*running)
+        finally:
+            for each in running:
+                each.cancel()
+            await asyncio.wait(running)
+
+
+async def _ask(
+    client: openai.AsyncOpenAI, text: str, *, model: str, temperature: float, max_tokens: int, seed: int
+) -> str:
     try:
-        completion = client.chat.completions.create(
+        completion = await client.chat.completions.create(
             model=model,
             messages=[{"role": "user", "content": PROMPT.format(text=text)}],
             temperature=temperature,

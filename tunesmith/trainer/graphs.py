@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tunesmith.errors import TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.model.distribution import has_truncation
 from tunesmith.trainer.attention import find_long_paths
@@ -128,6 +129,15 @@ class RowGraphs:
         row.plan.reserve_tables()
         coef, graph = kl_coef.clone(), torch.cuda.CUDAGraph()
         gc.collect()  # nodes of rows that ran before would tie the gradients to their stream
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            totals = run_row(row, sent, coef)
+        try:
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+                totals = run_row(row, sent, coef)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise TrainingError(
+                f"a row could not be recorded as a CUDA graph ({(str(error).splitlines() or [''])[0]}): set "
+                "trainer.has_row_graphs=false, and the run goes on from its last checkpoint; in code of your own, keep "
+                "no result of the model whose gradients have not been computed"
+            ) from error
         return _Recorded(graph=graph, row=row, sent=sent, kl_coef=coef, totals=totals)

@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 MISMATCH_CAUSES = (
     "likely causes: sampling settings the trainer does not know of, weights changed between sampling and training, "
-    "keys and values of older weights in the engine's cache, or parameters too coarse for this model (try "
-    "model.dtype=float32)"
+    "keys and values of older weights in the engine's cache, or 16 bits too coarse for this model (try "
+    "model.residual_dtype=float32, or model.dtype=float32)"
 )
 LESS_MEMORY = (
     "lower trainer.max_tokens_per_row, trainer.logprob_chunk_tokens or engine.kv_cache_gib, "

@@ -38,8 +38,12 @@ def gate(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
-    """Add in the product's own epilogue."""
-    total.view(-1, total.shape[-1]).addmm_(inputs.view(-1, inputs.shape[-1]), weight.t())
+    """Add in the product's own epilogue; a product of 16 bits is not rounded before it joins a float32 total."""
+    rows, factors = total.view(-1, total.shape[-1]), inputs.view(-1, inputs.shape[-1])
+    if total.dtype == weight.dtype:
+        rows.addmm_(factors, weight.t())
+    else:
+        torch.addmm(rows, factors, weight.t(), out_dtype=total.dtype, out=rows)
     return total
 
 

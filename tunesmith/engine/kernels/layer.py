@@ -24,7 +24,7 @@ def _norm_rows(
     is_used = places < size
     x = tl.load(inputs + row * input_stride + places, mask=is_used, other=0.0).to(tl.float32)
     scale = tl.load(weight + places, mask=is_used, other=0.0)
-    normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / size + epsilon)).to(output.dtype.element_ty)
+    normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / size + epsilon)).to(inputs.dtype.element_ty)
     tl.store(output + row * size + places, (normed * scale).to(output.dtype.element_ty), mask=is_used)
 
 
@@ -40,10 +40,13 @@ def _gate_rows(both, output, size, BLOCK: tl.constexpr, IS_CHAINED: tl.constexpr
 
 
 def norm_rows(inputs: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
-    """Each last axis over its root mean square, times the weight; rounded where transformers' modules round."""
+    """Each last axis over its root mean square, times the weight, in the weight's type.
+
+    It is rounded where transformers' modules round: before the weight to the inputs' type, and at the end.
+    """
     size = inputs.shape[-1]
     rows = inputs.reshape(-1, size)
-    output = torch.empty_like(rows)
+    output = torch.empty(rows.shape, dtype=weight_C.dtype, device=rows.device)
     block = triton.next_power_of_2(size)
     _norm_rows[(len(rows),)](
         rows, weight_C, output, epsilon, size, rows.stride(0), BLOCK=block, num_warps=2 if block <= 1024 else 8,

@@ -1,0 +1,162 @@
+"""What our engine and our trainer disagree by on random weights, with residuals of either type, and what each costs.
+
+Prompts of random ids are answered by the engine; the trainer's first step then compares its logprobs with the engine's,
+as every run does (`mismatch/kl` is k3). Weights are random, so the last norm is scaled until logits spread as widely as
+those of a trained model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from shapes import build_random_model
+from transformers import PreTrainedModel
+
+from tunesmith.config import AlgorithmSection, EngineSection, TrainerSection
+from tunesmith.engine.clock import run_lockstep
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.model.attention import use_plan_attention
+from tunesmith.model.residuals import widen_residuals
+from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import Completion, Distribution, Sample, Sampling
+
+LOGIT_STD = 4.2
+"""As of SmolLM2-135M on chats."""
+WARMUP_STEPS = 3
+"""Of the trainer: layers are compiled in the first of them, and rows recorded in those after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One type of residuals: the mismatch of a step, and medians of rates."""
+
+    k3: float
+    max_log_ratio: float
+    engine_tokens_per_s: float
+    step_s: float
+    step_peak_gb: float | None
+    """Memory of a step on a GPU, the engine's included."""
+
+
+def measure_shape(arguments: argparse.Namespace) -> dict[str, Figures]:
+    """Print a line for each type of residuals."""
+    print(f"{'':<20}{'k3':>10}{'largest log-ratio':>19}{'engine tokens/s':>17}{'step s':>10}{'peak GB':>9}")
+    found = {}
+    for name, is_wide in (("bfloat16 residuals", False), ("float32 residuals", True)):
+        found[name] = ours = measure_residuals(arguments, is_wide=is_wide)
+        peak = "-" if ours.step_peak_gb is None else f"{ours.step_peak_gb:.2f}"
+        print(
+            f"{name:<20}{ours.k3:>10.2e}{ours.max_log_ratio:>19.3f}{ours.engine_tokens_per_s:>17,.0f}"
+            f"{ours.step_s:>10.3f}{peak:>9}",
+            flush=True,
+        )
+    return found
+
+
+def measure_residuals(arguments: argparse.Namespace, *, is_wide: bool) -> Figures:
+    device = torch.device(arguments.device)
+    model = build_random_model(arguments.shape, dtype=torch.bfloat16, device=device)
+    use_plan_attention(model)
+    prompts = build_prompts(model.config.vocab_size, arguments.sequences, arguments.prompt_tokens)
+    spread_logits(model, prompts[0])
+    if is_wide:
+        widen_residuals(model)
+    max_model_len = arguments.prompt_tokens + arguments.new_tokens
+    section = EngineSection(
+        max_num_seqs=arguments.sequences, kv_cache_tokens=arguments.sequences * (max_model_len + 64)
+    )
+    engine = LocalEngine(model, None, section, max_model_len=max_model_len)
+    answer = build_rollout(engine, prompts, arguments.new_tokens)
+    samples = build_samples(prompts, answer())
+    engine_s = measure(answer, arguments.repeats, device)
+    # A step so small leaves 16-bit weights as they are, so that every step does the same.
+    settings = TrainerSection(learning_rate=1e-12, mismatch_warn=1e9, mismatch_stop=1e9)
+    num_steps = arguments.repeats + WARMUP_STEPS
+    trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=max_model_len, num_total_steps=num_steps)
+    metrics, *_ = [trainer.step(samples) for _ in range(WARMUP_STEPS)]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step_s = measure(lambda: trainer.step(samples), arguments.repeats, device)
+    return Figures(
+        k3=metrics["mismatch/kl"],
+        max_log_ratio=metrics["mismatch/max_log_ratio"],
+        engine_tokens_per_s=arguments.sequences * arguments.new_tokens / engine_s,
+        step_s=step_s,
+        step_peak_gb=torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
+    )
+
+
+def measure(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Median seconds of work that has run before."""
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+@torch.no_grad()
+def spread_logits(model: PreTrainedModel, prompt: Sequence[int]) -> None:
+    """Scale the last norm until logits have the standard deviation of a trained model's."""
+    logits = model(input_ids=torch.tensor([prompt], device=model.device)).logits.float()
+    model.get_decoder().norm.weight.mul_(LOGIT_STD / logits.std())
+
+
+def build_prompts(vocab_size: int, num_sequences: int, num_tokens: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(num_sequences)]
+
+
+def build_rollout(engine: LocalEngine, prompts: Sequence[list[int]], num_tokens: int) -> Callable[[], list[Completion]]:
+    """Every prompt is answered with so many tokens, and nothing is left of the time before."""
+
+    async def generate() -> list[Completion]:
+        samplings = [Sampling(max_tokens=num_tokens, seed=index, ignore_eos=True) for index in range(len(prompts))]
+        calls = [
+            engine.generate(prompt, sampling, order=(index,))
+            for index, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        ]
+        return await asyncio.gather(*calls)
+
+    def run() -> list[Completion]:
+        engine.pause()
+        engine.resume(engine.policy_version + 1)
+        return run_lockstep(generate())
+
+    return run
+
+
+def build_samples(prompts: Sequence[list[int]], completions: Sequence[Completion]) -> list[Sample]:
+    """Pairs of which one has succeeded."""
+    samples, distribution = [], Distribution()
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        answer = completion.sampled_ids
+        mask = [False] * len(prompt) + [True] * len(answer)
+        samples.append(
+            Sample(
+                token_ids=(*prompt, *answer),
+                is_sampled=tuple(mask),
+                logprobs=(*[0.0] * len(prompt), *completion.logprobs),
+                advantages=tuple((1.0 if index % 2 else -1.0) if m else 0.0 for m in mask),
+                policy_versions=tuple(0 if m else None for m in mask),
+                distributions=tuple(distribution if m else None for m in mask),
+                group_index=index // 2,
+                trajectory_index=index,
+            )
+        )
+    return samples
+
+
+def describe(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {key: getattr(arguments, key) for key in ("shape", "sequences", "prompt_tokens", "new_tokens", "repeats")}

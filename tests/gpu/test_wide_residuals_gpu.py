@@ -1,0 +1,108 @@
+"""Residuals in float32 on a CUDA device: the kernels of fused layers, what they sample, and what is trained on it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from trainable_models import build_deep
+from tunesmith.config import AlgorithmSection, EngineSection, TrainerSection
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import Distribution, Sample, Sampling
+
+pytestmark = pytest.mark.gpu
+
+NUM_PROMPTS, NUM_TOKENS = 24, 40
+
+
+def sample_from(model, cuda_decode: str) -> list[Sample]:
+    """What an engine samples, as the trainer takes it."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 97, (5 + n,), generator=generator).tolist() for n in range(NUM_PROMPTS)]
+    section = EngineSection(kv_cache_tokens=16384, cuda_decode=cuda_decode)
+    engine = LocalEngine(model, None, section, max_model_len=128)
+
+    async def generate():
+        samplings = [Sampling(max_tokens=NUM_TOKENS, seed=n, ignore_eos=True) for n in range(NUM_PROMPTS)]
+        return await asyncio.gather(*map(engine.generate, prompts, samplings))
+
+    samples = []
+    for index, (prompt, answer) in enumerate(zip(prompts, asyncio.run(generate()), strict=True)):
+        mask = [False] * len(prompt) + [True] * NUM_TOKENS
+        samples.append(
+            Sample(
+                token_ids=(*prompt, *answer.sampled_ids), is_sampled=tuple(mask),
+                logprobs=(*[0.0] * len(prompt), *answer.logprobs),
+                advantages=tuple((1.0 if index % 2 else -1.0) if m else 0.0 for m in mask),
+                policy_versions=tuple(0 if m else None for m in mask),
+                distributions=tuple(Distribution() if m else None for m in mask),
+                group_index=index, trajectory_index=index,
+            )
+        )  # fmt: skip
+    return samples
+
+
+@torch.no_grad()
+def measure_error(exact, samples: list[Sample]) -> float:
+    """Root mean square of what the samples' logprobs differ by from those of a plain forward in float32."""
+    errors = []
+    for sample in samples:
+        ids = torch.tensor([sample.token_ids], device=exact.device)
+        logprobs = exact(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
+        errors.append((logprobs - torch.tensor(sample.logprobs[1:]))[-NUM_TOKENS:])
+    return torch.cat(errors).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("size", [576, 1024, 3584])
+def test_norms_of_float32_rows_come_out_in_the_type_of_their_weight(size):
+    from tunesmith.engine.kernels.layer import norm_rows
+
+    torch.manual_seed(0)
+    inputs = torch.randn(3, 70, size, device="cuda") * 5
+    weight = torch.randn(size, device="cuda").bfloat16()
+    output, wide = norm_rows(inputs, weight, 1e-5), inputs.double()
+    assert output.dtype == torch.bfloat16
+    expected = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    torch.testing.assert_close(output.double(), expected, rtol=2**-8, atol=1e-6)  # it is rounded once
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 200])
+def test_products_of_16_bits_join_float32_residuals_unrounded_and_in_place(num_rows):
+    from tunesmith.engine.kernels.functions import add_product
+
+    torch.manual_seed(0)
+    total = torch.randn(1, num_rows, 576, device="cuda")
+    inputs, weight = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((1, num_rows, 1536), (576, 1536)))
+    expected = total.double() + inputs.double() @ weight.double().T
+    with torch.inference_mode():
+        output = add_product(total, inputs, weight)
+    assert output.dtype == torch.float32
+    assert output.data_ptr() == total.data_ptr()
+    assert (total.double() - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("cuda_decode", ["eager", "graphs", "compiled"])
+def test_what_is_sampled_has_the_logprobs_of_the_weights_in_float32(name, cuda_decode):
+    exact = build_deep(name).float().cuda()
+    errors = []
+    for is_wide in (False, True):
+        model = build_deep(name, is_wide=is_wide).cuda()
+        errors.append(measure_error(exact, sample_from(model, cuda_decode)))
+    assert errors[1] < 0.9 * errors[0]
+    assert errors[1] < 0.03
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_compiled_sampler_and_compiled_trainer_agree_better(name):
+    found = []
+    for is_wide in (False, True):
+        model = build_deep(name, is_wide=is_wide).cuda()
+        settings = TrainerSection(mismatch_warn=1e9, mismatch_stop=1e9)
+        trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=128, num_total_steps=2)
+        found.append(trainer.step(sample_from(model, "compiled")))
+    assert 0 < found[1]["mismatch/kl"] < 0.8 * found[0]["mismatch/kl"]
+    assert found[1]["train/grad_norm"] > 0

@@ -1,0 +1,128 @@
+"""Training with residuals in float32: nearer to the sampler, nearer to the exact gradient, however it is computed."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from test_gradients import build_samples
+
+from trainable_models import build_deep
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.config import AlgorithmSection, EngineSection, LoraSection, TrainerSection
+from tunesmith.engine.clock import run_lockstep
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.model.lora import add_adapter
+from tunesmith.model.residuals import widen_residuals
+from tunesmith.model.value_head import ValueModel
+from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.trainer.optimizer import MasterAdamW
+from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.scoring import prepare_update
+from tunesmith.trainer.step import run_batch
+from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import Distribution, Sample, Sampling
+
+LOOSE = TrainerSection(mismatch_warn=1e9, mismatch_stop=1e9, learning_rate=1e-3)
+SFT = AlgorithmSection(algorithm_type="sft")
+
+
+def compute_gradients(model, *, has_checkpointing: bool = False) -> dict[str, torch.Tensor]:
+    """Of a cross entropy, in float32, by parameter."""
+    samples, algorithm = build_samples(), resolve_algorithm(SFT)
+    rows = pack_samples(samples, max_tokens_per_row=100, has_prefix_sharing=True, hidden_size=64)
+    MasterAdamW(model, LOOSE).clear_gradients()  # it makes gradients float32
+    if has_checkpointing:
+        enable_checkpointing(model)
+    with checkpointed_layers(model) if has_checkpointing else nullcontext():
+        preparation = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=64)
+        run_batch(model, samples, rows, algorithm, preparation.inputs, kl_coef=0.0, chunk_tokens=64)
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def measure_error(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    assert gradients.keys() == exact.keys()
+    error = sum((gradients[name] - exact[name]).square().sum() for name in exact)
+    return (error / sum(gradient.square().sum() for gradient in exact.values())).sqrt().item()
+
+
+def sample_from(model) -> list[Sample]:
+    """Answers of 20 tokens that an engine samples, as the trainer takes them."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 97, (length,), generator=generator).tolist() for length in range(5, 25)]
+    engine = LocalEngine(model, None, EngineSection(page_size=4, kv_cache_tokens=4000), max_model_len=64)
+
+    async def generate():
+        samplings = [Sampling(max_tokens=20, seed=index, ignore_eos=True) for index in range(len(prompts))]
+        return await asyncio.gather(*map(engine.generate, prompts, samplings))
+
+    samples = []
+    for index, (prompt, answer) in enumerate(zip(prompts, run_lockstep(generate()), strict=True)):
+        mask = [False] * len(prompt) + [True] * 20
+        samples.append(
+            Sample(
+                token_ids=(*prompt, *answer.sampled_ids), is_sampled=tuple(mask),
+                logprobs=(*[0.0] * len(prompt), *answer.logprobs),
+                advantages=tuple((1.0 if index % 2 else -1.0) if m else 0.0 for m in mask),
+                policy_versions=tuple(0 if m else None for m in mask),
+                distributions=tuple(Distribution() if m else None for m in mask),
+                group_index=index, trajectory_index=index,
+            )
+        )  # fmt: skip
+    return samples
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_sampler_and_trainer_agree_better(name):
+    found = []
+    for is_wide in (False, True):
+        model = build_deep(name, is_wide=is_wide)
+        trainer = Trainer(model, LOOSE, AlgorithmSection(), max_model_len=64, num_total_steps=2)
+        found.append(trainer.step(sample_from(model)))
+    assert 0 < found[1]["mismatch/kl"] < 0.75 * found[0]["mismatch/kl"]
+    assert found[1]["mismatch/max_log_ratio"] < found[0]["mismatch/max_log_ratio"]
+
+
+def test_the_gradient_is_nearer_to_that_of_the_weights_in_float32():
+    errors = {False: 0.0, True: 0.0}
+    for seed in range(3):
+        exact = compute_gradients(build_deep(seed=seed).float())
+        for is_wide in errors:
+            errors[is_wide] += measure_error(compute_gradients(build_deep(is_wide=is_wide, seed=seed)), exact) / 3
+    assert errors[True] < 0.9 * errors[False]
+    assert errors[True] < 0.02
+
+
+def test_checkpointing_changes_nothing():
+    expected = compute_gradients(build_deep(is_wide=True))
+    checkpointed = compute_gradients(build_deep(is_wide=True), has_checkpointing=True)
+    assert all(torch.equal(checkpointed[name], gradient) for name, gradient in expected.items())
+
+
+def test_an_adapter_learns_what_it_would_over_weights_in_float32():
+    found = []
+    for dtype, is_wide in ((torch.float32, False), (torch.bfloat16, True)):
+        model = build_deep().to(dtype).requires_grad_(True)
+        add_adapter(model, LoraSection(r=4, target_modules="all-linear"), base="base", dtype=dtype)
+        if is_wide:
+            widen_residuals(model)
+        found.append(compute_gradients(model))
+    exact, ours = found
+    assert measure_error(ours, exact) < 0.02
+
+
+def test_a_critic_reads_the_last_norm_in_the_type_of_its_head():
+    policy, samples = build_deep(is_wide=True), build_samples()
+    critic = ValueModel(copy.deepcopy(policy).get_decoder())
+    trainer = Trainer(
+        policy, LOOSE, AlgorithmSection(algorithm_type="ppo"), max_model_len=64, num_total_steps=2, critic_model=critic
+    )
+    before = [weight.detach().clone() for weight in critic.parameters()]
+    for _ in range(2):  # the head of zeros gives the body no gradient in the first
+        metrics = trainer.step(samples)
+    assert metrics["critic/grad_norm"] > 0
+    assert all(not torch.equal(old, new) for old, new in zip(before[-2:], [*critic.parameters()][-2:], strict=True))
+    assert any(not torch.equal(old, new) for old, new in zip(before[:-2], [*critic.parameters()][:-2], strict=True))
