@@ -256,6 +256,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="also tell where the interpreter spends its time")
     parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--peer-sequences", type=int, nargs="*", help="of the sequences; default all")
     parser.add_argument("--continuous-batching", action="store_true", help="also as a peer")
     parser.add_argument("--out", help="results/NAME.json")
     arguments = parser.parse_args()
@@ -271,7 +272,7 @@ def main() -> None:
             figure = work(model, arguments, ceilings, num_sequences)
             figures[f"{name} {num_sequences}"] = figure
             print_figure(f"{name}, {num_sequences} sequences", figure)
-        if not arguments.without_peers:
+        if not arguments.without_peers and num_sequences in (arguments.peer_sequences or arguments.sequences):
             peers[str(num_sequences)] = run_peers(model, arguments, num_sequences)
             for name, rate in peers[str(num_sequences)].items():
                 print(f"{name + f', {num_sequences} sequences':<44}{rate:>12,.0f}", flush=True)
