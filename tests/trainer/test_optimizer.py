@@ -86,13 +86,38 @@ def test_bfloat16_parameters_follow_float32_masters():
     nn.init.ones_(model.weight)
     pointer = model.weight.data_ptr()
     optimizer = MasterAdamW(model, TrainerSection(learning_rate=1e-5))
+    before = optimizer.state_dict()["master:weight"].item()
     for _ in range(1000):
         model.weight.sum().backward()
         optimizer.update(learning_rate=1e-5, grad_norm=optimizer.compute_grad_norm(), max_grad_norm=10.0)
     master = optimizer.state_dict()["master:weight"]
-    assert master.item() == pytest.approx(0.99, abs=5e-5)
+    assert master.item() == pytest.approx(before - 0.01, abs=5e-5)
     assert torch.equal(model.weight, master.to(torch.bfloat16))
     assert model.weight.data_ptr() == pointer
+
+
+def test_masters_lie_anywhere_between_the_borders_of_what_rounds_to_the_parameter():
+    model = nn.Linear(400, 1000, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.weight.mul_(torch.logspace(-6, 3, 1000)[:, None])
+        model.weight[:, :4] = torch.tensor([0.0, -0.0, 1.0, -2.0])
+    master = MasterAdamW(model, TrainerSection()).state_dict()["master:weight"]
+    assert torch.equal(master.to(torch.bfloat16), model.weight)
+    assert torch.equal(master[:, :2], torch.zeros(1000, 2))
+    bits = (master.view(torch.int32) - model.weight.float().view(torch.int32))[:, 2:].double() / 2**16
+    assert bits.abs().max() < 0.5
+    assert bits.mean().abs() < 2e-3
+    assert bits.pow(2).mean() == pytest.approx(1 / 12, rel=0.01)
+
+
+def test_rounded_weights_follow_on_average_from_the_first_update_on():
+    model = nn.Linear(400, 1000, bias=False, dtype=torch.bfloat16)
+    nn.init.constant_(model.weight, 0.1)
+    start = model.weight.double().mean()
+    optimizer = MasterAdamW(model, TrainerSection(learning_rate=1e-5))
+    model.weight.sum().backward()
+    optimizer.update(learning_rate=1e-5, grad_norm=optimizer.compute_grad_norm(), max_grad_norm=1e9)
+    assert (model.weight.double().mean() - start).item() == pytest.approx(-1e-5, rel=0.1)
 
 
 def test_gradients_of_bfloat16_parameters_add_up_in_float32():
