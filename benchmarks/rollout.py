@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from agent_load import measure_agents
 from decoding import Decoding
+from kernels import profile_kernels
 from peer_generate import run_continuous_batching, run_generate
 from report import publish
 from shapes import SHAPES, build_random_model
@@ -204,7 +205,10 @@ def run_decoding(
     floor = compute_floor(
         model, ceilings, num_sequences=num_sequences, first=first, num_steps=DECODE_STEPS, num_prompt_tokens=0
     )
-    return build_figure(seconds, num_sequences * DECODE_STEPS, floor, {})
+    details = {}
+    if arguments.profile:
+        details["kernels"] = profile_kernels(lambda: decoding.run(DECODE_STEPS, arguments.decode_block))
+    return build_figure(seconds, num_sequences * DECODE_STEPS, floor, details)
 
 
 def build_figure(seconds: list[float], num_tokens: int, floor_s: float, details: dict[str, Any]) -> Figure:
@@ -254,7 +258,7 @@ def main() -> None:
     parser.add_argument("--cuda-decode", choices=["compiled", "graphs", "eager"], default="compiled")
     parser.add_argument("--decode-block", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--profile", action="store_true", help="also tell where the interpreter spends its time")
+    parser.add_argument("--profile", action="store_true", help="also tell where interpreter and GPU spend their time")
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--peer-sequences", type=int, nargs="*", help="of the sequences; default all")
     parser.add_argument("--continuous-batching", action="store_true", help="also as a peer")

@@ -64,6 +64,7 @@ def build_settings(arguments: argparse.Namespace, rows: Path) -> FinetuneConfig:
         "path": arguments.model,
         "device": arguments.device,
         "max_model_len": arguments.max_model_len,
+        "dtype": arguments.dtype,
     }
     if arguments.mode != "full":
         model["lora"] = {"quantization": "nf4" if arguments.mode == "qlora" else "none"}
@@ -173,6 +174,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mode", default="lora", choices=["full", "lora", "qlora"])
     parser.add_argument("--model", required=True, help="folder of the model")
     parser.add_argument("--questions", required=True, help="jsonl with question and answer")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of our weights")
     parser.add_argument("--rows-per-batch", type=int, default=8, help="conversations of one update")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them, at least 1")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kernels import profile_kernels
 from report import publish
 from shapes import SHAPES, build_random_model
 from transformers import PretrainedConfig, PreTrainedModel
@@ -31,7 +32,7 @@ from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import use_plan_attention
 from tunesmith.model.logprobs import choose_chunk_tokens
 from tunesmith.trainer.compiling import compiled_layers
-from tunesmith.trainer.graphs import RowGraphs
+from tunesmith.trainer.graphs import RowGraphs, is_small
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring import prepare_update
@@ -125,8 +126,10 @@ def pack(model: PreTrainedModel, samples: list[Sample], settings: TrainerSection
     )
 
 
-def run_ours(model: PreTrainedModel, samples: list[Sample], *, num_repeats: int, has_graphs: bool) -> Result:
-    """Forward and backward as the trainer makes them, the build of rows included."""
+def run_ours(
+    model: PreTrainedModel, samples: list[Sample], *, num_repeats: int, has_graphs: bool, has_profile: bool
+) -> tuple[Result, list[str]]:
+    """Forward and backward as the trainer makes them, the build of rows included, and their kernels."""
     settings, algorithm = TrainerSection(), resolve_algorithm(AlgorithmSection())
     rows = pack(model, samples, settings)
     chunk_tokens = choose_chunk_tokens(model)
@@ -144,7 +147,8 @@ def run_ours(model: PreTrainedModel, samples: list[Sample], *, num_repeats: int,
 
     with compiled_layers(model):
         seconds, peak_gb = measure(run, num_repeats=num_repeats)
-    return build_result(model, samples, rows, seconds, peak_gb)
+        kernels = profile_kernels(run, num_rows=40) if has_profile else []
+    return build_result(model, samples, rows, seconds, peak_gb), kernels
 
 
 def build_result(
@@ -212,8 +216,11 @@ def measure_ceilings() -> dict[str, float]:
 
 def run_work(arguments: argparse.Namespace, model: PreTrainedModel, work: str) -> dict[str, Any]:
     samples = build_samples(work, model.config.vocab_size)
-    has_graphs = arguments.row_graphs
-    results = {"tunesmith": run_ours(model, samples, num_repeats=arguments.repeats, has_graphs=has_graphs)}
+    has_graphs = is_small(model) if arguments.row_graphs is None else arguments.row_graphs
+    ours, kernels = run_ours(
+        model, samples, num_repeats=arguments.repeats, has_graphs=has_graphs, has_profile=arguments.profile
+    )
+    results = {"tunesmith": ours}
     if not arguments.without_peers:
         peer = build_random_model(arguments.shape, dtype=torch.bfloat16, device=torch.device("cuda"))
         results["transformers, eager"] = run_peer(peer, samples, num_repeats=arguments.repeats)
@@ -242,7 +249,7 @@ def run_work(arguments: argparse.Namespace, model: PreTrainedModel, work: str) -
         }
         for name, result in results.items()
     }
-    return {"results": described, "trainer_step_s": step_s}
+    return {"results": described, "trainer_step_s": step_s, "has_row_graphs": has_graphs, "kernels": kernels}
 
 
 def main() -> None:
@@ -251,7 +258,12 @@ def main() -> None:
     parser.add_argument("--work", action="append", choices=WORKS, help="may repeat; default all")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--without-peers", action="store_true")
-    parser.add_argument("--row-graphs", action="store_true", help="rows as CUDA graphs, trainer.has_row_graphs")
+    parser.add_argument(
+        "--row-graphs",
+        action=argparse.BooleanOptionalAction,
+        help="as trainer.has_row_graphs, small models by default",
+    )
+    parser.add_argument("--profile", action="store_true", help="also tell where the GPU spends its time")
     parser.add_argument("--out", help="results/NAME.json")
     arguments = parser.parse_args()
     model = build_random_model(arguments.shape, dtype=torch.bfloat16, device=torch.device("cuda"))
