@@ -58,6 +58,12 @@ class Rows:
         )
 
 
+PER_ROW = (
+    "temperatures", "top_ks", "top_ps", "min_ps", "seeds", "positions", "ids", "lines", "token_log", "logprob_log",
+)  # fmt: skip
+"""Arguments that begin at the first row that is drawn: one kernel serves whichever that is."""
+
+
 @triton.jit
 def _mix(state):
     state = state + 0x9E3779B97F4A7C15
@@ -72,7 +78,7 @@ def _get_scale(temperature):
     return tl.where(temperature == 0.0, 1.0, 1.0 / tl.where(temperature == 0.0, 1.0, temperature))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures"])
 def _measure(
     logits, temperatures, maxima, sums, vocab_size, row_stride, num_blocks, TOKENS: tl.constexpr,
     IS_CHAINED: tl.constexpr,
@@ -166,7 +172,7 @@ def _is_cut(temperature, top_k, top_p, min_p):
     return (temperature != 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _draw_cut(
     logits, maxima, sums, temperatures, top_ks, top_ps, min_ps, seeds, positions, ids, lines, token_log, logprob_log,
     vocab_size, row_stride, num_blocks, log_stride,
@@ -216,7 +222,7 @@ def _draw_cut(
         tl.store(ids + row, tl.cast(chosen, tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _draw(
     logits, maxima, sums, temperatures, top_ks, top_ps, min_ps, seeds, positions, ids, lines, token_log, logprob_log,
     vocab_size, row_stride, num_blocks, log_stride,

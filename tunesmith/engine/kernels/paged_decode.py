@@ -98,7 +98,7 @@ def _read_context(
     return maximum, total, mixed_GD
 
 
-@triton.jit(do_not_specialize=["num_splits", "window"])
+@triton.jit(do_not_specialize=["num_splits"])  # one kernel for any number of requests
 def _attend_context(
     query, key, value, keys, values, table, positions, cos, sin, query_norm, key_norm, output, maxima, sums,
     scaling, softcap, epsilon, window, table_width, num_splits,

@@ -51,7 +51,10 @@ def _write_pages(
     tl.store(values + places, tl.load(value + value_places, mask=is_used), mask=is_used)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_width"],
+    do_not_specialize_on_alignment=["firsts", "starts", "stops", "tile_requests", "tile_offsets"],
+)  # one kernel for any number of requests
 def _attend_tiles(
     query, keys, values, table, firsts, starts, stops, tile_requests, tile_offsets, cos, sin, query_norm, output,
     scaling, softcap, epsilon, window, table_width, query_stride_t, query_stride_h, cos_stride,
