@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 from operator import itemgetter
@@ -15,6 +16,7 @@ from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError
 from tunesmith.trainer import step
 from tunesmith.trainer.batch import build_row, number_distributions, send_inputs
+from tunesmith.trainer.graphs import has_live_graph
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring import prepare_update
 from tunesmith.trainer.tiles import NARROW, build_table, compute_table_size, pad_trie
@@ -112,6 +114,22 @@ def test_no_table_is_longer_than_the_memory_that_is_reserved():
 
 
 PER_TOKEN = ("token_ids", "is_sampled", "logprobs", "advantages", "policy_versions", "distributions")
+
+
+def test_a_row_that_ran_leaves_no_graph_behind_and_a_result_that_is_kept_does():
+    model, samples = build_trainable(), build_samples(3)
+    trainer = Trainer(model, TrainerSection(), AlgorithmSection(), max_model_len=64, num_total_steps=1)
+    gc.disable()  # so it is not the collector that removes it
+    try:
+        trainer.step(samples)
+        assert not has_live_graph(model)
+    finally:
+        gc.enable()
+    kept = model.get_output_embeddings().weight.sum()
+    assert has_live_graph(model)
+    kept.backward()
+    del kept
+    assert not has_live_graph(model)
 
 
 def test_rows_cannot_be_recorded_on_a_cpu():

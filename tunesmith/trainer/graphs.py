@@ -9,8 +9,10 @@ hold, run kernel by kernel; the gradient is the same.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +25,14 @@ from tunesmith.trainer.attention import find_long_paths
 from tunesmith.trainer.batch import Kinds, Row, SentInputs
 from tunesmith.trainer.metrics import PartTotals
 
+LOGGER = logging.getLogger(__name__)
 RunRow = Callable[[Row, SentInputs, Tensor], PartTotals]
 """Adds a row's gradient to the parameters'; the last argument is the weight of the KL term."""
 MAX_GRAPHS = 48
 """Sizes that are recorded; more run kernel by kernel."""
 SMALL_MODEL = 400_000_000
 """Parameters below which launching kernels takes longer than running them."""
+NOTE = "tunesmith"
 CHANGING_ROTATIONS = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies the host chooses by the row's length."""
 
@@ -55,6 +59,27 @@ def can_replay(trie: Trie, kinds: Kinds) -> bool:
     """Whether a graph can hold the row: attention by tables alone, and scores without a filter."""
     is_plain = not any(has_truncation(one) or one.logit_bias for one in kinds.distributions)
     return is_plain and find_long_paths(trie) is None
+
+
+def has_live_graph(model: PreTrainedModel) -> bool:
+    """Whether a result of a parameter is alive whose gradient has not been computed.
+
+    autograd's node of a parameter lives as long as what was computed from it: what is noted in one that nobody else
+    holds is gone when it is asked for again.
+    """
+    return any(_is_node_alive(parameter) for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _is_node_alive(parameter: nn.Parameter) -> bool:
+    _find_node(parameter).metadata[NOTE] = True
+    return _find_node(parameter).metadata.pop(NOTE, False)
+
+
+@torch.enable_grad()
+def _find_node(parameter: nn.Parameter) -> Any:
+    result = parameter.expand_as(parameter)
+    assert result.grad_fn is not None
+    return result.grad_fn.next_functions[0][0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +111,7 @@ class RowGraphs:
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._places: list[int] = []
         self._memory = torch.cuda.graph_pool_handle()
+        self._may_record = True
 
     @property
     def num_recorded(self) -> int:
@@ -113,11 +139,24 @@ class RowGraphs:
         """As `run_row`, by a graph where there is one or where it is time to record it."""
         key = self._describe(row, sent)
         if key not in self._recorded:
-            if key not in self._seen or not self._gradients or len(self._recorded) == MAX_GRAPHS:
+            is_due = key in self._seen and bool(self._gradients) and len(self._recorded) < MAX_GRAPHS
+            if not is_due or not self._can_record_now():
                 self._seen.add(key)
                 return run_row(row, sent, kl_coef)
             self._recorded[key] = self._record(row, sent, kl_coef, run_row)
         return self._recorded[key].replay(row, sent, kl_coef)
+
+    def _can_record_now(self) -> bool:
+        """Whether no gradient is tied to the stream of rows that ran before; where one stays tied, never again."""
+        if self._may_record and has_live_graph(self._model):
+            gc.collect()
+            self._may_record = not has_live_graph(self._model)
+            if not self._may_record:
+                LOGGER.warning(
+                    "rows run kernel by kernel, not as CUDA graphs: somebody holds a result of the model whose "
+                    "gradient has not been computed"
+                )
+        return self._may_record
 
     def _describe(self, row: Row, sent: SentInputs) -> Hashable:
         """What rows of one graph have in common."""
@@ -128,7 +167,6 @@ class RowGraphs:
         """Record the row, whose memory later rows are copied to; nothing is computed."""
         row.plan.reserve_tables()
         coef, graph = kl_coef.clone(), torch.cuda.CUDAGraph()
-        gc.collect()  # nodes of rows that ran before would tie the gradients to their stream
         try:
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 totals = run_row(row, sent, coef)
@@ -137,7 +175,6 @@ class RowGraphs:
         except RuntimeError as error:
             raise TrainingError(
                 f"a row could not be recorded as a CUDA graph ({(str(error).splitlines() or [''])[0]}): set "
-                "trainer.has_row_graphs=false, and the run goes on from its last checkpoint; in code of your own, keep "
-                "no result of the model whose gradients have not been computed"
+                "trainer.has_row_graphs=false, and the run goes on from its last checkpoint"
             ) from error
         return _Recorded(graph=graph, row=row, sent=sent, kl_coef=coef, totals=totals)
