@@ -113,3 +113,15 @@ def test_moved_weights_make_the_graphs_anew():
         trainer.step(build_samples(0))
     assert trainer._graphs.num_recorded
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+
+
+def test_while_somebody_holds_a_result_of_the_model_rows_run_kernel_by_kernel(caplog):
+    model = build_trainable("llama", dtype=torch.bfloat16).cuda()
+    settings = TrainerSection(learning_rate=3e-3, mismatch_stop=1e9, has_row_graphs=True)
+    trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=256, num_total_steps=6)
+    kept = [parameter.clone() for parameter in model.parameters()]
+    losses = [trainer.step(build_samples(0))["train/loss"] for _ in range(6)]
+    assert losses[-1] < losses[0]
+    assert not trainer._graphs.num_recorded
+    assert "somebody holds a result of the model" in caplog.text
+    del kept
