@@ -6,6 +6,7 @@ Errors go to stderr as one sentence and end the command with a non-zero status; 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from tunesmith.errors import TunesmithError
+from tunesmith.errors import LOST_DEVICE_ADVICE, TunesmithError
 
 app = typer.Typer(
     name="tunesmith",
@@ -46,8 +47,18 @@ def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
     except (TunesmithError, ValueError, OSError, ImportError) as error:
         if is_debug:
             raise
-        typer.echo(f"tunesmith: {' '.join(str(error).split())}", err=True)
+        message = " ".join(str(error).split())
+        typer.echo(f"tunesmith: {message}", err=True)
+        if LOST_DEVICE_ADVICE in message:
+            leave_at_once(1)  # what lies on a lost device cannot be freed: an ordinary exit may abort over it
         raise typer.Exit(1) from None
+
+
+def leave_at_once(status: int) -> None:
+    """End the process without taking anything down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 @app.command()

@@ -6,6 +6,9 @@ other boundaries a run can fail at; the command line prints their message and ex
 
 from __future__ import annotations
 
+LOST_DEVICE_ADVICE = "the device is lost to this process: start the run again, and it goes on from its last checkpoint"
+"""Part of every message about it."""
+
 
 class TunesmithError(Exception):
     """A run cannot go on; the message says why and what to change."""

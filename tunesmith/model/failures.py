@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tunesmith.errors import LOST_DEVICE_ADVICE
+
 LOST_DEVICE = ("CUDA error", "device-side assert", "cuBLAS", "CUBLAS", "cudnn", "NVML")
 """What errors begin with after which this process can use the device no more."""
 
@@ -19,10 +21,7 @@ def explain_failure(error: Exception, *, work: str, advice: str) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return f"{message}; {advice}"
     if _has_lost_device(error):
-        return (
-            f"{message}; the device is lost to this process: start the run again, "
-            "and it goes on from its last checkpoint"
-        )
+        return f"{message}; {LOST_DEVICE_ADVICE}"
     return message
 
 
