@@ -211,3 +211,26 @@ def test_logits_that_are_not_finite_name_the_request_and_spare_the_others() -> N
     after, again = run_lockstep(run([[1, 2, 3], [8, 9, 10]]))
     assert after == Completion(**{name: getattr(good, name) for name in good.__slots__})
     assert isinstance(again, Completion)
+
+
+@pytest.mark.parametrize("bad_prompt", [[1, 2, 3, 4, 13], [1, 2, 3, 4, 5, 6, 13]])
+def test_a_request_that_fails_leaves_the_prompt_that_it_shares_to_the_others(bad_prompt: list[int]) -> None:
+    engine = build_engine(page_size=4)
+    with torch.no_grad():
+        engine._runner.model.get_input_embeddings().weight[13] = torch.nan
+
+    async def run(prompts: list[list[int]]) -> list[Completion | BaseException]:
+        calls = [engine.generate(prompt, Sampling(max_tokens=6, distribution=GREEDY)) for prompt in prompts]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    good = [1, 2, 3, 4, 5]
+    (alone,) = run_lockstep(run([good]))
+    engine.pause()
+    engine.resume(1)
+    first, bad, last = run_lockstep(run([good, bad_prompt, good]))
+    assert isinstance(bad, EngineError)
+    assert isinstance(alone, Completion)
+    for completion in (first, last):
+        assert isinstance(completion, Completion)
+        assert completion.sampled_ids == alone.sampled_ids
+        assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-5)

@@ -66,6 +66,10 @@ class PagePool:
         """How many of these pages nobody holds: holding them leaves that many fewer to allocate."""
         return sum(page in self._cached for page in pages)
 
+    def select_unshared(self, pages: Iterable[int]) -> list[int]:
+        """Those of the held pages that have one holder."""
+        return [page for page in pages if self._num_holders[page] == 1]
+
     def hold(self, pages: Iterable[int]) -> None:
         """Hold pages that `find` returned, once more each."""
         for page in pages:

@@ -55,6 +55,9 @@ class TokenStepper:
             self._desk.end(call, stop_reason)
 
     def _fail(self, call: Call) -> None:
-        """Wipe the pages of a request that must not be read by others, and end it."""
-        self._runner.cache.clear(call.request.pages)
+        """Wipe the pages that nobody but the request holds, for the next holder would read them, and end it.
+
+        What it shares is what others compute with: if that is not finite they fail too, and the last of them wipes it.
+        """
+        self._runner.cache.clear(self._desk.scheduler.pool.select_unshared(call.request.pages))
         self._desk.fail(call)
