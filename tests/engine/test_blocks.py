@@ -157,3 +157,33 @@ def test_a_failing_launch_reaches_every_caller_and_the_engine_goes_on() -> None:
     assert all(isinstance(error, EngineError) and "lower engine.kv_cache_gib" in str(error) for error in failed)
     hook.remove()
     assert [len(dataclasses.asdict(whole)["sampled_ids"]) for whole in run_lockstep(run())] == [6] * 3
+
+
+@pytest.mark.parametrize("is_biased", [(True, False, False), (False, True, False), (False, True, True)])
+def test_a_prompt_is_shared_whichever_way_its_requests_are_computed(is_biased: tuple[bool, ...]) -> None:
+    """Requests with a logit bias are computed in a forward of their own."""
+    prompt = build_prompts(22)[0]
+    samplings = [
+        Sampling(max_tokens=6, distribution=Distribution(temperature=0, logit_bias=((5, 0.5),) if biased else ()))
+        for biased in is_biased
+    ]
+
+    async def run(engine: LocalEngine) -> list[Completion]:
+        calls = [engine.generate(prompt, sampling, order=(i,)) for i, sampling in enumerate(samplings)]
+        return await asyncio.gather(*calls)
+
+    completions = run_lockstep(run(build_block_engine()))
+    for ours, theirs in zip(completions, run_lockstep(run(build_engine(has_prefix_cache=False))), strict=True):
+        assert ours.sampled_ids == theirs.sampled_ids
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+
+def test_a_page_whose_last_token_a_block_computes_is_not_shared_before() -> None:
+    first = build_prompts(32)[0]
+    prompts = [first, [*first, 7, 8, 9]]
+    sampling = Sampling(max_tokens=6, distribution=GREEDY)
+    expected = generate_all(build_engine(has_prefix_cache=False), prompts, sampling)
+    completions = generate_all(build_block_engine(max_batched_tokens=31, page_size=4), prompts, sampling)
+    for ours, theirs in zip(completions, expected, strict=True):
+        assert ours.sampled_ids == theirs.sampled_ids
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)

@@ -92,28 +92,28 @@ class BlockStepper(TokenStepper):
         fresh: list[Call] = []
         hidden: list[Tensor] = []
         while True:
-            schedule = self._desk.scheduler.schedule(may_preempt=may_preempt)
+            schedule = self._desk.scheduler.schedule(may_preempt=may_preempt, comes_first=self._is_prefill)
             self._desk.note_schedule(schedule)
             may_preempt = False  # from now on some requests are launched
-            prefills, others = [], []
-            for item in schedule.work:
-                if not self._runner.can_decode_block(item.request):
-                    others.append(item)
-                elif item.stop - item.start == 1 and item.samples:
-                    known.append(self._enlist(item))
-                else:
-                    prefills.append(item)
+            prefills = [item for item in schedule.work if self._is_prefill(item)]
+            rest = [item for item in schedule.work if not self._is_prefill(item)]
+            sampling: list[Work] = []
+            if prefills:
+                sampling, hidden_NC = self._runner.prefill(prefills)
+                self._desk.scheduler.commit(prefills)
+                hidden += [hidden_NC] if sampling else []
+            fresh += map(self._enlist, sampling)
+            known += [self._enlist(item) for item in rest if self._runner.can_decode_block(item.request)]
+            others = [item for item in rest if not self._runner.can_decode_block(item.request)]
             if others:
                 self._run(others)
-            if not prefills:
-                return known, fresh, hidden
-            sampling, hidden_NC = self._runner.prefill(prefills)
-            self._desk.scheduler.commit(prefills)
-            fresh += map(self._enlist, sampling)
-            if sampling:
-                hidden.append(hidden_NC)
-            if len(sampling) < len(prefills):
+            if len(sampling) < len(prefills) or not prefills:
                 return known, fresh, hidden  # a prompt longer than a forward: the others decode a block in between
+
+    def _is_prefill(self, item: Work) -> bool:
+        """The device computes it before anything else of the step; a block computes a last known token itself."""
+        is_last_token = item.stop - item.start == 1 and item.samples
+        return not is_last_token and self._runner.can_decode_block(item.request)
 
     def _enlist(self, item: Work) -> Call:
         item.request.is_launched = True

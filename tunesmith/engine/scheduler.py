@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
@@ -48,6 +48,8 @@ class Schedule:
     num_tokens_left: int = 0
     num_preemptions: int = 0
     may_preempt: bool = True
+    comes_first: Callable[[Work], bool] = lambda work: True
+    """The work is in the step's first forward, so that others of the step may read what it writes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,12 +94,14 @@ class Scheduler:
             self.running.remove(request)
             self._let_go(request)
 
-    def schedule(self, *, may_preempt: bool = True) -> Schedule:
+    def schedule(
+        self, *, may_preempt: bool = True, comes_first: Callable[[Work], bool] = lambda work: True
+    ) -> Schedule:
         """Choose the next step's work; requests that can never fit are removed and returned as stuck.
 
         Requests in a block that is not read yet are left out. Where nobody may be preempted, others wait for pages.
         """
-        step = Schedule(num_tokens_left=self.max_batched_tokens, may_preempt=may_preempt)
+        step = Schedule(num_tokens_left=self.max_batched_tokens, may_preempt=may_preempt, comes_first=comes_first)
         self._continue_running(step)
         if self.waiting and not step.num_preemptions:
             self._admit_waiting(step)
@@ -170,7 +174,7 @@ class Scheduler:
     def _admit_waiting(self, step: Schedule) -> None:
         """Start waiting requests by priority until tokens, rows or pages end; none overtakes for want of pages."""
         self._publish_tails()
-        ready = {digest: page for item in step.work for digest, page in self._list_new_pages(item)}
+        ready = {digest: page for item in step.work for digest, page in self._list_new_pages(item, step)}
         admitted: set[int] = set()
         for request in self.waiting:
             if not step.num_tokens_left or not self._free_rows:
@@ -189,7 +193,7 @@ class Scheduler:
             stop = min(len(request.token_ids), request.num_computed + step.num_tokens_left)
             step.work.append(Work(request, request.num_computed, stop))
             step.num_tokens_left -= stop - request.num_computed
-            ready.update(self._list_new_pages(step.work[-1]))
+            ready.update(self._list_new_pages(step.work[-1], step))
         gone = admitted.union(request.request_id for request in step.stuck)
         self.waiting = [request for request in self.waiting if request.request_id not in gone]
 
@@ -227,10 +231,10 @@ class Scheduler:
         request.row = None
         request.num_computed = request.num_published = 0
 
-    def _list_new_pages(self, item: Work) -> Iterator[tuple[bytes, int]]:
-        """Full pages that the work fills: a layer writes all keys and values of a step before any token attends."""
+    def _list_new_pages(self, item: Work, step: Schedule) -> Iterator[tuple[bytes, int]]:
+        """Full pages that the work fills before others read them: a layer writes keys and values, then all attend."""
         request = item.request
-        pages = slice(request.num_published, item.stop // self.page_size)
+        pages = slice(request.num_published, item.stop // self.page_size if step.comes_first(item) else 0)
         return zip(request.digests[pages], request.pages[pages], strict=False)
 
     def _compute_digests(self, token_ids: list[int], digests: list[bytes]) -> None:
