@@ -54,7 +54,7 @@ MISMATCH_CAUSES = (
 )
 LESS_MEMORY = (
     "lower trainer.max_tokens_per_row, trainer.logprob_chunk_tokens or engine.kv_cache_gib, "
-    "or set trainer.has_gradient_checkpointing"
+    "set trainer.has_gradient_checkpointing, or turn trainer.has_row_graphs off"
 )
 
 
