@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tiny_models import CONFIGS
 from tunesmith.model.attention import use_plan_attention
 from tunesmith.model.residuals import widen_residuals
+from tunesmith.types import Completion, Distribution, Sample
 
 
 def build_trainable(
@@ -69,3 +70,21 @@ def _widen_norms(model: PreTrainedModel) -> None:
             norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=torch.float64)
             norm.weight.data.copy_(module.weight.data)
             model.set_submodule(name, norm)
+
+
+def build_answered(prompts: list[list[int]], answers: list[Completion]) -> list[Sample]:
+    """Prompts with what was sampled for them, each a group of its own; advantages alternate."""
+    samples = []
+    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        mask = [False] * len(prompt) + [True] * len(answer.sampled_ids)
+        samples.append(
+            Sample(
+                token_ids=(*prompt, *answer.sampled_ids), is_sampled=tuple(mask),
+                logprobs=(*[0.0] * len(prompt), *answer.logprobs),
+                advantages=tuple((1.0 if index % 2 else -1.0) if m else 0.0 for m in mask),
+                policy_versions=tuple(0 if m else None for m in mask),
+                distributions=tuple(Distribution() if m else None for m in mask),
+                group_index=index, trajectory_index=index,
+            )
+        )  # fmt: skip
+    return samples

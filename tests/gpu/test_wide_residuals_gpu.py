@@ -7,11 +7,11 @@ import asyncio
 import pytest
 import torch
 
-from trainable_models import build_deep
+from trainable_models import build_answered, build_deep
 from tunesmith.config import AlgorithmSection, EngineSection, TrainerSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Distribution, Sample, Sampling
+from tunesmith.types import Sample, Sampling
 
 pytestmark = pytest.mark.gpu
 
@@ -29,20 +29,7 @@ def sample_from(model, cuda_decode: str) -> list[Sample]:
         samplings = [Sampling(max_tokens=NUM_TOKENS, seed=n, ignore_eos=True) for n in range(NUM_PROMPTS)]
         return await asyncio.gather(*map(engine.generate, prompts, samplings))
 
-    samples = []
-    for index, (prompt, answer) in enumerate(zip(prompts, asyncio.run(generate()), strict=True)):
-        mask = [False] * len(prompt) + [True] * NUM_TOKENS
-        samples.append(
-            Sample(
-                token_ids=(*prompt, *answer.sampled_ids), is_sampled=tuple(mask),
-                logprobs=(*[0.0] * len(prompt), *answer.logprobs),
-                advantages=tuple((1.0 if index % 2 else -1.0) if m else 0.0 for m in mask),
-                policy_versions=tuple(0 if m else None for m in mask),
-                distributions=tuple(Distribution() if m else None for m in mask),
-                group_index=index, trajectory_index=index,
-            )
-        )  # fmt: skip
-    return samples
+    return build_answered(prompts, asyncio.run(generate()))
 
 
 @torch.no_grad()

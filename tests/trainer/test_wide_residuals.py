@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_gradients import build_samples
 
-from trainable_models import build_deep
+from trainable_models import build_answered, build_deep
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, EngineSection, LoraSection, TrainerSection
 from tunesmith.engine.clock import run_lockstep
@@ -24,7 +24,7 @@ from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring import prepare_update
 from tunesmith.trainer.step import run_batch
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Distribution, Sample, Sampling
+from tunesmith.types import Sample, Sampling
 
 LOOSE = TrainerSection(mismatch_warn=1e9, mismatch_stop=1e9, learning_rate=1e-3)
 SFT = AlgorithmSection(algorithm_type="sft")
@@ -59,20 +59,7 @@ def sample_from(model) -> list[Sample]:
         samplings = [Sampling(max_tokens=20, seed=index, ignore_eos=True) for index in range(len(prompts))]
         return await asyncio.gather(*map(engine.generate, prompts, samplings))
 
-    samples = []
-    for index, (prompt, answer) in enumerate(zip(prompts, run_lockstep(generate()), strict=True)):
-        mask = [False] * len(prompt) + [True] * 20
-        samples.append(
-            Sample(
-                token_ids=(*prompt, *answer.sampled_ids), is_sampled=tuple(mask),
-                logprobs=(*[0.0] * len(prompt), *answer.logprobs),
-                advantages=tuple((1.0 if index % 2 else -1.0) if m else 0.0 for m in mask),
-                policy_versions=tuple(0 if m else None for m in mask),
-                distributions=tuple(Distribution() if m else None for m in mask),
-                group_index=index, trajectory_index=index,
-            )
-        )  # fmt: skip
-    return samples
+    return build_answered(prompts, run_lockstep(generate()))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

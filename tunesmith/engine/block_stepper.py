@@ -95,16 +95,20 @@ class BlockStepper(TokenStepper):
             schedule = self._desk.scheduler.schedule(may_preempt=may_preempt, comes_first=self._is_prefill)
             self._desk.note_schedule(schedule)
             may_preempt = False  # from now on some requests are launched
-            prefills = [item for item in schedule.work if self._is_prefill(item)]
-            rest = [item for item in schedule.work if not self._is_prefill(item)]
+            prefills, others = [], []
+            for item in schedule.work:
+                if self._is_prefill(item):
+                    prefills.append(item)
+                elif self._runner.can_decode_block(item.request):
+                    known.append(self._enlist(item))
+                else:
+                    others.append(item)
             sampling: list[Work] = []
             if prefills:
                 sampling, hidden_NC = self._runner.prefill(prefills)
                 self._desk.scheduler.commit(prefills)
                 hidden += [hidden_NC] if sampling else []
             fresh += map(self._enlist, sampling)
-            known += [self._enlist(item) for item in rest if self._runner.can_decode_block(item.request)]
-            others = [item for item in rest if not self._runner.can_decode_block(item.request)]
             if others:
                 self._run(others)
             if len(sampling) < len(prefills) or not prefills:

@@ -48,8 +48,8 @@ class Schedule:
     num_tokens_left: int = 0
     num_preemptions: int = 0
     may_preempt: bool = True
-    comes_first: Callable[[Work], bool] = lambda work: True
-    """The work is in the step's first forward, so that others of the step may read what it writes."""
+    comes_first: Callable[[Work], bool] | None = None
+    """Whether work is in the step's first forward, so that others of the step may read what it writes; None: all is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,9 +94,7 @@ class Scheduler:
             self.running.remove(request)
             self._let_go(request)
 
-    def schedule(
-        self, *, may_preempt: bool = True, comes_first: Callable[[Work], bool] = lambda work: True
-    ) -> Schedule:
+    def schedule(self, *, may_preempt: bool = True, comes_first: Callable[[Work], bool] | None = None) -> Schedule:
         """Choose the next step's work; requests that can never fit are removed and returned as stuck.
 
         Requests in a block that is not read yet are left out. Where nobody may be preempted, others wait for pages.
@@ -233,8 +231,10 @@ class Scheduler:
 
     def _list_new_pages(self, item: Work, step: Schedule) -> Iterator[tuple[bytes, int]]:
         """Full pages that the work fills before others read them: a layer writes keys and values, then all attend."""
+        if step.comes_first is not None and not step.comes_first(item):
+            return iter(())
         request = item.request
-        pages = slice(request.num_published, item.stop // self.page_size if step.comes_first(item) else 0)
+        pages = slice(request.num_published, item.stop // self.page_size)
         return zip(request.digests[pages], request.pages[pages], strict=False)
 
     def _compute_digests(self, token_ids: list[int], digests: list[bytes]) -> None:

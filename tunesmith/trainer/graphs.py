@@ -33,6 +33,7 @@ MAX_GRAPHS = 48
 SMALL_MODEL = 400_000_000
 """Parameters below which launching kernels takes longer than running them."""
 NOTE = "tunesmith"
+"""What is noted in a node of autograd to know it again."""
 CHANGING_ROTATIONS = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies the host chooses by the row's length."""
 

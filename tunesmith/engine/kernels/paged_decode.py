@@ -48,9 +48,8 @@ def _load_tile(
 ):  # fmt: skip
     """Keys and values [T, D] of some tokens; where there is no token a key may be anything, and values are 0."""
     sizes, tokens = tl.arange(0, SIZE_PAD), tl.arange(0, TOKENS)
-    if (
-        PAGE % TOKENS == 0 and SIZE == SIZE_PAD
-    ):  # the tile begins where a part of a page does: it is one piece of memory
+    # a tile that begins where a part of a page does is one piece of memory
+    if PAGE % TOKENS == 0 and SIZE == SIZE_PAD:
         page = tl.load(table + start // PAGE)
         if IS_LARGE:
             page = page.to(tl.int64)
