@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import pytest
@@ -11,10 +12,11 @@ from torch._dynamo.utils import counters
 from trainable_models import build_deep, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.scores import TokenInputs
-from tunesmith.config import AlgorithmSection
+from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.model.attention import CausalPlan, run_body
 from tunesmith.trainer import compiling, step
 from tunesmith.trainer.batch import SentInputs
+from tunesmith.trainer.optimizer import MasterAdamW
 
 
 @pytest.fixture
@@ -27,13 +29,18 @@ def compile_function(monkeypatch):
     return function
 
 
-def run_layers(model, num_tokens: int) -> list[torch.Tensor]:
+def add_gradients(model, num_tokens: int) -> torch.Tensor:
     ids = torch.arange(num_tokens)[None] * 7 % 97
     hidden = run_body(model, ids, torch.arange(num_tokens)[None], CausalPlan([num_tokens], torch.device("cpu")))
     (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    return hidden.detach()
+
+
+def run_layers(model, num_tokens: int) -> list[torch.Tensor]:
+    hidden = add_gradients(model, num_tokens)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
-    return [hidden.detach(), *gradients]
+    return [hidden, *gradients]
 
 
 def test_one_graph_serves_all_layers_and_lengths(compile_function):
@@ -58,6 +65,24 @@ def test_models_with_float32_residuals_and_without_are_compiled_each_for_itself(
             assert (a - b).norm() <= 0.02 * b.norm()
         assert counters["stats"]["unique_graphs"] == num_graphs
     assert not counters["graph_break"]
+
+
+def test_layers_are_compiled_whole_though_an_update_has_begun(compile_function):
+    model = build_deep("qwen3", is_wide=False)
+    optimizer = MasterAdamW(model, TrainerSection())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    gradients = []
+    for is_compiled in (False, True):
+        add_gradients(model, 12)
+        with compiling.compiled_layers(model) if is_compiled else nullcontext():
+            add_gradients(model, 30)
+        gradients.append([parameter.grad for parameter in model.get_decoder().parameters()])
+        optimizer.clear_gradients()
+    assert counters["stats"]["unique_graphs"] == 2, "one for the layers, one for the last norm"
+    assert not counters["graph_break"]
+    for expected, ours in zip(*gradients, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - expected).norm() <= 0.02 * expected.norm()
 
 
 def test_layers_are_as_before_even_after_an_error():

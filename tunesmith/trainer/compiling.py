@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from types import MethodType
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def compiled_layers(*models: PreTrainedModel) -> Iterator[None]:
         yield
         return
     for module in modules:
-        module.forward = MethodType(compile_function(type(module).forward), module)
+        module.forward = _compile_forward(module)
     try:
         with (
             torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS, specialize_float=True),
@@ -49,6 +48,28 @@ def compiled_layers(*models: PreTrainedModel) -> Iterator[None]:
     finally:
         for module in modules:
             del module.forward
+
+
+def _compile_forward(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward, compiled; it is traced as if no gradient were there yet.
+
+    torch does not trace a parameter whose gradient has another type: a layer compiled anew in the middle of an update,
+    for rows of another size, would come in pieces, and those would serve every row from then on.
+    """
+    compiled = compile_function(type(module).forward)
+    parameters = [parameter for parameter in module.parameters() if parameter.grad_dtype not in (None, parameter.dtype)]
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            return compiled(module, *arguments, **options)
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+
+    return forward
 
 
 @lru_cache
