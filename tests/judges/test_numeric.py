@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tunesmith.judges import numeric
 from tunesmith.judges.numeric import extract_answer, judge_number, read_text, score_numeric
 
 GSM8K_ANSWER = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72.\n#### 72"
@@ -65,6 +68,18 @@ def test_right_answers(text, answer):
 )
 def test_wrong_answers(text, answer):
     assert score_numeric(text, answer) == 0.0
+
+
+def test_words_are_not_read_as_a_product_of_letters(monkeypatch):
+    monkeypatch.setattr(numeric, "parse", lambda *args, **kwargs: pytest.fail("words reached the algebra system"))
+    assert score_numeric("The answer is exposition atop Beam Li", "18") == 0.0
+    assert score_numeric("\\boxed{x}", "18") == 0.0
+
+
+@given(st.text(alphabet="0123456789 \n\t\u00a0.,-+/eExy$%]()\u0663", max_size=30))
+def test_the_last_number_is_the_last_match(text):
+    matches = numeric.NUMBER.findall(text)
+    assert numeric._find_last_number(text) == (matches[-1] if matches else None)
 
 
 def test_a_reference_without_an_answer_gives_no_verdict():

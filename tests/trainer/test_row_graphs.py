@@ -54,9 +54,9 @@ def run_rows(model, samples: list[Sample], section: AlgorithmSection, *, is_roun
     inputs = prepare_update(model, samples, rows, algorithm, norm_length=64, chunk_tokens=CHUNK_TOKENS).inputs
     if section.kl_coef > 0:
         inputs = replace(inputs, reference_logprobs_E=inputs.sampler_logprobs_E - 0.1)
-    kinds, start, parts, sizes = number_distributions(samples), 0, [], []
+    start, parts, sizes = 0, [], []
     for trie in rows:
-        part = slice(start, start := start + len(trie.parent_E))
+        part, kinds = slice(start, start := start + len(trie.parent_E)), number_distributions(samples, trie)
         row = build_row(trie, kinds, chunk_tokens=CHUNK_TOKENS, model=model, is_rounded=is_rounded)
         sent = send_inputs(inputs.convert(itemgetter(part)), row, device=model.device, dtype=torch.float64)
         coef = torch.tensor(section.kl_coef, dtype=torch.float64)

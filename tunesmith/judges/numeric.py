@@ -22,6 +22,7 @@ NUMBER = re.compile(
     r"(?:(?<![A-Za-z\d.])(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![A-Za-z\d.])\.\d+)"
     r"(?:[eE][-+]?\d{1,3}(?!\w))?(?:/\d+(?![\d/]))?"
 )
+DIGIT = re.compile(r"\d")
 STATED = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]*?\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
 SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
 MAX_EXPRESSION_CHARACTERS = 200
@@ -53,6 +54,8 @@ def score_numeric(text: str, answer: str) -> float | None:
     candidate_number = parse_number(candidate)
     if reference_number is not None and candidate_number is not None:
         return float(is_equal(candidate_number, reference_number))
+    if reference_number is not None and not DIGIT.search(candidate):
+        return 0.0  # words: the algebra system would read them letter by letter, for up to a second
     reference_terms = _parse_expression(reference)
     if not reference_terms:
         return None
@@ -94,8 +97,7 @@ def extract_answer(text: str) -> str | None:
         sentence = SENTENCE_END.split(rest, maxsplit=1)[0].rsplit("=", 1)[-1]
         number = NUMBER.search(sentence) or NUMBER.search(rest)
         return number.group() if number else sentence.strip(" $*.") or None
-    numbers = NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+    return _find_last_number(text)
 
 
 def extract_marked(text: str) -> str | None:
@@ -128,6 +130,14 @@ def is_equal(left: Fraction, right: Fraction) -> bool:
     if left.denominator == right.denominator == 1:
         return left == right
     return abs(left - right) <= RELATIVE_TOLERANCE * max(Fraction(1), abs(right))
+
+
+def _find_last_number(text: str) -> str | None:
+    """The last match of `NUMBER`, which no space is part of: only the words at the end are searched."""
+    for word in reversed(text.split()):
+        if DIGIT.search(word) and (numbers := NUMBER.findall(word)):
+            return str(numbers[-1])
+    return None
 
 
 def _read_braces(text: str) -> str | None:

@@ -29,14 +29,14 @@ UNTEMPERED = Distribution()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """What the tokens of samples were sampled from."""
+    """What the tokens of a row's samples were sampled from."""
 
     distributions: tuple[Distribution, ...]
     """The different ones."""
     kind_N: np.ndarray
-    """Which of them each token has, over all tokens of all samples in turn."""
+    """Which of them each token has, over all tokens of the row's samples in turn."""
     starts: np.ndarray
-    """Where each sample's tokens begin."""
+    """Where each sample's tokens begin, by its index in the batch; samples of other rows have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class _Sites:
 def build_row(trie: Trie, kinds: Kinds, *, chunk_tokens: int, model: PreTrainedModel, is_rounded: bool = False) -> Row:
     """Tensors of one packed row for the model; on a GPU the row is filled up to whole tiles.
 
-    `kinds` are of the samples that the trie was made of. A row that `is_rounded` is filled up further, to one of few
+    `kinds` are of the trie. A row that `is_rounded` is filled up further, to one of few
     sizes; what fills it has no weight.
     """
     sites = list(_cut_chunks(trie, kinds, chunk_tokens))
@@ -130,17 +130,24 @@ def build_row(trie: Trie, kinds: Kinds, *, chunk_tokens: int, model: PreTrainedM
     )
 
 
-def number_distributions(samples: Sequence[Sample]) -> Kinds:
-    """The kinds of the samples' tokens. Only where the object changes from one token to the next is it looked at."""
-    objects = list(chain.from_iterable(sample.distributions for sample in samples))
+def number_distributions(samples: Sequence[Sample], trie: Trie) -> Kinds:
+    """The kinds of the tokens of the samples in a row, while a GPU computes the row before.
+
+    Only where the object changes from one token to the next is it looked at.
+    """
+    indices = np.flatnonzero(np.bincount(trie.sample_E))
+    columns = [samples[index].distributions for index in indices.tolist()]
+    objects = list(chain.from_iterable(columns))
     object_N = np.fromiter(map(id, objects), dtype=np.int64, count=len(objects))
     first_R = np.flatnonzero(np.diff(object_N, prepend=-1))
     kind_of: dict[Distribution, int] = {}
     kind_R = [kind_of.setdefault(objects[first] or UNTEMPERED, len(kind_of)) for first in first_R.tolist()]
+    starts = np.zeros(len(samples), dtype=np.int64)
+    starts[indices] = np.cumsum([0, *map(len, columns)])[:-1]
     return Kinds(
         distributions=tuple(kind_of),
         kind_N=np.repeat(kind_R, np.diff(first_R, append=len(objects))),
-        starts=np.cumsum([0, *(len(sample.distributions) for sample in samples)])[:-1],
+        starts=starts,
     )
 
 

@@ -190,9 +190,9 @@ def score_logprobs(
     model: PreTrainedModel, samples: Sequence[Sample], rows: Sequence[Trie], *, chunk_tokens: int
 ) -> np.ndarray:
     """Logprobs [R] of the rows' events under a model, by the distributions that they were sampled from."""
-    kinds, scored, places, num_events = number_distributions(samples), [], [], 0
+    scored, places, num_events = [], [], 0
     for trie in rows:
-        row = build_row(trie, kinds, chunk_tokens=chunk_tokens, model=model)
+        row = build_row(trie, number_distributions(samples, trie), chunk_tokens=chunk_tokens, model=model)
         hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
         for chunk in row.chunks:
             logprobs_S, _ = compute_logprobs(

@@ -56,10 +56,11 @@ def run_batch(
     if graphs is not None:
         graphs.begin_update()
     parts: list[PartTotals] = []
-    start, kinds = 0, number_distributions(samples)
+    start = 0
     coef = torch.full((), kl_coef, device=model.device, dtype=torch.promote_types(model.dtype, torch.float32))
     for trie in rows:
         part = slice(start, start := start + len(trie.parent_E))
+        kinds = number_distributions(samples, trie)
         is_rounded = graphs is not None and can_replay(trie, kinds)
         row = build_row(trie, kinds, chunk_tokens=chunk_tokens, model=model, is_rounded=is_rounded)
         sent = send_inputs(inputs.convert(itemgetter(part)), row, device=model.device, dtype=coef.dtype)
