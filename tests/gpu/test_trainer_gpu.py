@@ -84,9 +84,10 @@ def compare_attention(trie: Trie, dtype: torch.dtype, head_size: int, heads: tup
     [(64, (9, 3), None, None), (128, (4, 2), None, None), (80, (2, 2), 70, None), (256, (2, 1), 70, 30.0)],
 )
 def test_tree_attention_in_bfloat16_equals_a_dense_mask(head_size, heads, window, softcap):
-    for num_groups in (3, 8):
+    heavy = build_samples(1, prompt=150, answer=600)  # the prompt's keys are dealt out
+    for samples in (build_samples(3), build_samples(8), heavy):
         errors = compare_attention(
-            build_row(build_samples(num_groups)), torch.bfloat16, head_size, heads,
+            build_row(samples), torch.bfloat16, head_size, heads,
             scaling=None, sliding_window=window, softcap=softcap,
         )  # fmt: skip
         assert max(errors) < 1e-2, errors

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.experience.trie import Trie, build_trie, concatenate_tries
+from tunesmith.experience.trie import EMPTY, Trie, build_trie, concatenate_tries
 from tunesmith.model.attention import attend_masked
 from tunesmith.trainer import attention, segments
 from tunesmith.trainer.attention import TreePlan
-from tunesmith.trainer.tiles import PADDING, Tile, build_table, find_tiles, pad_trie
+from tunesmith.trainer.tiles import PADDING, Tile, build_table, count_places, find_tiles, pad_trie
 from tunesmith.types import Sample
 
 
@@ -129,22 +129,72 @@ def test_tiles_hold_what_they_say(seed, sizes, window):
         assert not is_full[i, j] or tile.all()
 
 
+SMALL = Tile(rows=8, steps=4, num_warps=1, num_stages=1, num_backward_stages=1)
+
+
+def split_table(table: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What stands for tiles of queries [R, 4], for shares of tiles of keys [R + P, 5], and for their sums [P, 3]."""
+    num_rows = num_tokens // SMALL.rows
+    num_places = count_places(num_rows)
+    sizes = [2 * num_tokens, 4 * num_rows, 5 * (num_rows + num_places), 3 * num_places]
+    _, queries, shares, sums, _ = np.split(table, np.cumsum(sizes))
+    return queries.reshape(-1, 4), shares.reshape(-1, 5), sums.reshape(-1, 3)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_table_lists_every_tile_once_whole_ones_first(window):
-    tile = Tile(rows=8, steps=4, num_warps=1, num_stages=1, num_backward_stages=1)
     trie = pad_to(build_random_trie(3, num_groups=3, max_length=60), 8)
     num_tokens, num_rows = trie.num_tokens, trie.num_tokens // 8
-    table = build_table(trie, window, tile)
+    table = build_table(trie, window, SMALL)
     assert table[:num_tokens].tolist() == trie.subtree_end_T.tolist()
     assert table[num_tokens : 2 * num_tokens].tolist() == trie.depth_T.tolist()
     by_query, by_key = find_tiles(trie, window, 8, 4), tuple(found.T for found in find_tiles(trie, window, 4, 8))
-    for first, (is_seen, is_full) in ((2 * num_tokens, by_query), (2 * num_tokens + 4 * num_rows, by_key)):
-        rows = table[first : first + 4 * num_rows].reshape(-1, 4)
-        assert sorted(rows[:, 0].tolist()) == list(range(num_rows))
-        assert np.all(np.diff(rows[:, 3] - rows[:, 1]) <= 0)
-        for row, begin, middle, end in rows:
+    queries, shares, _ = split_table(table, num_tokens)
+    assert len(shares) == num_rows + count_places(num_rows)
+    assert sorted(set(queries[:, 0].tolist())) == list(range(num_rows))
+    assert np.all(np.diff(queries[:, 3] - queries[:, 1]) <= 0)
+    for rows, (is_seen, is_full) in ((queries, by_query), (shares[shares[:, 4] < 0], by_key)):
+        for row, begin, middle, end in rows[rows[:, 0] >= 0, :4]:
             assert table[begin:middle].tolist() == np.flatnonzero(is_full[row]).tolist()
             assert table[middle:end].tolist() == np.flatnonzero(is_seen[row] & ~is_full[row]).tolist()
+
+
+def build_prompt_with_answers(num_answers: int) -> Trie:
+    """A prompt of 20 tokens before answers of 20, in tiles of 8 keys."""
+    answers = range(num_answers)
+    return pad_to(
+        Trie(
+            token_ids_T=np.arange(20 + 20 * num_answers),
+            depth_T=np.concatenate([np.arange(20), *(np.arange(20, 40) for _ in answers)]),
+            subtree_end_T=np.repeat([20 + 20 * num_answers, *(40 + 20 * i for i in answers)], 20),
+            parent_E=EMPTY, target_E=EMPTY, sample_E=EMPTY, time_E=EMPTY, num_flat_tokens=40 * num_answers,
+        ),
+        8,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_answers", [1, 2, 30])
+def test_tiles_of_a_prompts_keys_are_dealt_out_to_shares_of_like_work(num_answers):
+    trie = build_prompt_with_answers(num_answers)
+    num_tokens, num_rows = trie.num_tokens, trie.num_tokens // 8
+    table = build_table(trie, None, SMALL)
+    _, shares, sums = split_table(table, num_tokens)
+    shares, sums = shares[shares[:, 0] >= 0], sums[sums[:, 0] >= 0]
+    is_seen, is_full = (found.T for found in find_tiles(trie, None, 4, 8))
+    work = np.array([end - begin for _, begin, _, end, _ in shares])
+    assert np.all(np.diff(work) <= 0)
+    assert bool(len(sums)) == (num_answers > 1)
+    assert work.max() <= max(8, 2 * np.ceil(is_seen.sum() / num_rows))
+    for tile in range(num_rows):
+        own = shares[shares[:, 0] == tile]
+        whole = [table[place] for _, begin, middle, _, _ in own for place in range(begin, middle)]
+        mixed = [table[place] for _, _, middle, end, _ in own for place in range(middle, end)]
+        assert sorted(whole) == np.flatnonzero(is_full[tile]).tolist()
+        assert sorted(mixed) == np.flatnonzero(is_seen[tile] & ~is_full[tile]).tolist()
+        places = [place for row, first, last in sums if row == tile for place in range(first, last)]
+        assert sorted(own[:, 4]) == (places or [-1])
+    assert sorted(shares[:, 4][shares[:, 4] >= 0]) == list(range(sums[-1, 2] if len(sums) else 0))
+    assert (shares[:, 4] >= 0).sum() <= count_places(num_rows)
 
 
 def test_padding_sees_itself_and_is_seen_by_nothing_else():

@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from tunesmith.trainer.kernels.tree_kernels import attend, grade_keys, grade_queries
-from tunesmith.trainer.tiles import TILES, Tile
+from tunesmith.trainer.kernels.tree_kernels import add_shares, attend, grade_keys, grade_queries
+from tunesmith.trainer.tiles import TILES, Tile, count_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +101,15 @@ def tree_attention_backward(
         query, key, value, output, grad, log_sums, deltas, grad_query, table, *shared,
         HEADS=num_heads, TILE_M=tile.rows, TILE_N=tile.steps, num_stages=tile.num_backward_stages, **options,
     )  # fmt: skip
-    grade_keys[(num_rows, num_kv_heads)](
-        query, key, value, grad, log_sums, deltas, grad_key, grad_value, table, *shared,
+    num_places, size = count_places(num_rows), launch.size
+    sums = torch.empty((num_places, num_kv_heads, 2, tile.rows, size), dtype=torch.float32, device=query.device)
+    grade_keys[(num_rows + num_places, num_kv_heads)](
+        query, key, value, grad, log_sums, deltas, grad_key, grad_value, sums, table, *shared,
         KV_HEADS=num_kv_heads, TILE_M=tile.steps, TILE_N=tile.rows, num_stages=tile.num_backward_stages, **options,
+    )  # fmt: skip
+    add_shares[(num_places, num_kv_heads)](
+        sums, grad_key, grad_value, table, scaling, num_tokens, num_places,
+        KV_HEADS=num_kv_heads, SIZE=size, SIZE_PAD=options["SIZE_PAD"], TILE_N=tile.rows,
     )  # fmt: skip
     return grad_query, grad_key, grad_value
 

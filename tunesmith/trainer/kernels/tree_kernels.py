@@ -2,7 +2,8 @@
 
 Query q sees key k when k <= q < subtree_end[k], and within a window of depths if there is one. A program owns a tile of
 queries (or of keys, for their gradients) and goes over the tiles on the other side that it shares a pair with: first
-those in which every pair is seen, then those that need the rule (see `tiles.py` for the tables). The softmax is online
+those in which every pair is seen, then those that need the rule. Keys that very many queries see have several programs
+(see `tiles.py` for the tables). The softmax is online
 (Milakov and Gimelshein, 2018); the backward computes weights again from the row's log-sum (Dao, 2023, algorithm 2).
 Gradients are sums in a fixed order: no atomics.
 
@@ -187,17 +188,21 @@ def _grade_key_tiles(
 
 @triton.jit
 def grade_keys(
-    query, key, value, grad, log_sums, deltas, grad_key, grad_value, table, scaling, softcap, window, num_tokens,
+    query, key, value, grad, log_sums, deltas, grad_key, grad_value, sums, table, scaling, softcap, window, num_tokens,
     query_stride_t, query_stride_h, key_stride_t, key_stride_h, value_stride_t, value_stride_h,
     grad_stride_t, grad_stride_h,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """Of one share of a tile of keys; a tile in several shares leaves sums [P, K, 2, N, D], which `add_shares` adds."""
     row, head = tl.program_id(0), tl.program_id(1)
-    entry = table + 2 * num_tokens + 4 * (num_tokens // TILE_N + row)
-    keys = tl.load(entry) * TILE_N + tl.arange(0, TILE_N)
-    begin, middle, end = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    entry = table + 2 * num_tokens + 4 * (num_tokens // TILE_N) + 5 * row
+    tile = tl.load(entry)
+    if tile < 0:
+        return
+    keys = tile * TILE_N + tl.arange(0, TILE_N)
+    begin, middle, end, place = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
     sizes = tl.arange(0, SIZE_PAD)
     is_size = sizes < SIZE
     key_ND = _load_tile(key + head * key_stride_h, keys, sizes, key_stride_t, is_size, SIZE != SIZE_PAD)
@@ -220,7 +225,38 @@ def grade_keys(
         query_stride_t, query_stride_h, grad_stride_t, grad_stride_h,
         GROUPS, TILE_M, False, HAS_SOFTCAP, HAS_WINDOW, SIZE != SIZE_PAD, PRECISION,
     )  # fmt: skip
-    stride = KV_HEADS * SIZE
+    if place < 0:
+        stride = KV_HEADS * SIZE
+        _store_tile(grad_key + head * SIZE, keys, sizes, stride, is_size, grad_key_ND * scaling, SIZE != SIZE_PAD)
+        _store_tile(grad_value + head * SIZE, keys, sizes, stride, is_size, grad_value_ND, SIZE != SIZE_PAD)
+    else:
+        sums += (place * KV_HEADS + head).to(tl.int64) * (2 * TILE_N * SIZE)
+        rows = tl.arange(0, TILE_N)
+        _store_tile(sums, rows, sizes, SIZE, is_size, grad_key_ND, SIZE != SIZE_PAD)
+        _store_tile(sums + TILE_N * SIZE, rows, sizes, SIZE, is_size, grad_value_ND, SIZE != SIZE_PAD)
+
+
+@triton.jit
+def add_shares(
+    sums, grad_key, grad_value, table, scaling, num_tokens, num_places,
+    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile of keys that was dealt out."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    num_rows = num_tokens // TILE_N
+    entry = table + 2 * num_tokens + 4 * num_rows + 5 * (num_rows + num_places) + 3 * row
+    tile = tl.load(entry)
+    if tile < 0:
+        return
+    rows, sizes = tl.arange(0, TILE_N), tl.arange(0, SIZE_PAD)
+    is_size = sizes < SIZE
+    grad_key_ND = tl.zeros((TILE_N, SIZE_PAD), tl.float32)
+    grad_value_ND = tl.zeros((TILE_N, SIZE_PAD), tl.float32)
+    for place in range(tl.load(entry + 1), tl.load(entry + 2)):
+        part = sums + (place * KV_HEADS + head).to(tl.int64) * (2 * TILE_N * SIZE)
+        grad_key_ND += _load_tile(part, rows, sizes, SIZE, is_size, SIZE != SIZE_PAD)
+        grad_value_ND += _load_tile(part + TILE_N * SIZE, rows, sizes, SIZE, is_size, SIZE != SIZE_PAD)
+    keys, stride = tile * TILE_N + rows, KV_HEADS * SIZE
     _store_tile(grad_key + head * SIZE, keys, sizes, stride, is_size, grad_key_ND * scaling, SIZE != SIZE_PAD)
     _store_tile(grad_value + head * SIZE, keys, sizes, stride, is_size, grad_value_ND, SIZE != SIZE_PAD)
 
