@@ -192,7 +192,9 @@ def run_engine(model: PreTrainedModel, arguments: argparse.Namespace, ceilings: 
     )  # fmt: skip
     details = {"first_step_s": ready_s, "prefill_s": prefill_s, "stats": stats}
     if arguments.profile:
-        details["profile"] = profile(build_work(engine, prompts, arguments.new_tokens, device=arguments.device))
+        work = build_work(engine, prompts, arguments.new_tokens, device=arguments.device)
+        details["profile"] = profile(work)
+        details["kernels"] = profile_kernels(work) if arguments.device != "cpu" else []
     return build_figure(times[arguments.new_tokens], num_sequences * arguments.new_tokens, floor, details)
 
 
@@ -280,11 +282,23 @@ def main() -> None:
             peers[str(num_sequences)] = run_peers(model, arguments, num_sequences)
             for name, rate in peers[str(num_sequences)].items():
                 print(f"{name + f', {num_sequences} sequences':<44}{rate:>12,.0f}", flush=True)
+        report(arguments, ceilings, figures, peers, {})  # a run that is cut off keeps what it measured
     agents = {str(count): measure_agents(model, arguments, num_agents=count) for count in arguments.agents}
     for count, result in agents.items():
         cost = f"{result['cpu_us_per_call']:,.0f} us of CPU a call"
         print(f"{f'agents, {count}':<44}{result['tokens_per_s']:>12,.0f}  {cost}")
     print(f"ceilings: {ceilings.flops_per_s / 1e12:.1f} TFLOP/s, {ceilings.bytes_per_s / 1e12:.3f} TB/s")
+    report(arguments, ceilings, figures, peers, agents)
+
+
+def report(
+    arguments: argparse.Namespace,
+    ceilings: Ceilings,
+    figures: dict[str, Figure],
+    peers: dict[str, dict[str, float]],
+    agents: dict[str, Any],
+) -> None:
+    """Print and write what there is so far."""
     first = f"engine {arguments.sequences[0]}" if arguments.sequences else None
     publish(
         name=f"rollout_{Path(arguments.model).name if arguments.model else arguments.shape}",
