@@ -101,8 +101,8 @@ class _Sites:
 def build_row(trie: Trie, kinds: Kinds, *, chunk_tokens: int, model: PreTrainedModel, is_rounded: bool = False) -> Row:
     """Tensors of one packed row for the model; on a GPU the row is filled up to whole tiles.
 
-    `kinds` are of the trie. A row that `is_rounded` is filled up further, to one of few
-    sizes; what fills it has no weight.
+    `kinds` are of the trie. A row that `is_rounded` is filled up further, to one of few sizes; what fills it has no
+    weight.
     """
     sites = list(_cut_chunks(trie, kinds, chunk_tokens))
     if is_rounded:

@@ -3,9 +3,8 @@
 Query q sees key k when k <= q < subtree_end[k], and within a window of depths if there is one. A program owns a tile of
 queries (or of keys, for their gradients) and goes over the tiles on the other side that it shares a pair with: first
 those in which every pair is seen, then those that need the rule. Keys that very many queries see have several programs
-(see `tiles.py` for the tables). The softmax is online
-(Milakov and Gimelshein, 2018); the backward computes weights again from the row's log-sum (Dao, 2023, algorithm 2).
-Gradients are sums in a fixed order: no atomics.
+(see `tiles.py` for the tables). The softmax is online (Milakov and Gimelshein, 2018); the backward computes weights
+again from the row's log-sum (Dao, 2023, algorithm 2). Gradients are sums in a fixed order: no atomics.
 
 Axes: T tokens (a multiple of the tile), H query heads, K key-value heads, D head size, M queries and N keys of a tile.
 """
