@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -139,11 +140,12 @@ def prepare_update(
 
 def weigh_tokens(scores: BatchScores, algorithm: Algorithm, *, norm_length: int) -> np.ndarray:
     """Shares [E] of the tokens in the update's loss; what experts gave is aggregated by itself."""
+    weigh = partial(compute_token_weights, aggregation=algorithm.aggregation, norm_length=norm_length)
+    if not scores.is_expert_Q.any():
+        return weigh(scores.sequence_E)
     weights_E, is_expert_E = np.zeros(len(scores.sequence_E)), scores.is_expert_Q[scores.sequence_E]
     for is_kind_E in (is_expert_E, ~is_expert_E):
-        weights_E[is_kind_E] = compute_token_weights(
-            scores.sequence_E[is_kind_E], aggregation=algorithm.aggregation, norm_length=norm_length
-        )
+        weights_E[is_kind_E] = weigh(scores.sequence_E[is_kind_E])
     return weights_E
 
 
@@ -220,8 +222,8 @@ def build_scores(
 ) -> BatchScores:
     """All trained tokens of the update with what was found out about them."""
     trajectory_E = np.asarray([sample.trajectory_index for sample in samples])[events.sample_E]
-    _, first_Q, sequence_E = np.unique(trajectory_E, return_index=True, return_inverse=True)
-    sample_Q = events.sample_E[first_Q].tolist()
+    is_first_E = np.diff(trajectory_E, prepend=-1) != 0
+    sequence_E, sample_Q = np.cumsum(is_first_E) - 1, events.sample_E[is_first_E].tolist()
 
     def find(name: str) -> np.ndarray | None:
         return found[name][events.place_E] if name in found else None
