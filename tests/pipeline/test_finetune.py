@@ -262,6 +262,8 @@ def test_settings_that_cannot_be_meant():
     for settings, match in (
         ({"trainer": {}}, "trainer.learning_rate must be given when whole weights train"),
         ({"trainer": {"learning_rate": 1e-3, "num_minibatches": 2}}, "num_minibatches has no effect on fine-tuning"),
+        ({"model": {"path": "m", "temperature": 0.5}}, "model.temperature has no effect on fine-tuning"),
+        ({"model": {"path": "m", "max_tokens": 9}}, "model.max_tokens has no effect on fine-tuning"),
         ({"eval_fraction": 0.1, "eval_dataset": {"path": "e"}}, "both given"),
         ({"epochs": 2}, "did you mean 'num_epochs'"),
     ):

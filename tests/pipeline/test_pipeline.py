@@ -52,7 +52,8 @@ def fill(out_dir):
     if Path("fail").exists():
         raise ValueError("not now")
 """
-SERVED = {"max_model_len": 512, "max_tokens": 4, "device": "cpu"}
+LOADED = {"max_model_len": 512, "device": "cpu"}
+SERVED = LOADED | {"max_tokens": 4}
 AGENT = {
     "workflow": "tunesmith.pipeline.math_agent:calculator_agent",
     "judge": "tunesmith.judges.composite:gsm8k_judge",
@@ -64,7 +65,7 @@ STAGES = {
     "make": {"kind": "function", "function": "maker.py:make", "args": {"num_rows": "${variables.num_rows}"}},
     "prepare": {"data": {"path": "stage:make/train.jsonl"}, "eval_data": {"path": "stage:make/test.jsonl"}},
     "sft": {
-        "model": {"path": "stage:make/model", **SERVED},
+        "model": {"path": "stage:make/model", **LOADED},
         "train_dataset": {"path": "stage:prepare/train.jsonl"},
         "trainer": {"learning_rate": 1e-3},
         "max_tokens_per_batch": 1024,

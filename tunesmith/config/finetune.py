@@ -11,6 +11,8 @@ from tunesmith.config.section import Section
 
 REWARD_KEYS = ("num_minibatches", "mismatch_warn", "mismatch_stop")
 """Knobs of the trainer that speak of sampled tokens, of which fine-tuning has none."""
+SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "tool_call_parser", "reasoning_parser")
+"""Knobs of the model that say how it samples, and how what it sampled is read."""
 
 
 class DemonstrationSection(Section):
@@ -56,7 +58,7 @@ class OfflineConfig(Section):
     """One training on rows that are given: which model learns from which of them, and how."""
 
     model: ModelSection
-    """The model that learns; with `model.lora` only an adapter on it. What says how to sample has no effect here."""
+    """The model that learns; with `model.lora` only an adapter on it. It samples nothing, so nothing may say how."""
     train_dataset: DemonstrationSection
     """Rows to learn from."""
     eval_dataset: DemonstrationSection | None = None
@@ -89,6 +91,13 @@ class OfflineConfig(Section):
     """The optimizer, and how much is computed at once."""
     monitor: MonitorSection = MonitorSection()
     """Where metrics go."""
+
+    @model_validator(mode="after")
+    def _refuse_sampling(self) -> OfflineConfig:
+        for key in SAMPLING_KEYS:
+            if getattr(self.model, key) != ModelSection.model_fields[key].default:
+                raise ValueError(f"model.{key} has no effect on fine-tuning, which samples nothing: leave it out")
+        return self
 
     @model_validator(mode="after")
     def _check_evaluation(self) -> OfflineConfig:

@@ -172,7 +172,7 @@ def build_config(finetuned: Path, root: Path, *, seed: int, settings: DemoSettin
         seed=seed,
         total_steps=settings.num_steps,
         save_interval_steps=settings.num_steps,
-        model=build_model_section(finetuned),
+        model=build_model_section(finetuned, max_tokens=48),
         train_dataset=DatasetSection(path=data, required_fields=("question", "answer")),
         eval_datasets={TEST_SET: DatasetSection(path=data, split="test")},
         algorithm=AlgorithmSection(batch_size=settings.batch_size, group_size=settings.group_size),
@@ -188,8 +188,8 @@ def build_config(finetuned: Path, root: Path, *, seed: int, settings: DemoSettin
     )
 
 
-def build_model_section(path: Path) -> ModelSection:
-    return ModelSection(path=str(path), device="cpu", dtype="float32", max_model_len=512, max_tokens=48)
+def build_model_section(path: Path, **sampling: Any) -> ModelSection:
+    return ModelSection(path=str(path), device="cpu", dtype="float32", max_model_len=512, **sampling)
 
 
 def evaluate(
