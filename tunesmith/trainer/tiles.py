@@ -23,6 +23,8 @@ PADDING = 128
 """Rows on a GPU are filled up to a multiple of this."""
 LEAST_SHARE = 8
 """Tiles of queries that are not worth dealing out."""
+MOST_PLACES = 256
+"""For partial sums, whose memory this bounds: rows with more heavy tiles keep all processors busy as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,7 @@ def build_table(trie: Trie, window: int | None, tile: Tile) -> np.ndarray:
 
 def count_places(num_rows: int) -> int:
     """Most shares of tiles of keys that are dealt out."""
-    return num_rows // 2
+    return min(num_rows // 2, MOST_PLACES)
 
 
 def compute_table_size(num_tokens: int, tile: Tile) -> int:
