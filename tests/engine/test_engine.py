@@ -194,40 +194,42 @@ def test_a_request_that_makes_no_sense_is_refused(prompt: list[int], settings: d
         run_lockstep(build_engine().generate(prompt, Sampling(**({"max_tokens": 4} | settings))))
 
 
-def test_logits_that_are_not_finite_name_the_request_and_spare_the_others() -> None:
-    engine = build_engine(page_size=16)
+def build_broken_engine(*, page_size: int) -> LocalEngine:
+    """Logits after token 13 are not finite."""
+    engine = build_engine(page_size=page_size)
     with torch.no_grad():
         engine._runner.model.get_input_embeddings().weight[13] = torch.nan
+    return engine
 
-    async def run(prompts: list[list[int]]) -> list[Completion | BaseException]:
+
+def run_all(engine: LocalEngine, prompts: list[list[int]]) -> list[Completion | BaseException]:
+    async def run() -> list[Completion | BaseException]:
         calls = [engine.generate(prompt, Sampling(max_tokens=6, distribution=GREEDY)) for prompt in prompts]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    good, bad, other = run_lockstep(run([[1, 2, 3], [4, 13, 5], [6, 7]]))
+    return run_lockstep(run())
+
+
+def test_logits_that_are_not_finite_name_the_request_and_spare_the_others() -> None:
+    engine = build_broken_engine(page_size=16)
+    good, bad, other = run_all(engine, [[1, 2, 3], [4, 13, 5], [6, 7]])
     assert isinstance(bad, EngineError)
     assert "request 1 are not finite after 3 tokens" in str(bad)
     assert isinstance(good, Completion)
     assert isinstance(other, Completion)
-    after, again = run_lockstep(run([[1, 2, 3], [8, 9, 10]]))
+    after, again = run_all(engine, [[1, 2, 3], [8, 9, 10]])
     assert after == Completion(**{name: getattr(good, name) for name in good.__slots__})
     assert isinstance(again, Completion)
 
 
 @pytest.mark.parametrize("bad_prompt", [[1, 2, 3, 4, 13], [1, 2, 3, 4, 5, 6, 13]])
 def test_a_request_that_fails_leaves_the_prompt_that_it_shares_to_the_others(bad_prompt: list[int]) -> None:
-    engine = build_engine(page_size=4)
-    with torch.no_grad():
-        engine._runner.model.get_input_embeddings().weight[13] = torch.nan
-
-    async def run(prompts: list[list[int]]) -> list[Completion | BaseException]:
-        calls = [engine.generate(prompt, Sampling(max_tokens=6, distribution=GREEDY)) for prompt in prompts]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
+    engine = build_broken_engine(page_size=4)
     good = [1, 2, 3, 4, 5]
-    (alone,) = run_lockstep(run([good]))
+    (alone,) = run_all(engine, [good])
     engine.pause()
     engine.resume(1)
-    first, bad, last = run_lockstep(run([good, bad_prompt, good]))
+    first, bad, last = run_all(engine, [good, bad_prompt, good])
     assert isinstance(bad, EngineError)
     assert isinstance(alone, Completion)
     for completion in (first, last):

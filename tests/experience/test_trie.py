@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.experience.trie import Trie, build_trie, concatenate_tries
+from tunesmith.experience.trie import Trie, build_trie, concatenate_tries, read_array
 from tunesmith.types import Sample
 
 
@@ -89,3 +90,21 @@ def test_tries_side_by_side_do_not_see_each_other(samples):
     assert trie.num_tokens == trie.num_flat_tokens
     assert read_events(trie) == list_events(samples)
     assert np.all(trie.subtree_end_T <= trie.num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ((), np.float64), ((1.5, -2, True), np.float64), ((None, 0, None, 3), np.float64), ((2**40, 0, -7), np.int64),
+        ((True, False, True), bool), (np.array([1, 2]), np.float64),
+    ],
+)  # fmt: skip
+def test_values_are_read_as_numpy_reads_them(values, dtype):
+    ours, expected = read_array(values, dtype), np.array(list(values), dtype=dtype)
+    assert ours.dtype == expected.dtype
+    np.testing.assert_array_equal(ours, expected)
+
+
+def test_a_number_too_large_for_its_type_is_an_error():
+    with pytest.raises(OverflowError):
+        read_array((1, 2**70), np.int64)

@@ -55,7 +55,7 @@ def score_numeric(text: str, answer: str) -> float | None:
     if reference_number is not None and candidate_number is not None:
         return float(is_equal(candidate_number, reference_number))
     if reference_number is not None and not DIGIT.search(candidate):
-        return 0.0  # words: the algebra system would read them letter by letter, for up to a second
+        return 0.0  # words, which the algebra system would read letter by letter, as a product
     reference_terms = _parse_expression(reference)
     if not reference_terms:
         return None

@@ -130,7 +130,10 @@ def _list_tiles(is_seen_RS: np.ndarray, is_full_RS: np.ndarray, *, first: int) -
 
 
 def _deal_out(rows: np.ndarray, num_places: int) -> tuple[np.ndarray, np.ndarray]:
-    """Shares [E, 5] of the rows' tiles, and what is summed where [., 3]; none is much more work than the mean row."""
+    """Shares [E, 5] of the rows' tiles, and what is summed where [., 3].
+
+    No share is more than twice the mean row's work, or what is more has no places left.
+    """
     tile_R, begin_R, middle_R, end_R = rows.T
     num_R = end_R - begin_R
     limit = max(LEAST_SHARE, 2 * math.ceil(num_R.mean()))

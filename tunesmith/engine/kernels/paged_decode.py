@@ -220,17 +220,9 @@ def attend_decoding(
     )  # fmt: skip
     if num_splits > 1:
         _reduce_splits[(num_requests * num_kv_heads, num_groups)](
-            parts,
-            maxima,
-            sums,
-            output,
-            num_splits,
-            GROUPS=num_groups,
-            SIZE=size,
-            SIZE_PAD=size_pad,
-            MOST=MAX_SPLITS,
-            **options,
-        )
+            parts, maxima, sums, output, num_splits,
+            GROUPS=num_groups, SIZE=size, SIZE_PAD=size_pad, MOST=MAX_SPLITS, **options,
+        )  # fmt: skip
     return output
 
 
