@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "tunesmith"
 LAYERS = [
-    {"types", "config", "errors", "storage", "arguments"},
+    {"types", "config", "errors", "storage", "arguments", "version"},
     {"algorithms", "tasks", "experience", "model", "retrieval", "monitor", "report"},
     {"engine", "trainer", "rollout", "judges", "tools"},
     {"loop"},

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tunesmith.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from tunesmith.api import (
         AlgorithmConfig,
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
         check_workflow_function,
         tune,
     )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AlgorithmConfig",

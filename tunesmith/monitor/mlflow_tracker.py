@@ -18,7 +18,7 @@ from mlflow.entities import Metric, Param
 
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.run_id import load_run_id, save_run_id
-from tunesmith.monitor.trackers import TrackedRun
+from tunesmith.monitor.tracker import TrackedRun
 
 ILLEGAL = re.compile(r"[^\w\-. :/]")
 MAX_METRICS_PER_CALL = 1000

@@ -9,7 +9,8 @@ from typing import IO, Any
 from tunesmith.config import MonitorSection
 from tunesmith.monitor.console import ConsoleProgress
 from tunesmith.monitor.metrics_file import Kind, MetricsFile
-from tunesmith.monitor.trackers import TrackedRun, build_trackers, check_trackers, flatten_settings
+from tunesmith.monitor.tracker import TrackedRun
+from tunesmith.monitor.trackers import build_trackers, check_trackers, flatten_settings
 from tunesmith.storage import RunPaths
 
 

@@ -9,42 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.tensorboard import TensorBoardTracker
+from tunesmith.monitor.tracker import TrackedRun, Tracker
 from tunesmith.storage import RunPaths
-
-
-class Tracker(Protocol):
-    """Keeps metrics by step."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self, *, is_failed: bool) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackedRun:
-    """What a tracker is told of a run."""
-
-    root: Path
-    """The run folder: its name is the run's, its parent's the project's."""
-    committed_step: int | None = None
-    """Where the run goes on; None when it begins anew."""
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """Dotted key -> value, as trackers list hyperparameters."""
-
-    @property
-    def project(self) -> str:
-        return self.root.absolute().parent.name
-
-    @property
-    def name(self) -> str:
-        return self.root.absolute().name
-
 
 EXTRAS: Mapping[str, str] = {"wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
 """Trackers that need a package of their own -> the extra that brings it; its module has the tracker's name."""

@@ -12,7 +12,7 @@ import wandb
 
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.run_id import choose_run_id
-from tunesmith.monitor.trackers import TrackedRun
+from tunesmith.monitor.tracker import TrackedRun
 from tunesmith.storage import RunPaths, storage_errors
 
 

@@ -6,16 +6,17 @@ shortened to their last part, and `base_model` is given only where it is a hub i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
+from jinja2 import Environment, StrictUndefined, Template
 from transformers import PretrainedConfig
 
-from tunesmith import __version__
 from tunesmith.config import ExportSection
 from tunesmith.model.adapter import AdapterFiles
 from tunesmith.model.checkpoint import DONE
@@ -24,8 +25,10 @@ from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.pipeline.export_source import ExportSource, choose_name
 from tunesmith.pipeline.load_config import load_values
 from tunesmith.storage import CHECKPOINT, RunPaths, load_json, parse_checkpoint_step, save_text
+from tunesmith.version import __version__
 
 Row = Sequence[object]
+FolderFormat = Literal["hf", "adapter", "gguf"]
 SETTINGS = (
     "algorithm.algorithm_type", "algorithm.group_size", "algorithm.batch_size", "algorithm.kl_coef",
     "num_epochs", "total_epochs", "total_steps", "max_tokens_per_batch", "trainer.learning_rate", "trainer.schedule",
@@ -47,12 +50,60 @@ class Card:
     figures: Mapping[str, Any]
 
 
-def write_card(path: Path, card: Card, *, folder_format: str) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a run trained the model, as rows of the card's tables."""
+
+    method: str
+    step: int | None
+    """The step whose weights these are."""
+    settings: Sequence[Row]
+    first_step: int | None
+    last_step: int | None
+    progress: Sequence[Row]
+    """Metrics of the first and the last step."""
+    losses: Sequence[Row]
+    evaluations: Sequence[Row]
+
+
+def write_card(path: Path, card: Card, *, folder_format: FolderFormat) -> None:
     """Write the README.md of one format's folder."""
-    save_text(path, "\n".join([*list_front_matter(card, folder_format), *list_body(card, folder_format), ""]))
+    base = find_base(card)
+    checks = {name: figures for name, figures in card.figures["checks"].items() if name.startswith(folder_format)}
+    text = load_template().render(
+        front_matter=yaml.safe_dump(build_front_matter(card, folder_format), sort_keys=False).strip(),
+        format=folder_format,
+        version=__version__,
+        name=card.figures["name"],
+        model_type=card.config.model_type,
+        num_parameters=card.figures["num_parameters"],
+        base=None if base is None else shorten(base),
+        dtype=str(card.dtype).removeprefix("torch."),
+        is_merged=card.source.adapter is not None,
+        gguf_files=[(file, kind) for kind, file in card.figures.get("gguf", {}).items()],
+        training=None if card.source.run is None else describe_training(card.source, card.source.run),
+        num_checked_tokens=f"{checks['hf']['num_tokens']:.0f}" if "hf" in checks else None,
+        checks=[
+            (
+                name.removeprefix("gguf/"),
+                number(found.get("kl_mean")),
+                number(found.get("kl_max")),
+                f"{found.get('same_top_token', 1.0):.1%}",
+            )
+            for name, found in checks.items()
+        ],
+        license=card.settings.license,
+    )
+    save_text(path, text)
 
 
-def list_front_matter(card: Card, folder_format: str) -> Iterator[str]:
+def load_template() -> Template:
+    """The Markdown that all formats share; a name that the card does not give is an error."""
+    source = files(__package__).joinpath("model_card.md.jinja").read_text(encoding="utf-8")
+    return Environment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(source)
+
+
+def build_front_matter(card: Card, folder_format: FolderFormat) -> dict[str, Any]:
     """What the hub reads."""
     front: dict[str, Any] = {
         "license": card.settings.license,
@@ -63,82 +114,51 @@ def list_front_matter(card: Card, folder_format: str) -> Iterator[str]:
     base = find_base(card)
     if base is not None and is_hub_id(base):
         front["base_model"] = base
-    yield "---"
-    yield yaml.safe_dump(front, sort_keys=False).strip()
-    yield "---"
+    return front
 
 
-def list_body(card: Card, folder_format: str) -> Iterator[str]:
-    """The text."""
-    base = find_base(card)
-    yield f"# {card.figures['name']}"
-    yield ""
-    origin = "" if base is None else f", from {shorten(base)}"
-    yield (
-        f"A {card.config.model_type} model of {card.figures['num_parameters']:,} parameters{origin}, "
-        f"exported by Tunesmith {__version__}."
-    )
-    yield from list_usage(card, folder_format)
-    if card.source.run is not None:
-        yield from list_training(card.source, card.source.run)
-    else:
-        yield from ("", "## Training", "", "Exported from a model folder: nothing is known of how it was trained.")
-    yield from list_checks(card, folder_format)
-    yield from ("", "## License", "")
-    if card.settings.license == "unknown":
-        yield "Not given. The terms of the base model and of the data apply."
-    else:
-        yield f"{card.settings.license}, as stated by who exported it. The terms of the base model and the data apply."
-
-
-def list_usage(card: Card, folder_format: str) -> Iterator[str]:
-    """How to load what is in the folder."""
-    yield from ("", "## Use", "")
-    if folder_format == "gguf":
-        yield from ("```", f"llama-cli -m {next(iter(card.figures['gguf'].values()))} -cnv", "```", "")
-        yield from list_table(("file", "type"), [(file, kind) for kind, file in card.figures["gguf"].items()])
-        return
-    yield "```python"
-    if folder_format == "adapter":
-        yield from (
-            "from peft import AutoPeftModelForCausalLM",
-            "from transformers import AutoTokenizer",
-            "",
-            'model = AutoPeftModelForCausalLM.from_pretrained(".")  # reads the base that adapter_config.json names',
-        )
-    else:
-        yield from (
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")',
-        )
-    yield from (
-        'tokenizer = AutoTokenizer.from_pretrained(".")',
-        'messages = [{"role": "user", "content": "Hello!"}]',
-        'options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}',
-        "inputs = tokenizer.apply_chat_template(messages, **options)",
-        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=200)[0]))",
-        "```",
-    )
-    if folder_format == "hf":
-        merged = "" if card.source.adapter is None else " The adapter is merged into them."
-        yield from ("", f"Weights are {str(card.dtype).removeprefix('torch.')}.{merged}")
-
-
-def list_training(source: ExportSource, run: RunPaths) -> Iterator[str]:
+def describe_training(source: ExportSource, run: RunPaths) -> Training:
     """The run's data, settings and figures up to the exported step."""
     values = load_values(run.config)
     step = find_step(Path(source.path))
-    yield from ("", "## Training", "")
-    yield f"By {describe_method(values)}." + ("" if step is None else f" These are the weights after step {step}.")
     rows = [("data", describe_data(values, "train_dataset")), ("held-out data", describe_data(values, "eval_dataset"))]
     of_adapter = describe_adapter(source.adapter)
     rows += [(key, of_adapter.get(key, read_key(values, key))) for key in SETTINGS]
-    yield from ("", *list_table(("setting", "value"), [row for row in rows if row[1] is not None]))
     records = [record for record in load_metrics(run.metrics) if step is None or record["step"] <= step]
-    yield from list_progress([record for record in records if record["kind"] == "train"])
-    yield from list_losses([record for record in records if record["kind"] == "eval" and "eval/loss" in record])
-    yield from list_evaluations(run, step)
+    train = [record for record in records if record["kind"] == "train"]
+    first, last = (train[0], train[-1]) if train else ({}, {})
+    return Training(
+        method=describe_method(values),
+        step=step,
+        settings=[row for row in rows if row[1] is not None],
+        first_step=first.get("step"),
+        last_step=last.get("step"),
+        progress=[
+            (name, number(first[name]), number(last[name])) for name in METRICS if name in first and name in last
+        ],
+        losses=[
+            (record["step"], number(record["eval/loss"]))
+            for record in records
+            if record["kind"] == "eval" and "eval/loss" in record
+        ],
+        evaluations=list_evaluations(run, step),
+    )
+
+
+def list_evaluations(run: RunPaths, step: int | None) -> list[Row]:
+    """Scores on held-out tasks with their intervals, up to a step."""
+    rows: list[Row] = []
+    for path in sorted(run.evaluation(0).parent.glob("step_*.json")):
+        at = int(path.stem.removeprefix("step_"))
+        if step is not None and at > step:
+            continue
+        for name, result in load_json(path).items():
+            if result["mean"] is not None:
+                low, high = result["interval_95"]
+                rows.append(
+                    (at, name, len(result["tasks"]), number(result["mean"]), f"{number(low)} to {number(high)}")
+                )
+    return rows
 
 
 def describe_adapter(adapter: AdapterFiles | None) -> dict[str, str]:
@@ -160,66 +180,6 @@ def describe_method(values: Mapping[str, Any]) -> str:
         return "supervised fine-tuning"
     has_rollouts = read_key(values, "algorithm.group_size") is not None
     return f"{'reinforcement learning' if has_rollouts else 'learning from preferences'} ({method})"
-
-
-def list_progress(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The first and the last step's metrics."""
-    if not records:
-        return
-    first, last = records[0], records[-1]
-    names = [name for name in METRICS if name in first and name in last]
-    yield from ("", *list_table(("metric", f"step {first['step']}", f"step {last['step']}"),
-                           [(name, number(first[name]), number(last[name])) for name in names]))  # fmt: skip
-
-
-def list_losses(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Losses on held-out rows."""
-    if records:
-        rows = [(record["step"], number(record["eval/loss"])) for record in records]
-        yield from ("", *list_table(("step", "loss on held-out rows, nats a token"), rows))
-
-
-def list_evaluations(run: RunPaths, step: int | None) -> Iterator[str]:
-    """Scores on held-out tasks with their intervals."""
-    rows: list[Row] = []
-    for path in sorted(run.evaluation(0).parent.glob("step_*.json")):
-        at = int(path.stem.removeprefix("step_"))
-        if step is not None and at > step:
-            continue
-        for name, result in load_json(path).items():
-            if result["mean"] is not None:
-                low, high = result["interval_95"]
-                rows.append(
-                    (at, name, len(result["tasks"]), number(result["mean"]), f"{number(low)} to {number(high)}")
-                )
-    if rows:
-        yield from ("", "## Evaluation", "", "The mean reward of held-out tasks, with the agent the run trained.", "")
-        yield from list_table(("step", "tasks", "number", "mean", "95 % interval"), rows)
-
-
-def list_checks(card: Card, folder_format: str) -> Iterator[str]:
-    """How what is in the folder was compared with the source."""
-    checks = {name: figures for name, figures in card.figures["checks"].items() if name.startswith(folder_format)}
-    if not checks:
-        return
-    yield from ("", "## Compared with the source", "")
-    if folder_format == "hf":
-        yield f"Loaded back, the weights give the same logits bit for bit on {checks['hf']['num_tokens']:.0f} tokens."
-        return
-    yield (
-        "Read by llama.cpp: the tokenizer gives the same ids, and next-token distributions differ from those of the "
-        "source in float32 by (KL divergence in nats a token):"
-    )
-    rows = [
-        (
-            name.removeprefix("gguf/"),
-            number(found["kl_mean"]),
-            number(found["kl_max"]),
-            f"{found['same_top_token']:.1%}",
-        )
-        for name, found in checks.items()
-    ]
-    yield from ("", *list_table(("file", "mean", "largest", "same likeliest token"), rows))
 
 
 def find_base(card: Card) -> str | None:
@@ -267,14 +227,6 @@ def is_hub_id(path: str) -> bool:
 
 def shorten(path: str) -> str:
     return path if is_hub_id(path) else choose_name(Path(path), None)
-
-
-def list_table(head: Row, rows: Sequence[Row]) -> Iterator[str]:
-    """A Markdown table."""
-    yield "| " + " | ".join(str(cell) for cell in head) + " |"
-    yield "|" + "---|" * len(head)
-    for row in rows:
-        yield "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
 
 
 def number(value: float | None) -> str:
