@@ -16,10 +16,11 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "tool_c
 
 
 class DemonstrationSection(Section):
-    """Where conversations to learn from are: rows with `messages` and perhaps `tools`."""
+    """Where conversations to learn from are: rows with `messages` and perhaps `tools`, or with `text` that is rendered."""
 
     path: str | tuple[str, ...]
-    """Folder, jsonl, json or parquet file, or hub id; or a list of them, read one after the other."""
+    """Folder (also one that `save_to_disk` wrote), jsonl, json or parquet file, or hub id; or a list of them, read one
+    after the other."""
     name: str | None = None
     """Configuration of a data set that has several."""
     split: str | None = "train"

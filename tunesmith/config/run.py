@@ -114,7 +114,7 @@ class DatasetSection(Section):
     """Where tasks come from."""
 
     path: str
-    """Folder of jsonl, json, csv or parquet files, one such file, or a hub id."""
+    """Folder of jsonl, json, csv or parquet files, one such file, a folder that `save_to_disk` wrote, or a hub id."""
     name: str | None = None
     """Configuration of a data set that has several."""
     split: str | None = "train"
