@@ -212,11 +212,18 @@ def build_agentscope_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) 
     return build_agentscope_model(endpoint, options=options)
 
 
-def run_outside_of_loops(work: Callable[[], Result]) -> Result:
-    """Run `work`, which starts an event loop, in a thread of its own where one is running already."""
+def is_loop_running() -> bool:
+    """Whether the calling thread runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        return False
+    return True
+
+
+def run_outside_of_loops(work: Callable[[], Result]) -> Result:
+    """Run `work`, which starts an event loop, in a thread of its own where one is running already."""
+    if not is_loop_running():
         return work()
     outcome: list[Result] = []
     errors: list[BaseException] = []

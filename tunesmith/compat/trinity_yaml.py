@@ -29,6 +29,7 @@ from tunesmith.compat.trinity_companions import (
     read_sample_strategy_args,
 )
 from tunesmith.compat.trinity_draft import (
+    ONE_ENGINE,
     SHARED_WEIGHTS,
     Draft,
     Rule,
@@ -292,7 +293,7 @@ EXPLORER_RULES: dict[str, Rule] = {
 }
 ROLLOUT_MODEL_RULES: dict[str, Rule] = {
     "engine_type": allow("vllm", "sglang", reason="the sampler is in this process"),
-    "engine_num": accept("one engine in this process samples for all runners", silent=(1,)),
+    "engine_num": accept(ONE_ENGINE, silent=(1,)),
     "tensor_parallel_size": allow(1, reason=ONE_DEVICE),
     "data_parallel_size": allow(1, reason=ONE_DEVICE),
     "pipeline_parallel_size": allow(1, reason=ONE_DEVICE),
