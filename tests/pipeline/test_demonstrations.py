@@ -96,9 +96,7 @@ def test_a_text_that_begins_with_the_first_token_gets_no_second_one(tokenizer):
         single="<|start|> $A", special_tokens=[("<|start|>", tokenizer.bos_token_id)]
     )
     reader = DemonstrationReader(tokenizer)
-    (plain,), (marked,) = (
-        reader.read([{"text": text}], max_model_len=256) for text in ("6 * 7", "<|start|>6 * 7")
-    )
+    (plain,), (marked,) = (reader.read([{"text": text}], max_model_len=256) for text in ("6 * 7", "<|start|>6 * 7"))
     assert plain.token_ids == marked.token_ids
     assert plain.token_ids.count(tokenizer.bos_token_id) == 1
 

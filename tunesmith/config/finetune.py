@@ -16,7 +16,7 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "tool_c
 
 
 class DemonstrationSection(Section):
-    """Where conversations to learn from are: rows with `messages` and perhaps `tools`, or with `text` that is rendered."""
+    """Where conversations to learn from are: rows with `messages` and perhaps `tools`, or with rendered `text`."""
 
     path: str | tuple[str, ...]
     """Folder (also one that `save_to_disk` wrote), jsonl, json or parquet file, or hub id; or a list of them, read one

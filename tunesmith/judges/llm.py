@@ -1,8 +1,9 @@
 """A model as the judge: it reads question, reference and answer, and gives a score.
 
 The model is one of the run's `auxiliary_models`. A reply without a readable score, or one that was cut short, is no
-verdict, and so is one whose scale is unclear: the run of the agent is then left out, never scored 0. The answer is quoted, so that it cannot end its own
-quotation; what it says inside is still read by a model, so reward it together with a part that cannot be talked to.
+verdict, and so is a score whose scale is unclear: the run of the agent is then left out, never scored 0. The answer is
+quoted, so that it cannot end its own quotation; what it says inside is still read by a model, so reward it together
+with a part that cannot be talked to.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def build_expert_feed(config: RunConfig) -> ExpertFeed | None:
 
 
 def compute_total_steps(config: RunConfig, *, num_tasks: int) -> int:
-    """`total_steps`, or the whole batches in `total_epochs` passes over the tasks; at least one, which repeats tasks."""
+    """`total_steps`, or the whole batches in `total_epochs` passes over the tasks, at least one."""
     if config.total_steps is not None:
         return config.total_steps
     return max(1, config.total_epochs * num_tasks // config.algorithm.batch_size)
