@@ -215,6 +215,8 @@ class RolloutSection(Section):
     chat_model: Literal["auto", "agentscope", "openai"] = "auto"
     """What workflows get as `model`: AgentScope's OpenAIChatModel, or one that returns OpenAI completions; auto takes
     AgentScope's where it is installed."""
+    has_agent_output: bool = False
+    """Let AgentScope's agents print every message to the console; without it their printing is off during the run."""
     max_failure_rate: float = Field(default=0.5, ge=0, le=1)
     """The run stops with the first causes when a larger share of a step's trajectories failed."""
 
