@@ -1,7 +1,7 @@
 """What AgentScope's agents print: every message, unless its own environment variable says otherwise.
 
-Agents read the variable when they are built. It is set while a run lasts and is what it was afterwards, so an agent that
-the same process builds outside of a run prints as before.
+Agents read the variable when they are built. It is set while a run lasts and restored afterwards, so an agent that the
+same process builds outside of a run prints as before.
 """
 
 from __future__ import annotations

@@ -113,6 +113,13 @@ def read_train_batch_size(draft: Draft, key: str, value: Any) -> None:
         draft.set("trainer.num_minibatches", num_runs // value, source=key)
 
 
+def read_warmup_ratio(draft: Draft, key: str, value: Any) -> None:
+    """A share of all steps, which counts where no number of steps is given."""
+    if value and draft.find("algorithm.optimizer.lr_warmup_steps", -1) < 0:
+        draft.set("trainer.warmup_ratio", float(value), source=key)
+        draft.notes.append(f"{key}={value!r}: the steps of the warm-up are rounded up")
+
+
 def read_auto_tool_choice(draft: Draft, key: str, value: Any) -> None:
     if value is False:
         draft.set("model.tool_call_parser", "none", source=key, is_finer=True)
@@ -193,7 +200,7 @@ ALGORITHM_RULES: dict[str, Rule] = {
     "repeat_times": move("algorithm.group_size"),
     "optimizer.lr": move("trainer.learning_rate", float),
     "optimizer.lr_warmup_steps": move("trainer.warmup_steps", lambda steps: max(steps, 0)),
-    "optimizer.lr_warmup_steps_ratio": allow_neutral("name the steps in lr_warmup_steps"),
+    "optimizer.lr_warmup_steps_ratio": read_warmup_ratio,
     "optimizer.min_lr_ratio": move("trainer.min_lr_ratio", float),
     "optimizer.lr_scheduler_type": move("trainer.schedule"),
     "optimizer.optimizer_type": allow("adam", "adamw", reason="the optimizer is AdamW"),
