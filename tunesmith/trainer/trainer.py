@@ -82,13 +82,6 @@ class Trainer:
         self._settings = settings
         self._max_model_len = max_model_len
         self._num_total_steps = num_total_steps
-        self._check_companion("reference", reference_model)
-        self._check_companion("teacher", teacher_model)
-        self._check_companion("values", critic_model)
-        for one in (model, reference_model, teacher_model):
-            if one is not None and one.config._attn_implementation != PLAN_ATTENTION:
-                raise ModelError(f"{type(one).__name__} was not prepared with use_plan_attention")
-        self._model = model.eval()
         self._dropouts = find_dropouts(model)
         self._dropout_seed = dropout_seed
         if self._dropouts and (not self._algorithm.is_supervised or "reference" in self._algorithm.needs):
@@ -96,6 +89,13 @@ class Trainer:
                 f"model.lora.dropout={self._dropouts[0].p:g} is for fine-tuning: {self._algorithm.name!r} compares "
                 "what the model computes now with what it computed before; set it to 0"
             )
+        self._check_companion("reference", reference_model)
+        self._check_companion("teacher", teacher_model)
+        self._check_companion("values", critic_model)
+        for one in (model, reference_model, teacher_model):
+            if one is not None and one.config._attn_implementation != PLAN_ATTENTION:
+                raise ModelError(f"{type(one).__name__} was not prepared with use_plan_attention")
+        self._model = model.eval()
         self._critic = None if critic_model is None else Critic(critic_model, algorithm.critic, settings)
         self._companions = Companions(
             reference=None if reference_model is None else reference_model.eval(),
