@@ -10,6 +10,7 @@ from tunesmith.config import (
     EngineSection,
     FinetuneConfig,
     FinetuneTrainerSection,
+    PreferenceConfig,
     RunConfig,
     Section,
     TrainerSection,
@@ -50,6 +51,13 @@ def test_unknown_keys_are_errors_that_name_the_nearest():
         (AuxiliaryModelSection, {"path": "m", "base_url": "u", "tool_call_parser": "none"}, "tool_call_parser has no"),
         (CriticSection, {"clip_range": 0.1}, "clip_range=0.1 has no effect with num_epochs=1"),
         (FinetuneTrainerSection, {"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_steps=2 and warmup_ratio=0.1"),
+        (TrainerSection, {"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_steps=2 and warmup_ratio=0.1"),
+        (RunConfig, {"model": {"path": "m", "lora": {"dropout": 0.1}}}, "model.lora.dropout=0.1 is for supervised"),
+        (
+            PreferenceConfig,
+            {"model": {"path": "m", "lora": {"dropout": 0.1}}, "train_dataset": {"path": "d"}},
+            "model.lora.dropout=0.1 is for supervised fine-tuning: preferences compare",
+        ),
         (
             FinetuneConfig,
             {"model": {"path": "m", "lora": {}}, "train_dataset": {"path": "d"}, "evaluation_interval_steps": 5},

@@ -21,6 +21,7 @@ from tunesmith.compat.agentscope import (
     translate_tune_arguments,
 )
 from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
+from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import EvalConfig, RunConfig
 from tunesmith.errors import ConfigError
@@ -110,16 +111,18 @@ def tune(
     config = load_run_file(config_path, overrides, values=given)
     own = OwnParts(selectors=collect_own_selectors(train_dataset), operators=tuple(operators))
     build_model = choose_chat_model(config)
-    return run_outside_of_loops(
-        lambda: run_tuning(config, workflow=workflow_func, judge=judge_func, build_model=build_model, own=own)
-    )
+    with agent_output(is_shown=config.rollout.has_agent_output):
+        return run_outside_of_loops(
+            lambda: run_tuning(config, workflow=workflow_func, judge=judge_func, build_model=build_model, own=own)
+        )
 
 
 def run_config_file(path: str, *, overrides: Sequence[str] = ()) -> TuneResult:
     """Train as a run file says, with the workflow and judge that it names."""
     config = load_run_file(path, overrides)
-    workflow, judge = load_functions(config)
-    return run_tuning(config, workflow=workflow, judge=judge, build_model=choose_chat_model(config))
+    with agent_output(is_shown=config.rollout.has_agent_output):
+        workflow, judge = load_functions(config)
+        return run_tuning(config, workflow=workflow, judge=judge, build_model=choose_chat_model(config))
 
 
 def evaluate_config_file(
@@ -137,38 +140,48 @@ def evaluate_config_file(
         settings = load_section(EvalConfig, path, overrides)
         changes = {"models": dict(models or settings.models), "has_plot": has_plot or settings.has_plot}
         settings = settings.model_copy(update=changes)
-        return run_eval(settings, out_dir=folder, build_model=choose_chat_model(settings.to_run_config()))
+        config = settings.to_run_config()
+        with agent_output(is_shown=config.rollout.has_agent_output):
+            return run_eval(settings, out_dir=folder, build_model=choose_chat_model(config))
     config = load_run_file(path, overrides)
-    workflow, judge = load_functions(config)
-    return run_comparison(
-        config,
-        models=models or {config.model.path: config.model.path},
-        workflow=workflow,
-        judge=judge,
-        build_model=choose_chat_model(config),
-        out=folder,
-        has_plot=has_plot,
-    )
+    with agent_output(is_shown=config.rollout.has_agent_output):
+        workflow, judge = load_functions(config)
+        return run_comparison(
+            config,
+            models=models or {config.model.path: config.model.path},
+            workflow=workflow,
+            judge=judge,
+            build_model=choose_chat_model(config),
+            out=folder,
+            has_plot=has_plot,
+        )
 
 
 def measure_config_file(path: str, *, overrides: Sequence[str] = (), field: str, num_runs: int, out: str) -> PassRates:
     """Write the training set of a run file with the model's pass rates under `field`."""
     config = load_run_file(path, overrides)
-    workflow, judge = load_functions(config)
-    return measure_pass_rates(
-        config,
-        workflow=workflow,
-        judge=judge,
-        build_model=choose_chat_model(config),
-        field=field,
-        num_runs=num_runs,
-        out=Path(out),
-    )
+    with agent_output(is_shown=config.rollout.has_agent_output):
+        workflow, judge = load_functions(config)
+        return measure_pass_rates(
+            config,
+            workflow=workflow,
+            judge=judge,
+            build_model=choose_chat_model(config),
+            field=field,
+            num_runs=num_runs,
+            out=Path(out),
+        )
 
 
 def run_pipeline_file(path: str, *, overrides: Sequence[str] = (), choice: Choice = Choice()) -> Path:
     """Run the stages that a pipeline file names and that are not done; returns the report."""
-    return run_pipeline(load_pipeline(path, overrides), choose_model=choose_chat_model, choice=choice)
+    with agent_output(is_shown=False) as switch_output:
+
+        def choose_model(config: RunConfig) -> BuildModel:
+            switch_output(config.rollout.has_agent_output)
+            return choose_chat_model(config)
+
+        return run_pipeline(load_pipeline(path, overrides), choose_model=choose_model, choice=choice)
 
 
 def check_pipeline_file(path: str, *, overrides: Sequence[str] = (), choice: Choice = Choice()) -> dict[str, str]:
@@ -212,11 +225,18 @@ def build_agentscope_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) 
     return build_agentscope_model(endpoint, options=options)
 
 
-def run_outside_of_loops(work: Callable[[], Result]) -> Result:
-    """Run `work`, which starts an event loop, in a thread of its own where one is running already."""
+def is_loop_running() -> bool:
+    """Whether the calling thread runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        return False
+    return True
+
+
+def run_outside_of_loops(work: Callable[[], Result]) -> Result:
+    """Run `work`, which starts an event loop, in a thread of its own where one is running already."""
+    if not is_loop_running():
         return work()
     outcome: list[Result] = []
     errors: list[BaseException] = []

@@ -132,7 +132,7 @@ def test_a_held_out_set_has_no_say_in_how_long_the_run_is():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tensor_parallel_size", 2), ("inference_engine_num", 4), ("tinker_config", {}), ("temprature", 1)],
+    [("tensor_parallel_size", 2), ("inference_engine_num", 0), ("tinker_config", {}), ("temprature", 1)],
 )
 def test_what_cannot_be_honoured_is_an_error(field, value):
     with pytest.raises(ValidationError, match=field):
@@ -151,3 +151,30 @@ def test_preview_raises_what_agentscope_raises(tmp_path):
         DatasetConfig(path=str(tmp_path / "no_such_folder")).preview()
     with pytest.raises(ValueError, match="no_such_split"):
         DatasetConfig(path=str(tmp_path), split="no_such_split").preview()
+
+
+def test_several_engines_are_noted_as_in_a_file(caplog):
+    trained = translate(model=TunerModelConfig(model_path="m", max_model_len=9, inference_engine_num=4))
+    assert trained["model"] == {"path": "m", "max_model_len": 9}
+    assert "model.inference_engine_num=4: one engine in this process samples for all runners" in caplog.text
+    helper = TunerModelConfig(model_path="h", max_model_len=9, inference_engine_num=2)
+    translate(auxiliary_models={"judge": helper})
+    assert "auxiliary_models.judge.inference_engine_num=2: a helper runs on one engine" in caplog.text
+    caplog.clear()
+    translate(model=TunerModelConfig(model_path="m", max_model_len=9, inference_engine_num=1))
+    assert not caplog.text
+
+
+def test_a_helper_may_be_behind_a_url_and_the_trained_model_may_not():
+    hosted = TunerModelConfig(model_path="big", max_model_len=9, base_url="http://h/v1", api_key_env="KEY")
+    given = translate(auxiliary_models={"judge": hosted}, model=TunerModelConfig(model_path="m", max_model_len=9))
+    section = RunConfig(**given).auxiliary_models["judge"]
+    assert (section.path, section.base_url, section.api_key_env) == ("big", "http://h/v1", "KEY")
+    with pytest.raises(ConfigError, match=r"model\.base_url='http://h/v1' cannot be honoured.*auxiliary_models"):
+        translate(model=hosted)
+
+
+def test_no_held_out_sets_take_those_of_the_file_away():
+    file = {"model": {"path": "m"}, "eval_datasets": {"a": {"path": "1"}}}
+    assert load_config(None, base=file, values=translate(eval_dataset={})).eval_datasets == {}
+    assert list(load_config(None, base=file, values=translate()).eval_datasets) == ["a"]

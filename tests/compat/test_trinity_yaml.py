@@ -116,6 +116,8 @@ MOVED = [
     ("algorithm.repeat_times", 4, "algorithm.group_size", 4),
     ("algorithm.optimizer.lr", 1e-5, "trainer.learning_rate", 1e-5),
     ("algorithm.optimizer.lr_warmup_steps", -1, "trainer.warmup_steps", 0),
+    ("algorithm.optimizer.lr_warmup_steps_ratio", 0.1, "trainer.warmup_ratio", 0.1),
+    ("algorithm.optimizer", {"lr_warmup_steps": 5, "lr_warmup_steps_ratio": 0.1}, "trainer.warmup_ratio", 0.0),
     ("algorithm.optimizer.lr_scheduler_type", "cosine", "trainer.schedule", "cosine"),
     (
         "algorithm.optimizer", {"min_lr_ratio": 0.1, "lr_scheduler_type": "cosine"},
@@ -300,7 +302,6 @@ REFUSED = [
     ("algorithm.advantage_fn_args", {"duplicate_experiences": True}, r"duplicate_experiences=True.*refill_budget"),
     ("algorithm.rollout_correction", {"rollout_rs": "token"}, r"rollout_rs needs .*rollout_rs_threshold"),
     ("algorithm.rollout_correction", {"bypass_mode": True}, r"bypass_mode=True.*the step began with"),
-    ("algorithm.optimizer.lr_warmup_steps_ratio", 0.1, r"lr_warmup_steps_ratio=0\.1.*lr_warmup_steps"),
     ("algorithm.sample_strategy", "mix", r"sample_strategy='mix'.*experience\.replay"),
     ("algorithm.rollout_correction", {"rollout_iss": 1}, r"rollout_iss is not a known key: did you mean 'rollout_is'"),
     ("model.lora_configs", [{"path": "a"}], r"lora_configs\[0\]\.path='a'.*model_path names its folder"),

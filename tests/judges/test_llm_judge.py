@@ -47,6 +47,36 @@ def test_the_score_is_the_reward():
         ("Score: 2\nNo, better:\nScore: 4.", 0.4),
         ("It says `Score: 10`, which is a trick.\nScore: 1", 0.1),
         ("Score: 11", None),
+        ("Score: 07", 0.7),
+        ("Score: 7.5", 0.75),
+        ("Score: 7.", 0.7),
+        ("Score: 7.0/10.", 0.7),
+        ("Score: 7 / 10 points", 0.7),
+        ("Score: 7 out of 10", 0.7),
+        ("## Final score: **7**", 0.7),
+        ("The overall grade = 7/10!", 0.7),
+        ("Rating: 4/5", 0.8),
+        ("Score: 70%", 0.7),
+        ("Score: 70/100", 0.7),
+        ("Score: 0.7/1", 0.7),
+        ("Score: 0.7/10", 0.07),
+        ("Score: 0.0", 0.0),
+        ("Score: 1", 0.1),
+        ("Score: 0.7", None),
+        ("Score: 0.07", None),
+        ("Score: 1.0", None),
+        ("Score: .7", None),
+        ("Score: 7,5", None),
+        ("Score: 7 or 8", None),
+        ("Score: 7-8", None),
+        ("Score: 7/8", None),
+        ("Score: 12/10", None),
+        ("Score: 101%", None),
+        ("Score: seven", None),
+        ("Score: N", None),
+        ("Score: 1e1", None),
+        ("Score: 3\nScore: 0.7", None),
+        ("Score: 3\nScore: see above", None),
         ("Score: -1", None),
         ("I would say Score: 5 perhaps", None),
         ("Score:", None),
@@ -54,12 +84,17 @@ def test_the_score_is_the_reward():
     ],
 )
 def test_verdicts(reply, score):
-    assert parse_score(reply) == score
+    assert parse_score(reply) == pytest.approx(score)
 
 
 def test_a_reply_without_verdict_is_asked_for_once_more():
     verdict, prompts = judge_with("Hard to say.", "Score: 5")
     assert (verdict.reward, len(prompts)) == (0.5, 2)
+
+
+def test_a_score_on_an_unclear_scale_is_no_reward():
+    verdict, prompts = judge_with("Nearly right.\nScore: 0.7")
+    assert (verdict.reward, len(prompts)) == (None, 2)
 
 
 def test_no_verdict_is_no_reward():

@@ -6,6 +6,8 @@ import copy
 import json
 
 import pytest
+from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 
 from fakes import build_chat_tokenizer
 from tunesmith.config import DemonstrationSection
@@ -72,10 +74,50 @@ def test_a_reply_of_weight_0_is_context_only(tokenizer, reader):
         )
 
 
+def test_the_whole_of_a_text_trains_with_its_control_tokens(tokenizer, reader):
+    text = "<|im_start|>user\nWhat is 6 * 7?<|im_end|>\n<|im_start|>assistant\n42<|im_end|>"
+    (sample,) = reader.read([{"text": text, "answer": "42"}], max_model_len=256)
+    assert sample.token_ids == tuple(tokenizer.encode(text, add_special_tokens=False))
+    assert sample.token_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
+    assert sample.is_sampled == (False,) + (True,) * (len(sample.token_ids) - 1)
+
+
+def test_a_text_gets_an_end_unless_it_has_one(tokenizer, reader):
+    for text, end in (("6 * 7 is 42.", 1), ("6 * 7 is 42.<|im_end|>", 0), ("6 * 7 is 42.<|im_end|>\n", 0)):
+        (sample,) = reader.read([{"text": text}], max_model_len=256)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert sample.token_ids == (*ids, *[tokenizer.eos_token_id] * end)
+
+
+def test_a_text_that_begins_with_the_first_token_gets_no_second_one(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<|start|>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", tokenizer.bos_token_id)]
+    )
+    reader = DemonstrationReader(tokenizer)
+    (plain,), (marked,) = (reader.read([{"text": text}], max_model_len=256) for text in ("6 * 7", "<|start|>6 * 7"))
+    assert plain.token_ids == marked.token_ids
+    assert plain.token_ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_messages_come_before_text(reader):
+    assert reader.read([ROW | {"text": "other"}], max_model_len=256) == reader.read([ROW], max_model_len=256)
+
+
+def test_rows_that_save_to_disk_wrote(tmp_path, reader):
+    Dataset.from_list([{"text": "one"}, {"text": "two"}]).save_to_disk(tmp_path / "rows")
+    rows = load_demonstrations(DemonstrationSection(path=str(tmp_path / "rows")))
+    assert [sample.group_index for sample in reader.read(rows, max_model_len=64)] == [0, 1]
+
+
 def test_rows_that_cannot_be_learned(reader):
     for row, match in (
         ({"messages": ROW["messages"][:2]}, "row 1 has no assistant message"),
-        ({"text": "hello"}, "row 1: messages must be a non-empty list"),
+        ({"prompt": "hello"}, "row 1 has neither messages nor text; its fields are prompt"),
+        ({"messages": []}, "row 1: messages must be a non-empty list"),
+        ({"text": " "}, "row 1: text must be text that is not empty, got ' '"),
+        ({"text": ["a"]}, r"row 1: text must be text that is not empty, got \['a'\]"),
         (change_message(4, content=" "), r"row 1: messages\[4\] is an empty assistant turn"),
         (change_message(1, role="robot"), r"row 1: messages\[1\].role is 'robot'"),
     ):

@@ -10,6 +10,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from safetensors.numpy import load_file
 from test_demonstrations import CALL, ROW
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fakes import full_disk
 from tunesmith.config import DemonstrationSection, FinetuneConfig, FinetuneTrainerSection, LoraSection, ModelSection
 from tunesmith.errors import ConfigError, DataError, ModelError, StorageError
+from tunesmith.model.dropout import find_dropouts
 from tunesmith.model.load import check_model, load_section_model
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.pipeline.demonstrations import DemonstrationReader
@@ -117,6 +119,50 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine(folder, data, tmp_path)
     rest = len(rates) - num_warm
     expected += [1e-2 * (1 + math.cos(math.pi * step / rest)) / 2 for step in range(rest)]
     assert rates == pytest.approx(expected)
+
+
+def test_a_limit_ends_training_and_its_schedule_in_the_middle_of_an_epoch(folder, data, tmp_path):
+    trainer = {"learning_rate": 1e-2, "warmup_ratio": 0.2}
+    whole = run_sft(build_config(folder, data, num_epochs=3, trainer=trainer), out_dir=tmp_path / "whole")
+    num_steps = whole.num_steps * 2 // 3 - 1
+    result = run_sft(
+        build_config(folder, data, num_epochs=9, max_steps=num_steps, trainer=trainer), out_dir=tmp_path / "sft"
+    )
+    rows = read_metrics(tmp_path / "sft")
+    assert len(rows) == result.num_steps == result.best_step == num_steps
+    assert rows[-1]["train/epoch"] == pytest.approx(read_metrics(tmp_path / "whole")[num_steps - 1]["train/epoch"])
+    assert 1 < rows[-1]["train/epoch"] < 2
+    assert result.loss == pytest.approx(fmean(row["train/loss"] for row in rows if row["train/epoch"] > 1))
+    num_warm = math.ceil(0.2 * num_steps)
+    last = 1e-2 * (1 + math.cos(math.pi * (num_steps - 1 - num_warm) / (num_steps - num_warm))) / 2
+    assert rows[-1]["train/learning_rate"] == pytest.approx(last)
+
+
+def test_rendered_text_that_save_to_disk_wrote_is_learned(folder, tmp_path):
+    texts = [f"<|im_start|>user\n{n} + {n}<|im_end|>\n<|im_start|>assistant\n{2 * n}<|im_end|>" for n in range(8)]
+    Dataset.from_list([{"text": text, "answer": "x"} for text in texts]).save_to_disk(tmp_path / "sft_train")
+    result = run_sft(build_config(folder, tmp_path / "sft_train", num_epochs=8), out_dir=tmp_path / "sft")
+    rows = read_metrics(tmp_path / "sft")
+    assert rows[-1]["train/loss"] < 0.5 * rows[0]["train/loss"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = sum(len(tokenizer.encode(text, add_special_tokens=False)) - 1 for text in texts)
+    assert (result.num_rows, result.num_trained_tokens) == (8, expected)
+
+
+def test_dropout_of_an_adapter_is_the_knobs_own_and_ends_with_training(folder, data, tmp_path):
+    plain, dropped = (
+        run_sft(build_config(folder, data, lora=LoraSection(r=4, dropout=dropout)), out_dir=tmp_path / str(dropout))
+        for dropout in (0.0, 0.3)
+    )
+    one, other = (load_file(each.folder / "adapter_model.safetensors") for each in (plain, dropped))
+    assert any((one[name] != other[name]).any() for name in one)
+    assert json.loads((dropped.folder / "adapter_config.json").read_text())["lora_dropout"] == 0.3
+    again = load_section_model(ModelSection(path=str(dropped.folder), lora=LoraSection(), device="cpu"))
+    assert not any(isinstance(module, torch.nn.Dropout) and module.p for module in again.modules())
+    assert again.peft_config["default"].lora_dropout == 0
+    more = load_section_model(ModelSection(path=str(plain.folder), lora=LoraSection(dropout=0.1), device="cpu"))
+    assert [layer.p for layer in find_dropouts(more)] == [0.1] * 4
+    assert not any(layer.training for layer in find_dropouts(more))
 
 
 def test_an_adapter_leaves_an_adapter_and_its_base_untouched(folder, data, tmp_path):

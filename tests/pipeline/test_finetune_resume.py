@@ -38,7 +38,8 @@ def workplace(tmp_path_factory):
         "monitor": {"trackers": []},
     }
     (folder / "full.yaml").write_text(json.dumps(config))
-    config["model"]["lora"] = {"r": 4}
+    config["model"]["lora"] = {"r": 4, "dropout": 0.2}
+    config["max_steps"] = 10
     (folder / "adapter.yaml").write_text(json.dumps(config))
     zygote = Zygote(folder)
     yield folder, zygote

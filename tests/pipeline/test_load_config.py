@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.config import RunConfig
+from tunesmith.config import LoraSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.load_config import (
     STAGES,
@@ -42,6 +42,17 @@ def test_overrides_win_over_the_file_and_need_no_file(tmp_path):
     assert (config.algorithm.group_size, config.name, config.trainer.betas) == (16, None, (0.8, 0.9))
     assert config.project == "1e3"
     assert load_config(None, ["model.path=b", "eval_datasets.test.path=d"]).eval_datasets["test"].path == "d"
+
+
+def test_an_empty_mapping_empties_what_the_file_says(tmp_path):
+    path = write(tmp_path, "model: {path: a, lora: {r: 4}}\neval_datasets: {a: {path: d}}\n")
+    config = load_config(path, ["eval_datasets={}", "model.lora={}"])
+    assert config.eval_datasets == {}
+    assert config.model.lora == LoraSection()
+    again = load_config(path, ["eval_datasets={}", "eval_datasets.b.path=e"])
+    assert list(again.eval_datasets) == ["b"]
+    merged = load_config(path, ["eval_datasets={b: {path: e}}"])
+    assert list(merged.eval_datasets) == ["a", "b"]
 
 
 def test_environment_variables_and_other_keys_are_filled_in(tmp_path, monkeypatch):

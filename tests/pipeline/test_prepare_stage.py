@@ -231,7 +231,9 @@ def test_paraphrases_follow_their_row_and_are_asked_for_once(prepare, rewriter, 
     assert [(row["source_index"], row["paraphrase"]) for row in rows] == [(0, None), (0, 0), (2, None), (2, 0)]
     assert rows[1]["question"].startswith("Tell me") and rows[1]["messages"][1]["content"] == rows[1]["question"]
     assert rows[1]["messages"][2:] == rows[0]["messages"][2:]
-    assert report.content["paraphrase"] == {"num_asked": 2, "num_refused": 0, "num_added": 2}
+    assert report.content["paraphrase"] == {
+        "num_asked": 2, "num_refused": 0, "num_repeated": 0, "num_echoed": 0, "num_added": 2,
+    }  # fmt: skip
     assert handler.num_asked == 2
     assert (report.folder / "paraphrases.jsonl").read_text().count("\n") == 2
     given["paraphrase"]["max_concurrency"] = 1
@@ -244,7 +246,9 @@ def test_paraphrases_that_lose_a_number_are_refused(prepare, rewriter):
     handler.spoils = True
     report = prepare(paraphrase={"base_url": url, "model": "m", "num_variants": 2})
     assert report.num_train == 2
-    assert report.content["paraphrase"] == {"num_asked": 4, "num_refused": 4, "num_added": 0}
+    assert report.content["paraphrase"] == {
+        "num_asked": 4, "num_refused": 4, "num_repeated": 0, "num_echoed": 0, "num_added": 0,
+    }  # fmt: skip
 
 
 def test_paraphrases_pass_the_gate_too(prepare, rewriter, data):

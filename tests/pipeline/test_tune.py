@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import socket
 import sys
@@ -169,6 +170,32 @@ def test_a_local_auxiliary_model_helps_and_is_not_trained(run, pocket_folder):
     assert len(read_turns(result)) == 8
 
 
+def test_a_workflow_may_be_a_partial_a_method_or_an_object(run):
+    class Asker:
+        async def method(self, task, model, suffix):
+            return await ask({"question": task["question"] + suffix}, model)
+
+        async def __call__(self, task, model):
+            return await ask(task, model)
+
+    for number, workflow in enumerate((functools.partial(Asker().method, suffix=" Say it."), Asker())):
+        result = run(workflow_func=workflow, experiment_name=f"x{number}")
+        assert result.metrics["rollout/num_failed"] == 0
+
+
+def test_what_a_run_prints_of_its_result_is_short(run, data):
+    result = run(eval_dataset=DatasetConfig(path=data, split="test"))
+    assert len(str(result)) < 1000
+    assert "mean=" in str(result) and "num_steps=1" in str(result)
+    assert len(result.evaluations["eval_taskset"].groups) == 6
+
+
+def test_an_error_of_tune_has_no_other_error_before_it(run):
+    with pytest.raises(DataError) as caught:
+        run(train_dataset=DatasetConfig(path="/no/such/folder"))
+    assert caught.value.__context__ is None
+
+
 def test_tune_works_where_an_event_loop_is_running(run):
     async def main():
         return run()
@@ -243,7 +270,6 @@ async def greedy_arguments(task, model, **rest):
         ({"algorithm": AlgorithmConfig(algorithm_type="grop")}, (), ConfigError, "grpo"),
         ({}, ("algorithm.loss_args.clip_rnge_low=0.1",), ConfigError, "clip_range_low"),
         ({}, ("algoritm.group_size=2",), ConfigError, "algorithm"),
-        ({}, ("algorithm.batch_size=7", "total_steps=null"), ConfigError, "batch_size"),
         ({"monitor_type": "nothing"}, (), ConfigError, "trackers"),
         ({}, ("model.device=cuda:77",), ModelError, "cuda:77"),
         ({}, ("model.device=cpu", "trainer.has_row_graphs=true"), ConfigError, "has_row_graphs needs a GPU"),

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.rollout.signature import check_judge_function, check_workflow_function, list_parameters
 
 
 async def full_workflow(task, model, auxiliary_models=None, logger=None): ...
@@ -15,10 +15,22 @@ async def full_workflow(task, model, auxiliary_models=None, logger=None): ...
 async def judge(task, response): ...
 
 
+async def with_options(x, task, model, *, style="plain", logger=None): ...
+
+
 class Methods:
     async def workflow(self, task, model): ...
 
+    async def workflow_with(self, x, task, model): ...
+
     async def __call__(self, task, response, logger): ...
+
+
+class CallableWorkflow:
+    async def __call__(self, task, model, x): ...
+
+
+async def judge_with(task, response, threshold): ...
 
 
 def test_allowed_shapes_pass():
@@ -27,6 +39,27 @@ def test_allowed_shapes_pass():
     check_workflow_function(functools.partial(full_workflow))
     check_judge_function(judge)
     check_judge_function(Methods())
+
+
+def test_bound_parameters_do_not_count():
+    bound = functools.partial(with_options, 1, style="short")
+    for func in (
+        bound,
+        functools.partial(with_options, x=1, style="short"),
+        functools.partial(functools.partial(with_options, x=1), style="short"),
+        functools.partial(Methods().workflow_with, x=1),
+        functools.partial(CallableWorkflow(), x=1),
+    ):
+        check_workflow_function(func)
+        assert list_parameters(func) - {"logger"} == {"task", "model"}
+    check_judge_function(functools.partial(judge_with, threshold=0.5))
+    assert list_parameters(functools.partial(bound, logger=None)) == {"task", "model"}
+    with pytest.raises(ValueError, match=r"Contains disallowed parameters: \['style'\]"):
+        check_workflow_function(functools.partial(with_options, 1))
+    with pytest.raises(ValueError, match=r"Missing essential parameters: \['model'\]"):
+        check_workflow_function(functools.partial(full_workflow, model="m"))
+    with pytest.raises(ValueError, match="not_async must be async"):
+        check_workflow_function(functools.partial(not_async))
 
 
 async def with_args(task, model, *rest): ...

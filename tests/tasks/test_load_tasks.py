@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from datasets import Dataset, DatasetDict, Split
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError
@@ -110,3 +111,33 @@ def test_ending_that_is_no_data_set(tmp_path):
     (tmp_path / "train.txt").write_text("hello", encoding="utf-8")
     with pytest.raises(DataError, match="allowed endings"):
         load_tasks(DatasetSection(path=str(tmp_path / "train.txt")), name="t")
+
+
+def test_folder_that_save_to_disk_wrote(tmp_path):
+    Dataset.from_list(ROWS, split=Split.TEST).save_to_disk(tmp_path / "sft_test")
+    for split in ("train", "test", "sft_test", None):
+        tasks = load_tasks(DatasetSection(path=str(tmp_path / "sft_test"), split=split), name="t")
+        assert [dict(task.row) for task in tasks] == ROWS
+    assert load_preview(str(tmp_path / "sft_test"), name=None, split="train", num_rows=1) == ROWS[:1]
+    with pytest.raises(DataError, match="split 'validation': the folder .* is one split; set split to 'train'"):
+        load_tasks(DatasetSection(path=str(tmp_path / "sft_test"), split="validation"), name="t")
+    with pytest.raises(DataError, match="name 'main' has no effect: the folder"):
+        load_tasks(DatasetSection(path=str(tmp_path / "sft_test"), name="main"), name="t")
+
+
+def test_folder_of_splits_that_save_to_disk_wrote(tmp_path):
+    splits = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    assert len(load_tasks(DatasetSection(path=str(tmp_path / "saved")), name="t")) == 2
+    assert len(load_tasks(DatasetSection(path=str(tmp_path / "saved"), split="test"), name="t")) == 1
+    with pytest.raises(DataError, match="no split 'validation'; it has train, test"):
+        load_preview(str(tmp_path / "saved"), name=None, split="validation", num_rows=1)
+    with pytest.raises(DataError, match="set split to one of them"):
+        load_tasks(DatasetSection(path=str(tmp_path / "saved"), split=None), name="t")
+
+
+def test_damaged_folder_of_save_to_disk(tmp_path):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"no arrow")
+    with pytest.raises(DataError, match="cannot be read"):
+        load_tasks(DatasetSection(path=str(tmp_path / "saved")), name="t")

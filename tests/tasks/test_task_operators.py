@@ -13,11 +13,12 @@ from tunesmith.tasks.operators import (
     compute_quality,
     deduplicate,
     length_filter,
+    normalize,
     order_by_priority,
     score_difficulty,
     score_quality,
 )
-from tunesmith.tasks.paraphrase import is_faithful, paraphrase
+from tunesmith.tasks.paraphrase import find_fault, is_faithful, paraphrase
 from tunesmith.types import Task
 
 
@@ -174,7 +175,7 @@ def test_paraphrases_are_made_once_and_read_back(rewriter, tmp_path):
     made, metrics = paraphrase(tasks, **args)
     assert [task.task_id for task in made] == ["t/0", "t/0/paraphrase-0"]
     assert made[1].row == {"q": "Say: What is 2?", "answer": "2"} and made[1].index == 0
-    assert metrics == {"num_asked": 2, "num_refused": 1}
+    assert metrics == {"num_asked": 2, "num_refused": 1, "num_repeated": 0, "num_echoed": 0}
     with (tmp_path / "said.jsonl").open("a") as file:
         file.write('["cut sho')
     again, metrics = paraphrase(tasks, **args)
@@ -192,8 +193,46 @@ def test_questions_are_asked_side_by_side_and_come_back_in_order(rewriter, tmp_p
     assert [(task.task_id, task.row["q"]) for task in made[1::2]] == [
         (f"{task_id}/paraphrase-0", f"Say: {text}") for task_id, text in expected
     ]
-    assert metrics == {"num_asked": 6, "num_refused": 0} and len(asked) == 6
+    assert metrics == {"num_asked": 6, "num_refused": 0, "num_repeated": 0, "num_echoed": 0} and len(asked) == 6
     assert set(most_in_hand) == {2}
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        ("Ann owns 3 pens.", None),
+        ("Ann owns four pens.", "refused"),
+        ("Ann has 3 pens. How many?", "refused"),
+        ("ann has 3 pens -- how many", None),
+        ("Ann has 3 pens, how many", "repeated"),
+        ("Ann  holds 3 PENS.", "repeated"),
+        ("Bob has 3 pens.", "repeated"),
+        ("Rewrite the following task in other words: Ann owns 3 pens.", "echoed"),
+        ("Ann owns 3 pens. Keep its meaning, every number and name.", "echoed"),
+        ("Here is the rewritten task: Ann owns 3 pens.", "echoed"),
+        ("In other words, Ann owns 3 pens.", None),
+    ],
+)
+def test_a_rewrite_that_adds_nothing_is_left_out(said, fault):
+    source_of = {normalize("Ann has 3 pens. How many?"): "Ann has 3 pens. How many?", normalize("Bob has 3 pens"): "b"}
+    own = {normalize("Ann holds 3 pens")}
+    assert find_fault("Ann has 3 pens. How many?", said, own, source_of) == fault
+
+
+def test_a_task_may_speak_of_rewriting_itself():
+    text = "Give the rewritten version of 2 + 2."
+    assert find_fault(text, "What is the rewritten version of 2 + 2?", set(), {}) is None
+
+
+def test_repeated_and_echoed_rewrites_are_counted_and_not_added(tmp_path):
+    said = ["Ann owns 3 pens.", "ann owns 3 pens", "Rewrite the following task: 3 pens", "Ann owns no pen."]
+    cache = tmp_path / "said.jsonl"
+    keys = [json.dumps(["m", 1.0, 1024, number, "Ann has 3 pens."]) for number in range(4)]
+    cache.write_text("".join(json.dumps(line) + "\n" for line in zip(keys, said, strict=True)))
+    args = {"field": "q", "model": "m", "base_url": "http://127.0.0.1:9", "cache_path": str(cache), "num_variants": 4}
+    made, metrics = paraphrase(tasks_of({"q": "Ann has 3 pens."}), **args)
+    assert [task.row["q"] for task in made] == ["Ann has 3 pens.", "Ann owns 3 pens."]
+    assert metrics == {"num_asked": 0, "num_refused": 1, "num_repeated": 1, "num_echoed": 1}
 
 
 def test_what_was_said_before_a_failure_is_kept(rewriter, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -15,6 +16,7 @@ from tiny_models import CONFIGS
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
+from tunesmith.errors import ConfigError
 from tunesmith.model.load import load_model
 from tunesmith.model.lora import add_adapter
 from tunesmith.trainer.packing import pack_samples
@@ -28,10 +30,10 @@ SFT = AlgorithmSection(algorithm_type="sft")
 KL = AlgorithmSection(algorithm_type="grpo", kl_coef=0.3, kl_estimator="k3")
 
 
-def build_adapted(*, seed=0, dtype=torch.float32):
+def build_adapted(*, seed=0, dtype=torch.float32, dropout=0.0):
     """A tiny model with a live adapter whose two factors are both away from zero."""
     model = build_trainable(dtype=dtype, seed=seed)
-    add_adapter(model, LORA, base="base", dtype=dtype)
+    add_adapter(model, LORA.model_copy(update={"dropout": dropout}), base="base", dtype=dtype)
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -62,7 +64,7 @@ def build_demonstrations(num_rows=5):
     return samples
 
 
-def build_trainer(model, algorithm=SFT, **settings):
+def build_trainer(model, algorithm=SFT, *, dropout_seed=0, **settings):
     return Trainer(
         model,
         TrainerSection(**({"learning_rate": 1e-2, "mismatch_stop": 1e9, "mismatch_warn": 1e9} | settings)),
@@ -70,6 +72,7 @@ def build_trainer(model, algorithm=SFT, **settings):
         max_model_len=64,
         num_total_steps=10,
         reference_model=model if algorithm.kl_coef else None,
+        dropout_seed=dropout_seed,
     )
 
 
@@ -105,6 +108,62 @@ def test_the_loss_and_its_gradient_are_those_of_peft_and_transformers():
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name].grad, atol=1e-6, rtol=1e-4)
+
+
+def step_with_dropout(*, seed=5, num_steps_before=0, **settings):
+    """A trainer that made one step with dropout, its gradient norm and its loss."""
+    model = build_adapted(dropout=0.4)
+    trainer = build_trainer(model, dropout_seed=seed, **settings)
+    trainer.num_steps = num_steps_before
+    metrics = trainer.step(build_demonstrations())
+    return model, metrics["train/loss"], metrics["train/grad_norm"]
+
+
+def test_dropout_is_that_of_peft_in_training_mode():
+    sample, ours = build_demonstrations()[-1], build_adapted(dropout=0.4)
+    plain = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]), dtype=torch.float32)
+    config = LoraConfig(
+        r=3, lora_alpha=6, target_modules=list(LORA.target_modules), task_type="CAUSAL_LM", lora_dropout=0.4
+    )
+    theirs = get_peft_model(plain, config)
+    theirs.get_base_model().load_state_dict(ours.state_dict())
+    is_trained = torch.tensor(sample.is_sampled[1:])
+    ids = torch.tensor([sample.token_ids])
+    torch.manual_seed(int(np.random.SeedSequence((5, 0)).generate_state(1)[0]))
+    logits = theirs.train()(input_ids=ids[:, :-1]).logits[0, is_trained]
+    expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:][is_trained]).item()
+    metrics = build_trainer(ours, dropout_seed=5).step([sample])
+    assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["train/loss"] != pytest.approx(build_trainer(build_adapted()).step([sample])["train/loss"], rel=1e-4)
+
+
+def test_dropout_is_drawn_from_the_seed_and_the_step_alone():
+    state = torch.get_rng_state()
+    one = step_with_dropout()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    again, checkpointed = step_with_dropout(), step_with_dropout(has_gradient_checkpointing=True)
+    assert one[1:] == again[1:]
+    assert all(torch.equal(p, q) for p, q in zip(one[0].parameters(), again[0].parameters(), strict=True))
+    assert checkpointed[1:] == pytest.approx(one[1:], rel=1e-5)
+    assert step_with_dropout(seed=6)[1] != one[1]
+    assert step_with_dropout(num_steps_before=1)[1] != one[1]
+
+
+def test_dropout_is_off_outside_of_the_loss_pass():
+    model, plain = build_adapted(dropout=0.4), build_adapted()
+    trainer = build_trainer(model)
+    samples = build_demonstrations()
+    assert trainer.compute_loss(samples) == build_trainer(plain).compute_loss(samples)
+    trainer.step(samples)
+    assert not any(module.training for module in model.modules())
+    assert trainer.compute_loss(samples) == trainer.compute_loss(samples)
+
+
+def test_dropout_is_refused_where_policies_are_compared():
+    for algorithm in (AlgorithmSection(), AlgorithmSection(algorithm_type="dpo")):
+        with pytest.raises(ConfigError, match=r"model.lora.dropout=0.4 is for fine-tuning"):
+            build_trainer(build_adapted(dropout=0.4), algorithm)
 
 
 def test_only_the_adapter_has_optimizer_state_and_only_it_moves():

@@ -23,6 +23,11 @@ def test_warmup_rises_linearly_from_zero():
     assert trace(5, warmup_steps=3) == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
+def test_a_share_of_all_steps_is_rounded_up():
+    assert trace(5, warmup_ratio=0.5) == trace(5, warmup_steps=3)
+    assert trace(5, warmup_ratio=0.5, schedule="cosine") == trace(5, warmup_steps=3, schedule="cosine")
+
+
 def test_cosine_falls_from_the_peak_towards_the_floor():
     expected = [0.5, 1.0, *(0.1 + 0.9 * (1 + math.cos(math.pi * i / 4)) / 2 for i in (1, 2, 3))]
     assert trace(5, warmup_steps=1, schedule="cosine", min_lr_ratio=0.1) == pytest.approx(expected)

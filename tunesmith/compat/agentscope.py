@@ -7,13 +7,17 @@ cannot be honoured is an error; AgentScope drops some of them in silence (temper
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from tunesmith.compat.trinity_draft import ONE_ENGINE, ONE_HELPER_ENGINE
 from tunesmith.errors import ConfigError
 from tunesmith.tasks.load import load_preview
+
+logger = logging.getLogger(__name__)
 
 LENGTHS = {"total_epochs", "total_steps"}
 """Fields of a training set that say how long the run is."""
@@ -78,11 +82,15 @@ class TunerModelConfig(BaseModel):
     max_tokens: int = 8192
     enable_thinking: bool | None = None
     tensor_parallel_size: int = 1
-    inference_engine_num: int = 1
+    inference_engine_num: int = Field(default=1, ge=1)
     tool_call_parser: str = "hermes"
     reasoning_parser: str | None = "deepseek_r1"
+    base_url: str | None = None
+    """URL of an OpenAI-compatible server that has the model, for one that helps; `model_path` is its name there."""
+    api_key_env: str | None = None
+    """Environment variable that holds that server's key."""
 
-    @field_validator("tensor_parallel_size", "inference_engine_num")
+    @field_validator("tensor_parallel_size")
     @classmethod
     def _only_one(cls, value: int) -> int:
         if value != 1:
@@ -104,10 +112,27 @@ class AlgorithmConfig(BaseModel):
 
 
 def translate_model(model: TunerModelConfig) -> dict[str, Any]:
-    """Fields of our model section; those that the caller left alone are left out."""
+    """Fields of our section of the trained model; those that the caller left alone are left out."""
+    for key in ("base_url", "api_key_env"):
+        if getattr(model, key) is not None:
+            raise ConfigError(
+                f"model.{key}={getattr(model, key)!r} cannot be honoured: the model that is trained runs here; give "
+                f"{key} to a model in auxiliary_models"
+            )
+    return translate_model_fields(model, key="model", engine_note=ONE_ENGINE)
+
+
+def translate_auxiliary_model(name: str, model: TunerModelConfig) -> dict[str, Any]:
+    """As `translate_model`, for a model that helps, here or behind a URL."""
+    return translate_model_fields(model, key=f"auxiliary_models.{name}", engine_note=ONE_HELPER_ENGINE)
+
+
+def translate_model_fields(model: TunerModelConfig, *, key: str, engine_note: str) -> dict[str, Any]:
     given = model.model_dump(include=model.model_fields_set)
-    for absent in ("tensor_parallel_size", "inference_engine_num"):
-        given.pop(absent, None)
+    given.pop("tensor_parallel_size", None)
+    num_engines = given.pop("inference_engine_num", 1)
+    if num_engines != 1:
+        logger.warning("%s.inference_engine_num=%d: %s", key, num_engines, engine_note)
     given["path"] = given.pop("model_path")
     if "reasoning_parser" in given and given["reasoning_parser"] is None:
         given["reasoning_parser"] = "none"
@@ -215,7 +240,9 @@ def translate_tune_arguments(
     if model is not None:
         overrides["model"] = translate_model(model)
     if auxiliary_models:
-        overrides["auxiliary_models"] = {name: translate_model(each) for name, each in auxiliary_models.items()}
+        overrides["auxiliary_models"] = {
+            name: translate_auxiliary_model(name, each) for name, each in auxiliary_models.items()
+        }
     if project_name is not None:
         overrides["project"] = project_name
     if experiment_name is not None:

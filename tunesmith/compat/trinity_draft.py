@@ -14,6 +14,8 @@ from tunesmith.arguments import name_nearest
 from tunesmith.errors import ConfigError
 
 SHARED_WEIGHTS = "sampler and trainer share one set of weights, and every step samples the newest policy"
+ONE_ENGINE = "one engine in this process samples for all runners"
+ONE_HELPER_ENGINE = "a helper runs on one engine, beside the trained model or behind base_url"
 
 
 @dataclass(slots=True)

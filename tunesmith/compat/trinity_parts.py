@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunesmith.compat.trinity_draft import (
+    ONE_HELPER_ENGINE,
     Draft,
     Rule,
     accept,
@@ -219,13 +220,14 @@ def read_auxiliary(draft: Draft, key: str, given: Mapping[str, Any]) -> dict[str
         "max_tokens": "max_tokens", "max_response_tokens": "max_tokens", "enable_thinking": "enable_thinking",
         "tool_call_parser": "tool_call_parser", "reasoning_parser": "reasoning_parser", "base_url": "base_url",
     }  # fmt: skip
-    one_engine = "a helper runs on one engine, beside the trained model or behind base_url"
     rules: dict[str, Rule] = dict.fromkeys(kept, accept())
     rules |= {name: accept() for name in ("name", "enable_openai_api", "enable_history", "enable_auto_tool_choice")}
     rules |= {name: accept() for name in ("enforce_eager", "enable_prefix_caching", "seed", "gpu_memory_utilization")}
     rules |= {
-        "engine_num": accept(one_engine),
-        "tensor_parallel_size": allow(1, reason=f"{one_engine}; serve a large model elsewhere and name its base_url"),
+        "engine_num": accept(ONE_HELPER_ENGINE, silent=(1,)),
+        "tensor_parallel_size": allow(
+            1, reason=f"{ONE_HELPER_ENGINE}; serve a large model elsewhere and name its base_url"
+        ),
         "dtype": allow("auto", "bfloat16", "float32", reason="a helper has the type that suits the device"),
         "engine_type": accept(),
     }

@@ -29,6 +29,7 @@ from tunesmith.compat.trinity_companions import (
     read_sample_strategy_args,
 )
 from tunesmith.compat.trinity_draft import (
+    ONE_ENGINE,
     SHARED_WEIGHTS,
     Draft,
     Rule,
@@ -112,6 +113,13 @@ def read_train_batch_size(draft: Draft, key: str, value: Any) -> None:
         draft.set("trainer.num_minibatches", num_runs // value, source=key)
 
 
+def read_warmup_ratio(draft: Draft, key: str, value: Any) -> None:
+    """A share of all steps, which counts where no number of steps is given."""
+    if value and draft.find("algorithm.optimizer.lr_warmup_steps", -1) < 0:
+        draft.set("trainer.warmup_ratio", float(value), source=key)
+        draft.notes.append(f"{key}={value!r}: the steps of the warm-up are rounded up")
+
+
 def read_auto_tool_choice(draft: Draft, key: str, value: Any) -> None:
     if value is False:
         draft.set("model.tool_call_parser", "none", source=key, is_finer=True)
@@ -192,7 +200,7 @@ ALGORITHM_RULES: dict[str, Rule] = {
     "repeat_times": move("algorithm.group_size"),
     "optimizer.lr": move("trainer.learning_rate", float),
     "optimizer.lr_warmup_steps": move("trainer.warmup_steps", lambda steps: max(steps, 0)),
-    "optimizer.lr_warmup_steps_ratio": allow_neutral("name the steps in lr_warmup_steps"),
+    "optimizer.lr_warmup_steps_ratio": read_warmup_ratio,
     "optimizer.min_lr_ratio": move("trainer.min_lr_ratio", float),
     "optimizer.lr_scheduler_type": move("trainer.schedule"),
     "optimizer.optimizer_type": allow("adam", "adamw", reason="the optimizer is AdamW"),
@@ -292,7 +300,7 @@ EXPLORER_RULES: dict[str, Rule] = {
 }
 ROLLOUT_MODEL_RULES: dict[str, Rule] = {
     "engine_type": allow("vllm", "sglang", reason="the sampler is in this process"),
-    "engine_num": accept("one engine in this process samples for all runners", silent=(1,)),
+    "engine_num": accept(ONE_ENGINE, silent=(1,)),
     "tensor_parallel_size": allow(1, reason=ONE_DEVICE),
     "data_parallel_size": allow(1, reason=ONE_DEVICE),
     "pipeline_parallel_size": allow(1, reason=ONE_DEVICE),

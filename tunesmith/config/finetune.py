@@ -16,10 +16,11 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "tool_c
 
 
 class DemonstrationSection(Section):
-    """Where conversations to learn from are: rows with `messages` and perhaps `tools`."""
+    """Where conversations to learn from are: rows with `messages` and perhaps `tools`, or with rendered `text`."""
 
     path: str | tuple[str, ...]
-    """Folder, jsonl, json or parquet file, or hub id; or a list of them, read one after the other."""
+    """Folder (also one that `save_to_disk` wrote), jsonl, json or parquet file, or hub id; or a list of them, read one
+    after the other."""
     name: str | None = None
     """Configuration of a data set that has several."""
     split: str | None = "train"
@@ -47,12 +48,6 @@ class FinetuneTrainerSection(TrainerSection):
                 raise ValueError(f"{key} has no effect on fine-tuning, which samples nothing: leave it out")
         return self
 
-    @model_validator(mode="after")
-    def _check_warmup(self) -> FinetuneTrainerSection:
-        if self.warmup_steps > 0 and self.warmup_ratio not in (0, type(self).model_fields["warmup_ratio"].default):
-            raise ValueError(f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: give one of them")
-        return self
-
 
 class OfflineConfig(Section):
     """One training on rows that are given: which model learns from which of them, and how."""
@@ -70,6 +65,9 @@ class OfflineConfig(Section):
     counts them."""
     num_epochs: int = Field(default=1, ge=1)
     """Passes over the rows."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Most updates: training ends there, in the middle of an epoch too, and so does the schedule of the learning rate.
+    None makes whole epochs."""
     max_tokens_per_batch: int = Field(default=16384, ge=1)
     """Tokens of one update; a longer row is a batch of its own. `trainer.max_tokens_per_row` says how many of
     them are computed at once."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from tunesmith.config.finetune import FinetuneTrainerSection, OfflineConfig
+from tunesmith.config.lora import refuse_dropout
 
 
 class PreferenceTrainerSection(FinetuneTrainerSection):
@@ -29,6 +30,11 @@ class PreferenceConfig(OfflineConfig):
     of kto `desirable_weight` and `undesirable_weight`, to balance unequal numbers. Unknown ones are errors."""
     trainer: PreferenceTrainerSection = PreferenceTrainerSection()
     """The optimizer, and how much is computed at once."""
+
+    @model_validator(mode="after")
+    def _check_dropout(self) -> PreferenceConfig:
+        refuse_dropout(self.model.lora, "preferences compare the model with what it was at the start")
+        return self
 
     @model_validator(mode="after")
     def _check_batches(self) -> PreferenceConfig:

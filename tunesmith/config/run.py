@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from tunesmith.config.companions import CriticSection, ExpertSection, TeacherSection
 from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
-from tunesmith.config.lora import LoraSection
+from tunesmith.config.lora import LoraSection, refuse_dropout
 from tunesmith.config.section import Section
 
 
@@ -114,7 +114,7 @@ class DatasetSection(Section):
     """Where tasks come from."""
 
     path: str
-    """Folder of jsonl, json, csv or parquet files, one such file, or a hub id."""
+    """Folder of jsonl, json, csv or parquet files, one such file, a folder that `save_to_disk` wrote, or a hub id."""
     name: str | None = None
     """Configuration of a data set that has several."""
     split: str | None = "train"
@@ -215,6 +215,8 @@ class RolloutSection(Section):
     chat_model: Literal["auto", "agentscope", "openai"] = "auto"
     """What workflows get as `model`: AgentScope's OpenAIChatModel, or one that returns OpenAI completions; auto takes
     AgentScope's where it is installed."""
+    has_agent_output: bool = False
+    """Let AgentScope's agents print every message to the console; without it their printing is off during the run."""
     max_failure_rate: float = Field(default=0.5, ge=0, le=1)
     """The run stops with the first causes when a larger share of a step's trajectories failed."""
 
@@ -226,6 +228,8 @@ class TrainerSection(Section):
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
+    warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
+    """The same as a share of all steps, rounded up; give it or `warmup_steps`."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Learning rate after the warm-up."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
@@ -263,6 +267,8 @@ class TrainerSection(Section):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
+        if self.warmup_steps > 0 and self.warmup_ratio not in (0, type(self).model_fields["warmup_ratio"].default):
+            raise ValueError(f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: give one of them")
         if self.schedule == "constant" and self.min_lr_ratio > 0:
             raise ValueError(f"min_lr_ratio={self.min_lr_ratio} has no effect with schedule=constant: set it to cosine")
         return self
@@ -356,6 +362,11 @@ class RunConfig(Section):
             raise ValueError("train_dataset and train_datasets are both given: name every set in train_datasets")
         if self.train_dataset is not None and self.train_dataset.weight is not None:
             raise ValueError("train_dataset.weight has no effect on a single set; name several in train_datasets")
+        return self
+
+    @model_validator(mode="after")
+    def _check_dropout(self) -> RunConfig:
+        refuse_dropout(self.model.lora, "reinforcement learning must train the function that it samples from")
         return self
 
     @model_validator(mode="after")

@@ -1,8 +1,9 @@
 """A model as the judge: it reads question, reference and answer, and gives a score.
 
 The model is one of the run's `auxiliary_models`. A reply without a readable score, or one that was cut short, is no
-verdict: the run of the agent is then left out, never scored 0. The answer is quoted, so that it cannot end its own
-quotation; what it says inside is still read by a model, so reward it together with a part that cannot be talked to.
+verdict, and so is a score whose scale is unclear: the run of the agent is then left out, never scored 0. The answer is
+quoted, so that it cannot end its own quotation; what it says inside is still read by a model, so reward it together
+with a part that cannot be talked to.
 """
 
 from __future__ import annotations
@@ -20,10 +21,18 @@ MAX_SCORE = 10
 NUM_ATTEMPTS = 2
 MAX_QUOTED_CHARACTERS = 8000
 QUOTE_TAG = re.compile(r"</?(?:question|reference|answer)>", re.IGNORECASE)
-MARKS = r"[ \t*_`]*"
-VERDICT = re.compile(
-    rf"^{MARKS}score{MARKS}:{MARKS}(\d+(?:\.\d+)?)(?:\s*/\s*{MAX_SCORE})?\.?{MARKS}$", re.IGNORECASE | re.MULTILINE
+MARKS = r"[ \t*_`#>]*"
+VERDICT_LINE = re.compile(
+    rf"^{MARKS}(?:(?:my|the|final|overall|total)[ \t]+)*(?:score|grade|rating){MARKS}[:=\uff1a](.*)$",
+    re.IGNORECASE | re.MULTILINE,
 )
+"""A line that gives a score; what it says is read by `VERDICT`."""
+VERDICT = re.compile(
+    rf"{MARKS}(?P<number>\d+(?:\.\d+)?){MARKS}"
+    rf"(?:(?P<percent>%)|(?:/|out[ \t]+of){MARKS}(?P<scale>\d+){MARKS})?(?:[ \t]*points?)?[.!]?{MARKS}",
+    re.IGNORECASE,
+)
+KNOWN_SCALES = (1, 5, MAX_SCORE, 100)
 PROMPT = f"""You grade an answer to a question against a reference.
 
 <question>
@@ -72,11 +81,22 @@ def build_llm_score(*, auxiliary_model: str = AUXILIARY_NAME, prompt: str = PROM
 
 
 def parse_score(reply: str) -> float | None:
-    """The last `Score: N` line over 10; None where there is none, or it is outside of the scale."""
-    found = VERDICT.findall(reply)
-    if not found or float(found[-1]) > MAX_SCORE:
+    """What the last line that gives a score says, from 0 to 1; None where it cannot be read without a guess.
+
+    `7`, `7.5`, `7/10` and `70 %` are clear. `0.7` and `1.0` are not: they may be out of 1 or out of 10.
+    """
+    lines = VERDICT_LINE.findall(reply)
+    found = VERDICT.fullmatch(lines[-1].strip()) if lines else None
+    if found is None:
         return None
-    return float(found[-1]) / MAX_SCORE
+    number, scale = float(found["number"]), MAX_SCORE
+    if found["percent"]:
+        scale = 100
+    elif found["scale"]:
+        scale = int(found["scale"])
+    elif "." in found["number"] and 0 < number <= 1:
+        return None
+    return number / scale if scale in KNOWN_SCALES and number <= scale else None
 
 
 def quote(text: str) -> str:

@@ -204,7 +204,7 @@ def install_adapter(
     if source.adapter is None:
         add_adapter(model, lora, base=base, dtype=dtype)
     else:
-        load_adapter(model, source.adapter, base=base, dtype=dtype)
+        load_adapter(model, source.adapter, lora, base=base, dtype=dtype)
     return model.eval()
 
 

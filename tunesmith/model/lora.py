@@ -90,6 +90,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraSection, *, base: str, dtype: 
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         r=lora.r,
+        lora_dropout=lora.dropout,
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         target_modules=resolve_targets(model, lora.target_modules),
     )
@@ -103,11 +104,22 @@ def add_adapter(model: PreTrainedModel, lora: LoraSection, *, base: str, dtype: 
     set_adapter_type(model, dtype)
 
 
-def load_adapter(model: PreTrainedModel, adapter: AdapterFiles, *, base: str, dtype: torch.dtype) -> None:
-    """Put an adapter from disk into the model, to be trained on."""
+def load_adapter(
+    model: PreTrainedModel, adapter: AdapterFiles, lora: LoraSection, *, base: str, dtype: torch.dtype
+) -> None:
+    """Put an adapter from disk into the model, to be trained on with the dropout of `lora`, whatever it had before."""
     attach(model, adapter, is_trainable=True)
     model.peft_config[ADAPTER].base_model_name_or_path = base
+    set_dropout(model, lora.dropout)
     set_adapter_type(model, dtype)
+
+
+def set_dropout(model: PreTrainedModel, dropout: float) -> None:
+    """Give the live adapter's layers this dropout."""
+    model.peft_config[ADAPTER].lora_dropout = dropout
+    for module in model.modules():
+        if isinstance(layers := getattr(module, "lora_dropout", None), nn.ModuleDict) and ADAPTER in layers:
+            layers[ADAPTER] = nn.Dropout(dropout) if dropout else nn.Identity()
 
 
 def merge_adapter(model: PreTrainedModel, adapter: AdapterFiles) -> PreTrainedModel:

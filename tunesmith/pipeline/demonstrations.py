@@ -3,6 +3,9 @@
 A demonstration is a row with `messages` and perhaps `tools`. Each assistant message becomes a turn whose prompt is
 rendered, and bridged to the turn before, exactly as a rollout's is; the reply with its end-of-turn token takes the
 place of what would have been sampled. So the tokens that fine-tuning trains are those that the agent will sample.
+
+A row may instead have `text` that is already rendered. It is tokenized as it is, control tokens included, and all of it
+trains, up to an end-of-sequence token that is appended where the text does not end with one.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ class DemonstrationReader:
         for index, row in enumerate(rows):
             where = f"row {index}"
             task = Task(task_id=f"demonstrations/{index}", index=index, row=row)
-            runs = (Trajectory(task=task, run_index=0, turns=self.build_turns(row, where=where), reward=1.0),)
+            has_text = row.get("messages") is None and row.get("text") is not None
+            turns = (self.build_text(row["text"], where=where),) if has_text else self.build_turns(row, where=where)
+            runs = (Trajectory(task=task, run_index=0, turns=turns, reward=1.0),)
             if self.has_room(runs, where=where, max_model_len=max_model_len, drops_long_rows=drops_long_rows):
                 groups.append(Group(task=task, trajectories=runs))
         samples, _ = build_samples(groups, [[1.0]] * len(groups))
@@ -59,8 +64,23 @@ class DemonstrationReader:
             )
         return num_tokens <= max_model_len
 
+    def build_text(self, text: Any, *, where: str) -> Turn:
+        """A text as one turn in which every token trains but the first, which nothing predicts."""
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"{where}: text must be text that is not empty, got {text!r:.80}")
+        tokenizer, end_of_turn = self._tokenizer, self._template.end_of_turn
+        assert end_of_turn is not None
+        has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        ids = tokenizer.encode(text, add_special_tokens=not has_start, split_special_tokens=False)
+        has_end = text.rstrip().endswith((tokenizer.eos_token, end_of_turn))
+        if not has_end and ids[-1] != tokenizer.eos_token_id:
+            ids.append(tokenizer.eos_token_id)
+        return _build_turn(tuple(ids[:1]), tuple(ids[1:]), is_trained=True)
+
     def build_turns(self, row: Mapping[str, Any], *, where: str) -> tuple[Turn, ...]:
         """One turn for each assistant message; its prompt is bridged to the turn before as a rollout's is."""
+        if row.get("messages") is None:
+            raise DataError(f"{where} has neither messages nor text; its fields are {', '.join(map(str, row))}")
         try:
             messages, tools = parse_messages(row.get("messages")), parse_tools(row.get("tools"))
             turns: list[Turn] = []

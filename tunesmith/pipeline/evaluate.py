@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tunesmith.experience.outcomes import compute_outcome
@@ -23,7 +23,7 @@ class EvaluationResult:
 
     name: str
     policy_version: int
-    groups: list[Group]
+    groups: list[Group] = field(repr=False)
     mean: float | None
     """Mean over tasks of the mean reward of a task's runs; None when every run failed."""
     interval: Interval | None

@@ -123,14 +123,14 @@ def build_learner(
     reference_model: PreTrainedModel | None = None,
 ) -> Trainer:
     """The trainer of reinforcement learning, with the loss of given tokens."""
-    warmup_steps = config.trainer.warmup_steps or math.ceil(config.trainer.warmup_ratio * num_total_steps)
     return Trainer(
         model,
-        config.trainer.model_copy(update={"warmup_steps": warmup_steps}),
+        config.trainer,
         algorithm,
         max_model_len=config.model.max_model_len,
         num_total_steps=num_total_steps,
         reference_model=reference_model,
+        dropout_seed=config.seed,
     )
 
 
@@ -221,7 +221,7 @@ def commit(
 
 def compute_figures(plan: FinetunePlan, progress: Progress) -> dict[str, Any]:
     """The result without its place."""
-    last_losses = progress.losses[-len(plan.epochs[-1]) :]
+    last_losses = progress.losses[-plan.num_last_epoch_steps :]
     return {
         "num_steps": progress.step,
         "loss": sum(last_losses) / len(last_losses),

@@ -35,19 +35,33 @@ class FinetunePlan:
     num_dropped_rows: int
     epochs: list[list[list[Sample]]]
     """The batches of each epoch."""
+    max_steps: int | None = None
+    """How many of the batches are trained; None is all."""
 
     @property
     def progress(self) -> list[float]:
         """Epochs that have passed after each step."""
-        return [
+        whole = [
             epoch + (index + 1) / len(batches)
             for epoch, batches in enumerate(self.epochs)
             for index in range(len(batches))
         ]
+        return whole[: self.max_steps]
 
     @property
     def batches(self) -> list[list[Sample]]:
-        return [batch for epoch in self.epochs for batch in epoch]
+        """What each step trains."""
+        return [batch for epoch in self.epochs for batch in epoch][: self.max_steps]
+
+    @property
+    def num_last_epoch_steps(self) -> int:
+        """Steps of the epoch that the last step belongs to."""
+        num_steps = len(self.batches)
+        for epoch in self.epochs:
+            if num_steps <= len(epoch):
+                break
+            num_steps -= len(epoch)
+        return num_steps
 
 
 def build_plan(config: OfflineConfig, build_reader: Callable[..., RowReader] = DemonstrationReader) -> FinetunePlan:
@@ -67,7 +81,8 @@ def build_plan(config: OfflineConfig, build_reader: Callable[..., RowReader] = D
         samples=samples,
         eval_samples=eval_samples,
         num_dropped_rows=num_dropped,
-        epochs=[build_batches(samples, config, epoch=epoch) for epoch in range(config.num_epochs)],
+        epochs=build_epochs(samples, config),
+        max_steps=config.max_steps,
     )
 
 
@@ -97,6 +112,16 @@ def hold_out_rows(samples: Sequence[Sample], config: OfflineConfig) -> tuple[lis
 def count_rows(samples: Sequence[Sample]) -> int:
     """How many rows the samples come from."""
     return len({sample.group_index for sample in samples})
+
+
+def build_epochs(samples: Sequence[Sample], config: OfflineConfig) -> list[list[list[Sample]]]:
+    """The batches of all epochs that have a step."""
+    epochs: list[list[list[Sample]]] = []
+    num_steps = 0
+    while len(epochs) < config.num_epochs and (config.max_steps is None or num_steps < config.max_steps):
+        epochs.append(build_batches(samples, config, epoch=len(epochs)))
+        num_steps += len(epochs[-1])
+    return epochs
 
 
 def build_batches(samples: Sequence[Sample], config: OfflineConfig, *, epoch: int) -> list[list[Sample]]:

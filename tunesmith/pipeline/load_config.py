@@ -89,7 +89,9 @@ def load_section(
 
 def drop_replaced(merged: DictConfig, layer: Mapping[str, Any]) -> None:
     """Leave out what a later layer replaces and does not merge with: training sets that it does not name, where it
-    names any, and what was said of another selector."""
+    names any, held-out sets where it says that there are none, and what was said of another selector."""
+    if isinstance(layer.get("eval_datasets"), Mapping) and not layer["eval_datasets"]:
+        merged.pop("eval_datasets", None)
     below, above = merged.get("train_datasets"), layer.get("train_datasets")
     if isinstance(below, DictConfig) and isinstance(above, Mapping):
         for name in set(below) - set(above):
@@ -146,14 +148,17 @@ def load_yaml(path: Path) -> DictConfig:
 
 
 def apply_override(config: DictConfig, override: str) -> DictConfig:
-    """Set one dotted key to a value written as in YAML."""
+    """Set one dotted key to a value written as in YAML. A mapping is merged with the one there; `{}` empties it."""
     key, equals, _ = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
             f"override {override!r} is not of the form key=value, for instance trainer.learning_rate=1e-5"
         )
     try:
-        merged = OmegaConf.merge(config, OmegaConf.from_dotlist([override]))
+        given = OmegaConf.from_dotlist([override])
+        merged = OmegaConf.merge(config, given)
+        if OmegaConf.select(given, key.strip()) == {}:
+            OmegaConf.update(merged, key.strip(), {}, merge=False)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"override {override!r} cannot be applied: {first_line(error)}") from error
     assert isinstance(merged, DictConfig)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -51,13 +51,13 @@ from tunesmith.types import Group, JudgeType, Task, WorkflowType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
-    """What a finished run leaves."""
+    """What a finished run leaves. Its repr is short: it leaves `metrics` and the runs of evaluations out."""
 
     folder: Path
     checkpoint: Path | None
     """The last checkpoint: a folder that transformers loads."""
     num_steps: int
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(repr=False)
     """Of the last step."""
     evaluations: dict[str, EvaluationResult]
     """The last evaluation of each held-out set."""
@@ -167,16 +167,21 @@ def build_expert_feed(config: RunConfig) -> ExpertFeed | None:
 
 
 def compute_total_steps(config: RunConfig, *, num_tasks: int) -> int:
-    """`total_steps`, or the whole batches in `total_epochs` passes over the tasks."""
+    """`total_steps`, or the whole batches in `total_epochs` passes over the tasks, at least one."""
     if config.total_steps is not None:
         return config.total_steps
-    total_steps = config.total_epochs * num_tasks // config.algorithm.batch_size
-    if total_steps == 0:
-        raise ConfigError(
-            f"{config.total_epochs} epoch(s) of {num_tasks} tasks are less than one batch: lower "
-            f"algorithm.batch_size={config.algorithm.batch_size} (batch_size), or set total_steps"
-        )
-    return total_steps
+    return max(1, config.total_epochs * num_tasks // config.algorithm.batch_size)
+
+
+def describe_repetition(config: RunConfig, *, num_tasks: int) -> str | None:
+    """A note where a batch holds more tasks than there are, so that one step tries some of them several times."""
+    batch_size = config.algorithm.batch_size
+    if num_tasks >= batch_size:
+        return None
+    return (
+        f"{num_tasks} training tasks are fewer than algorithm.batch_size={batch_size}: each step repeats tasks to fill "
+        "its batch, every repetition a group of its own"
+    )
 
 
 def build_trainer(config: RunConfig, stage: Stage, plan: Plan) -> Trainer:
@@ -199,6 +204,8 @@ async def train(
 ) -> TuneResult:
     """All steps of a run, from its last commit or from the start."""
     first_step = restore(folder, stage, trainer, plan)
+    if (repetition := describe_repetition(config, num_tasks=len(plan.feed.tasks))) is not None:
+        monitor.show_line(repetition)
     for name, number in plan.task_counts.items():
         monitor.show_line(f"{name} {number:g}")
     evaluations: dict[str, EvaluationResult] = {}

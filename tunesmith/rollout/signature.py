@@ -1,7 +1,8 @@
 """What a workflow and a judge may look like, checked before any model loads.
 
 The names, the order of the checks and their messages are AgentScope's; that the function must be async is ours, since
-a plain function would only fail inside the first rollout.
+a plain function would only fail inside the first rollout. A `functools.partial` takes the parameters that it leaves
+open: those it binds do not count.
 """
 
 from __future__ import annotations
@@ -30,11 +31,29 @@ def check_judge_function(func: Callable[..., Any]) -> None:
 
 def list_parameters(func: Callable[..., Any]) -> frozenset[str]:
     """Names of the parameters that a checked function takes."""
-    return frozenset(inspect.signature(func).parameters)
+    return frozenset(_find_open_parameters(func))
+
+
+def _find_open_parameters(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Parameters that a call still has to give, by name."""
+    bound: set[str] = set()
+    outer = func
+    while isinstance(outer, functools.partial):
+        bound |= outer.keywords.keys()
+        outer = outer.func
+    parameters = inspect.signature(func).parameters
+    return {name: parameter for name, parameter in parameters.items() if name not in bound}
+
+
+def _find_innermost(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under any number of partials."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return func
 
 
 def _check_parameters(func: Callable[..., Any], essential: frozenset[str]) -> None:
-    parameters = inspect.signature(func).parameters
+    parameters = _find_open_parameters(func)
     for name, parameter in parameters.items():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             raise ValueError(f"*args parameter is not allowed: *{name}")
@@ -51,7 +70,7 @@ def _check_parameters(func: Callable[..., Any], essential: frozenset[str]) -> No
 
 
 def _check_async(func: Callable[..., Any], role: str) -> None:
-    inner = func.func if isinstance(func, functools.partial) else func
+    inner = _find_innermost(func)
     is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
     if not is_async:
         name = getattr(inner, "__qualname__", type(inner).__name__)

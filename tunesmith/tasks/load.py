@@ -1,4 +1,4 @@
-"""Tasks from a folder, a file or a hub id, read by Hugging Face `datasets`.
+"""Tasks from a folder, a file, a folder of `save_to_disk` or a hub id, read by Hugging Face `datasets`.
 
 Everything that can be wrong with a data set is one `DataError` sentence, raised before a model loads. Rows stay plain
 dicts; the order of the file is the order of the tasks.
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import DatasetDict, IterableDatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, IterableDatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
 from tunesmith.config import DatasetSection
@@ -21,6 +21,8 @@ from tunesmith.types import Task
 FORMATS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 SINGLE_SPLIT = "train"
 """The name under which `datasets` reads a set that is not split."""
+SAVED_SET, SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""What `save_to_disk` writes into the folder of a `Dataset`, and into that of a `DatasetDict`."""
 
 
 def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
@@ -56,6 +58,8 @@ def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[st
 def _read(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
     """The first rows of a split, read one after another, or all of it."""
     place = Path(path).expanduser()
+    if is_saved(place):
+        return _read_saved(place, name=name, split=split, num_rows=num_rows)
     if place.is_file():
         arguments = _describe_file(place, name=name, split=split)
     elif place.exists() or not path.startswith((".", "/", "~")):
@@ -72,6 +76,42 @@ def _read(path: str, *, name: str | None, split: str | None, num_rows: int | Non
         raise DataError(f"the data set {path!r} has a file without rows") from error
     except (OSError, ValueError, TypeError, DatasetsError) as error:
         raise _explain(path, split, error) from error
+
+
+def is_saved(place: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote the folder."""
+    return any((place / file).is_file() for file in (SAVED_SET, SAVED_SPLITS))
+
+
+def _read_saved(place: Path, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
+    """Rows of a folder that `save_to_disk` wrote: a `DatasetDict` has splits, a `Dataset` is one whatever it is called.
+
+    The rows are memory-mapped, so a preview reads no more than it shows.
+    """
+    if name is not None:
+        raise DataError(f"name {name!r} has no effect: the folder {str(place)!r} is one set; leave name out")
+    try:
+        loaded = load_from_disk(str(place))
+        if isinstance(loaded, Dataset):
+            rows = _check_saved_split(loaded, split, place)
+        else:
+            rows = _choose_split(loaded, split, path=str(place), is_file=False)
+        return list(itertools.islice(rows, num_rows))
+    except DataError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, DatasetsError) as error:
+        raise _explain(str(place), split, error) from error
+
+
+def _check_saved_split(saved: Dataset, split: str | None, place: Path) -> Dataset:
+    """The saved set, unless the split that is asked for is another one."""
+    known = {None, SINGLE_SPLIT, place.name, None if saved.split is None else str(saved.split)}
+    if split not in known:
+        raise DataError(
+            f"split {split!r}: the folder {str(place)!r} is one split; set split to {SINGLE_SPLIT!r}, or give another "
+            "folder"
+        )
+    return saved
 
 
 def _describe_file(place: Path, *, name: str | None, split: str | None) -> dict[str, Any]:

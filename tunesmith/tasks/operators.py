@@ -36,11 +36,16 @@ def deduplicate(tasks: Sequence[Task], *, fields: Fields) -> tuple[list[Task], d
     seen: set[tuple[str, ...]] = set()
     kept = []
     for task in tasks:
-        key = tuple(" ".join(SIGN.findall(read_text(task, field).casefold())) for field in fields)
+        key = tuple(normalize(read_text(task, field)) for field in fields)
         if key not in seen:
             seen.add(key)
             kept.append(task)
     return kept, {"num_removed": float(len(tasks) - len(kept))}
+
+
+def normalize(text: str) -> str:
+    """What a text says whatever its spacing, case and sentence punctuation."""
+    return " ".join(SIGN.findall(text.casefold()))
 
 
 def length_filter(

@@ -1,8 +1,9 @@
 """More tasks in other words: a model rewrites a field, and everything else of the task stays.
 
 Rewriting costs and is not the same twice, so what the model said is kept in a file, in the order of its answers: a run
-that resumes, and the next run with the same file, read it there. A rewrite that loses a number of the original is
-refused and counted.
+that resumes, and the next run with the same file, read it there. Three kinds of rewrite are left out, each with a count
+of its own: one that is empty, unchanged or loses a number (refused), one that says what another task or an earlier
+rewrite says (repeated), and one that holds words of the instruction (echoed).
 """
 
 from __future__ import annotations
@@ -11,24 +12,34 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 
 import openai
 from pydantic import NonNegativeFloat, PositiveInt
 
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.storage import save_text
-from tunesmith.tasks.operators import read_text
+from tunesmith.tasks.operators import normalize, read_text
 from tunesmith.types import Task
 
+Fault = Literal["refused", "repeated", "echoed"]
+"""Why a rewrite is left out."""
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 PROMPT = (
     "Rewrite the following task in other words. Keep its meaning, every number, every name and every formula. "
     "Answer with the rewritten task alone.\n\n{text}"
 )
+ECHO_WORDS = 4
+"""As many words of the instruction in a row, which the task does not have itself, are an echo of it."""
+ANNOUNCEMENT = re.compile(
+    r"\b(?:rewritten|paraphrased|reworded|rephrased) (?:task|question|problem|version)\b", re.IGNORECASE
+)
+"""Words about the rewrite, which are no part of it."""
 
 
 def paraphrase(
@@ -65,17 +76,39 @@ def paraphrase(
         ask = partial(_ask, model=model, temperature=temperature, max_tokens=max_tokens)
         asyncio.run(_ask_all(missing, ask, keep, base_url=base_url, api_key=api_key, max_concurrency=max_concurrency))
     kept: list[Task] = []
-    num_refused = 0
+    counts: Counter[Fault] = Counter()
+    source_of = {normalize(text): text for text in texts}
     for task, text in zip(tasks, texts, strict=True):
         kept.append(task)
+        own: set[str] = set()
         for number in range(num_variants):
             said = cache[name_answer(text, number)]
-            if is_faithful(text, said):
+            fault = find_fault(text, said, own, source_of)
+            if fault is None:
                 row = {**task.row, field: said.strip()}
                 kept.append(replace(task, task_id=f"{task.task_id}/paraphrase-{number}", row=row))
+                own.add(normalize(said))
+                source_of[normalize(said)] = text
             else:
-                num_refused += 1
-    return kept, {"num_asked": float(len(missing)), "num_refused": float(num_refused)}
+                counts[fault] += 1
+    return kept, {
+        "num_asked": float(len(missing)),
+        **{f"num_{fault}": float(counts[fault]) for fault in get_args(Fault)},
+    }
+
+
+def find_fault(text: str, said: str, own: Collection[str], source_of: Mapping[str, str]) -> Fault | None:
+    """Why a rewrite of `text` is left out; `own` are its earlier rewrites, `source_of` says which task has which text.
+
+    A task that occurs twice gets the same rewrites twice.
+    """
+    if not is_faithful(text, said):
+        return "refused"
+    if has_echo(text, said):
+        return "echoed"
+    key = normalize(said)
+    is_repeated = key in own or key == normalize(text) or source_of.get(key, text) != text
+    return "repeated" if is_repeated else None
 
 
 def is_faithful(original: str, rewritten: str) -> bool:
@@ -83,6 +116,19 @@ def is_faithful(original: str, rewritten: str) -> bool:
     if not rewritten.strip() or rewritten.strip() == original.strip():
         return False
     return sorted(NUMBER.findall(original)) == sorted(NUMBER.findall(rewritten))
+
+
+def has_echo(original: str, rewritten: str) -> bool:
+    """It repeats words of the instruction, or announces itself as a rewrite, where the original does not."""
+    echoed = list_phrases(rewritten) & list_phrases(PROMPT.format(text="")) - list_phrases(original)
+    is_announced = ANNOUNCEMENT.search(rewritten) is not None and ANNOUNCEMENT.search(original) is None
+    return bool(echoed) or is_announced
+
+
+def list_phrases(text: str) -> set[tuple[str, ...]]:
+    """All runs of `ECHO_WORDS` words."""
+    words = re.findall(r"\w+", text.casefold())
+    return {tuple(words[start : start + ECHO_WORDS]) for start in range(len(words) - ECHO_WORDS + 1)}
 
 
 async def _ask_all(

@@ -10,13 +10,19 @@ from tunesmith.config import TrainerSection
 def compute_learning_rate(settings: TrainerSection, *, step: int, num_total_steps: int) -> float:
     """Learning rate of step 0, 1, ...
 
-    It rises linearly from 0 (never reached) and is at its peak at step `warmup_steps`. A cosine then falls to
+    It rises linearly from 0 (never reached) and is at its peak when the warm-up ends. A cosine then falls to
     `min_lr_ratio` times the peak, which it would reach at step `num_total_steps`, one after the last.
     """
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / (settings.warmup_steps + 1)
+    num_warmup_steps = compute_warmup_steps(settings, num_total_steps=num_total_steps)
+    if step < num_warmup_steps:
+        return settings.learning_rate * (step + 1) / (num_warmup_steps + 1)
     if settings.schedule == "constant":
         return settings.learning_rate
-    progress = min((step - settings.warmup_steps) / max(num_total_steps - settings.warmup_steps, 1), 1.0)
+    progress = min((step - num_warmup_steps) / max(num_total_steps - num_warmup_steps, 1), 1.0)
     share = settings.min_lr_ratio + (1 - settings.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
     return settings.learning_rate * share
+
+
+def compute_warmup_steps(settings: TrainerSection, *, num_total_steps: int) -> int:
+    """Steps of the warm-up, given as such or as a share of all steps."""
+    return settings.warmup_steps or math.ceil(settings.warmup_ratio * num_total_steps)

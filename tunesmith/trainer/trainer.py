@@ -2,16 +2,18 @@
 
 The loss of a (mini)batch is fixed by what each trained token is given after the scoring pass; rows then only add up its
 gradient. Nothing is updated until every row is done and every number is finite. The parameters are the sampler's
-own, changed in place; the model stays in eval mode, so sampler and trainer run the same function.
+own, changed in place; the model stays in eval mode, so sampler and trainer run the same function. An adapter's dropout
+alone is switched on, for the loss pass of fine-tuning, which has no sampler.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -22,6 +24,7 @@ from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError, ModelError, TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.model.attention import PLAN_ATTENTION
+from tunesmith.model.dropout import active_dropout, find_dropouts
 from tunesmith.model.failures import explain_failure, is_device_failure
 from tunesmith.model.logprobs import choose_chunk_tokens
 from tunesmith.model.value_head import ValueModel
@@ -72,12 +75,20 @@ class Trainer:
         reference_model: PreTrainedModel | None = None,
         teacher_model: PreTrainedModel | None = None,
         critic_model: ValueModel | None = None,
+        dropout_seed: int = 0,
     ) -> None:
         self._algorithm = resolve_algorithm(algorithm)
         self._kl_coef = self._algorithm.kl_coef
         self._settings = settings
         self._max_model_len = max_model_len
         self._num_total_steps = num_total_steps
+        self._dropouts = find_dropouts(model)
+        self._dropout_seed = dropout_seed
+        if self._dropouts and (not self._algorithm.is_supervised or "reference" in self._algorithm.needs):
+            raise ConfigError(
+                f"model.lora.dropout={self._dropouts[0].p:g} is for fine-tuning: {self._algorithm.name!r} compares "
+                "what the model computes now with what it computed before; set it to 0"
+            )
         self._check_companion("reference", reference_model)
         self._check_companion("teacher", teacher_model)
         self._check_companion("values", critic_model)
@@ -191,7 +202,7 @@ class Trainer:
         has_checkpointing = self._settings.has_gradient_checkpointing
         with compiled_layers(*self._compiled):
             preparation = self._prepare(samples, rows, first, policy_version)
-            with checkpointed_layers(self._model) if has_checkpointing else nullcontext():
+            with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._dropping():
                 totals = self._run(samples, rows, preparation)
         grad_norm = self._optimizer.compute_grad_norm()
         found = totals | {"grad_norm": grad_norm}
@@ -260,6 +271,11 @@ class Trainer:
             graphs=self._graphs if torch.is_grad_enabled() else None,
         )
 
+    def _dropping(self) -> AbstractContextManager[None]:
+        """The adapter's dropout as this step draws it."""
+        (seed,) = np.random.SeedSequence((self._dropout_seed, self.num_steps)).generate_state(1).tolist()
+        return active_dropout(self._dropouts, seed=seed, device=self._model.device)
+
     def _adapt_kl_coef(self, update: Update, *, num_trajectories: int) -> None:
         adaptive = self._algorithm.kl_adaptive
         if adaptive is not None:
@@ -274,11 +290,12 @@ class Trainer:
     def _records_rows(self) -> bool:
         """Whether rows become CUDA graphs; an error where they cannot."""
         can = self._compiled and can_record(self._model) and not self._settings.has_gradient_checkpointing
+        can = can and not self._dropouts
         wanted = self._settings.has_row_graphs
         if wanted and not can:
             raise ConfigError(
                 "trainer.has_row_graphs needs a GPU, unquantised weights of 16 bits, and rotary embeddings "
-                "that do not depend on length: leave it out"
+                "that do not depend on length, and no model.lora.dropout: leave it out"
             )
         return bool(can) and (is_small(self._model) if wanted is None else wanted)
 
