@@ -6,15 +6,13 @@ Errors go to stderr as one sentence and end the command with a non-zero status; 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tunesmith.errors import LOST_DEVICE_ADVICE, TunesmithError
+from tunesmith.pipeline.process import leave_threads_behind, run_guarded
 
 app = typer.Typer(
     name="tunesmith",
@@ -37,28 +35,7 @@ Workflow = Annotated[
 Judge = Annotated[
     str | None, typer.Option(help="The judge, in the same form; without one the workflow gives the reward.")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
-
-
-def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
-    """Turn expected errors into one sentence on stderr and exit status 1."""
-    try:
-        work()
-    except (TunesmithError, ValueError, OSError, ImportError) as error:
-        if is_debug:
-            raise
-        message = " ".join(str(error).split())
-        typer.echo(f"tunesmith: {message}", err=True)
-        if LOST_DEVICE_ADVICE in message:
-            leave_at_once(1)  # what lies on a lost device cannot be freed: an ordinary exit may abort over it
-        raise typer.Exit(1) from None
-
-
-def leave_at_once(status: int) -> None:
-    """End the process without taking anything down."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error, and of each failed rollout.")]
 
 
 @app.command()
@@ -389,7 +366,11 @@ def main() -> None:
     sys.path.insert(
         0, ""
     )  # a workflow named as module:function is looked up from the current folder, as with python -m
-    app()
+    try:
+        app()
+    except SystemExit as ending:
+        leave_threads_behind(ending)
+        raise
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ other boundaries a run can fail at; the command line prints their message and ex
 
 from __future__ import annotations
 
+import os
+from types import FrameType
+
 LOST_DEVICE_ADVICE = "the device is lost to this process: start the run again, and it goes on from its last checkpoint"
 """Part of every message about it."""
 
@@ -44,3 +47,9 @@ class StorageError(TunesmithError, OSError):
 
 class EngineError(TunesmithError, RuntimeError):
     """The sampler cannot finish a request: its step failed, or the model's logits are not finite."""
+
+
+def end_on_signal(number: int, frame: FrameType | None) -> None:
+    """A signal handler that ends the command as a failed one, with the status that a shell gives for the signal."""
+    os.write(2, b"tunesmith: SIGTERM: ending\n")
+    raise SystemExit(128 + number)

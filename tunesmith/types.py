@@ -167,10 +167,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a trajectory has no reward: the boundary that was crossed and the first line of the cause."""
+    """Why a trajectory has no reward: the boundary that was crossed and the cause."""
 
     where: FailureWhere
     message: str
+    line: str | None = field(default=None, compare=False)
+    """The line of user code that raised, waited or blocked, as `file.py:12 in function`; None is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

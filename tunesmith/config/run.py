@@ -208,7 +208,11 @@ class RolloutSection(Section):
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds one workflow with its judge may take before the run of the task counts as failed."""
     max_concurrency: int = Field(default=256, ge=1)
-    """Workflows in flight at once."""
+    """Workflows in flight at once; so many threads there are for what they hand to `asyncio.to_thread`."""
+    thread_patience_s: float = Field(default=0.03, ge=0)
+    """Mean seconds for which the engine waits for the calls of one function in threads, so that what is sampled on a
+    CPU does not depend on when they end; functions that take longer are not waited for. 0 never waits; raise it where
+    runs with slower tools must repeat."""
     http_port: int | None = Field(default=None, ge=0, le=65535)
     """Also serve the models on this port of 127.0.0.1, 0 for a free one, while workflows run: then `model.base_url` and
     `model.api_key` reach a run's own model from any process and language."""
@@ -310,6 +314,8 @@ class MonitorSection(Section):
     """Show live progress on the console."""
     log_interval_steps: int = Field(default=1, ge=1)
     """Steps between console lines."""
+    console_metrics: tuple[str, ...] = ()
+    """More metrics on a step's console line, by name or pattern: `rollout/accuracy/mean`, `rollout/*/mean`."""
 
 
 class RunConfig(Section):

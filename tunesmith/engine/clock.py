@@ -2,9 +2,9 @@
 
 Lockstep: `EngineLoop` steps its engines exactly when every coroutine waits. asyncio asks its selector to block only
 then, and this loop's selector makes a step instead. Which requests share a batch is then a function of the program,
-never of the clock. Calls handed to threads are waited for, up to `THREAD_PATIENCE_S` each, and so are short sleeps;
-what sleeps long or talks to other processes keeps its own time. On any other event loop a task steps between turns of
-the loop. Free-running: a thread steps whenever there is work, for a loop that must stay responsive.
+never of the clock. Short calls handed to threads are waited for, and so are short sleeps; what sleeps long or talks to
+other processes keeps its own time. On any other event loop a task steps between turns of the loop. Free-running: a
+thread steps whenever there is work, for a loop that must stay responsive.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import asyncio
 import gc
 import selectors
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
-THREAD_PATIENCE_S = 2.0
-"""A call in a thread that takes longer no longer holds the engines up; it may itself be waiting for them."""
+from tunesmith.config import RolloutSection
+from tunesmith.engine.interrupts import Interrupts, MainTask, run_main
+from tunesmith.engine.leftovers import close_loop
+from tunesmith.engine.threads import ThreadCalls, Threads
+
 SHORT_SLEEP_S = 0.01
 """A timer that is due within this time is waited for: agents sleep a millisecond to let others run."""
 SLEEP_BUDGET_S = 0.25
@@ -55,11 +57,10 @@ class Clock(Protocol):
 class _SteppingSelector(selectors.DefaultSelector):
     """A selector that makes the engines step where it would block with nothing to report."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread_calls: ThreadCalls) -> None:
         super().__init__()
         self.engines: list[Steppable] = []
-        self.thread_calls: dict[asyncio.Future[Any], float] = {}
-        """Calls in threads and when each began."""
+        self._thread_calls = thread_calls
         self._slept_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -69,9 +70,10 @@ class _SteppingSelector(selectors.DefaultSelector):
         working = [engine for engine in self.engines if engine.has_work]
         if events or not working:
             return events or super().select(timeout)
-        patience_s = max(self.thread_calls.values(), default=0.0) + THREAD_PATIENCE_S - time.monotonic()
-        if self.thread_calls and patience_s > 0:
-            return super().select(patience_s if timeout is None else min(timeout, patience_s))
+        patience_s = self._thread_calls.compute_patience_s()
+        if patience_s > 0:
+            with self._thread_calls.waiting():
+                return super().select(patience_s if timeout is None else min(timeout, patience_s))
         if timeout is not None and timeout <= SHORT_SLEEP_S and self._slept_s < SLEEP_BUDGET_S:
             self._slept_s += timeout
             return super().select(timeout)
@@ -82,10 +84,13 @@ class _SteppingSelector(selectors.DefaultSelector):
 
 
 class EngineLoop(asyncio.SelectorEventLoop):
-    """An event loop whose engines step when every coroutine waits."""
+    """An event loop whose engines step when every coroutine waits; nobody but its runner can stop it."""
 
-    def __init__(self) -> None:
-        self._stepping = _SteppingSelector()
+    def __init__(self, settings: RolloutSection) -> None:
+        self.threads = Threads(settings.max_concurrency)
+        self._thread_calls = ThreadCalls(settings.thread_patience_s)
+        self._stepping = _SteppingSelector(self._thread_calls)
+        self._awaited: asyncio.Future[Any] | None = None
         super().__init__(self._stepping)
 
     def add_engine(self, engine: Steppable) -> None:
@@ -96,25 +101,45 @@ class EngineLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments
     ) -> asyncio.Future[T]:
+        if executor is None and self._default_executor is None:  # type: ignore[attr-defined]
+            executor = self.threads
         future = super().run_in_executor(executor, func, *args)
-        self._stepping.thread_calls[future] = time.monotonic()
-        future.add_done_callback(self._stepping.thread_calls.pop)
+        self._thread_calls.begin(future, func, args)
         return future
 
+    def run_until_complete(self, future: Any) -> Any:
+        self._awaited = asyncio.ensure_future(future, loop=self)
+        return super().run_until_complete(self._awaited)
 
-def run_lockstep(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on an `EngineLoop`.
+    def stop(self) -> None:
+        if self._awaited is not None and not self._awaited.done():
+            raise RuntimeError("a workflow cannot stop the event loop, which all rollouts share")
+        super().stop()
 
-    Garbage collections come less often, for a load of requests makes many objects that live on, and they leave out what
-    exists already: to walk over all objects of the libraries takes a second.
+
+def run_lockstep(coroutine: Coroutine[Any, Any, T], settings: RolloutSection = RolloutSection()) -> T:
+    """`asyncio.run` on an `EngineLoop`, for code of which parts are the user's.
+
+    What of it still runs at the end is cancelled, waited for a moment, named, and left alone. The first Ctrl-C or
+    SIGTERM cancels the coroutine, the second interrupts whatever runs. Garbage collections come less often, for a load
+    of requests makes many objects that live on, and they leave out what exists already: to walk over all objects of
+    the libraries takes a second.
     """
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(thresholds[0] and max(thresholds[0], MIN_NEW_OBJECTS), *thresholds[1:])
+    threads_before = frozenset(threading.enumerate())
+    loop = EngineLoop(settings)
     try:
-        with asyncio.Runner(loop_factory=EngineLoop) as runner:
-            return runner.run(coroutine)
+        asyncio.set_event_loop(loop)
+        main = MainTask(coroutine, loop=loop, name="tunesmith")
+        with Interrupts(loop, main) as interrupts:
+            try:
+                return run_main(loop, main, interrupts)
+            finally:
+                close_loop(loop, loop.threads, threads_before)
     finally:
+        asyncio.set_event_loop(None)
         gc.set_threshold(*thresholds)
         gc.unfreeze()
 

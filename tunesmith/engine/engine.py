@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection
@@ -27,6 +28,7 @@ from tunesmith.engine.scheduler import Scheduler
 from tunesmith.engine.stepper import TokenStepper
 from tunesmith.engine.stops import StopMatcher
 from tunesmith.model.failures import explain_failure
+from tunesmith.model.torch_modes import own_modes
 from tunesmith.types import Completion, OnTokens, Sampling
 
 LESS_MEMORY = "lower engine.kv_cache_gib, engine.max_num_seqs or engine.max_batched_tokens"
@@ -66,6 +68,7 @@ class LocalEngine:
         self._clock: Clock | None = None
         self._places = asyncio.Semaphore(settings.max_waiting)
         self._busy_s = 0.0
+        self._num_cpu_threads = torch.get_num_threads()
 
     @property
     def policy_version(self) -> int:
@@ -198,9 +201,11 @@ class LocalEngine:
         return desk, TokenStepper(self._runner, desk)
 
     def _guard(self, work: Callable[[], None]) -> None:
-        """Do work on the device; whatever fails, every caller must learn of it or wait for ever."""
+        """Do work on the device, under torch's modes as they should be; whatever fails, every caller must learn of it
+        or wait for ever."""
         try:
-            work()
+            with own_modes(num_threads=self._num_cpu_threads):
+                work()
         except Exception as error:  # noqa: BLE001
             self._take_in()
             self._desk.fail_all(explain_failure(error, work="a step of the engine", advice=LESS_MEMORY), error)

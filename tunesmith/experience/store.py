@@ -55,6 +55,7 @@ SCHEMA = pa.schema(
         "baseline_reward": pa.float64(),
         "failure_where": pa.string(),
         "failure_message": pa.string(),
+        "failure_line": pa.string(),
         "response_text": pa.string(),
         "duration_s": pa.float64(),
         "metrics": pa.map_(pa.string(), pa.float64()),
@@ -117,6 +118,7 @@ def build_row(trajectory: Trajectory) -> dict[str, Any]:
         "reward": trajectory.reward,
         "failure_where": failure.where if failure is not None else None,
         "failure_message": clean_text(failure.message) if failure is not None else None,
+        "failure_line": clean_text(failure.line) if failure is not None and failure.line is not None else None,
         "response_text": clean_text(trajectory.response_text),
         "duration_s": trajectory.duration_s,
         "metrics": [(clean_text(name), value) for name, value in trajectory.metrics.items()],
@@ -147,7 +149,7 @@ def parse_row(row: dict[str, Any]) -> Trajectory:
     """The inverse of `build_row`."""
     failure = None
     if row["failure_where"] is not None:
-        failure = Failure(where=row["failure_where"], message=row["failure_message"])
+        failure = Failure(where=row["failure_where"], message=row["failure_message"], line=row.get("failure_line"))
     return Trajectory(
         task=Task(task_id=row["task_id"], index=row["task_index"], row=json.loads(row["task_row"])),
         run_index=row["run_index"],

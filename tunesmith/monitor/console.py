@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import IO
 
 from rich.console import Console as RichConsole
@@ -41,11 +42,13 @@ class ConsoleProgress:
         total_steps: int,
         has_progress: bool,
         log_interval_steps: int,
+        more_metrics: Sequence[str] = (),
         stream: IO[str] | None = None,
     ) -> None:
         self._console = RichConsole(file=stream, stderr=stream is None, highlight=False, soft_wrap=True)
         self._total_steps = total_steps
         self._interval = log_interval_steps
+        self._more_metrics = tuple(more_metrics)
         self._started = time.monotonic()
         self._ends: deque[tuple[int, float]] = deque([(first_step, self._started)], maxlen=NUM_TIMED_STEPS + 1)
         self._progress: Progress | None = None
@@ -87,6 +90,7 @@ class ConsoleProgress:
             self._progress.update(self._bar, completed=step, numbers="  ".join([*numbers, eta]))
         if step % self._interval == 0 or step == self._total_steps:
             shown = [format_metric(name, metrics) for name in LINE_METRICS if name in metrics]
+            shown += format_more(self._more_metrics, metrics)
             width = len(str(self._total_steps))
             self.show_line("  ".join([f"step {step:{width}d}/{self._total_steps}", *shown, eta]))
 
@@ -108,6 +112,18 @@ class ConsoleProgress:
 def format_metric(name: str, metrics: Mapping[str, float]) -> str:
     label, form = LINE_METRICS[name]
     return f"{label} {form.format(metrics[name])}"
+
+
+def format_more(patterns: Sequence[str], metrics: Mapping[str, float]) -> list[str]:
+    """The metrics that the patterns name and the line does not show anyway; a pattern that names none is shown bare."""
+    shown: dict[str, str] = {}
+    for pattern in patterns:
+        found = [name for name in metrics if fnmatchcase(name, pattern)]
+        for name in found or [pattern]:
+            value = f"{metrics[name]:.4g}" if name in metrics else "-"
+            if name not in LINE_METRICS:
+                shown[name] = f"{name.removeprefix('rollout/')} {value}"
+    return list(shown.values())
 
 
 def format_duration(seconds: float) -> str:

@@ -39,6 +39,7 @@ class Monitor:
             total_steps=total_steps,
             has_progress=settings.has_progress,
             log_interval_steps=settings.log_interval_steps,
+            more_metrics=settings.console_metrics,
             stream=stream,
         )
 

@@ -194,7 +194,7 @@ def try_set(
 ) -> tuple[list[AttemptedTask], float]:
     """Attempts and seconds."""
     started = time.perf_counter()
-    groups = run_lockstep(try_held_out(config, stage, name, tasks, policy_version=0, monitor=progress))
+    groups = run_lockstep(try_held_out(config, stage, name, tasks, policy_version=0, monitor=progress), config.rollout)
     seconds = time.perf_counter() - started
     check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
     renderer = Renderer(

@@ -62,7 +62,7 @@ def measure_pass_rates(
             rates = await try_tasks(config, stage, tasks[start : start + batch_size], num_runs=num_runs, step=start)
             append_batch(part, [list(pair) for pair in zip(range(start, start + batch_size), rates, strict=False)])
 
-    run_lockstep(measure())
+    run_lockstep(measure(), config.rollout)
     return finish(part, tasks, field=field, out=out)
 
 

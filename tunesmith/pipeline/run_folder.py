@@ -34,6 +34,7 @@ FREE_KEYS = (
     "evaluation.at_start",
     "monitor",
     "rollout.timeout_s",
+    "rollout.thread_patience_s",
     "rollout.max_failure_rate",
     "trainer.mismatch_warn",
     "trainer.mismatch_stop",

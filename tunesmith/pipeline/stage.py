@@ -72,10 +72,12 @@ async def collect_groups(
     monitor: StatusLine | None = None,
     sampling: Sampling | None = None,
     baseline_sampling: Sampling | None = None,
+    finished: list[Trajectory] | None = None,
 ) -> list[Group]:
     """Run the agent `group_size` times on each task. The trained model's engine must be sampling.
 
-    With `baseline_sampling` one more run of each task gives its group's baseline reward.
+    With `baseline_sampling` one more run of each task gives its group's baseline reward. `finished` gets each other
+    trajectory as it ends, so that what there is can be kept where the phase does not end.
     """
     for engine in stage.engines[1:]:
         engine.resume(0)  # helpers never change; an empty prefix cache makes a phase a function of its seed
@@ -86,6 +88,11 @@ async def collect_groups(
         num_done += 1
         if monitor is not None:
             monitor.show_status(f"{num_done}/{num_expected} rollouts")
+
+    def keep(trajectory: Trajectory) -> None:
+        count(trajectory)
+        if finished is not None:
+            finished.append(trajectory)
 
     async with AsyncExitStack() as serving:
         if stage.http_port is not None:
@@ -98,12 +105,13 @@ async def collect_groups(
             auxiliary_models={name: auxiliary.source for name, auxiliary in stage.auxiliaries.items()},
             step=step,
             max_concurrency=stage.max_concurrency,
-            on_progress=count,
         )
-        groups = await run(group_size=group_size, seed=seed, sampling=sampling)
+        groups = await run(group_size=group_size, seed=seed, sampling=sampling, on_progress=keep)
         if baseline_sampling is None:
             return groups
-        baselines = await run(group_size=1, seed=derive_seed(seed, "baseline"), sampling=baseline_sampling)
+        baselines = await run(
+            group_size=1, seed=derive_seed(seed, "baseline"), sampling=baseline_sampling, on_progress=count
+        )
         return attach_baselines(groups, baselines)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.config import RunConfig
 from tunesmith.engine.clock import run_lockstep
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.experience.store import load_rollouts, save_rollouts
@@ -25,11 +25,13 @@ from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.loop import StepResult, run_step
 from tunesmith.model.checkpoint import (
     estimate_checkpoint_bytes,
+    find_last_checkpoint,
     load_checkpoint,
     remove_old_checkpoints,
     save_checkpoint,
 )
 from tunesmith.model.load import load_section_tokenizer
+from tunesmith.model.torch_modes import own_modes
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.monitor.trackers import check_trackers
 from tunesmith.pipeline.companions import check_companions, load_companions
@@ -40,13 +42,14 @@ from tunesmith.pipeline.load_function import load_part
 from tunesmith.pipeline.policy import BuildModel, build_sampling, check_auxiliary, check_trained
 from tunesmith.pipeline.run_folder import RunFolder, open_run_folder
 from tunesmith.pipeline.stage import Stage, collect_groups, evaluate_all, load_stage
+from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.groups import compute_baseline_metrics
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.tasks.load import load_tasks
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Group, JudgeType, Task, WorkflowType
+from tunesmith.types import Group, JudgeType, Task, Trajectory, WorkflowType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +96,7 @@ def run_tuning(
         check_judge_function(judge)
     plan = build_plan(config, own)
     with (
+        own_modes(),
         open_run_folder(config) as folder,
         Monitor(
             folder.paths.root,
@@ -105,7 +109,23 @@ def run_tuning(
         stage = load_stage(config, workflow=workflow, judge=judge, build_model=build_model)
         trainer = build_trainer(config, stage, plan)
         check_free_space(folder.paths.root, estimate_checkpoint_bytes(stage.policy.model, trainer.state_dict()))
-        return run_lockstep(train(config, plan, stage, trainer, folder, monitor))
+        try:
+            return run_lockstep(train(config, plan, stage, trainer, folder, monitor), config.rollout)
+        except (KeyboardInterrupt, SystemExit):
+            monitor.show_line(describe_interruption(config, folder))
+            raise
+
+
+def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
+    """What an interrupted run left, and how it goes on."""
+    checkpoint = find_last_checkpoint(folder.paths.root)
+    if checkpoint is None:
+        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
+    name = "" if config.name is not None else f", with name={folder.paths.root.name},"
+    return (
+        f"interrupted; the last checkpoint is {checkpoint}: the same command with --resume "
+        f"(continue_from_checkpoint=true){name} goes on from there"
+    )
 
 
 def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
@@ -213,11 +233,17 @@ async def train(
         evaluations = await evaluate(config, plan, stage, folder, monitor, step=0)
     metrics: dict[str, float] = {}
     for step in range(first_step + 1, plan.total_steps + 1):
-        result = await run_one_step(config, plan, stage, trainer, monitor, step=step)
+        finished: list[Trajectory] = []
+        try:
+            result = await run_one_step(config, plan, stage, trainer, monitor, step=step, finished=finished)
+        except TunesmithError:
+            save_unfinished(folder.paths.rollouts(step), finished)
+            raise
         metrics = result.metrics
         save_rollouts(folder.paths.rollouts(step), result.batch.collected, result.batch.spread(result.advantages))
         plan.feed.save_selection(folder.paths.selection(step))
         monitor.log(step, "train", metrics)
+        show_causes(monitor, result.batch.collected)
         is_last = step == plan.total_steps
         if is_last or is_due(step, config.evaluation.interval_steps):
             evaluations = await evaluate(config, plan, stage, folder, monitor, step=step) or evaluations
@@ -234,9 +260,19 @@ async def train(
 
 
 async def run_one_step(
-    config: RunConfig, plan: Plan, stage: Stage, trainer: Trainer, monitor: Monitor, *, step: int
+    config: RunConfig,
+    plan: Plan,
+    stage: Stage,
+    trainer: Trainer,
+    monitor: Monitor,
+    *,
+    step: int,
+    finished: list[Trajectory],
 ) -> StepResult:
-    """Bind the step's seeds and place, run it, and hand on what was learned. Policy version v is what v steps made."""
+    """Bind the step's seeds and place, run it, and hand on what was learned. Policy version v is what v steps made.
+
+    `finished` gets each trajectory as it ends.
+    """
     started, batch_size = time.perf_counter(), config.algorithm.batch_size
     rounds = count()
     has_baselines = "baselines" in plan.algorithm.needs
@@ -253,6 +289,7 @@ async def run_one_step(
             step=step,
             monitor=monitor,
             baseline_sampling=baseline_sampling,
+            finished=finished,
         )
 
     result = await run_step(
@@ -277,6 +314,22 @@ async def run_one_step(
     return result
 
 
+def show_causes(monitor: Monitor, groups: Sequence[Group]) -> None:
+    """Say why rollouts failed, the first of each kind."""
+    for cause in list_causes(groups):
+        monitor.show_line(f"  failed: {cause}")
+
+
+def save_unfinished(path: Path, finished: Sequence[Trajectory]) -> None:
+    """Keep the trajectories of a step that stops the run."""
+    by_task: dict[str, list[Trajectory]] = {}
+    for trajectory in finished:
+        by_task.setdefault(trajectory.task.task_id, []).append(trajectory)
+    if by_task:
+        groups = [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in by_task.values()]
+        save_rollouts(path, groups)
+
+
 async def evaluate(
     config: RunConfig, plan: Plan, stage: Stage, folder: RunFolder, monitor: Monitor, *, step: int
 ) -> dict[str, EvaluationResult]:
@@ -289,6 +342,7 @@ async def evaluate(
     for result in results.values():
         merged |= result.to_metrics()
     monitor.log(step, "eval", merged)
+    show_causes(monitor, [group for result in results.values() for group in result.groups])
     return results
 
 

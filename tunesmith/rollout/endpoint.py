@@ -67,8 +67,6 @@ class ChatEndpoint:
                 raise RequestError(here, param="model")
             if request.tool_choice == "required" and not renderer.has_tool_calls:
                 raise RequestError("tool_choice needs a tool call parser; the run has none", param="tool_choice")
-            if session.is_closed:
-                raise SessionClosedError
             try:
                 call = session.admit(request.prompt)
             except ValueError as error:

@@ -14,13 +14,12 @@ from dataclasses import replace
 from typing import get_args
 
 from tunesmith.errors import RolloutError
+from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import ModelSource
-from tunesmith.rollout.watchdog import watch_loop
+from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, watch_loop
 from tunesmith.types import FailureWhere, Group, Sampling, StopReason, Task, Trajectory
-
-NUM_SHOWN_CAUSES = 5
 
 OnProgress = Callable[[Trajectory], None]
 """Called with each trajectory as it ends."""
@@ -54,6 +53,7 @@ async def run_groups(
                 seed=derive_seed(seed, step, position, task.task_id, run_index),
                 order=(position, run_index),
                 sampling=sampling,
+                watchdog=watchdog,
             )
         finally:
             slots.release()
@@ -62,7 +62,7 @@ async def run_groups(
         return trajectory
 
     running: list[asyncio.Task[Trajectory]] = []
-    with watch_loop(agent.logger):
+    with watch_loop(agent.logger, limit_s=min(BLOCKED_LIMIT_S, agent.timeout_s / 4)) as watchdog:
         try:
             for position in range(len(tasks)):
                 for run_index in range(group_size):
@@ -108,13 +108,9 @@ def check_failures(groups: Sequence[Group], max_failure_rate: float) -> None:
     num_trajectories = sum(len(group.trajectories) for group in groups)
     if not num_trajectories or len(failures) / num_trajectories <= max_failure_rate:
         return
-    causes = Counter(f"{failure.where}: {failure.message}" for failure in failures)
-    shown = [f"{count} x {cause}" for cause, count in causes.most_common(NUM_SHOWN_CAUSES)]
-    if len(causes) > len(shown):
-        shown.append(f"and {len(causes) - len(shown)} more causes")
     raise RolloutError(
         f"{len(failures)} of {num_trajectories} rollouts failed, more than max_failure_rate={max_failure_rate:g} "
-        f"allows:\n  " + "\n  ".join(shown)
+        f"allows:\n  " + "\n  ".join(list_causes(groups))
     )
 
 

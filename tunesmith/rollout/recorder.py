@@ -102,6 +102,8 @@ class Session:
         self.sampling = sampling
         """How a request that names nothing else is sampled."""
         self.is_closed = False
+        self.num_late_calls = 0
+        """Calls that were refused because they came after the end."""
         self.engine_error: str | None = None
         """Type and message of the first error the engine raised."""
         self.num_calls = 0
@@ -124,6 +126,9 @@ class Session:
 
     def admit(self, prompt: Prompt) -> Call:
         """Take a request in: fix its index and make its prompt, from a recorded turn where one fits."""
+        if self.is_closed:
+            self.num_late_calls += 1
+            raise SessionClosedError
         index, self.num_calls = self.num_calls, self.num_calls + 1
         keys = compute_match_keys(prompt.messages)
         scope = _describe_scope(prompt)
@@ -228,13 +233,17 @@ class Session:
         self._num_tool_calls += 1
         return f"call{self._num_tool_calls:05d}"
 
-    def close(self) -> tuple[Turn, ...]:
-        """End the session: calls in flight are cancelled, and the turns come back in order of arrival."""
+    def end(self) -> None:
+        """Answer nothing any more: calls in flight are cancelled, and their tokens so far are recorded."""
         self.is_closed = True
         for place, draft in list(self._drafts.items()):
             self._record(place, draft.to_turn())
             if draft.task is not None:
                 draft.task.cancel()
+
+    def close(self) -> tuple[Turn, ...]:
+        """End the session; the turns come back in order of arrival."""
+        self.end()
         return tuple(self._turns[place] for place in sorted(self._turns))
 
 
@@ -283,6 +292,8 @@ class Recorder:
         self.renderer = renderer
         self._sessions: dict[str, Session] = {}
         self._stats: dict[str, float] = {}
+        self._ended_keys: tuple[set[str], set[str]] = (set(), set())
+        """Keys of the sessions closed since the last two calls of `compute_stats`, whose late calls are counted."""
 
     def open_session(
         self,
@@ -316,14 +327,24 @@ class Recorder:
     def close_session(self, key: str) -> tuple[Turn, ...]:
         """End a session and return its turns in order of arrival."""
         session = self._sessions.pop(key)
+        self._ended_keys[0].add(key)
         for name in ("num_calls", "num_extended", "num_unextended", "num_repeats"):
-            self._stats[f"rollout/{name}"] = self._stats.get(f"rollout/{name}", 0.0) + getattr(session, name)
+            self._count(name, getattr(session, name))
+        if session.num_late_calls:
+            self._count("num_late_calls", session.num_late_calls)
         return session.close()
 
     def find_session(self, key: str) -> Session | None:
-        return self._sessions.get(key)
+        session = self._sessions.get(key)
+        if session is None and any(key in keys for keys in self._ended_keys):
+            self._count("num_late_calls", 1)
+        return session
+
+    def _count(self, name: str, number: int) -> None:
+        self._stats[f"rollout/{name}"] = self._stats.get(f"rollout/{name}", 0.0) + number
 
     def compute_stats(self) -> dict[str, float]:
         """Counters of the sessions closed since the last call."""
         stats, self._stats = self._stats, {}
+        self._ended_keys = (set(), self._ended_keys[0])
         return stats

@@ -16,9 +16,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tunesmith.monitor.user_lines import find_definition_line, find_error_line
+from tunesmith.rollout.failures import MAX_MESSAGE_CHARS, describe_error, describe_type, shorten
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import Lease, ModelSource
 from tunesmith.rollout.signature import list_parameters
+from tunesmith.rollout.user_call import UserCall
+from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, RunBlocks, Watchdog
 from tunesmith.types import (
     Failure,
     FailureWhere,
@@ -34,7 +38,6 @@ from tunesmith.types import (
 
 Output = TypeVar("Output", WorkflowOutput, JudgeOutput)
 
-MAX_MESSAGE_CHARS = 500
 MAX_RESPONSE_CHARS = 4000
 
 
@@ -70,9 +73,23 @@ class _Outcome:
 class _UserError(Exception):
     """User code crossed a boundary."""
 
-    def __init__(self, where: FailureWhere, message: str) -> None:
+    def __init__(self, where: FailureWhere, message: str, line: str | None) -> None:
         super().__init__(message)
-        self.failure = Failure(where=where, message=message)
+        self.failure = Failure(where=where, message=message, line=line)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One run of the agent, as it goes."""
+
+    task: Task
+    agent: Agent
+    lease: Lease
+    helpers: Mapping[str, Lease]
+    watchdog: Watchdog
+    blocks: RunBlocks = field(default_factory=RunBlocks)
+    call: UserCall[Any] | None = None
+    """The user's function that runs now."""
 
 
 async def run_trajectory(
@@ -85,16 +102,22 @@ async def run_trajectory(
     seed: int,
     order: tuple[int, ...] = (),
     sampling: Sampling | None = None,
+    watchdog: Watchdog | None = None,
 ) -> Trajectory:
-    """Run the agent once; `seed` fixes what its models sample, `order` is its place in the engine's queue."""
+    """Run the agent once; `seed` fixes what its models sample, `order` is its place in the engine's queue.
+
+    The watchdog keeps account of what blocks the loop for all runs of a phase; without one the run has its own.
+    """
     started = time.perf_counter()
     lease = model.open(seed=seed, order=order, sampling=sampling)
     helpers = {
         name: source.open(seed=derive_seed(seed, name), order=order) for name, source in auxiliary_models.items()
     }
+    watchdog = watchdog or Watchdog(asyncio.get_running_loop(), agent.logger, BLOCKED_LIMIT_S)
+    run = _Run(task=task, agent=agent, lease=lease, helpers=helpers, watchdog=watchdog)
     turns: tuple[Turn, ...] = ()
     try:
-        outcome = await _run_until_deadline(_run_user_code(task, agent, lease, helpers), agent)
+        outcome = await _run_until_deadline(run)
     finally:
         turns = model.close(lease)
         for name, helper in helpers.items():
@@ -112,20 +135,45 @@ async def run_trajectory(
     )
 
 
-async def _run_until_deadline(user_code: Awaitable[_Outcome], agent: Agent) -> _Outcome:
-    running = asyncio.ensure_future(user_code)
+async def _run_until_deadline(run: _Run) -> _Outcome:
+    """Time for which other runs blocked the loop is not the run's; what it blocked itself is."""
+    agent, watchdog = run.agent, run.watchdog
+    started, blocked_before_s = time.monotonic(), watchdog.blocked_s
+    running = asyncio.ensure_future(_run_user_code(run))
+
+    def compute_left_s() -> float:
+        blocked_by_others_s = watchdog.blocked_s - blocked_before_s - run.blocks.blocked_s
+        return agent.timeout_s + blocked_by_others_s - (time.monotonic() - started)
+
     try:
-        await asyncio.wait({running}, timeout=agent.timeout_s)
+        while not running.done() and (left_s := compute_left_s()) > 0:
+            await asyncio.wait({running}, timeout=left_s)
     except asyncio.CancelledError:
         await _stop(running, agent)
         raise
+    if run.blocks.blocked_s > 0 and compute_left_s() <= 0:
+        return await _end_blocked(run, running)
     if not running.done():
+        line = None if run.call is None else run.call.find_line()
         await _stop(running, agent)
-        return _Outcome(failure=Failure(where="timeout", message=f"not done after timeout_s={agent.timeout_s:g}"))
+        message = f"not done after timeout_s={agent.timeout_s:g}"
+        return _Outcome(failure=Failure(where="timeout", message=message, line=line))
     if running.cancelled():
         message = "CancelledError: the workflow or the judge cancelled itself"
-        return _Outcome(failure=Failure(where="workflow", message=message))
+        return _Outcome(failure=Failure(where="workflow", message=message, line=find_definition_line(agent.workflow)))
     return running.result()
+
+
+async def _end_blocked(run: _Run, running: asyncio.Future[_Outcome]) -> _Outcome:
+    """A run that blocked the loop past its time has overrun it, whatever it returned when it came back."""
+    if not running.done():
+        await _stop(running, run.agent)
+    elif not running.cancelled():
+        running.exception()
+    timeout_s, blocks = run.agent.timeout_s, run.blocks
+    run.watchdog.note_overrun(blocks, timeout_s=timeout_s)
+    message = f"blocked the event loop for {blocks.longest_s:.1f} s and was not done after timeout_s={timeout_s:g}"
+    return _Outcome(failure=Failure(where="timeout", message=message, line=blocks.line))
 
 
 async def _stop(running: asyncio.Future[_Outcome], agent: Agent) -> None:
@@ -137,52 +185,61 @@ async def _stop(running: asyncio.Future[_Outcome], agent: Agent) -> None:
         running.add_done_callback(lambda late: late.cancelled() or late.exception())
 
 
-async def _run_user_code(task: Task, agent: Agent, lease: Lease, helpers: Mapping[str, Lease]) -> _Outcome:
+async def _run_user_code(run: _Run) -> _Outcome:
     try:
-        return await _run_workflow_and_judge(task, agent, lease, helpers)
+        return await _run_workflow_and_judge(run)
     except _UserError as error:
-        agent.logger.debug("%s run failed: %s", task.task_id, error, exc_info=error.__cause__)
+        run.agent.logger.debug("%s run failed: %s", run.task.task_id, error, exc_info=error.__cause__)
         return _Outcome(failure=error.failure)
 
 
-async def _run_workflow_and_judge(task: Task, agent: Agent, lease: Lease, helpers: Mapping[str, Lease]) -> _Outcome:
+async def _run_workflow_and_judge(run: _Run) -> _Outcome:
+    agent, session = run.agent, run.lease.session
     offered: dict[str, Any] = {
-        "model": lease.model,
-        "auxiliary_models": {name: helper.model for name, helper in helpers.items()},
+        "model": run.lease.model,
+        "auxiliary_models": {name: helper.model for name, helper in run.helpers.items()},
         "logger": agent.logger,
     }
-    output = await _call("workflow", agent, agent.workflow, task, offered, WorkflowOutput)
-    if lease.session is not None and lease.session.num_calls == 0:
-        raise _UserError("workflow", "the workflow made no call to `model`, so there is nothing to train on")
-    metrics = _check_metrics("workflow", output.metrics)
+    output = await _call("workflow", run, agent.workflow, offered, WorkflowOutput)
+    if session is not None:
+        session.end()
+        if session.num_calls == 0:
+            message = "the workflow made no call to `model`, so there is nothing to train on"
+            raise _UserError("workflow", message, find_definition_line(agent.workflow))
+    metrics = _check_metrics("workflow", agent.workflow, output.metrics)
     text = describe_response(output.response)
     if agent.judge is None:
         message = "neither the workflow nor a judge gave a reward"
-        return _Outcome(reward=_check_reward("workflow", output.reward, message), metrics=metrics, response_text=text)
+        reward = _check_reward("workflow", agent.workflow, output.reward, message)
+        return _Outcome(reward=reward, metrics=metrics, response_text=text)
     offered["response"] = output.response
-    verdict = await _call("judge", agent, agent.judge, task, offered, JudgeOutput)
-    reward = _check_reward("judge", verdict.reward, "the judge gave no verdict: its reward is None")
-    metrics |= _check_metrics("judge", verdict.metrics)
+    verdict = await _call("judge", run, agent.judge, offered, JudgeOutput)
+    reward = _check_reward("judge", agent.judge, verdict.reward, "the judge gave no verdict: its reward is None")
+    metrics |= _check_metrics("judge", agent.judge, verdict.metrics)
     return _Outcome(reward=reward, metrics=metrics, response_text=text)
 
 
 async def _call(
     where: FailureWhere,
-    agent: Agent,
+    run: _Run,
     func: Callable[..., Awaitable[Any]],
-    task: Task,
     offered: Mapping[str, Any],
     kind: type[Output],
 ) -> Output:
     """Call user code by keyword with what its signature asks for, and a row of its own."""
-    row = copy.deepcopy(dict(task.row))
-    arguments = {name: offered[name] for name in agent.parameters[where] & offered.keys()}
+    row = copy.deepcopy(dict(run.task.row))
+    arguments = {name: offered[name] for name in run.agent.parameters[where] & offered.keys()}
     try:
-        output = await func(task=row, **arguments)
-    except (Exception, SystemExit) as error:  # user code may raise anything
-        raise _UserError(where, describe_error(error, task)) from error
+        run.call = UserCall(func(task=row, **arguments), run.watchdog, run.blocks)
+        output = await run.call
+    except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:  # user code may raise anything, SystemExit and classes of its own included
+        line = find_error_line(error) or find_definition_line(func)
+        raise _UserError(where, describe_error(error, run.task), line) from error
     if not isinstance(output, kind):
-        raise _UserError(where, f"the {where} must return a {kind.__name__}, got {_describe_type(type(output))}")
+        message = f"the {where} must return a {kind.__name__}, got {describe_type(type(output))}"
+        raise _UserError(where, message, find_definition_line(func))
     return output
 
 
@@ -190,7 +247,7 @@ def _find_engine_failure(lease: Lease, helpers: Mapping[str, Lease]) -> Failure 
     """An error of an engine fails the run even where user code swallowed it."""
     for name, held in {"model": lease, **helpers}.items():
         if held.session is not None and held.session.engine_error is not None:
-            return Failure(where="engine", message=f"{name}: {_shorten(held.session.engine_error, MAX_MESSAGE_CHARS)}")
+            return Failure(where="engine", message=f"{name}: {shorten(held.session.engine_error, MAX_MESSAGE_CHARS)}")
     return None
 
 
@@ -202,32 +259,23 @@ def _find_silence(lease: Lease, turns: Sequence[Turn]) -> Failure | None:
     return Failure(where="workflow", message=message)
 
 
-def _check_reward(where: FailureWhere, reward: float | None, none_message: str) -> float:
+def _check_reward(where: FailureWhere, func: Callable[..., Any], reward: float | None, none_message: str) -> float:
     if reward is None:
-        raise _UserError(where, none_message)
+        raise _UserError(where, none_message, find_definition_line(func))
     if not math.isfinite(reward):
-        raise _UserError(where, f"the {where} gave reward {reward}; it must be a finite number")
+        message = f"the {where} gave reward {reward}; it must be a finite number"
+        raise _UserError(where, message, find_definition_line(func))
     return float(reward)
 
 
-def _check_metrics(where: FailureWhere, metrics: Mapping[str, float] | None) -> dict[str, float]:
+def _check_metrics(
+    where: FailureWhere, func: Callable[..., Any], metrics: Mapping[str, float] | None
+) -> dict[str, float]:
     for name, value in (metrics or {}).items():
         if not math.isfinite(value):
-            raise _UserError(where, f"the {where} gave metric {name}={value}; metrics must be finite numbers")
+            message = f"the {where} gave metric {name}={value}; metrics must be finite numbers"
+            raise _UserError(where, message, find_definition_line(func))
     return dict(metrics or {})
-
-
-def describe_error(error: BaseException, task: Task) -> str:
-    """Type and first line of an error; a missing field of the task is named with the fields there are."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    first_line = (str(error).splitlines() or [""])[0]
-    message = (
-        f"{type(error).__name__}: {_shorten(first_line, MAX_MESSAGE_CHARS)}" if first_line else type(error).__name__
-    )
-    if isinstance(error, KeyError) and error.args and error.args[0] not in task.row:
-        message += f" (fields of the task: {', '.join(map(str, task.row))})"
-    return message
 
 
 def describe_response(response: Any) -> str:
@@ -237,14 +285,6 @@ def describe_response(response: Any) -> str:
     try:
         get_text = getattr(response, "get_text_content", None)
         text = get_text() if callable(get_text) else None
-        return _shorten(text if isinstance(text, str) else repr(response), MAX_RESPONSE_CHARS)
+        return shorten(text if isinstance(text, str) else repr(response), MAX_RESPONSE_CHARS)
     except Exception:  # noqa: BLE001 - the user's own object
-        return f"<{_describe_type(type(response))}>"
-
-
-def _describe_type(kind: type) -> str:
-    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _shorten(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}..."
+        return f"<{describe_type(type(response))}>"

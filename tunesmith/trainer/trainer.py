@@ -27,6 +27,7 @@ from tunesmith.model.attention import PLAN_ATTENTION
 from tunesmith.model.dropout import active_dropout, find_dropouts
 from tunesmith.model.failures import explain_failure, is_device_failure
 from tunesmith.model.logprobs import choose_chunk_tokens
+from tunesmith.model.torch_modes import own_modes
 from tunesmith.model.value_head import ValueModel
 from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.compiling import can_compile, compiled_layers
@@ -112,6 +113,7 @@ class Trainer:
         self._optimizer = MasterAdamW(model, settings)
         self.num_steps = 0
         """Steps taken, empty ones included; the learning rate follows it."""
+        self._num_cpu_threads = torch.get_num_threads()
 
     def step(self, samples: Sequence[Sample], *, policy_version: int | None = None) -> dict[str, float]:
         """Make one update per minibatch, or none when the samples train no token; return metrics.
@@ -123,7 +125,8 @@ class Trainer:
         empty step counts as a step: the learning rate goes on as if it had trained.
         """
         try:
-            return self._step(samples, policy_version)
+            with own_modes(num_threads=self._num_cpu_threads):
+                return self._step(samples, policy_version)
         except RuntimeError as error:
             if not is_device_failure(error):
                 raise

@@ -1,0 +1,77 @@
+"""Torch's modes: gradients, inference mode, autocast, default type and device, CPU threads.
+
+They belong to the thread, not to the coroutine. User code that awaits inside `torch.no_grad()`, or that switches a mode
+and leaves it so, would change them for the engine and the trainer, which run between its turns on the same thread.
+`own_modes` is what engine and trainer run under; `UserModes` lets user code keep its own across awaits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+_left_on: list[torch.inference_mode] = []
+"""Hold the inference mode of coroutines off that ended inside it: a guard that is collected brings it back."""
+
+
+@contextlib.contextmanager
+def own_modes(*, num_threads: int | None = None) -> Iterator[None]:
+    """Gradients on, no inference mode, no autocast, float32 and CPU as defaults, whatever was left switched; what was
+    there comes back at the end, but for the number of CPU threads."""
+    if num_threads is not None and torch.get_num_threads() != num_threads:
+        torch.set_num_threads(num_threads)
+    dtype = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if not torch.is_grad_enabled():
+            stack.enter_context(torch.enable_grad())
+        for device in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        if dtype != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, dtype)
+        yield
+
+
+class UserModes:
+    """The modes of one coroutine of user code: set while it runs, put aside while it waits."""
+
+    def __init__(self) -> None:
+        self._has_grad = True
+        self._dtype = torch.float32
+        self._autocast: list[str] = []
+        self._suspended_inference: torch.inference_mode | None = None
+
+    def enter(self) -> None:
+        """Before the coroutine runs on."""
+        if self._suspended_inference is not None:
+            self._suspended_inference.__exit__(None, None, None)
+            self._suspended_inference = None
+        torch.set_grad_enabled(self._has_grad)
+        if torch.get_default_dtype() != self._dtype:
+            torch.set_default_dtype(self._dtype)
+        for device in self._autocast:
+            torch.set_autocast_enabled(device, True)
+
+    def leave(self, *, has_ended: bool = False) -> None:
+        """When the coroutine waits or has ended."""
+        self._has_grad = torch.is_grad_enabled()
+        self._dtype = torch.get_default_dtype()
+        self._autocast = [device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+        if torch.is_inference_mode_enabled():
+            self._suspended_inference = torch.inference_mode(False)
+            self._suspended_inference.__enter__()
+            if has_ended:
+                _left_on.append(self._suspended_inference)
+        torch.set_grad_enabled(True)
+        if self._dtype != torch.float32:
+            torch.set_default_dtype(torch.float32)
+        for device in self._autocast:
+            torch.set_autocast_enabled(device, False)

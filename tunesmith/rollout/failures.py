@@ -1,0 +1,57 @@
+"""Why rollouts failed, in words: an error with all that it says, and the first failure of each kind in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tunesmith.types import Failure, Group, Task
+
+MAX_MESSAGE_CHARS = 2000
+MAX_SHOWN_CHARS = 300
+NUM_SHOWN_CAUSES = 5
+
+
+def describe_error(error: BaseException, task: Task) -> str:
+    """Type and message of an error; a missing field of the task is named with the fields there are."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    text = shorten(str(error).strip(), MAX_MESSAGE_CHARS)
+    message = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, KeyError) and error.args and error.args[0] not in task.row:
+        message += f" (fields of the task: {', '.join(map(str, task.row))})"
+    return message
+
+
+def list_causes(groups: Sequence[Group]) -> list[str]:
+    """A line for each kind of failure, the commonest first: how often, and the first one's message and place."""
+    kinds: dict[tuple[str, ...], list[Failure]] = {}
+    for group in groups:
+        for trajectory in group.trajectories:
+            if trajectory.failure is not None:
+                kinds.setdefault(_find_kind(trajectory.failure), []).append(trajectory.failure)
+    ordered = sorted(kinds.values(), key=len, reverse=True)
+    lines = [f"{len(failures)} x {describe_failure(failures[0])}" for failures in ordered[:NUM_SHOWN_CAUSES]]
+    if len(ordered) > len(lines):
+        lines.append(f"and {len(ordered) - len(lines)} more causes")
+    return lines
+
+
+def describe_failure(failure: Failure) -> str:
+    """One line: the boundary, the message and the line of user code."""
+    message = shorten(" ".join(failure.message.split()), MAX_SHOWN_CHARS)
+    return f"{failure.where}: {message}" + (f" ({failure.line})" if failure.line else "")
+
+
+def _find_kind(failure: Failure) -> tuple[str, ...]:
+    """Failures of one boundary, error type and line are of one kind; without a line, those of one message are."""
+    if failure.line is None:
+        return (failure.where, failure.message)
+    return (failure.where, failure.message.partition(":")[0], failure.line)
+
+
+def describe_type(kind: type) -> str:
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def shorten(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}..."
