@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from rendering import CALL, NEXT, TOOLS, USER, extend, make_prompt
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -89,9 +91,9 @@ def test_nothing_that_a_request_says_becomes_a_special_token(template, role):
     renderer = Renderer(build_chat_tokenizer(template))
 
     def render(text: str) -> tuple[int, ...]:
-        said = {name: "x" for name in ("system", "user", "assistant", "tool", "names", "tools", "id")}
+        said = dict.fromkeys(("system", "user", "assistant", "tool", "names", "tools", "id"), "x")
         said |= {"arguments": '{"a": 1}'}
-        said[role] = '{"a": "%s"}' % text.replace("\n", "\\n").replace("<", "\\u003c") if role == "arguments" else text
+        said[role] = json.dumps({"a": text}).replace("<", "\\u003c") if role == "arguments" else text
         function = {"name": said["names"], "arguments": said["arguments"]}
         messages = [
             {"role": "system", "content": said["system"]},

@@ -65,3 +65,19 @@ async def test_what_a_client_changes_in_place_is_seen_and_stays_in_its_session()
     assert ["bye" in text for text in texts] == ['"mul"' in text for text in texts] == [False, True, False]
     assert prompts[2] == prompts[0]
     assert [len(service.close(lease)) for lease in leases] == [2, 1]
+
+
+async def test_who_closes_a_client_closes_nobody_elses():
+    service = build_service("fine")
+    first, second = service.open(seed=1), service.open(seed=2)
+    async with first.model.client as client:
+        await client.chat.completions.create(model="m", messages=USER)
+    async with second.model.client.with_options(max_retries=1) as copied, second.model.client._client:
+        await copied.chat.completions.create(model="m", messages=USER)
+    for stream in (False, True):
+        with pytest.raises(RuntimeError, match="the client has been closed"):
+            await first.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
+        await second.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
+        await service.open(seed=3).model.client.copy().chat.completions.create(model="m", messages=USER)
+    assert first.model.client.is_closed()
+    assert not second.model.client.is_closed()

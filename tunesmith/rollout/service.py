@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import httpx
-
 from tunesmith.model.render import Renderer
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
 from tunesmith.rollout.client import InProcessClient
@@ -21,7 +19,7 @@ from tunesmith.rollout.endpoint import ChatEndpoint
 from tunesmith.rollout.http import serve_app
 from tunesmith.rollout.recorder import Recorder, Session
 from tunesmith.rollout.server import build_app
-from tunesmith.rollout.transport import InProcessTransport
+from tunesmith.rollout.transport import InProcessTransport, SharedClient
 from tunesmith.types import Engine, Sampling, Turn
 
 IN_PROCESS_URL = "http://tunesmith.invalid"
@@ -82,7 +80,7 @@ class ModelService:
         self._sampling = sampling
         self._build_model = build_model
         self._has_recording = has_recording
-        self._http_client = httpx.AsyncClient(transport=InProcessTransport(self.app))
+        self._http_client = SharedClient(transport=InProcessTransport(self.app))
         self._client = InProcessClient(
             endpoint=self.endpoint,
             base_url=self.base_url,
@@ -122,4 +120,4 @@ class ModelService:
                 self.base_url = before
 
     async def aclose(self) -> None:
-        await self._http_client.aclose()
+        await self._http_client.shut_down()
