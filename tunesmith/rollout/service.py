@@ -77,6 +77,7 @@ class ModelService:
         self.app = build_app(self.endpoint)
         self.base_url = f"{IN_PROCESS_URL}/v1"
         """Changes to a real URL while the endpoint is served over HTTP."""
+        self._is_served = False
         self._sampling = sampling
         self._build_model = build_model
         self._has_recording = has_recording
@@ -96,7 +97,7 @@ class ModelService:
             seed=seed, order=order, sampling=sampling or self._sampling, has_recording=self._has_recording
         )
         endpoint = Endpoint(
-            base_url=self.base_url,
+            base_url=self.base_url if self._is_served else None,
             api_key=session.key,
             model_name=self.endpoint.model_name,
             client=self._client.bind(session.key),
@@ -113,11 +114,13 @@ class ModelService:
     async def serve(self, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
         """Serve the endpoint over HTTP as well; models that are opened meanwhile carry its URL."""
         async with serve_app(self.app, host=host, port=port) as url:
-            before, self.base_url = self.base_url, f"{url}/v1"
+            self.base_url = self._client.base_url = f"{url}/v1"
+            self._is_served = True
             try:
                 yield self.base_url
             finally:
-                self.base_url = before
+                self.base_url = self._client.base_url = f"{IN_PROCESS_URL}/v1"
+                self._is_served = False
 
     async def aclose(self) -> None:
         await self._http_client.shut_down()
