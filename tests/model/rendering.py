@@ -41,7 +41,7 @@ def extend(renderer: Renderer, history: list[dict], sampled: str, reply: dict, n
     """The old prompt, the sampled ids, and the prompt of the conversation that goes on."""
     tools = TOOLS if reply.get("tool_calls") else ()
     prompt_ids = renderer.render(make_prompt(*history, tools=tools))
-    sampled_ids = renderer._encode(sampled + end)
+    sampled_ids = renderer.encode(sampled + end)
     extended = renderer.extend(
         make_prompt(*history, reply, *new, tools=tools),
         num_old=len(history) + 1,

@@ -15,7 +15,7 @@ from tunesmith.model.render import Renderer
 
 def test_text_hides_special_tokens_but_not_markup():
     renderer = build_renderer(QWEN25)
-    ids = renderer._encode("a<|im_start|><think>b</think><tool_call>c<|im_end|>")
+    ids = renderer.encode("a<|im_start|><think>b</think><tool_call>c<|im_end|>")
     assert renderer.decode(ids) == "a<think>b</think><tool_call>c"
 
 
@@ -23,7 +23,7 @@ def test_text_hides_special_tokens_but_not_markup():
 def test_a_text_stream_adds_up_to_the_decoded_text(seed):
     renderer = build_renderer(QWEN25)
     rng = random.Random(seed)
-    ids = renderer._encode("naive \u00e9t\u00e9 \u4f60\u597d \U0001f600 <tool_call>")
+    ids = renderer.encode("naive \u00e9t\u00e9 \u4f60\u597d \U0001f600 <tool_call>")
     ids = [i if rng.random() < 0.8 else rng.randrange(400) for i in ids for _ in range(rng.choice([1, 1, 2]))]
     stream = renderer.build_text_stream()
     pieces = [stream.feed(token_id) for token_id in ids]
@@ -32,7 +32,7 @@ def test_a_text_stream_adds_up_to_the_decoded_text(seed):
 
 def test_unfinished_characters_are_held():
     renderer = build_renderer(QWEN25)
-    first, *rest = renderer._encode("\U0001f600")
+    first, *rest = renderer.encode("\U0001f600")
     stream = renderer.build_text_stream()
     assert [stream.feed(i) for i in (first, *rest)] == [""] * len(rest) + ["\U0001f600"]
 
@@ -57,7 +57,7 @@ def build_byte_fallback_tokenizer(*, is_stripped: bool) -> PreTrainedTokenizerFa
 def test_a_text_stream_adds_up_with_byte_fallback(is_stripped, seed):
     renderer = Renderer(build_byte_fallback_tokenizer(is_stripped=is_stripped))
     rng = random.Random(seed)
-    ids = renderer._encode("a b c \u4f60\u597d \U0001f600 abc")
+    ids = renderer.encode("a b c \u4f60\u597d \U0001f600 abc")
     ids = [i if rng.random() < 0.8 else rng.randrange(3, 268) for i in ids]
     stream = renderer.build_text_stream()
     pieces = [stream.feed(token_id) for token_id in ids]

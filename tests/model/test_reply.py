@@ -18,7 +18,7 @@ def read(
     """Parse a reply, cut into random pieces where a seed is given; the sum of the deltas."""
     numbers = iter(range(100))
     parser = renderer.build_parser(
-        renderer._encode(prompt), new_call_id=lambda: f"id{next(numbers)}", has_tools=has_tools, **options
+        renderer.encode(prompt), new_call_id=lambda: f"id{next(numbers)}", has_tools=has_tools, **options
     )
     cuts = sorted(random.Random(pieces).choices(range(len(text) + 1), k=6)) if pieces is not None else []
     deltas = [parser.feed(text[a:b]) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]

@@ -156,10 +156,10 @@ def test_the_encoder_of_a_tokenizer_that_was_used_otherwise_encodes_the_same():
     renderer._tokenizer.pad_token = "<|endoftext|>"
     text = "<|im_start|>user\nwhat is a function?<|im_end|>\n"
     expected = renderer._tokenizer.encode(text, add_special_tokens=False)
-    assert list(renderer._encode(text)) == expected
+    assert list(renderer.encode(text)) == expected
     for options in ({"truncation": True, "max_length": 2}, {"split_special_tokens": True}, {"padding": "max_length"}):
         renderer._tokenizer(text, **({"max_length": 64} | options))
-        assert list(renderer._encode(text)) == expected
+        assert list(renderer.encode(text)) == expected
 
 
 def test_other_tools_and_variables_are_rendered_anew():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import openai
 import pytest
 from pydantic import BaseModel
 
 from chat_templates import CHATML, QWEN3, QWEN25
 from fakes import FakeEngine, Script, build_chat_tokenizer, say
+from tunesmith.errors import ConfigError
 from tunesmith.model.render import Renderer
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Sampling, Turn
@@ -159,3 +161,17 @@ async def test_options_of_the_model_are_sent_with_each_call():
     await lease.model([{"role": "user", "content": "hi"}])
     ((_, sampling, _),) = engine.requests
     assert (sampling.distribution.temperature, sampling.distribution.top_k) == (0.25, 7)
+
+
+async def test_its_model_carries_the_address_of_the_server_and_says_when_there_is_none():
+    service = build_service(None, "x", template=QWEN25, is_stream=False)
+    with pytest.raises(ConfigError, match=r"set rollout\.http_port"):
+        _ = service.open(seed=1).model.base_url
+    async with service.serve() as url:
+        model = service.open(seed=1).model
+        assert type(model).__name__ == "OpenAIChatModel"
+        assert model.base_url == url == str(model.client.base_url).rstrip("/")
+        async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+            messages = [{"role": "user", "content": "hi"}]
+            completion = await client.chat.completions.create(model=model.model_name, messages=messages)
+    assert completion.choices[0].message.content == "x"

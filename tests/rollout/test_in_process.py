@@ -9,6 +9,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 from served import TOOLS, USER, build_service, engine_of
 
+from tunesmith.errors import ConfigError
+
 pytestmark = pytest.mark.anyio
 
 
@@ -65,3 +67,34 @@ async def test_what_a_client_changes_in_place_is_seen_and_stays_in_its_session()
     assert ["bye" in text for text in texts] == ['"mul"' in text for text in texts] == [False, True, False]
     assert prompts[2] == prompts[0]
     assert [len(service.close(lease)) for lease in leases] == [2, 1]
+
+
+async def test_who_closes_a_client_closes_nobody_elses():
+    service = build_service("fine")
+    first, second = service.open(seed=1), service.open(seed=2)
+    async with first.model.client as client:
+        await client.chat.completions.create(model="m", messages=USER)
+    async with second.model.client.with_options(max_retries=1) as copied, second.model.client._client:
+        await copied.chat.completions.create(model="m", messages=USER)
+    for stream in (False, True):
+        with pytest.raises(RuntimeError, match="the client has been closed"):
+            await first.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
+        await second.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
+        await service.open(seed=3).model.client.copy().chat.completions.create(model="m", messages=USER)
+    assert first.model.client.is_closed()
+    assert not second.model.client.is_closed()
+
+
+async def test_a_model_carries_the_address_of_the_server_and_says_when_there_is_none():
+    service = build_service("fine")
+    lease = service.open(seed=1)
+    with pytest.raises(ConfigError, match=r"set rollout\.http_port, 0 for a free port"):
+        _ = lease.model.base_url
+    assert not hasattr(lease.model, "base_url")
+    async with service.serve() as url:
+        model = service.open(seed=2).model
+        assert model.base_url == url == str(model.client.base_url).rstrip("/")
+        async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+            completion = await client.chat.completions.create(model=model.model_name, messages=USER)
+        assert completion.choices[0].message.content == "fine"
+    assert not hasattr(service.open(seed=3).model, "base_url")

@@ -7,6 +7,7 @@ differently; which one is installed is read off the constructor.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 from collections.abc import Mapping
@@ -30,11 +31,21 @@ def build_agentscope_model(
     from agentscope.model import OpenAIChatModel
 
     is_v2 = "credential" in inspect.signature(OpenAIChatModel).parameters
-    model = (_build_v2 if is_v2 else _build_v1)(OpenAIChatModel, endpoint, dict(options or {}), is_stream)
+    model_class = _add_address(OpenAIChatModel)
+    model = (_build_v2 if is_v2 else _build_v1)(model_class, endpoint, dict(options or {}), is_stream)
+    model.endpoint = endpoint
     model.client = endpoint.client
+    model.api_key = endpoint.api_key
     model.model_name = endpoint.model_name
     model.options = dict(options or {})  # for `ask_model`, which goes to the client itself
     return model
+
+
+@functools.cache
+def _add_address(model_class: type) -> Any:
+    """The class with `base_url`; its name stays, for AgentScope's tracing tells models by it."""
+    base_url = property(lambda model: model.endpoint.find_url())
+    return type(model_class.__name__, (model_class,), {"base_url": base_url, "__module__": model_class.__module__})
 
 
 def _build_v1(model_class: Any, endpoint: Endpoint, options: dict[str, Any], is_stream: bool) -> Any:
@@ -42,7 +53,7 @@ def _build_v1(model_class: Any, endpoint: Endpoint, options: dict[str, Any], is_
         model_name=endpoint.model_name,
         api_key=endpoint.api_key,
         stream=is_stream,
-        client_kwargs={"base_url": endpoint.base_url, "http_client": endpoint.http_client},
+        client_kwargs={"base_url": str(endpoint.client.base_url), "http_client": endpoint.http_client},
         generate_kwargs=options,
     )
 
@@ -53,7 +64,7 @@ def _build_v2(model_class: Any, endpoint: Endpoint, options: dict[str, Any], is_
     known = set(model_class.Parameters.model_fields)
     extra = options.pop("extra_body", {}) | {key: value for key, value in options.items() if key not in known}
     return model_class(
-        credential=OpenAICredential(api_key=endpoint.api_key, base_url=endpoint.base_url),
+        credential=OpenAICredential(api_key=endpoint.api_key, base_url=str(endpoint.client.base_url)),
         model=endpoint.model_name,
         parameters=model_class.Parameters(**{key: value for key, value in options.items() if key in known}),
         stream=is_stream,

@@ -43,6 +43,9 @@ class ServedModelSection(Section):
     """Passed to the chat template as `enable_thinking`; None leaves the template's default."""
     chat_template: str | None = None
     """Path of a jinja file to use in place of the tokenizer's own chat template."""
+    split_special_tokens: bool = True
+    """Keep the strings of special tokens in messages, tool results and tools as plain text; False reads them as those
+    tokens, which lets a tool result end its turn."""
     tool_call_parser: Literal["hermes", "none"] = "hermes"
     """How tool calls are read from sampled text: hermes reads <tool_call>{json}</tool_call>."""
     reasoning_parser: Literal["deepseek_r1", "none"] = "deepseek_r1"

@@ -21,6 +21,7 @@ from tunesmith.model.content import remember
 from tunesmith.model.detokenize import Detokenizer, TextStream
 from tunesmith.model.messages import Message, ToolCall
 from tunesmith.model.reply import THINK_CLOSE, THINK_OPEN, ReplyParser
+from tunesmith.model.special_tokens import MARK
 from tunesmith.model.template import SENTINEL, ChatTemplate
 
 logger = logging.getLogger(__name__)
@@ -57,17 +58,21 @@ class Renderer:
         tool_call_parser: str = "hermes",
         reasoning_parser: str = "deepseek_r1",
         enable_thinking: bool | None = None,
+        split_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer, has_hermes_parser=tool_call_parser == "hermes")
+        self._template = ChatTemplate(
+            tokenizer, has_hermes_parser=tool_call_parser == "hermes", split_special_tokens=split_special_tokens
+        )
+        self._special_tokens = self._template.special_tokens
         self._has_warned = False
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.has_tool_calls = tool_call_parser == "hermes"
         self.has_reasoning = reasoning_parser == "deepseek_r1"
         self._detokenizer = Detokenizer(tokenizer, hidden_ids=self._template.special_ids.values())
         self._backend = _find_backend(tokenizer)
-        self._encode_prompt = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._encode)
-        self._encode_delta = remember(max_entries=NUM_CACHED_DELTAS, max_length=MAX_DELTA_CHARACTERS)(self._encode)
+        self._encode_prompt = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self.encode)
+        self._encode_delta = remember(max_entries=NUM_CACHED_DELTAS, max_length=MAX_DELTA_CHARACTERS)(self.encode)
         self._is_reasoning_open = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._ends_in_reasoning)
 
     def reads(self, variable: str) -> bool:
@@ -102,10 +107,11 @@ class Renderer:
         """
         text = self._template.call_start
         if name is not None:
-            text += json.dumps(name, ensure_ascii=False)[1:-1] + self._template.call_middle
+            shown = name if self._special_tokens is None else self._special_tokens.mark(name)
+            text += json.dumps(shown, ensure_ascii=False)[1:-1] + self._template.call_middle
         if self.is_reasoning_open(prompt_ids):
             text = f"\n{THINK_CLOSE}\n\n{text}"
-        return text, self._encode(text)
+        return self._unmark(text), self.encode(text)
 
     def build_parser(
         self,
@@ -177,13 +183,21 @@ class Renderer:
                 delta = self._template.render_delta((*old, attempt, *new), tools=prompt.tools, variables=variables)
             except ValueError:
                 continue
-            if delta is not None and all(_is_shown(message, delta) for message in new):
-                return delta
+            if delta is not None:
+                text = self._unmark(delta)
+                if all(_is_shown(message, text) for message in new):
+                    return delta
         return None
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def _unmark(self, text: str) -> str:
+        return text if self._special_tokens is None else self._special_tokens.unmark(text)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of text that the template rendered."""
         backend = self._backend
         try:
+            if self._special_tokens is not None and MARK in text:
+                return tuple(self._special_tokens.encode(text))
             if backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
                 return tuple(self._tokenizer.encode(text, add_special_tokens=False))
             return tuple(backend.encode(text, add_special_tokens=False).ids)

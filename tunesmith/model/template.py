@@ -22,6 +22,7 @@ from tunesmith.model.fallback import put_calls_in_text, put_system_in_user, put_
 from tunesmith.model.jinja import JinjaTemplate
 from tunesmith.model.messages import Message, ToolCall
 from tunesmith.model.reply import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
+from tunesmith.model.special_tokens import SpecialTokens
 
 MARKUP = (THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE)
 """Tokens that stay visible in text although some tokenizers call them special."""
@@ -45,9 +46,12 @@ NUM_SHORT, MAX_SHORT_MESSAGES, MAX_SHORT_CHARACTERS = 2048, 8, 8192
 
 
 class ChatTemplate:
-    """Renders conversations to text."""
+    """Renders conversations to text, in which special tokens that messages spell are marked."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, has_hermes_parser: bool) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, has_hermes_parser: bool, split_special_tokens: bool = True
+    ) -> None:
+        """Without `split_special_tokens` nothing is marked: what messages spell becomes special tokens."""
         self._tokenizer = tokenizer
         self._jinja = JinjaTemplate(tokenizer)
         self._render_short = functools.lru_cache(maxsize=NUM_SHORT)(self._render_frozen)
@@ -56,6 +60,7 @@ class ChatTemplate:
         special |= {i: str(tokenizer.convert_ids_to_tokens(i)) for i in tokenizer.all_special_ids}
         self.special_ids = {text: token_id for token_id, text in special.items() if text not in MARKUP}
         """Text of each special token -> its id."""
+        self.special_tokens = SpecialTokens(tokenizer, self.special_ids) if split_special_tokens else None
         longest_first = sorted(self.special_ids, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self.has_system = self._shows([Message(role="system", content=PROBE), Message(role="user", content="u")])
@@ -151,9 +156,11 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         has_generation_prompt: bool,
     ) -> str:
+        given = [[message.to_template() for message in messages], list(tools), dict(variables)]
+        fields, tools, variables = given if self.special_tokens is None else self.special_tokens.mark(given)
         try:
             return self._jinja.render(
-                [message.to_template() for message in messages],
+                fields,
                 tools=tools,
                 variables=variables,
                 has_generation_prompt=has_generation_prompt,

@@ -26,11 +26,16 @@ from tunesmith.types import Distribution, Group, Sample, Task, Trajectory, Turn
 class DemonstrationReader:
     """Turns rows of messages into samples for one tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, enable_thinking: bool | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._renderer = Renderer(tokenizer, enable_thinking=enable_thinking)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        enable_thinking: bool | None = None,
+        split_special_tokens: bool = True,
+    ) -> None:
+        self._renderer = Renderer(tokenizer, enable_thinking=enable_thinking, split_special_tokens=split_special_tokens)
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        self._template = ChatTemplate(tokenizer, has_hermes_parser=True)
+        self._template = ChatTemplate(tokenizer, has_hermes_parser=True, split_special_tokens=split_special_tokens)
         if self._template.end_of_turn is None:
             raise DataError("the chat template writes no special token after a reply, so its end cannot be learned")
 
@@ -131,7 +136,7 @@ class DemonstrationReader:
                 "set model.chat_template to one that does"
             )
         reply = whole[len(before) :].rpartition(end_of_turn)[0] + end_of_turn
-        return tuple(self._tokenizer.encode(reply, add_special_tokens=False))
+        return self._renderer.encode(reply)
 
 
 def check_reply(message: Message, where: str) -> None:

@@ -54,13 +54,14 @@ def build_experts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     enable_thinking: bool | None,
+    split_special_tokens: bool,
     max_model_len: int,
     num_runs: int,
     seed: int,
 ) -> ExpertFeed:
     """Read the demonstrations that are trained beside `num_runs` rollouts a step."""
     rows = load_demonstrations(DemonstrationSection(path=section.path, name=section.name, split=section.split))
-    reader = DemonstrationReader(tokenizer, enable_thinking=enable_thinking)
+    reader = DemonstrationReader(tokenizer, enable_thinking=enable_thinking, split_special_tokens=split_special_tokens)
     samples = [replace(sample, is_expert=True) for sample in reader.read(rows, max_model_len=max_model_len)]
     demonstrations = [list(of_row) for _, of_row in groupby(samples, key=lambda sample: sample.group_index)]
     num_per_step = math.ceil(section.ratio / (1 - section.ratio) * num_runs - ROUNDING)

@@ -69,7 +69,11 @@ def build_plan(config: OfflineConfig, build_reader: Callable[..., RowReader] = D
     check_trackers(config.monitor.trackers)
     check_trained(config.model, config.trainer)
     tokenizer = load_section_tokenizer(config.model)
-    reader = build_reader(tokenizer, enable_thinking=config.model.enable_thinking)
+    reader = build_reader(
+        tokenizer,
+        enable_thinking=config.model.enable_thinking,
+        split_special_tokens=config.model.split_special_tokens,
+    )
     samples, num_dropped = read_samples(reader, config.train_dataset, config)
     if config.eval_dataset is None:
         samples, eval_samples = hold_out_rows(samples, config)

@@ -83,6 +83,7 @@ def load_policy(
         tool_call_parser=section.tool_call_parser,
         reasoning_parser=section.reasoning_parser,
         enable_thinking=section.enable_thinking,
+        split_special_tokens=section.split_special_tokens,
     )
     sampling = build_sampling(section)
     service = ModelService(

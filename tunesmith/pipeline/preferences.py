@@ -34,8 +34,11 @@ class PreferenceReader:
         *,
         kind: Literal["pairs", "judgements"],
         enable_thinking: bool | None = None,
+        split_special_tokens: bool = True,
     ) -> None:
-        self._reader = DemonstrationReader(tokenizer, enable_thinking=enable_thinking)
+        self._reader = DemonstrationReader(
+            tokenizer, enable_thinking=enable_thinking, split_special_tokens=split_special_tokens
+        )
         self._kind = kind
 
     def read(self, rows: Sequence[Row], *, max_model_len: int, drops_long_rows: bool = False) -> list[Sample]:

@@ -180,6 +180,7 @@ def build_expert_feed(config: RunConfig) -> ExpertFeed | None:
         config.algorithm.expert,
         load_section_tokenizer(config.model),
         enable_thinking=config.model.enable_thinking,
+        split_special_tokens=config.model.split_special_tokens,
         max_model_len=config.model.max_model_len,
         num_runs=config.algorithm.batch_size * config.algorithm.group_size,
         seed=config.seed,

@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import httpx
-
 from tunesmith.model.render import Renderer
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
 from tunesmith.rollout.client import InProcessClient
@@ -21,7 +19,7 @@ from tunesmith.rollout.endpoint import ChatEndpoint
 from tunesmith.rollout.http import serve_app
 from tunesmith.rollout.recorder import Recorder, Session
 from tunesmith.rollout.server import build_app
-from tunesmith.rollout.transport import InProcessTransport
+from tunesmith.rollout.transport import InProcessTransport, SharedClient
 from tunesmith.types import Engine, Sampling, Turn
 
 IN_PROCESS_URL = "http://tunesmith.invalid"
@@ -79,10 +77,11 @@ class ModelService:
         self.app = build_app(self.endpoint)
         self.base_url = f"{IN_PROCESS_URL}/v1"
         """Changes to a real URL while the endpoint is served over HTTP."""
+        self._is_served = False
         self._sampling = sampling
         self._build_model = build_model
         self._has_recording = has_recording
-        self._http_client = httpx.AsyncClient(transport=InProcessTransport(self.app))
+        self._http_client = SharedClient(transport=InProcessTransport(self.app))
         self._client = InProcessClient(
             endpoint=self.endpoint,
             base_url=self.base_url,
@@ -98,7 +97,7 @@ class ModelService:
             seed=seed, order=order, sampling=sampling or self._sampling, has_recording=self._has_recording
         )
         endpoint = Endpoint(
-            base_url=self.base_url,
+            base_url=self.base_url if self._is_served else None,
             api_key=session.key,
             model_name=self.endpoint.model_name,
             client=self._client.bind(session.key),
@@ -115,11 +114,13 @@ class ModelService:
     async def serve(self, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
         """Serve the endpoint over HTTP as well; models that are opened meanwhile carry its URL."""
         async with serve_app(self.app, host=host, port=port) as url:
-            before, self.base_url = self.base_url, f"{url}/v1"
+            self.base_url = self._client.base_url = f"{url}/v1"
+            self._is_served = True
             try:
                 yield self.base_url
             finally:
-                self.base_url = before
+                self.base_url = self._client.base_url = f"{IN_PROCESS_URL}/v1"
+                self._is_served = False
 
     async def aclose(self) -> None:
-        await self._http_client.aclose()
+        await self._http_client.shut_down()

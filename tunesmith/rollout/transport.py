@@ -48,6 +48,19 @@ class InProcessTransport(httpx.AsyncBaseTransport):
         return httpx.Response(start["status"], headers=start["headers"], stream=_Body(exchange, task))
 
 
+class SharedClient(httpx.AsyncClient):
+    """An HTTP client that many hold: those who close theirs do not close it, `shut_down` does."""
+
+    async def aclose(self) -> None:
+        """Nothing: others still send with it."""
+
+    async def __aexit__(self, *error: object) -> None:
+        """Nothing, as `aclose`."""
+
+    async def shut_down(self) -> None:
+        await super().aclose()
+
+
 class _Exchange:
     """The messages between the transport and the app about one request."""
 
