@@ -136,7 +136,9 @@ def test_a_model_outside_of_its_references_is_extrapolated_as_published():
     assert references.locate(everything, 0.0) == pytest.approx(-4.0, abs=1e-3)
     assert references.predict(5.0).tolist() == pytest.approx([0.9, 0.9])
     assert references.predict(-6.0).tolist() == [0.0, 0.0]
-    selector = BotsSelector(np.array([[0.4, 0.5], [0.4, 0.5], [0.2, 0.25]]), seed=0, m=10, rho=0.5, lamb=0, prior_count=0)
+    selector = BotsSelector(
+        np.array([[0.4, 0.5], [0.4, 0.5], [0.2, 0.25]]), seed=0, m=10, rho=0.5, lamb=0, prior_count=0
+    )
     selector.feedback([0, 1], [0.9, 0.9])
     assert selector.capability == pytest.approx(5.0, abs=1e-3)
     assert [selector.alpha[2], selector.beta[2]] == pytest.approx([1 + 5 * 0.45, 1 + 5 * 0.55], abs=1e-3)
