@@ -72,7 +72,7 @@ def test_arguments_reach_the_function_that_has_them(name, key, args, expected):
 
 def test_an_argument_may_belong_between_advantage_and_loss():
     section = read(algorithm_type="topr", policy_loss_fn_args={"advantage_threshold": 0.5})
-    assert section.terms_args == {"advantage_threshold": 0.5}
+    assert section.terms_args == {"advantage_threshold": 0.5, "ratio_level": "token"}
     resolve_algorithm(section)
 
 

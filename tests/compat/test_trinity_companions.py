@@ -36,7 +36,7 @@ def test_experts_data_is_an_auxiliary_buffer():
         buffers={"mine": BUFFER},
     )
     assert section.expert == ExpertSection(path="data/experts", split="train", ratio=0.2)
-    assert section.terms_args == {"mu_peak": 0.9, "mu_warmup_steps": 10}
+    assert section.terms_args == {"mu_peak": 0.9, "mu_warmup_steps": 10, "mu_decay_steps": 1}
     assert read({"algorithm_type": "mix"}, buffers={"sft_dataset": BUFFER}).expert.path == "data/experts"
 
 

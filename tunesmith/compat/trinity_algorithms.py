@@ -64,6 +64,17 @@ TERMS_ARGS: dict[str, Mapping[str, str]] = {
     "mix_chord": {name: name for name in ("mu_peak", "mu_valley", "mu_warmup_steps", "mu_decay_steps")},
 }
 """Arguments, of either function there, that belong to what comes between the two here."""
+MIXTURE_SIZES = frozenset(
+    {
+        "use_dynamic_bsz",
+        "ppo_mini_batch_size",
+        "ppo_micro_batch_size_per_gpu",
+        "ngpus_trainer",
+        "train_batch_size_usual",
+        "train_batch_size_expert",
+    }
+)
+"""Batch sizes that a file repeats for the mixtures there; here each kind of data is averaged by itself."""
 ADVANTAGE_ARGS = {"opmd_baseline": "baseline"}
 REWARD_KL_TYPES = ("ppo", "reinforceplusplus", "rloo")
 
@@ -120,6 +131,8 @@ def read_loss_args(draft: Draft, key: str, value: Any) -> None:
         draft.set("algorithm.correction.negative_sequence_delta", delta, source=f"{key}.enable_sequence_masking")
     for name in ("loss_agg_mode", "clip_range", "enable_sequence_masking", "delta_sequence_masking"):
         args.pop(name, None)
+    if find_algorithm(draft) in ("mix", "mix_chord"):
+        args = {name: given for name, given in args.items() if name not in MIXTURE_SIZES}
     _set_args(draft, key, "loss_args", args)
 
 

@@ -28,6 +28,7 @@ from tunesmith.compat.trinity_companions import (
     read_sample_strategy,
     read_sample_strategy_args,
 )
+from tunesmith.compat.trinity_differences import settle_differences
 from tunesmith.compat.trinity_draft import (
     ONE_ENGINE,
     SHARED_WEIGHTS,
@@ -76,6 +77,7 @@ def translate_trinity_file(values: Mapping[str, Any]) -> Translation:
     walk(draft, RULES, values, place="")
     settle_lengths(draft)
     settle_concurrency(draft)
+    settle_differences(draft)
     return Translation(values=draft.values, notes=tuple(draft.notes))
 
 

@@ -3,7 +3,8 @@
 The columns are knots of a path from the weakest reference to the strongest; the trained model is a place on it, its
 capability c. Two columns w and s make the line w + c (s - w) of BOTS (Shen et al., 2025, arXiv:2510.26374, section 4).
 More columns bend the line at each. One column lies between "solves nothing" and "solves everything"; without columns
-these two are all there is, and c is the pass rate itself. The path goes on past its ends; pass rates are clipped.
+these two are all there is, and c is the pass rate itself. As in the publication c has no bounds, because a model may
+outgrow its references: the first and the last line are extrapolated, and only predicted pass rates are clipped.
 
 Axes: N tasks, J tasks with feedback, K knots.
 """
@@ -16,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_GAP = 1e-3
-"""Two knots closer than this on the tasks at hand do not tell where between them the model is."""
+"""Two knots closer than this on the tasks at hand do not tell where between them the model is. The publication divides
+by such gaps, or by negative ones, and gets capabilities of 1e5 that take a hundred steps to forget."""
 EPSILON = 1e-6
 
 
@@ -31,11 +33,6 @@ class References:
             knots = [np.zeros(num_tasks), *knots, np.ones(num_tasks)]
         self._knots = knots
 
-    @property
-    def highest_capability(self) -> int:
-        """Capability of the last knot; the first has 0."""
-        return len(self._knots) - 1
-
     def locate(self, index_J: NDArray[np.int64], mean_pass_rate: float) -> float | None:
         """The capability whose mean on these tasks is the one seen; None where the knots are too close to tell."""
         mean_K = np.maximum.accumulate([knot[index_J].mean() for knot in self._knots])
@@ -43,8 +40,7 @@ class References:
         gap = mean_K[segment + 1] - mean_K[segment]
         if gap < MIN_GAP:
             return None
-        place = segment + (mean_pass_rate - mean_K[segment]) / (gap + EPSILON)
-        return float(np.clip(place, -1.0, self.highest_capability + 1.0))
+        return float(segment + (mean_pass_rate - mean_K[segment]) / (gap + EPSILON))
 
     def predict(self, capability: float) -> NDArray[np.float64]:
         """The pass rate of every task at that capability, as a new array."""

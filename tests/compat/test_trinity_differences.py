@@ -1,0 +1,195 @@
+"""What one file means in Trinity-RFT and here: the same, or a note says what differs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.algorithms.losses import TokenScores
+from tunesmith.algorithms.mixture import compute_mu
+from tunesmith.algorithms.scores import BatchScores
+from tunesmith.compat.trinity_differences import LEFT_OUT
+from tunesmith.compat.trinity_yaml import translate_trinity_file
+from tunesmith.pipeline.load_config import build_config
+
+
+def translate(**values):
+    """Our config and the notes; every section that a rule looks at is there."""
+    translation = translate_trinity_file({"model": {"model_path": "m"}} | values)
+    return build_config(translation.values), translation.notes
+
+
+def translate_algorithm(name, **keys):
+    config, notes = translate(algorithm={"algorithm_type": name} | keys)
+    return config.algorithm, [note for note in notes if not note.startswith("left out, ")]
+
+
+@pytest.mark.parametrize("keys", [{}, {"loss_agg_mode": "token-mean"}])
+def test_the_sequence_clip_of_rec_brings_its_aggregation_along(keys):
+    section, notes = translate_algorithm("rec", policy_loss_fn_args={"clip_mode": "gspo-one-side"}, **keys)
+    assert resolve_algorithm(section).aggregation == "seq-mean-token-mean"
+    assert any("loss_agg_mode='token-mean' has no effect" in note for note in notes) == bool(keys)
+    other, _ = translate_algorithm("rec", policy_loss_fn_args={"clip_mode": "one-side"}, **keys)
+    assert resolve_algorithm(other).aggregation == "token-mean"
+
+
+def their_mu(step, *, peak, valley, warmup, decay):
+    if step < warmup:
+        return step / warmup * peak
+    if step >= warmup + decay:
+        return valley
+    return (peak - valley) * 0.5 * (1 + math.cos(math.pi * (step - warmup) / decay)) + valley
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("decay", [None, 0, 1, 4])
+@pytest.mark.parametrize("peak", [None, 0.1, 0.9])
+def test_mu_follows_their_schedule(warmup, decay, peak):
+    given = {"mu_warmup_steps": warmup, "mu_decay_steps": decay, "mu_peak": peak}
+    section, notes = translate_algorithm("mix_chord", policy_loss_fn_args=given)
+    terms = {"mu_peak": 0.1, "mu_valley": 0.1, "mu_warmup_steps": 0, "mu_decay_steps": 0} | section.terms_args
+    ours = [
+        compute_mu(
+            step, peak=terms["mu_peak"], valley=terms["mu_valley"], num_warmup_steps=terms["mu_warmup_steps"],
+            num_decay_steps=terms["mu_decay_steps"],
+        )
+        for step in range(10)
+    ]  # fmt: skip
+    theirs = [their_mu(step, peak=peak or 0.1, valley=0.1, warmup=warmup, decay=decay or 0) for step in range(10)]
+    is_late = warmup > 0 and not decay and peak == 0.9
+    if is_late:
+        assert ours.pop(warmup) == 0.9 and theirs.pop(warmup) == 0.1
+    assert ours == pytest.approx(theirs)
+    assert sum("mu_decay_steps=0" in note for note in notes) == (not decay and peak == 0.9)
+    assert any("one step after the warm-up" in note for note in notes) == is_late
+
+
+def test_batch_sizes_that_a_mixture_repeats_there_are_not_needed():
+    sizes = {"train_batch_size_usual": 192, "train_batch_size_expert": 64, "ppo_mini_batch_size": 256}
+    expert = {"auxiliary_buffers": {"sft_dataset": {"path": "data/experts"}}}
+    for name in ("mix", "mix_chord"):
+        config, notes = translate(
+            algorithm={"algorithm_type": name, "policy_loss_fn_args": sizes}, buffer={"trainer_input": expert}
+        )
+        resolve_algorithm(config.algorithm)
+        assert any("averaged by themselves" in note for note in notes)
+
+
+def test_topr_takes_each_tokens_own_ratio():
+    section, _ = translate_algorithm("topr", policy_loss_fn_args={"advantage_threshold": 0.5})
+    algorithm = resolve_algorithm(section)
+    log_ratio = np.array([-1.0, 0.5, -0.2])
+    scores = BatchScores(
+        old_logprobs_E=np.full(3, -2.0), logprobs_E=np.full(3, -2.0) + log_ratio, advantages_E=np.full(3, 0.4),
+        sequence_E=np.zeros(3, dtype=int), sample_E=np.zeros(3, dtype=int), time_E=np.arange(3),
+        group_Q=np.zeros(1, dtype=int), is_expert_Q=np.zeros(1, dtype=bool),
+    )  # fmt: skip
+    assert algorithm.compute_terms(scores).weights_E == pytest.approx(np.minimum(np.exp(log_ratio), 1.0))
+
+
+@pytest.mark.parametrize(("args", "gamma"), [({}, 1.0), ({"gamma": 0.9}, 0.9), ({"omega": 0.5}, 1.0)])
+def test_gigpo_does_not_discount_unless_the_file_says_so(args, gamma):
+    section, notes = translate_algorithm("gigpo", advantage_fn_args=args)
+    assert section.advantage_args == args | {"gamma": gamma}
+    assert any("env_state_hash" in note for note in notes)
+
+
+def test_the_note_on_sapo_states_both_gradients():
+    section, notes = translate_algorithm("sapo")
+    logprobs = torch.full((2,), -1.0, dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    scores = TokenScores(logprobs_N=logprobs, old_logprobs_N=logprobs.detach(), advantages_N=advantages)
+    resolve_algorithm(section).compute_losses(scores).losses_N.sum().backward()
+    assert (-logprobs.grad / advantages).tolist() == pytest.approx([1.0, 1.0])
+    theirs = [4 / tau * 0.5 for tau in (1.0, 1.05)]
+    assert any(f"it is {theirs[0]:g} for A > 0 and {theirs[1]:.1f} for A <= 0" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "words"),
+    [
+        ("gspo", None, "it is seq-mean-token-mean, as in its paper (there token-mean)"),
+        ("rloo", None, "it is seq-mean-token-sum, as in its paper (there token-mean)"),
+        ("gspo", "token-mean", None),
+        ("grpo", None, None),
+        ("grpo", "seq-mean-token-sum-norm", "by the number of sequences and by model.max_model_len"),
+        ("grpo", "seq-mean-token-mean", "a sequence is a whole run"),
+        ("dpo", None, None),
+    ],
+)
+def test_aggregations_that_weigh_tokens_otherwise_are_noted(name, mode, words):
+    _, notes = translate_algorithm(name, loss_agg_mode=mode)
+    assert [words in note for note in notes] == ([] if words is None else [True])
+
+
+FULL = {
+    "algorithm": {
+        "algorithm_type": "grpo",
+        "repeat_times": 4,
+        "optimizer": {"weight_decay": 0.0},
+        "kl_loss_fn": "none",
+    },
+    "buffer": {"batch_size": 4},
+    "explorer": {"max_timeout": 60, "max_retry_times": 0, "eval_on_startup": False},
+    "trainer": {"save_interval": 10},
+}
+
+
+def test_a_file_that_leaves_nothing_out_has_no_note():
+    assert translate(**FULL)[1] == ()
+    assert translate_trinity_file({"synchronizer": {"sync_style": "fixed"}}).notes == ()
+
+
+@pytest.mark.parametrize("key", LEFT_OUT)
+def test_a_default_that_differs_is_noted_where_the_file_leaves_it_out(key):
+    values = {section: dict(keys) for section, keys in FULL.items()}
+    if key == "algorithm.optimizer.weight_decay":
+        values["algorithm"]["optimizer"] = {}
+    else:
+        section, _, name = key.partition(".")
+        del values[section][name]
+    ours, theirs = LEFT_OUT[key]
+    (note,) = translate(**values)[1]
+    assert note == f"left out, and other than Trinity-RFT's default: {key} is {ours} (there {theirs})"
+
+
+@pytest.mark.parametrize(("name", "has_note"), [("grpo", True), ("gspo", True), ("dapo", False), ("sppo", False)])
+def test_a_kl_that_is_not_there_by_default_is_noted_where_trinity_has_one(name, has_note):
+    algorithm = {key: value for key, value in FULL["algorithm"].items() if key != "kl_loss_fn"}
+    _, notes = translate(**FULL | {"algorithm": algorithm | {"algorithm_type": name, "loss_agg_mode": "token-mean"}})
+    assert any("kl_loss_fn is none (there k2 with kl_coef 0.001" in note for note in notes) == has_note
+    args = {"algorithm_type": name, "loss_agg_mode": "token-mean", "kl_loss_fn_args": {"kl_coef": 0.1}}
+    assert translate(**FULL | {"algorithm": algorithm | args})[1] == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(None, "there it is resumed"), (False, "there it is renamed"), (True, None)]
+)
+def test_a_second_run_of_a_name_is_noted(value, words):
+    _, notes = translate(**FULL, name="n", continue_from_checkpoint=value)
+    assert [("--resume" in note and words in note) for note in notes] == ([] if words is None else [True])
+
+
+@pytest.mark.parametrize(
+    ("selector", "words"),
+    [
+        (None, "names no selector: tasks are shuffled"),
+        ({}, "names no selector: tasks are shuffled"),
+        ({"selector_type": "random"}, "a random batch holds a task at most once"),
+        ({"selector_type": "random", "kwargs": {"replace": True}}, None),
+        ({"selector_type": "sequential"}, None),
+    ],
+)
+def test_the_order_of_tasks_is_noted_where_it_may_surprise(selector, words):
+    sets = {"path": "d"} if selector is None else {"path": "d", "task_selector": selector}
+    _, notes = translate(**FULL | {"buffer": {"batch_size": 4, "explorer_input": {"taskset": sets}}})
+    assert [words in note for note in notes] == ([] if words is None else [True])
+    several = {
+        "tasksets": [{"name": "a", **sets}, {"name": "b", "path": "e", "task_selector": {"selector_type": "shuffle"}}]
+    }
+    _, notes = translate(**FULL | {"buffer": {"batch_size": 4, "explorer_input": several}})
+    assert ["training set 'a'" in note for note in notes] == ([] if words is None else [True])
