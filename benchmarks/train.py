@@ -142,7 +142,7 @@ def run_ours(
         optimizer.clear_gradients()
         run_batch(
             model, samples, rows, algorithm, preparation.inputs,
-            kl_coef=0.0, chunk_tokens=chunk_tokens, is_compiled=True, graphs=graphs,
+            chunk_tokens=chunk_tokens, is_compiled=True, graphs=graphs,
         )  # fmt: skip
 
     with compiled_layers(model):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "tunesmith"
 LAYERS = [
-    {"types", "config", "errors", "storage", "arguments", "version"},
+    {"types", "config", "errors", "storage", "arguments", "version", "metric"},
     {"algorithms", "tasks", "experience", "model", "retrieval", "monitor", "report"},
     {"engine", "trainer", "rollout", "judges", "tools"},
     {"loop"},
@@ -15,7 +15,7 @@ LAYERS = [
     {"api", "cli", "__init__", "__main__"},
 ]
 LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
-TORCH_FREE = {"types", "config", "errors", "storage", "arguments", "tasks", "experience", "monitor", "report"}
+TORCH_FREE = {"types", "config", "errors", "storage", "arguments", "metric", "tasks", "experience", "monitor", "report"}
 
 
 def room_of(path: Path) -> str:

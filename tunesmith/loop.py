@@ -11,8 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from tunesmith.algorithms.algorithm import Algorithm, compute_group_advantages
+from tunesmith.algorithms.algorithm import Algorithm, compute_group_advantages, has_advantage
 from tunesmith.experience.batch import Batch, BatchSize, Collect, Draw, gather_batch
 from tunesmith.experience.samples import add_experts, build_samples
 from tunesmith.experience.table import BoundOperator
@@ -32,9 +33,9 @@ class StepResult:
 
     @property
     def trained(self) -> tuple[list[Group], list[int]]:
-        """The groups that taught something, and their places among those collected."""
-        rows = zip(self.batch.groups, self.batch.positions, self.advantages, strict=True)
-        kept = [(group, place) for group, place, row in rows if any(value is not None for value in row)]
+        """The groups whose rewards taught something, and their places among those collected."""
+        rows = zip(self.batch.groups, self.batch.positions, self.batch.is_useful, strict=True)
+        kept = [(group, place) for group, place, is_useful in rows if is_useful]
         return [group for group, _ in kept], [place for _, place in kept]
 
 
@@ -54,11 +55,9 @@ async def run_step(
 ) -> StepResult:
     """Sample groups with `policy_version`, turn rewards into advantages, make one update."""
 
-    def teaches(group: Group) -> bool:
-        return any(value is not None for row in compute_group_advantages(algorithm, [group])[0] for value in row)
-
     started = time.perf_counter()
     engine.resume(policy_version)
+    teaches = partial(has_advantage, algorithm)
     batch = await gather_batch(size, draw=draw, collect=collect, operators=operators, teaches=teaches)
     engine.pause()
     check_failures(batch.collected, max_failure_rate=max_failure_rate)

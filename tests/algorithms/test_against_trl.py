@@ -111,7 +111,7 @@ def run_ours(data: dict[str, torch.Tensor], **section) -> tuple[float, torch.Ten
     losses = losses * torch.from_numpy(terms.weights_E * kept)
     if section.kl_coef:
         losses = losses + section.kl_coef * compute_kl(
-            logps[mask], data["reference"][mask], estimator=section.kl_estimator, old_logprobs_N=data["old"][mask]
+            logps[mask], data["reference"][mask], estimator=section.kl_estimator, sampler_logprobs_N=data["old"][mask]
         )
     weights = compute_token_weights(rows, aggregation=algorithm.aggregation, norm_length=MAX_LENGTH)
     loss = (torch.from_numpy(weights) * losses).sum()

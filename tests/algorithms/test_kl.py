@@ -60,7 +60,7 @@ def test_corrected_estimate_is_unbiased_whoever_sampled():
     logits = LOGITS.clone().requires_grad_()
     logp = logits.log_softmax(0)
     assert (logp - SAMPLER).exp().max() < 2
-    total = (SAMPLER.exp() * compute_kl(logp, OTHER, estimator="corrected_k3", old_logprobs_N=SAMPLER)).sum()
+    total = (SAMPLER.exp() * compute_kl(logp, OTHER, estimator="corrected_k3", sampler_logprobs_N=SAMPLER)).sum()
     total.backward()
     assert total.item() == pytest.approx((logp.exp() * (logp - OTHER)).sum().item())
     torch.testing.assert_close(logits.grad, exact_gradient(is_reverse=False))
@@ -69,7 +69,7 @@ def test_corrected_estimate_is_unbiased_whoever_sampled():
 def test_corrected_estimate_clips_its_ratio():
     logp, old = torch.tensor([-0.1]), torch.tensor([-3.0])
     k3 = compute_kl(logp, old + 1, estimator="k3")
-    torch.testing.assert_close(compute_kl(logp, old + 1, estimator="corrected_k3", old_logprobs_N=old), 2 * k3)
+    torch.testing.assert_close(compute_kl(logp, old + 1, estimator="corrected_k3", sampler_logprobs_N=old), 2 * k3)
 
 
 def test_coefficient_follows_its_target():

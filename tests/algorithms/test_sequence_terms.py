@@ -66,7 +66,9 @@ def correct(*, is_weighted: bool = True, experts=None, **section) -> tuple[np.nd
         [[1, 1], [-1], [-1]], old=[[-1, -1], [-1], [-1]], logprobs=[[-1, -1], [-1.2], [-3]], experts=experts
     )
     sampler_E = np.concatenate([np.asarray(row) for row in SAMPLER])
-    return compute_correction_weights(scores, sampler_E, CorrectionSection(**section), is_weighted=is_weighted)
+    return compute_correction_weights(
+        scores, sampler_E, CorrectionSection(**section), first_logprobs_E=scores.old_logprobs_E, is_weighted=is_weighted
+    )
 
 
 def test_importance_weights_are_truncated_by_token_or_by_sequence():
@@ -110,6 +112,12 @@ def test_untruncated_sequence_weights_are_unbiased():
         for second in range(3):
             scores = build_scores([[1, 1]], old=[np.log(policy[[first, second]])])
             section = CorrectionSection(importance="sequence", cap=1e9)
-            weights, _ = compute_correction_weights(scores, np.log(sampler[[first, second]]), section, is_weighted=True)
+            weights, _ = compute_correction_weights(
+                scores,
+                np.log(sampler[[first, second]]),
+                section,
+                first_logprobs_E=scores.old_logprobs_E,
+                is_weighted=True,
+            )
             total += sampler[first] * sampler[second] * weights[0] * values[first, second]
     assert total == pytest.approx(policy @ values @ policy)

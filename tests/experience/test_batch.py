@@ -6,6 +6,7 @@ import asyncio
 
 from tunesmith.experience.batch import Batch, BatchSize, gather_batch, merge_rounds
 from tunesmith.experience.table import BoundOperator
+from tunesmith.metric import Count
 from tunesmith.types import Group, Task, Trajectory
 
 
@@ -71,8 +72,8 @@ def test_groups_that_operators_emptied_are_not_trained():
 
 
 def test_counts_are_added_and_the_rest_is_averaged_over_groups():
-    merged = merge_rounds([(3, {"a/num_x": 1.0, "a/rate": 0.0}), (1, {"a/num_x": 2.0, "a/rate": 1.0})])
-    assert merged == {"a/num_x": 3.0, "a/rate": 0.25}
+    merged = merge_rounds([(3, {"a/x": Count(1), "a/rate": 0.0}), (1, {"a/x": Count(2), "a/rate": 1.0})])
+    assert merged == {"a/x": 3.0, "a/rate": 0.25}
 
 
 def test_advantages_go_back_to_where_their_runs_were_collected():

@@ -70,7 +70,7 @@ def test_gradients_and_totals_are_those_of_kernel_by_kernel(has_adapter):
                 optimizer.clear_gradients()
                 totals = run_batch(
                     model, samples, rows, algorithm, inputs,
-                    kl_coef=0.0, chunk_tokens=128, is_compiled=True, graphs=each,
+                    chunk_tokens=128, is_compiled=True, graphs=each,
                 )  # fmt: skip
                 gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
                 found.append((gradient, torch.stack(list(totals.values()))))

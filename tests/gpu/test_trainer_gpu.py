@@ -156,7 +156,7 @@ def compute_gradient(
     with compiled_layers(model) if is_compiled else nullcontext():
         run_batch(
             model, samples, rows, algorithm, preparation.inputs,
-            kl_coef=0.0, chunk_tokens=chunk_tokens, is_compiled=is_compiled,
+            chunk_tokens=chunk_tokens, is_compiled=is_compiled,
         )  # fmt: skip
     gradient = torch.cat([parameter.grad.flatten().double().cpu() for parameter in model.parameters()])
     optimizer.clear_gradients()
@@ -213,7 +213,7 @@ def test_a_batch_and_its_update_never_wait_for_the_device():
     inputs = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=100).inputs
 
     def run() -> None:
-        run_batch(model, samples, rows, algorithm, inputs, kl_coef=0.0, chunk_tokens=100, is_compiled=True)
+        run_batch(model, samples, rows, algorithm, inputs, chunk_tokens=100, is_compiled=True)
         optimizer.update(learning_rate=1e-6, grad_norm=optimizer.compute_grad_norm(), max_grad_norm=1.0)
 
     with compiled_layers(model):

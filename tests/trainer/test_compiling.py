@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -116,7 +117,8 @@ def test_compiled_loss_equals_the_plain_one(compile_function, entropy_coef):
             sites = torch.randint(num_sites, (num_events,))
             loss, totals = compute(logprobs, entropies, sites, inputs, algorithm, 0.1)
             loss.backward()
-            results.append({"loss": loss.detach(), "gradient": logprobs.grad} | totals)
+            sums = {name: total for name, (_, total) in totals.items()}
+            results.append({"loss": loss.detach(), "gradient": logprobs.grad} | sums)
         assert list(results[0]) == list(results[1])
         for name in results[0]:
             torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-5, atol=1e-6)
@@ -152,3 +154,19 @@ def test_one_graph_serves_all_chunks_and_weights_of_kl_though_sizes_begin_equal(
             assert our_names == expected_names
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_another_weight_of_the_kl_compiles_nothing_anew(compile_function):
+    """`kl_adaptive` replaces the algorithm after every update."""
+    algorithm = resolve_algorithm(AlgorithmSection(kl_coef=0.1, kl_estimator="k3"))
+    compiled = compile_function(step._compute_loss)
+    names = ("weights_E", "correction_E", "advantages_E", "old_logprobs_E", "sampler_logprobs_E", "is_newest_E")
+    inputs = TokenInputs(**dict.fromkeys(names, torch.ones(9)), reference_logprobs_E=torch.zeros(9))
+    losses = []
+    for kl_coef in (0.1, 0.2, 0.3):
+        algorithm = replace(algorithm, kl_coef=kl_coef)
+        logprobs, sites = -torch.ones(7), torch.arange(9) % 7
+        losses.append(compiled(logprobs, torch.ones(7), sites, inputs, algorithm, torch.tensor(kl_coef))[0].item())
+    assert counters["stats"]["unique_graphs"] == 1
+    assert losses[2] - losses[1] == pytest.approx(losses[1] - losses[0])
+    assert losses[1] != losses[0]

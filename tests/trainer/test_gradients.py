@@ -121,10 +121,8 @@ def run_ours(
         model, samples, rows, algorithm,
         norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, companions=Companions(reference=reference),
     )  # fmt: skip
-    totals = run_batch(
-        model, samples, rows, algorithm, prepared.inputs, kl_coef=section.kl_coef, chunk_tokens=chunk_tokens
-    )
-    return totals["loss"].item(), take_gradient(model)
+    totals = run_batch(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+    return totals["train/loss"].value.item(), take_gradient(model)
 
 
 def assert_same(ours: tuple[float, torch.Tensor], theirs: tuple[float, torch.Tensor], tolerance: float = 1e-10):

@@ -17,6 +17,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.trainer import step
 from tunesmith.trainer.batch import build_row, number_distributions, send_inputs
 from tunesmith.trainer.graphs import has_live_graph
+from tunesmith.trainer.metrics import add_parts
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring import prepare_update
 from tunesmith.trainer.tiles import NARROW, build_table, compute_table_size, pad_trie
@@ -66,11 +67,7 @@ def run_rows(model, samples: list[Sample], section: AlgorithmSection, *, is_roun
         sizes.append((row.input_ids_1T.shape[1], *(len(chunk.target_S) for chunk in row.chunks)))
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     model.zero_grad()
-    values = torch.cat([part.values_PK for part in parts])
-    totals = {
-        name: column.amax() if name.startswith("max_") else column.sum()
-        for name, column in zip(parts[0].names, values.unbind(1), strict=True)
-    }
+    totals = {name: total.value for name, total in add_parts(parts).items()}
     return gradient, totals, sizes
 
 

@@ -48,10 +48,8 @@ def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, first=None
         model, samples, rows, algorithm,
         norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, companions=companions, first=first, step=3,
     )  # fmt: skip
-    totals = run_batch(
-        model, samples, rows, algorithm, prepared.inputs, kl_coef=section.kl_coef, chunk_tokens=chunk_tokens
-    )
-    return (totals["loss"].item(), take_gradient(model)), prepared
+    totals = run_batch(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+    return (totals["train/loss"].value.item(), take_gradient(model)), prepared
 
 
 def build_near_samples(model, seed: int = 6) -> list[Sample]:

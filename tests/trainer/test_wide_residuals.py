@@ -39,7 +39,7 @@ def compute_gradients(model, *, has_checkpointing: bool = False) -> dict[str, to
         enable_checkpointing(model)
     with checkpointed_layers(model) if has_checkpointing else nullcontext():
         preparation = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=64)
-        run_batch(model, samples, rows, algorithm, preparation.inputs, kl_coef=0.0, chunk_tokens=64)
+        run_batch(model, samples, rows, algorithm, preparation.inputs, chunk_tokens=64)
     return {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
 
 

@@ -21,8 +21,8 @@ def compute_token_weights(trajectory_E: np.ndarray, *, aggregation: Aggregation,
 
     token-mean: every token alike. seq-mean-token-sum: the mean over sequences of their sums. seq-mean-token-mean: the
     mean over sequences of their means. seq-mean-token-sum-norm: the mean over sequences of sum / `norm_length`, a
-    constant (the model's context, `max_model_len`), so that it does not move with the longest answer of a batch (Liu
-    et al., 2025, "Understanding R1-Zero-like training", section 3.2). sum: the sum, of losses that are weighed already.
+    constant (`algorithm.norm_length`), so that it does not move with the longest answer of a batch (Liu et al., 2025,
+    "Understanding R1-Zero-like training", section 3.2). sum: the sum, of losses that are weighed already.
     """
     if trajectory_E.size == 0:
         return np.zeros(0)

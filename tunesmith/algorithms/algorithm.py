@@ -14,7 +14,7 @@ from tunesmith.algorithms.aggregate import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
 from tunesmith.algorithms.losses import TokenLosses, TokenScores
 from tunesmith.algorithms.scores import BatchScores, Need, TokenTerms, keep_advantages
-from tunesmith.algorithms.table import ALGORITHMS, COMPARISONS
+from tunesmith.algorithms.table import ALGORITHMS, COMPARISONS, ZERO_WITHOUT_DIFFERENCE
 from tunesmith.arguments import bind_arguments, name_nearest
 from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection
 from tunesmith.errors import ConfigError
@@ -30,6 +30,7 @@ class Algorithm:
     compute_losses: Callable[[TokenScores], TokenLosses]
     aggregation: Aggregation
     kl_coef: float
+    """Weight of the KL in the loss now; with `kl_adaptive` the trainer puts another in its place after each update."""
     kl_estimator: KlEstimator
     entropy_coef: float
     compute_terms: Callable[[BatchScores], TokenTerms]
@@ -37,6 +38,9 @@ class Algorithm:
     kl_adaptive: AdaptiveKlSection | None
     correction: CorrectionSection
     is_on_policy: bool
+    trains_zero_advantages: bool
+    """Groups whose runs have no advantage train all the same: a KL, an entropy bonus or a regularizer has a gradient
+    without one."""
 
     @property
     def is_supervised(self) -> bool:
@@ -83,10 +87,24 @@ def resolve_algorithm(section: AlgorithmSection) -> Algorithm:
         entropy_coef=section.entropy_coef,
         correction=section.correction,
         is_on_policy=entry.is_on_policy,
+        trains_zero_advantages=_trains_zero_advantages(section),
     )
     _check_section(section, algorithm)
     _check_arguments(algorithm)
     return algorithm
+
+
+def _trains_zero_advantages(section: AlgorithmSection) -> bool:
+    """A threshold of the deviation is a wish to leave groups out, whatever else they would be trained by."""
+    has_other_gradient = (
+        section.kl_coef > 0
+        or section.entropy_coef > 0
+        or section.terms_args.get("reward_kl_coef", 0) > 0
+        or section.loss_args.get("regularizer_coef", 0) > 0
+    )
+    drops_by_wish = section.advantage_args.get("std_threshold", 0) > 0
+    is_zero = ALGORITHMS[section.algorithm_type].compute_advantages in ZERO_WITHOUT_DIFFERENCE
+    return is_zero and has_other_gradient and not drops_by_wish
 
 
 def _check_arguments(algorithm: Algorithm) -> None:
@@ -115,6 +133,11 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
             f"algorithm.group_size=1: {algorithm.name!r} compares the runs of a task and learns nothing from one; "
             "raise group_size, or choose an algorithm that needs no comparison, such as reinforceplusplus"
         )
+    if section.norm_length is not None and algorithm.aggregation != "seq-mean-token-sum-norm":
+        raise ConfigError(
+            f"algorithm.norm_length={section.norm_length} has no effect on {algorithm.name!r} with loss_aggregation="
+            f"{algorithm.aggregation}: leave it out, or set loss_aggregation=seq-mean-token-sum-norm"
+        )
     if section.kl_coef == 0 and section.kl_estimator != AlgorithmSection().kl_estimator:
         raise ConfigError(f"algorithm.kl_estimator={section.kl_estimator!r} has no effect with kl_coef=0: set kl_coef")
     if section.kl_adaptive is not None and section.kl_coef == 0:
@@ -133,7 +156,25 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
 
 
 def compute_group_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> tuple[Advantages, dict[str, float]]:
-    """Advantages of every trajectory, and how many groups train, were dropped, or had no score at all."""
+    """Advantages of every trajectory, and how many groups train, were dropped, or had no score at all.
+
+    Groups without an advantage get 0 and train where the algorithm trains these, and are dropped elsewhere.
+    """
+    advantages, zero_metrics = _compute_advantages(algorithm, groups), {}
+    if algorithm.trains_zero_advantages:
+        advantages, num_zero = _keep_zero_advantages(algorithm, groups, advantages)
+        zero_metrics = {"algorithm/num_zero_advantage_groups": float(num_zero)}
+    is_trained = [any(value is not None for value in row) for row in advantages]
+    num_unscored = sum(not group.scored for group in groups)
+    metrics = {
+        "algorithm/num_trained_groups": float(sum(is_trained)),
+        "algorithm/num_dropped_groups": float(len(groups) - sum(is_trained) - num_unscored),
+        "algorithm/num_unscored_groups": float(num_unscored),
+    }
+    return advantages, metrics | zero_metrics
+
+
+def _compute_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Advantages:
     if algorithm.compute_advantages is None:
         raise ConfigError(f"algorithm_type={algorithm.name!r} does not learn from rewards; choose grpo or another")
     outcomes = [
@@ -150,15 +191,25 @@ def compute_group_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> t
         ]
         for group in groups
     ]
-    advantages = algorithm.compute_advantages(outcomes)
-    is_trained = [any(value is not None for value in row) for row in advantages]
-    num_unscored = sum(not group.scored for group in groups)
-    metrics = {
-        "algorithm/num_trained_groups": float(sum(is_trained)),
-        "algorithm/num_dropped_groups": float(len(groups) - sum(is_trained) - num_unscored),
-        "algorithm/num_unscored_groups": float(num_unscored),
-    }
-    return advantages, metrics
+    return algorithm.compute_advantages(outcomes)
+
+
+def has_advantage(algorithm: Algorithm, group: Group) -> bool:
+    """Whether the group's rewards teach anything."""
+    return any(value is not None for value in _compute_advantages(algorithm, [group])[0])
+
+
+def _keep_zero_advantages(
+    algorithm: Algorithm, groups: Sequence[Group], advantages: Advantages
+) -> tuple[Advantages, int]:
+    """0 for the scored runs of groups that were dropped for want of a difference, and how many groups these are."""
+    kept: Advantages = []
+    for group, row in zip(groups, advantages, strict=True):
+        has_baseline = group.baseline_reward is not None or "baselines" not in algorithm.needs
+        is_zero = has_baseline and bool(group.scored) and all(value is None for value in row)
+        kept.append([None if run.reward is None else 0.0 for run in group.trajectories] if is_zero else list(row))
+    num_kept = sum(old != new for old, new in zip(map(list, advantages), kept, strict=True))
+    return kept, num_kept
 
 
 def describe_algorithms() -> str:

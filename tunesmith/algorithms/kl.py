@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
@@ -26,11 +27,12 @@ KlEstimator = Literal["k1", "k2", "k3", "abs", "corrected_k3"]
 
 
 def compute_kl(
-    logprobs_N: Tensor, other_logprobs_N: Tensor, *, estimator: KlEstimator, old_logprobs_N: Tensor | None = None
+    logprobs_N: Tensor, other_logprobs_N: Tensor, *, estimator: KlEstimator, sampler_logprobs_N: Tensor | None = None
 ) -> Tensor:
-    """Per-token estimates [N] of KL(policy || other).
+    """Per-token estimates [N] of KL(policy || other); k3 is never negative, whatever was rounded.
 
-    corrected_k3 (DeepSeek-AI, 2025, "DeepSeek-V3.2", section 3.1) needs the logprobs of the policy that sampled.
+    corrected_k3 (DeepSeek-AI, 2025, "DeepSeek-V3.2", section 3.1) needs the logprobs of the policy that sampled, also
+    where losses compare with another policy.
     """
     log_ratio_N = logprobs_N - other_logprobs_N
     if estimator == "k1":
@@ -40,11 +42,11 @@ def compute_kl(
     if estimator == "abs":
         return log_ratio_N.abs()
     log_ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    k3_N = (-log_ratio_N).exp() - 1 + log_ratio_N
+    k3_N = (torch.expm1(-log_ratio_N) + log_ratio_N).clamp(min=0)
     if estimator == "k3":
         return k3_N
-    assert old_logprobs_N is not None
-    return (logprobs_N - old_logprobs_N).clamp(max=MAX_LOG_RATIO).exp().clamp(max=MAX_CORRECTION) * k3_N
+    assert sampler_logprobs_N is not None
+    return (logprobs_N - sampler_logprobs_N).clamp(max=MAX_LOG_RATIO).exp().clamp(max=MAX_CORRECTION) * k3_N
 
 
 def adapt_kl_coef(kl_coef: float, *, kl: float, target: float, num_trajectories: int, horizon: int) -> float:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tunesmith.algorithms.losses import TokenLosses, TokenScores, compute_ppo_clip_losses
 from tunesmith.algorithms.scores import BatchScores, TokenTerms
+from tunesmith.metric import Count
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -90,8 +91,8 @@ def _weigh(scores: BatchScores, mu: float) -> TokenTerms:
     is_expert_E = scores.is_expert_Q[scores.sequence_E]
     metrics = {
         "expert/mu": mu,
-        "expert/num_sequences": float(scores.is_expert_Q.sum()),
-        "expert/num_tokens": float(is_expert_E.sum()),
+        "expert/num_sequences": Count(scores.is_expert_Q.sum()),
+        "expert/num_tokens": Count(is_expert_E.sum()),
     }
     return TokenTerms(advantages_E=scores.advantages_E, weights_E=np.where(is_expert_E, mu, 1 - mu), metrics=metrics)
 

@@ -15,6 +15,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from tunesmith.algorithms.losses import TokenLosses, TokenScores
 from tunesmith.algorithms.scores import BatchScores, TokenTerms, sum_sequences
+from tunesmith.metric import Count
 
 
 def compute_dpo_terms(scores: BatchScores, *, beta: PositiveFloat = 0.1) -> TokenTerms:
@@ -29,7 +30,7 @@ def compute_dpo_terms(scores: BatchScores, *, beta: PositiveFloat = 0.1) -> Toke
     slopes_Q, losses_Q = np.zeros(len(rewards_Q)), np.zeros(len(rewards_Q))
     slopes_Q[chosen_P], slopes_Q[rejected_P] = slopes_P, -slopes_P
     losses_Q[chosen_P] = np.logaddexp(0.0, -margins_P) / max(len(margins_P), 1)
-    metrics = {"preference/num_pairs": float(len(margins_P))}
+    metrics: dict[str, float] = {"preference/num_pairs": Count(len(margins_P))}
     if len(margins_P):
         metrics |= {
             "preference/accuracy": float((margins_P > 0).mean()),
@@ -61,8 +62,8 @@ def compute_kto_terms(
     values_Q = sigmoid(beta * labels_Q * (rewards_Q - reference_point))
     slopes_Q = weights_Q * beta * labels_Q * values_Q * (1 - values_Q)
     metrics = {
-        "preference/num_desirable": float((labels_Q > 0).sum()),
-        "preference/num_undesirable": float((labels_Q < 0).sum()),
+        "preference/num_desirable": Count((labels_Q > 0).sum()),
+        "preference/num_undesirable": Count((labels_Q < 0).sum()),
         "preference/reference_point": reference_point,
     }
     for name, label in (("desirable_reward", 1), ("undesirable_reward", -1)):

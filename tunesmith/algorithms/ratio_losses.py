@@ -5,6 +5,7 @@ Axes: N sampled tokens. r is the ratio at a token, d = log r, A the advantage, s
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import torch
@@ -79,7 +80,7 @@ def compute_sppo_losses(scores: TokenScores, *, epsilon: PositiveFloat = 0.3) ->
 
     The gradient is that of A log p within the bounds and 0 outside. Metric: `clip_frac`, the share outside.
     """
-    bound = torch.tensor(1 + epsilon).log().item()
+    bound = math.log1p(epsilon)
     log_ratio_N = scores.logprobs_N - scores.old_logprobs_N
     metrics = {"clip_frac": (log_ratio_N.detach().abs() > bound).to(log_ratio_N.dtype)}
     return TokenLosses(losses_N=-scores.advantages_N * log_ratio_N.clamp(-bound, bound), metrics=metrics)

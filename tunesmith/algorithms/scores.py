@@ -25,8 +25,8 @@ class BatchScores:
     """All trained tokens of one update; float64."""
 
     old_logprobs_E: np.ndarray
-    """Under the policy that losses compare with: the one that sampled the token or, where importance weights are
-    corrected, the one that the step began with."""
+    """Under the policy that losses compare with: the one that sampled the token or, where losses are multiplied by
+    importance weights, the one that the step began with."""
     advantages_E: np.ndarray
     """What the advantage function gave."""
     sequence_E: np.ndarray
@@ -56,7 +56,8 @@ class TokenTerms:
 
     advantages_E: np.ndarray
     weights_E: np.ndarray
-    """Multiplies the token's loss; 0 masks it. Masked tokens still count where the aggregation counts tokens."""
+    """Multiplies the token's policy loss; 0 masks it. The aggregation still counts masked tokens, so that a mask
+    changes no other token's weight."""
     sequence_log_ratios_E: np.ndarray | None = None
     """Mean log-ratio of policy and old policy over the token's sequence."""
     constants_E: np.ndarray | None = None
@@ -64,7 +65,7 @@ class TokenTerms:
     returns_E: np.ndarray | None = None
     """What a critic learns."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the update, reported under these names."""
+    """Of the update, reported under these names; see `metric` for how they combine over updates."""
 
 
 A = TypeVar("A")

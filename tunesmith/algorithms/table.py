@@ -251,3 +251,5 @@ COMPARISONS = frozenset(
     }
 )
 """Advantages that are nothing but comparisons of a group's runs: a group of one has none."""
+ZERO_WITHOUT_DIFFERENCE = COMPARISONS | {compute_gigpo_advantages, compute_remax_advantages}
+"""Advantages that are 0, and whose groups are dropped, where nothing sets a group's runs apart."""

@@ -153,6 +153,9 @@ class AlgorithmSection(Section):
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = None
     """How token losses are weighed in the batch's loss; None takes the algorithm's own."""
+    norm_length: int | None = Field(default=None, ge=1)
+    """Tokens that seq-mean-token-sum-norm (dr_grpo) divides the sum over a sequence by; set it to the longest answer
+    you expect, so that another context does not scale the loss. None takes `model.max_model_len`."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL to the starting model; above 0 a second copy of the model is kept for reference, or with
     `model.lora` none: the weights under the adapter are the reference."""

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from tunesmith.experience.table import BoundOperator, apply_operators
+from tunesmith.metric import merge_metrics
 from tunesmith.types import Group, RunAdvantage, Task
 
 Draw = Callable[[int], list[Task]]
@@ -28,6 +29,8 @@ class Batch:
     """Those that train, as the operators left them."""
     positions: list[int] = field(default_factory=list)
     """Where in `collected` each of `groups` came from."""
+    is_useful: list[bool] = field(default_factory=list)
+    """Whether the rewards of each of `groups` teach something."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def spread(self, advantages: Sequence[Sequence[RunAdvantage]]) -> list[list[RunAdvantage]]:
@@ -68,6 +71,7 @@ async def gather_batch(
             if useful or (group.trajectories and not has_budget):
                 batch.groups.append(group)
                 batch.positions.append(position)
+                batch.is_useful.append(useful)
         batch.collected += groups
         rounds.append((len(groups), metrics))
         num_useful += sum(is_useful)
@@ -81,14 +85,5 @@ async def gather_batch(
 
 
 def merge_rounds(rounds: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
-    """Counts (`num_...`) are added up over rounds, everything else is averaged over their groups."""
-    merged: dict[str, float] = {}
-    for name in dict.fromkeys(name for _, metrics in rounds for name in metrics):
-        given = [(size, metrics[name]) for size, metrics in rounds if name in metrics]
-        total = sum(value if is_count(name) else size * value for size, value in given)
-        merged[name] = total if is_count(name) else total / sum(size for size, _ in given)
-    return merged
-
-
-def is_count(name: str) -> bool:
-    return name.rpartition("/")[2].startswith("num_")
+    """Metrics of all rounds, of which each has a number of groups: plain floats are averaged over groups."""
+    return merge_metrics([metrics for _, metrics in rounds], weights=[size for size, _ in rounds])

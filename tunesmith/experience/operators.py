@@ -3,6 +3,8 @@
 An operator is a function `(groups, **args) -> (groups, numbers)` that gives back one group for each it got, in order,
 with fewer or changed trajectories; a group without trajectories teaches nothing. A run that is left out is in no
 statistic of its group. What happened is kept as it was: rollouts on disk and the selector's feedback come from before.
+Numbers are of one round of a batch: a plain float is averaged over the groups of all rounds, others say by their type
+in `metric` how they combine.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat
 from typing_extensions import TypedDict
 
 from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates
+from tunesmith.metric import Count, Largest, Mean, Smallest
 from tunesmith.types import Group, Trajectory
 
 Operator = Callable[..., tuple[list[Group], dict[str, float]]]
@@ -121,7 +124,7 @@ def mask_response_truncated(groups: Sequence[Group]) -> tuple[list[Group], dict[
         return replace(run, turns=tuple(turns))
 
     masked = [replace(group, trajectories=tuple(map(mask, group.trajectories))) for group in groups]
-    return masked, {"num_masked_turns": float(num_masked)}
+    return masked, {"num_masked_turns": Count(num_masked)}
 
 
 def reward_shaping_mapper(
@@ -147,12 +150,12 @@ def reward_shaping_mapper(
         return replace(run, reward=reward)
 
     shaped = [replace(group, trajectories=tuple(map(shape, group.trajectories))) for group in groups]
-    metrics = {"num_skipped": float(num_skipped)}
+    metrics: dict[str, float] = {"num_skipped": Count(num_skipped)}
     if differences:
         metrics |= {
-            "reward_diff_mean": fmean(differences),
-            "reward_diff_min": min(differences),
-            "reward_diff_max": max(differences),
+            "reward_diff_mean": Mean(math.fsum(differences), over=len(differences)),
+            "reward_diff_min": Smallest(min(differences)),
+            "reward_diff_max": Largest(max(differences)),
         }
     return shaped, metrics
 
@@ -176,10 +179,10 @@ def compute_shaped(reward: float, value: float | None, shaping: Shaping) -> floa
 def _keep_runs(groups: Sequence[Group], is_kept: Callable[[Trajectory], bool]) -> tuple[list[Group], dict[str, float]]:
     kept = [replace(group, trajectories=tuple(filter(is_kept, group.trajectories))) for group in groups]
     num_runs, num_kept = (sum(len(group.trajectories) for group in each) for each in (groups, kept))
-    return kept, {"num_filtered_runs": float(num_runs - num_kept)}
+    return kept, {"num_filtered_runs": Count(num_runs - num_kept)}
 
 
 def _keep_groups(groups: Sequence[Group], is_kept: Callable[[Group], bool]) -> tuple[list[Group], dict[str, float]]:
     kept = [group if is_kept(group) else replace(group, trajectories=()) for group in groups]
     num_groups, num_kept = (sum(bool(group.trajectories) for group in each) for each in (groups, kept))
-    return kept, {"num_filtered_groups": float(num_groups - num_kept)}
+    return kept, {"num_filtered_groups": Count(num_groups - num_kept)}

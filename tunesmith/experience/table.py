@@ -21,6 +21,7 @@ from tunesmith.experience.operators import (
     reward_shaping_mapper,
     reward_std_filter,
 )
+from tunesmith.metric import Count
 from tunesmith.types import Group
 
 OPERATORS: dict[str, Operator] = {
@@ -127,9 +128,16 @@ def split_result(name: str, result: Any) -> tuple[Sequence[Group], dict[str, flo
     """Groups and numbers; a ConfigError where a user's operator gave back something else."""
     try:
         groups, numbers = result
-        return groups, {key: float(value) for key, value in numbers.items()}
+        return groups, {key: read_number(value) for key, value in numbers.items()}
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"operator {name!r} must give back (groups, numbers by name): {error}") from error
+
+
+def read_number(value: Any) -> float:
+    """A number of a user's operator: an int is a count, a float is averaged, others say by their type what they are."""
+    if isinstance(value, int):
+        return Count(value)
+    return value if isinstance(value, float) else float(value)
 
 
 def check_rewards(groups: Sequence[Group]) -> None:

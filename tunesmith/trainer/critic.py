@@ -127,11 +127,12 @@ def compute_value_losses(
     """Half the squared error [E] (Schulman et al., 2017, eq. 9), and where its clip stopped the gradient.
 
     The larger of the plain error and that of the value held within `clip_range` of the old one: the form of PPO's
-    published code (Engstrom et al., 2020, section 2).
+    published code (Engstrom et al., 2020, section 2). A value within the range is its own held value, to the last bit.
     """
     plain_E = (values_E - returns_E).square() / 2
     if clip_range is None:
         return plain_E, torch.zeros_like(plain_E, dtype=torch.bool)
-    held_E = old_values_E + (values_E - old_values_E).clamp(-clip_range, clip_range)
+    moved_E = values_E - old_values_E
+    held_E = values_E.where(moved_E.abs() <= clip_range, old_values_E + moved_E.clamp(-clip_range, clip_range))
     held_loss_E = (held_E - returns_E).square() / 2
     return torch.maximum(plain_E, held_loss_E), (held_loss_E > plain_E)

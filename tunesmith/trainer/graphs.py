@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class _Recorded:
         self.kl_coef.copy_(kl_coef)
         self.row.plan.copy_tables(row.plan)
         self.graph.replay()
-        return PartTotals(names=self.totals.names, values_PK=self.totals.values_PK.clone())
+        return replace(self.totals, values_PK=self.totals.values_PK.clone())
 
 
 class RowGraphs:

@@ -45,12 +45,13 @@ class Companions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstScores:
-    """Of the policy that a step began with, for the correction of importance weights."""
+    """Of the policy that a step began with, which corrections compare with the sampler."""
 
     logprobs: Sequence[np.ndarray]
     """Per sample and token; read at trained tokens only."""
     is_weighted: bool
-    """Losses are multiplied by truncated importance weights; otherwise they are only masked."""
+    """Losses are multiplied by truncated importance weights and compare with this policy; otherwise tokens are only
+    masked, and losses compare with the sampler."""
 
     def select(self, indices: Sequence[int]) -> FirstScores:
         """Those of some of the samples."""
@@ -106,17 +107,20 @@ def prepare_update(
 ) -> Preparation:
     """Run the scoring passes that the algorithm needs, and make of them what every trained token is given.
 
-    Without `first` losses compare with the sampler's logprobs, which then are those of the step's first policy but for
-    rounding. Sampler and trainer must agree on what `newest_version` sampled; None takes the newest version here.
+    Losses compare with the sampler's logprobs, which on fresh data are those of the step's first policy but for
+    rounding; with `first.is_weighted` they compare with the first policy. Sampler and trainer must agree on what
+    `newest_version` sampled; None takes the newest version here.
     """
     events = list_events(samples, rows)
     sampler_E = events.gather([sample.logprobs for sample in samples])
-    old_E = sampler_E if first is None else events.gather(first.logprobs)
+    first_E = sampler_E if first is None else events.gather(first.logprobs)
+    is_weighted = first is not None and first.is_weighted
+    old_E = first_E if is_weighted else sampler_E
     found = run_scoring_passes(model, samples, rows, algorithm, companions=companions, chunk_tokens=chunk_tokens)
     scores = build_scores(samples, events, old_E, found, step=step)
     terms = algorithm.compute_terms(scores)
     correction_E, correction_metrics = compute_correction_weights(
-        scores, sampler_E, algorithm.correction, is_weighted=first is not None and first.is_weighted
+        scores, sampler_E, algorithm.correction, first_logprobs_E=first_E, is_weighted=is_weighted
     )
     inputs = TokenInputs(
         weights_E=weigh_tokens(scores, algorithm, norm_length=norm_length),

@@ -28,12 +28,11 @@ from tunesmith.model.logprobs import compute_logprobs
 from tunesmith.trainer.batch import Row, SentInputs, build_row, number_distributions, send_inputs
 from tunesmith.trainer.compiling import compile_function
 from tunesmith.trainer.graphs import RowGraphs, can_replay
-from tunesmith.trainer.metrics import PartTotals
+from tunesmith.trainer.metrics import Kind, PartTotals, Total, add_parts
 from tunesmith.types import Sample
 
-Totals = dict[str, Tensor]
-"""Quantities of trained tokens, on their device. `loss` and `pg_loss` are sums of weight times token loss; names that
-begin with `max_` are maxima; all others are plain sums over tokens."""
+ChunkTotals = dict[str, tuple[Kind, Tensor]]
+"""Of a chunk, by the name of the metric."""
 
 
 def run_batch(
@@ -43,11 +42,10 @@ def run_batch(
     algorithm: Algorithm,
     inputs: TokenInputs[np.ndarray],
     *,
-    kl_coef: float,
     chunk_tokens: int,
     is_compiled: bool = False,
     graphs: RowGraphs | None = None,
-) -> Totals:
+) -> dict[str, Total]:
     """Add the update's gradient to the parameters' (not under `no_grad`) and return its totals.
 
     `rows` are the samples as packed; together they are one update. `inputs` are of the rows' events in turn. A GPU
@@ -57,20 +55,20 @@ def run_batch(
         graphs.begin_update()
     parts: list[PartTotals] = []
     start = 0
-    coef = torch.full((), kl_coef, device=model.device, dtype=torch.promote_types(model.dtype, torch.float32))
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    kl_coef = torch.full((), algorithm.kl_coef, device=model.device, dtype=dtype)
     for trie in rows:
         part = slice(start, start := start + len(trie.parent_E))
         kinds = number_distributions(samples, trie)
         is_rounded = graphs is not None and can_replay(trie, kinds)
         row = build_row(trie, kinds, chunk_tokens=chunk_tokens, model=model, is_rounded=is_rounded)
-        sent = send_inputs(inputs.convert(itemgetter(part)), row, device=model.device, dtype=coef.dtype)
+        sent = send_inputs(inputs.convert(itemgetter(part)), row, device=model.device, dtype=dtype)
         run = partial(run_row, model, algorithm=algorithm, is_compiled=is_compiled)
-        parts.append(graphs.run(row, sent, coef, run) if graphs is not None and is_rounded else run(row, sent, coef))
+        has_graph = graphs is not None and is_rounded
+        parts.append(graphs.run(row, sent, kl_coef, run) if has_graph else run(row, sent, kl_coef))
     if graphs is not None:
         graphs.end_update()
-    names, values_PK = parts[0].names, torch.cat([part.values_PK for part in parts])
-    found = zip(names, values_PK.sum(dim=0).unbind(), values_PK.amax(dim=0).unbind(), strict=True)
-    return {name: most if name.startswith("max_") else total for name, total, most in found}
+    return add_parts(parts)
 
 
 def run_row(
@@ -88,7 +86,7 @@ def run_row(
     hidden_SC = hidden_TC.index_select(0, row.node_S)
     parts = hidden_SC.detach().split([len(chunk.node_S) for chunk in row.chunks])
     totals, gradients, start = [], [], 0
-    names: tuple[str, ...] = ()
+    kinds: tuple[tuple[str, Kind], ...] = ()
     for chunk, part_SC in zip(row.chunks, parts, strict=True):
         part_SC.requires_grad_(has_backward)
         place_E = slice(start, start := start + len(chunk.event_E))
@@ -102,14 +100,14 @@ def run_row(
         )
         can_compile = is_compiled and min(len(chunk.target_S), len(chunk.event_E)) > 1
         measure = compile_function(measure_loss) if can_compile else measure_loss
-        loss, names, totals_K = measure(*scores, chunk.site_E, sent.select(place_E), algorithm, kl_coef)
+        loss, kinds, totals_K = measure(*scores, chunk.site_E, sent.select(place_E), algorithm, kl_coef)
         totals.append(totals_K)
         if has_backward:
             loss.backward()
             gradients.append(part_SC.grad)
     if has_backward:
         hidden_SC.backward(torch.cat(gradients))
-    return PartTotals(names=names, values_PK=torch.stack(totals))
+    return PartTotals(kinds=kinds, values_PK=torch.stack(totals))
 
 
 def measure_loss(
@@ -119,10 +117,11 @@ def measure_loss(
     sent: SentInputs,
     algorithm: Algorithm,
     kl_coef: Tensor,
-) -> tuple[Tensor, tuple[str, ...], Tensor]:
-    """A chunk's share of the update's loss, and its totals [K] by name."""
+) -> tuple[Tensor, tuple[tuple[str, Kind], ...], Tensor]:
+    """A chunk's share of the update's loss, and its totals [K] with their names and kinds."""
     loss, totals = _compute_loss(logprobs_S, entropy_S, site_E, sent.unstack(), algorithm, kl_coef)
-    return loss, tuple(totals), torch.stack(list(totals.values()))
+    kinds = tuple((name, kind) for name, (kind, _) in totals.items())
+    return loss, kinds, torch.stack([total for _, total in totals.values()])
 
 
 def _compute_loss(
@@ -131,18 +130,23 @@ def _compute_loss(
     site_E: Tensor,
     inputs: TokenInputs[Tensor],
     algorithm: Algorithm,
-    kl_coef: float | Tensor,
-) -> tuple[Tensor, Totals]:
-    """A chunk's share of the update's loss, and its totals. KL and entropy are of what the policy sampled."""
+    kl_coef: Tensor,
+) -> tuple[Tensor, ChunkTotals]:
+    """A chunk's share of the update's loss, and its totals. KL and entropy are of what the policy sampled.
+
+    `kl_coef` is the algorithm's, as a tensor that a recorded row can be given anew.
+    """
     logprobs_E = logprobs_S.index_select(0, site_E)
     token_losses = algorithm.compute_losses(_build_scores(logprobs_E, inputs))
     losses_E = inputs.correction_E * token_losses.losses_N
-    per_token = {**token_losses.metrics, "entropy": entropy_S.detach()[site_E]}
-    totals = {name: _sum_real(values_E, inputs) for name, values_E in per_token.items()}
-    if not algorithm.is_supervised:
-        totals["pg_loss"] = torch.dot(inputs.weights_E, losses_E.detach())
-        totals |= _compare_with_sampler(logprobs_E.detach(), inputs)
     is_own = 1.0 if inputs.is_expert_E is None else 1 - inputs.is_expert_E
+    per_token = {**token_losses.metrics, "entropy": entropy_S.detach()[site_E]}
+    totals: ChunkTotals = {
+        f"train/{name}": ("own", _sum_real(is_own * values_E, inputs)) for name, values_E in per_token.items()
+    }
+    if not algorithm.is_supervised:
+        totals["train/pg_loss"] = ("loss", torch.dot(inputs.weights_E, losses_E.detach()))
+        totals |= _compare_with_sampler(logprobs_E.detach(), inputs)
     if algorithm.entropy_coef > 0:
         losses_E = losses_E - algorithm.entropy_coef * is_own * entropy_S[site_E]
     if inputs.reference_logprobs_E is not None:
@@ -150,13 +154,13 @@ def _compute_loss(
             logprobs_E,
             inputs.reference_logprobs_E,
             estimator=algorithm.kl_estimator,
-            old_logprobs_N=inputs.old_logprobs_E,
+            sampler_logprobs_N=inputs.sampler_logprobs_E,
         )
         kl_E = is_own * kl_E
         losses_E = losses_E + kl_coef * kl_E
-        totals["kl"] = _sum_real(kl_E.detach(), inputs)
+        totals["train/kl"] = ("own", _sum_real(kl_E.detach(), inputs))
     loss = torch.dot(inputs.weights_E, losses_E)
-    totals["loss"] = loss.detach()
+    totals["train/loss"] = ("loss", loss.detach())
     return loss, totals
 
 
@@ -175,13 +179,12 @@ def _build_scores(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> TokenScore
     )
 
 
-def _compare_with_sampler(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> Totals:
+def _compare_with_sampler(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> ChunkTotals:
     """The mismatch of sampler and trainer on what the newest policy sampled."""
     is_newest_E = inputs.is_newest_E > 0
     mismatch_E = compute_kl(inputs.sampler_logprobs_E, logprobs_E, estimator="k3")
     gap_E = (logprobs_E - inputs.sampler_logprobs_E).abs()
     return {
-        "mismatch_kl": mismatch_E.where(is_newest_E, 0.0).sum(),
-        "max_log_ratio": gap_E.where(is_newest_E, 0.0).amax(),
-        "num_newest": is_newest_E.sum().to(logprobs_E.dtype),
+        "mismatch/kl": ("newest", mismatch_E.where(is_newest_E, 0.0).sum()),
+        "mismatch/max_log_ratio": ("largest_newest", gap_E.where(is_newest_E, 0.0).amax()),
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,15 @@ from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpoi
 from tunesmith.trainer.compiling import can_compile, compiled_layers
 from tunesmith.trainer.critic import Critic
 from tunesmith.trainer.graphs import RowGraphs, can_record, is_small
-from tunesmith.trainer.metrics import Update, build_metrics, check_finite
+from tunesmith.trainer.metrics import (
+    Total,
+    Update,
+    build_metrics,
+    build_token_metrics,
+    check_finite,
+    count_row_tokens,
+    count_tokens,
+)
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.schedule import compute_learning_rate
@@ -46,7 +55,7 @@ from tunesmith.trainer.scoring import (
     score_logprobs,
     spread_logprobs,
 )
-from tunesmith.trainer.step import Totals, run_batch
+from tunesmith.trainer.step import run_batch
 from tunesmith.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -79,9 +88,8 @@ class Trainer:
         dropout_seed: int = 0,
     ) -> None:
         self._algorithm = resolve_algorithm(algorithm)
-        self._kl_coef = self._algorithm.kl_coef
         self._settings = settings
-        self._max_model_len = max_model_len
+        self._norm_length = algorithm.norm_length or max_model_len
         self._num_total_steps = num_total_steps
         self._dropouts = find_dropouts(model)
         self._dropout_seed = dropout_seed
@@ -145,7 +153,7 @@ class Trainer:
                 part = None if first is None else first.select(indices)
                 update = self._update(minibatch, rows, part, learning_rate, policy_version, is_first=not updates)
                 updates.append(update)
-                self._adapt_kl_coef(update, num_trajectories=len({sample.trajectory_index for sample in minibatch}))
+                self._adapt_kl_coef(update, minibatch)
         self.num_steps += 1
         return build_metrics(updates) | {"train/learning_rate": learning_rate}
 
@@ -155,11 +163,12 @@ class Trainer:
         rows = self._pack(samples)
         if not rows:
             raise ValueError(f"none of the {len(samples)} samples has a sampled token, so there is no loss to compute")
-        return self._run(samples, rows, self._prepare(samples, rows))["loss"].item()
+        return self._run(samples, rows, self._prepare(samples, rows))["train/loss"].value.item()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs besides the parameters; tensors are not copied."""
-        state = {"num_steps": self.num_steps, "kl_coef": self._kl_coef, "optimizer": self._optimizer.state_dict()}
+        kl_coef = self._algorithm.kl_coef
+        state = {"num_steps": self.num_steps, "kl_coef": kl_coef, "optimizer": self._optimizer.state_dict()}
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -167,7 +176,7 @@ class Trainer:
         self._optimizer.load_state_dict(state["optimizer"])
         self.num_steps = state["num_steps"]
         if self._algorithm.kl_adaptive is not None:
-            self._kl_coef = state["kl_coef"]
+            self._algorithm = replace(self._algorithm, kl_coef=state["kl_coef"])
         if self._critic is not None:
             self._critic.load_state_dict(state["critic"])
 
@@ -208,17 +217,13 @@ class Trainer:
             with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._dropping():
                 totals = self._run(samples, rows, preparation)
         grad_norm = self._optimizer.compute_grad_norm()
-        found = totals | {"grad_norm": grad_norm}
-        values = torch.stack([value.double() for value in found.values()]).tolist()  # the only wait for the device
-        numbers = dict(zip(found, values, strict=True))
-        update = Update(
-            totals={name: numbers[name] for name in totals},
-            metrics=dict(preparation.metrics) | ({"train/kl_coef": self._kl_coef} if "kl" in totals else {}),
-            grad_norm=numbers["grad_norm"],
-            num_tokens=sum(row.num_tokens for row in rows),
-            num_flat_tokens=sum(row.num_flat_tokens for row in rows),
-            num_trained_tokens=sum(len(row.parent_E) for row in rows),
-        )
+        found = [grad_norm, *(total.value for total in totals.values())]
+        numbers = torch.stack([value.double() for value in found]).tolist()  # the only wait for the device
+        metrics = build_token_metrics(totals, numbers[1:], count_tokens(preparation.inputs), is_first=is_first)
+        metrics |= count_row_tokens(rows) | preparation.metrics | {"train/grad_norm": numbers[0]}
+        if "train/kl" in totals:
+            metrics["train/kl_coef"] = self._algorithm.kl_coef
+        update = Update(metrics=metrics, grad_norm=numbers[0])
         try:
             check_finite(update)
             if is_first and not self._algorithm.is_supervised:
@@ -253,7 +258,7 @@ class Trainer:
             samples,
             rows,
             self._algorithm,
-            norm_length=self._max_model_len,
+            norm_length=self._norm_length,
             chunk_tokens=self._chunk_tokens,
             companions=self._companions,
             first=first,
@@ -261,14 +266,13 @@ class Trainer:
             step=self.num_steps,
         )
 
-    def _run(self, samples: Sequence[Sample], rows: Sequence[Trie], preparation: Preparation) -> Totals:
+    def _run(self, samples: Sequence[Sample], rows: Sequence[Trie], preparation: Preparation) -> dict[str, Total]:
         return run_batch(
             self._model,
             samples,
             rows,
             self._algorithm,
             preparation.inputs,
-            kl_coef=self._kl_coef,
             chunk_tokens=self._chunk_tokens,
             is_compiled=bool(self._compiled),
             graphs=self._graphs if torch.is_grad_enabled() else None,
@@ -279,16 +283,18 @@ class Trainer:
         (seed,) = np.random.SeedSequence((self._dropout_seed, self.num_steps)).generate_state(1).tolist()
         return active_dropout(self._dropouts, seed=seed, device=self._model.device)
 
-    def _adapt_kl_coef(self, update: Update, *, num_trajectories: int) -> None:
-        adaptive = self._algorithm.kl_adaptive
-        if adaptive is not None:
-            self._kl_coef = adapt_kl_coef(
-                self._kl_coef,
-                kl=update.totals["kl"] / update.num_trained_tokens,
+    def _adapt_kl_coef(self, update: Update, samples: Sequence[Sample]) -> None:
+        """Steer by what the policy sampled of the update."""
+        adaptive, kl = self._algorithm.kl_adaptive, update.metrics.get("train/kl")
+        if adaptive is not None and kl is not None:
+            kl_coef = adapt_kl_coef(
+                self._algorithm.kl_coef,
+                kl=kl,
                 target=adaptive.target,
-                num_trajectories=num_trajectories,
+                num_trajectories=len({sample.trajectory_index for sample in samples if not sample.is_expert}),
                 horizon=adaptive.horizon,
             )
+            self._algorithm = replace(self._algorithm, kl_coef=kl_coef)
 
     def _records_rows(self) -> bool:
         """Whether rows become CUDA graphs; an error where they cannot."""

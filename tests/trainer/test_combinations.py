@@ -1,0 +1,243 @@
+"""Losses with corrections, masks, KL estimators, experts and a critic, against formulas on padded tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from padded import LOSSES, aggregate, build_off_policy, clip_ppo, correct, estimate_kl, read_tokens
+from test_critic import build_value_model, compute_values_naively
+from test_gradients import assert_same, take_gradient
+from test_trainer import read_parameters
+
+from trainable_models import build_trainable
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.algorithms.table import ALGORITHMS
+from tunesmith.config import AlgorithmSection, CriticSection, TrainerSection
+from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.scoring import Companions, FirstScores, prepare_update
+from tunesmith.trainer.step import run_batch
+from tunesmith.trainer.trainer import Trainer
+
+LABELS, GROUPS = [0.9, -1.1, -0.4, 1.3, 0.6, -0.8], [0, 0, 1, 1, 2, 2]
+COMPUTATIONS = [
+    {"max_tokens_per_row": 10_000, "has_prefix_sharing": True, "chunk_tokens": 1000},
+    {"max_tokens_per_row": 18, "has_prefix_sharing": False, "chunk_tokens": 3},
+]
+WIDE = {"level": "token", "low": 0.0, "high": 1e9}
+CORRECTIONS = {
+    "none": {},
+    "wide mask": {"mask": WIDE},
+    "tokens masked": {"mask": {"level": "token", "low": 0.8, "high": 1.3}},
+    "sequences masked": {"mask": {"level": "sequence", "low": 0.6, "high": 1.5}},
+    "geometric means masked": {"mask": {"level": "geometric", "low": 0.9, "high": 1.15}},
+    "weights of tokens": {"importance": "token", "cap": 1.2},
+    "weights of sequences": {"importance": "sequence", "cap": 1.5},
+    "weights and mask": {"importance": "token", "mask": {"level": "token", "low": 0.8, "high": 1.3}},
+    "strayed sequences": {"negative_sequence_delta": 0.02},
+}
+LOOSE = {"mismatch_warn": 1e9, "mismatch_stop": 1e9}
+STILL = {**LOOSE, "learning_rate": 1e-15}
+"""So that all updates of a step see one policy."""
+
+
+def compute_expected(model, tokens, section: AlgorithmSection, correction: dict):
+    lose, aggregation, _ = LOSSES[section.algorithm_type]
+    old, weights, is_kept = correct(tokens, correction)
+    losses = weights * is_kept * lose(tokens, old)
+    if section.kl_coef > 0:
+        losses = losses + section.kl_coef * estimate_kl(tokens, section.kl_estimator)
+    loss = aggregate(losses, tokens.is_real, aggregation)
+    loss.backward()
+    return (loss.item(), take_gradient(model)), is_kept[tokens.is_real]
+
+
+def run_package(model, samples, section, *, first, reference=None, chunk_tokens, **packing):
+    algorithm, rows = resolve_algorithm(section), pack_samples(samples, hidden_size=32, **packing)
+    prepared = prepare_update(
+        model, samples, rows, algorithm,
+        norm_length=1, chunk_tokens=chunk_tokens, companions=Companions(reference=reference), first=first,
+    )  # fmt: skip
+    totals = run_batch(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+    return (totals["train/loss"].value.item(), take_gradient(model)), prepared.metrics
+
+
+def choose_first(first: FirstScores, correction: dict) -> FirstScores | None:
+    """What the trainer would hand over."""
+    is_weighted = correction.get("importance", "none") != "none"
+    return replace(first, is_weighted=is_weighted) if is_weighted or "mask" in correction else None
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_corrections_of_every_loss_equal_the_formula(name, kind):
+    """Masked tokens stay in the aggregation's denominator, and the ratio of the loss is with the sampler's logprobs."""
+    model, correction = build_trainable(), CORRECTIONS[kind]
+    samples, first = build_off_policy(model, LABELS, GROUPS, seed=1)
+    section = AlgorithmSection(
+        algorithm_type=name, correction={"importance": "none", **correction}, loss_args=LOSSES[name][2]
+    )
+    expected, is_kept = compute_expected(model, read_tokens(model, samples, first=first), section, correction)
+    assert is_kept.all() == (kind in ("none", "wide mask", "weights of tokens", "weights of sequences"))
+    for options in COMPUTATIONS:
+        found, metrics = run_package(model, samples, section, first=choose_first(first, correction), **options)
+        assert_same(found, expected)
+        if "mask" in correction or "negative_sequence_delta" in correction:
+            assert metrics["correction/masked_frac"] == pytest.approx(1 - is_kept.double().mean().item())
+
+
+@pytest.mark.parametrize("kind", ["none", "tokens masked", "weights of tokens", "weights of sequences"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "corrected_k3"])
+@pytest.mark.parametrize("name", ["grpo", "importance_sampling", "gspo"])
+def test_kl_with_corrections_equals_the_formula(name, estimator, kind):
+    """Weights and masks are of the policy's loss alone; corrected_k3 takes the sampler's logprobs whatever they are."""
+    model, reference, correction = build_trainable(), build_trainable(seed=1), CORRECTIONS[kind]
+    samples, first = build_off_policy(model, LABELS, GROUPS, seed=1)
+    section = AlgorithmSection(
+        algorithm_type=name, correction={"importance": "none", **correction}, kl_coef=0.5, kl_estimator=estimator
+    )
+    tokens = read_tokens(model, samples, first=first, reference=reference)
+    expected, _ = compute_expected(model, tokens, section, correction)
+    for options in COMPUTATIONS:
+        found, _ = run_package(
+            model, samples, section, first=choose_first(first, correction), reference=reference, **options
+        )
+        assert_same(found, expected)
+
+
+def build_companions(name: str) -> dict:
+    needs = resolve_algorithm(AlgorithmSection(algorithm_type=name)).needs
+    return {
+        "reference_model": build_trainable(seed=1) if "reference" in needs else None,
+        "teacher_model": build_trainable(seed=2) if "teacher" in needs else None,
+        "critic_model": build_value_model() if "values" in needs else None,
+    }
+
+
+def take_step(samples, section: AlgorithmSection, settings: dict, **companions):
+    model = build_trainable()
+    trainer = Trainer(model, TrainerSection(**settings), section, max_model_len=64, num_total_steps=9, **companions)
+    return trainer.step(samples), read_parameters(model)
+
+
+UNSUPERVISED = sorted(name for name, entry in ALGORITHMS.items() if entry.compute_advantages is not None)
+
+
+@pytest.mark.parametrize("name", UNSUPERVISED)
+def test_a_mask_that_masks_nothing_changes_nothing(name):
+    """To the last bit, over two updates, with a sampler that is off by 0.4 nats."""
+    experts = (4, 5) if name.startswith("mix") else ()
+    samples, _ = build_off_policy(build_trainable(), LABELS, GROUPS, experts=experts)
+    settings = {**LOOSE, "learning_rate": 1e-2, "num_minibatches": 2}
+    plain, expected = take_step(samples, AlgorithmSection(algorithm_type=name), settings, **build_companions(name))
+    section = AlgorithmSection(algorithm_type=name, correction={"mask": WIDE})
+    metrics, found = take_step(samples, section, settings, **build_companions(name))
+    assert metrics.pop("correction/masked_frac") == 0
+    assert metrics == plain
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("name", ["mix", "mix_chord"])
+def test_metrics_of_a_mixture_are_of_what_the_policy_sampled(name, num_minibatches):
+    """Tokens of experts are in no mean, though they are in the loss; minibatches are weighed by the policy's tokens."""
+    model, reference = build_trainable(), build_trainable(seed=1)
+    samples, _ = build_off_policy(model, LABELS, GROUPS, experts=(1, 4, 5), noise=1.0)
+    tokens = read_tokens(model, samples, reference=reference)
+    own, d = tokens.is_own, (tokens.logprobs - tokens.sampler).detach()
+    upper = torch.maximum(-tokens.advantages * d.exp(), -tokens.advantages * d.exp().clamp(0.8, 1.2))
+    section = AlgorithmSection(
+        algorithm_type=name, kl_coef=0.1, kl_adaptive={"target": 1e-3, "horizon": 50},
+        correction={"mask": {"level": "token", "low": 0.7, "high": 1.5}},
+    )  # fmt: skip
+    settings = {**STILL, "num_minibatches": num_minibatches}
+    metrics, _ = take_step(samples, section, settings, reference_model=reference)
+    assert 0 < own.sum() < tokens.is_real.sum() == metrics["train/num_trained_tokens"]
+    assert metrics["train/kl"] == pytest.approx(estimate_kl(tokens, "k2")[own].mean().item())
+    assert metrics["train/ppo_kl"] == pytest.approx(-d[own].mean().item())
+    is_clipped = (upper > -tokens.advantages * d.exp() + 1e-12)[own]
+    assert metrics["train/clip_frac"] == pytest.approx(is_clipped.double().mean().item())
+    assert 0 < metrics["train/clip_frac"] < 1
+    out = (d.exp() < 0.7) | (d.exp() > 1.5)  # of an update the first policy is the policy
+    shares = [out[own].double().mean().item()]
+    if num_minibatches == 2:  # groups 0 and 2, then 1: experts are in the first, and trajectories 4 and 5 are group 2
+        shares = [out[:2][own[:2]].double().mean().item(), out[2:4][own[2:4]].double().mean().item()]
+    assert metrics["correction/masked_frac"] == pytest.approx(np.mean(shares))
+    assert metrics["expert/num_sequences"] == 3
+
+
+def test_an_adaptive_coefficient_looks_at_what_the_policy_sampled():
+    """The KL of the policy's own tokens is above the target, and their mean over all tokens would be below."""
+    model, reference = build_trainable(), build_trainable(seed=1)
+    samples, _ = build_off_policy(model, LABELS, GROUPS, experts=(1, 4, 5))
+    tokens = read_tokens(model, samples, reference=reference)
+    kl = estimate_kl(tokens, "k2")[tokens.is_own].mean().item()
+    target = 0.9 * kl
+    assert kl * tokens.is_own.sum() / tokens.is_real.sum() < target
+    section = AlgorithmSection(algorithm_type="mix", kl_coef=0.1, kl_adaptive={"target": target, "horizon": 50})
+    model = build_trainable()
+    trainer = Trainer(
+        model, TrainerSection(**STILL), section, max_model_len=64, num_total_steps=9, reference_model=reference
+    )
+    trainer.step(samples)
+    assert trainer.step(samples)["train/kl_coef"] == pytest.approx(0.1 * (1 + (kl / target - 1) * 3 / 50))
+
+
+def whiten_gae(rewards, values, lengths, *, gamma: float, lam: float):
+    """GAE by its definition, a double sum over steps; then mean 0 and variance 1 over all tokens."""
+    advantages, start = [], 0
+    for reward, length in zip(rewards, lengths, strict=True):
+        v = [*values[start : start + length], 0.0]
+        deltas = [(reward if t == length - 1 else 0.0) + gamma * v[t + 1] - v[t] for t in range(length)]
+        advantages += [sum((gamma * lam) ** (u - t) * deltas[u] for u in range(t, length)) for t in range(length)]
+        start += length
+    raw = np.asarray(advantages)
+    return raw + values, (raw - raw.mean()) / math.sqrt(raw.var(ddof=1) + 1e-8)
+
+
+@pytest.mark.parametrize("kind", ["none", "tokens masked", "weights of tokens"])
+@pytest.mark.parametrize("num_minibatches", [1, 2, 3])
+def test_a_critic_with_minibatches_equals_the_formula(num_minibatches, kind):
+    """Returns, whitening and losses are of each minibatch; metrics are means over the updates."""
+    model, value_model, correction = build_trainable(), build_value_model(), CORRECTIONS[kind]
+    samples, _ = build_off_policy(model, LABELS, GROUPS, seed=1)
+    expected: dict[str, list[float]] = {}
+    for turn in range(num_minibatches):
+        part = [sample for sample in samples if sample.group_index % num_minibatches == turn]
+        tokens = read_tokens(model, part)
+        tokens = replace(tokens, first=tokens.logprobs.detach())
+        with torch.no_grad():
+            values = np.asarray([value.item() for value in compute_values_naively(value_model, part).values()])
+        lengths = tokens.is_real.sum(1).tolist()
+        rewards = [label for label, group in zip(LABELS, GROUPS, strict=True) if group % num_minibatches == turn]
+        returns, advantages = whiten_gae(rewards, values, lengths, gamma=0.9, lam=0.8)
+        padded = torch.zeros_like(tokens.advantages)
+        padded[tokens.is_real] = torch.from_numpy(advantages)
+        tokens = replace(tokens, advantages=padded)
+        old, weights, is_kept = correct(tokens, correction)
+        loss = aggregate(weights * is_kept * clip_ppo(tokens, old), tokens.is_real, "token-mean")
+        loss.backward()
+        found = {
+            "train/loss": loss.item(),
+            "train/grad_norm": take_gradient(model).norm().item(),
+            "critic/loss": (np.square(values - returns) / 2).mean(),
+            "critic/value_mean": values.mean(),
+            "critic/return_mean": returns.mean(),
+            "critic/explained_variance": 1 - (returns - values).var() / returns.var(),
+        }
+        for name, value in found.items():
+            expected.setdefault(name, []).append(value)
+    section = AlgorithmSection(
+        algorithm_type="ppo", terms_args={"gamma": 0.9, "lam": 0.8}, critic=CriticSection(learning_rate=1e-15),
+        correction={"importance": "none", **correction},
+    )  # fmt: skip
+    for options in COMPUTATIONS:
+        settings = {**STILL, "num_minibatches": num_minibatches, "max_tokens_per_row": options["max_tokens_per_row"]}
+        settings |= {"has_prefix_sharing": options["has_prefix_sharing"], "logprob_chunk_tokens": 3}
+        metrics, _ = take_step(samples, section, settings, critic_model=build_value_model())
+        assert metrics["critic/clip_frac"] == 0 and metrics["train/num_updates"] == num_minibatches
+        for name, values in expected.items():
+            assert metrics[name] == pytest.approx(np.mean(values), rel=1e-7), name
