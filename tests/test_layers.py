@@ -7,15 +7,15 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "tunesmith"
 LAYERS = [
-    {"types", "config", "errors", "storage", "arguments"},
+    {"types", "config", "errors", "storage", "arguments", "hub"},
     {"algorithms", "tasks", "experience", "model", "retrieval", "monitor", "report"},
     {"engine", "trainer", "rollout", "judges", "tools"},
     {"loop"},
     {"pipeline", "compat"},
-    {"api", "cli", "__init__", "__main__"},
+    {"api", "cli", "run_files", "__init__", "__main__"},
 ]
 LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
-TORCH_FREE = {"types", "config", "errors", "storage", "arguments", "tasks", "experience", "monitor", "report"}
+TORCH_FREE = {"types", "config", "errors", "storage", "arguments", "hub", "tasks", "experience", "monitor", "report"}
 
 
 def room_of(path: Path) -> str:

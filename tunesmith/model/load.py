@@ -26,6 +26,7 @@ from transformers import (
 
 from tunesmith.config import LoraSection, ModelSection
 from tunesmith.errors import ModelError
+from tunesmith.hub import reachable_or_offline
 from tunesmith.model.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.attention import use_plan_attention
 from tunesmith.model.checkpoint import hidden_progress_bars
@@ -77,7 +78,8 @@ def load_config(path: str, *, trust_remote_code: bool = False, base_path: str | 
     """Read a model's configuration without its weights."""
     source = find_model(path, base_path)
     try:
-        return AutoConfig.from_pretrained(source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs)
+        with reachable_or_offline(source.name_or_path):
+            return AutoConfig.from_pretrained(source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs)
     except LOAD_ERRORS as error:
         raise explain_failure(path, source, error) from error
 
@@ -103,9 +105,10 @@ def load_tokenizer(
     if source.adapter is not None and (source.adapter.folder / "tokenizer_config.json").is_file():
         source = ModelSource(name_or_path=str(source.adapter.folder))
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs
-        )
+        with reachable_or_offline(source.name_or_path):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs
+            )
     except LOAD_ERRORS as error:
         raise explain_failure(path, source, error) from error
     if chat_template is not None:
@@ -158,7 +161,7 @@ def load_model(
 
         placing = {"quantization_config": build_quantization(dtype), "device_map": {"": device}}
     try:
-        with hidden_progress_bars():
+        with hidden_progress_bars(), reachable_or_offline(source.name_or_path):
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 source.name_or_path,
                 dtype=dtype,

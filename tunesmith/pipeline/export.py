@@ -21,7 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from tunesmith.config import ExportSection
 from tunesmith.errors import ConfigError, ModelError, StorageError
-from tunesmith.model.adapter import BASE_FINGERPRINT, check_adapter, check_fingerprint
+from tunesmith.model.adapter import check_adapter, check_fingerprint
+from tunesmith.model.adapter_files import BASE_FINGERPRINT
 from tunesmith.model.checkpoint import DONE, SMALL_FILES_BYTES, check_complete, new_folder, save_model_files
 from tunesmith.model.load import check_vocabulary, load_config, load_model, load_tokenizer
 from tunesmith.pipeline.export_card import Card, write_card
