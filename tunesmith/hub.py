@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ FILE_ENDINGS = {
 }
 """Endings of files; no name on the hub is taken to end in one."""
 PROBE_TIMEOUT_S = 5.0
+PROBE_INTERVAL_S = 60.0
 
 
 def is_path_like(name: str) -> bool:
@@ -39,9 +41,15 @@ def is_offline() -> bool:
     return bool(huggingface_hub.constants.HF_HUB_OFFLINE)
 
 
-@functools.cache
 def find_fault() -> str | None:
-    """Why the hub cannot be reached, None when it answers; it is asked once in a process."""
+    """Why the hub cannot be reached, None when it answers; it is asked at most once in `PROBE_INTERVAL_S`."""
+    return probe(int(time.monotonic() // PROBE_INTERVAL_S))
+
+
+@functools.lru_cache(maxsize=1)
+def probe(period: int) -> str | None:
+    """Ask the hub; `period` tells one interval from the next."""
+    del period
     try:
         huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=PROBE_TIMEOUT_S)
     except Exception as error:  # noqa: BLE001 - the HTTP client of the hub's library differs between its versions
