@@ -110,3 +110,10 @@ def test_ending_that_is_no_data_set(tmp_path):
     (tmp_path / "train.txt").write_text("hello", encoding="utf-8")
     with pytest.raises(DataError, match="allowed endings"):
         load_tasks(DatasetSection(path=str(tmp_path / "train.txt")), name="t")
+
+
+def test_an_empty_field_is_said_to_be_empty(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"question": "1+1", "answer": "2"}\n{"question": "1+2", "answer": null}\n')
+    with pytest.raises(DataError, match=r"row 1 of .* has no value for 'answer': it is empty \(null\)"):
+        load_tasks(DatasetSection(path=str(path), required_fields=("answer",)), name="t")

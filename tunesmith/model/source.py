@@ -6,6 +6,7 @@ Nothing is read here but an adapter's config. A path that is not there is an err
 from __future__ import annotations
 
 import importlib.util
+import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,11 @@ def explain_failure(path: str, source: ModelSource, error: Exception) -> ModelEr
         return ModelError(
             f"{named} is no folder here, and {describe_miss()}; give a local folder or download the model first"
             + ("" if source.adapter is None else ", and name it in model.base_path")
+        )
+    if isinstance(error, pickle.UnpicklingError):
+        return ModelError(
+            f"{named}: its weights are a pickle that holds more than tensors, which could run any code, so it is not "
+            "loaded; take the model in safetensors"
         )
     reason = " ".join(str(error).split())
     return ModelError(f"{named} cannot be loaded: {reason[:300]}")

@@ -20,6 +20,8 @@ from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import Lease, ModelSource
 from tunesmith.rollout.signature import list_parameters
 from tunesmith.types import (
+    MAX_METRIC,
+    MAX_REWARD,
     Failure,
     FailureWhere,
     JudgeOutput,
@@ -207,6 +209,8 @@ def _check_reward(where: FailureWhere, reward: float | None, none_message: str) 
         raise _UserError(where, none_message)
     if not math.isfinite(reward):
         raise _UserError(where, f"the {where} gave reward {reward}; it must be a finite number")
+    if abs(reward) > MAX_REWARD:
+        raise _UserError(where, f"the {where} gave reward {reward:g}; it must be within {MAX_REWARD:g} of 0")
     return float(reward)
 
 
@@ -214,6 +218,8 @@ def _check_metrics(where: FailureWhere, metrics: Mapping[str, float] | None) -> 
     for name, value in (metrics or {}).items():
         if not math.isfinite(value):
             raise _UserError(where, f"the {where} gave metric {name}={value}; metrics must be finite numbers")
+        if abs(value) > MAX_METRIC:
+            raise _UserError(where, f"the {where} gave metric {name}={value:g}; it must be within {MAX_METRIC:g} of 0")
     return dict(metrics or {})
 
 

@@ -50,9 +50,15 @@ def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[st
         for field in fields:
             if row.get(field) is None:
                 raise DataError(
-                    f"row {index} of {path!r} has no {field!r}; its fields are {', '.join(sorted(row))}. "
-                    "Mend the data or change required_fields"
+                    f"row {index} of {path!r} {describe_gap(row, field)}. Mend the data or change required_fields"
                 )
+
+
+def describe_gap(row: Mapping[str, Any], field: str) -> str:
+    """What a row has in place of a field; `datasets` fills fields that only other rows have with None."""
+    if field in row:
+        return f"has no value for {field!r}: it is empty (null), or other rows alone have this field"
+    return f"has no {field!r}; its fields are {', '.join(sorted(row))}"
 
 
 def _read(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
