@@ -15,6 +15,8 @@ from tunesmith.config import (
     Section,
     TrainerSection,
 )
+from tunesmith.errors import ConfigError
+from tunesmith.pipeline.load_config import load_config
 
 
 def iter_sections(section: type[Section] = Section):
@@ -80,3 +82,27 @@ def test_a_default_is_valid():
         required = [name for name, field in section.model_fields.items() if field.is_required()]
         if not required:
             assert section.model_validate(section().model_dump()) == section()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.learning_rate=.inf", "trainer.learning_rate must be less than or equal to 1"),
+        ("trainer.learning_rate=1e30", "trainer.learning_rate must be less than or equal to 1, got 1e.30"),
+        ("algorithm.critic.learning_rate=1e30", "learning_rate must be less than or equal to 1"),
+        ("model.temperature=1e-39", "model.temperature: a temperature is 0, which is greedy, or at least 1e-05"),
+        ("model.temperature=.inf", "model.temperature must be a finite number"),
+        ("evaluation.temperature=1e-39", "evaluation.temperature: a temperature is 0"),
+        ("num_cpu_threads=10000", "num_cpu_threads must be less than or equal to 1024"),
+        ('name="two\\nlines"', r"name='two.nlines' names a folder: it must be one line"),
+        ('project="bell\\a"', r"project='bell.x07' names a folder: it must be one line"),
+    ],
+)
+def test_values_that_can_only_fail_later_are_refused(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [override], values={"model": {"path": "m"}})
+
+
+def test_greedy_and_cold_sampling_are_allowed():
+    for temperature in (0, 1e-5, 0.01):
+        assert load_config(None, values={"model": {"path": "m", "temperature": temperature}})

@@ -7,15 +7,17 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "tunesmith"
 LAYERS = [
-    {"types", "config", "errors", "storage", "arguments", "version", "metric"},
+    {"types", "config", "errors", "storage", "arguments", "version", "metric", "hub"},
     {"algorithms", "tasks", "experience", "model", "retrieval", "monitor", "report"},
     {"engine", "trainer", "rollout", "judges", "tools"},
     {"loop"},
     {"pipeline", "compat"},
-    {"api", "cli", "__init__", "__main__"},
+    {"api", "cli", "run_files", "__init__", "__main__"},
 ]
 LAYER_OF = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
-TORCH_FREE = {"types", "config", "errors", "storage", "arguments", "metric", "tasks", "experience", "monitor", "report"}
+TORCH_FREE = {
+    "types", "config", "errors", "storage", "arguments", "metric", "hub", "tasks", "experience", "monitor", "report"
+}  # fmt: skip
 
 
 def room_of(path: Path) -> str:

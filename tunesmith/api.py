@@ -6,7 +6,6 @@ Foreign words are translated here, by `compat`, before `pipeline` does the work.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,22 +21,20 @@ from tunesmith.compat.agentscope import (
 )
 from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
 from tunesmith.compat.agentscope_output import agent_output
-from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
-from tunesmith.config import EvalConfig, RunConfig
+from tunesmith.config import EvalConfig, PipelineConfig, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.compare import run_comparison, run_eval
 from tunesmith.pipeline.comparison import Comparison
-from tunesmith.pipeline.demo import run_demo as run_demo_pipeline
 from tunesmith.pipeline.feed import OwnParts
-from tunesmith.pipeline.load_config import load_config, load_section, load_values
 from tunesmith.pipeline.load_function import load_functions
 from tunesmith.pipeline.pass_rates import PassRates, measure_pass_rates
-from tunesmith.pipeline.pipeline_plan import load_pipeline
+from tunesmith.pipeline.pipeline_plan import Choice
 from tunesmith.pipeline.policy import BuildModel
-from tunesmith.pipeline.run_pipeline import Choice, check_pipeline, run_pipeline
+from tunesmith.pipeline.run_pipeline import run_pipeline
 from tunesmith.pipeline.tune import TuneResult, run_tuning
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.run_files import load_run_file
 from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 
 __all__ = [
@@ -51,19 +48,16 @@ __all__ = [
     "WorkflowOutput",
     "WorkflowType",
     "check_judge_function",
-    "check_pipeline_file",
     "check_workflow_function",
-    "evaluate_config_file",
-    "measure_config_file",
-    "run_config_file",
-    "run_demo",
-    "run_pipeline_file",
+    "evaluate_config",
+    "load_run_file",
+    "measure_config",
+    "run_config",
+    "run_pipeline_config",
     "tune",
 ]
 
 Result = TypeVar("Result")
-
-logger = logging.getLogger(__name__)
 
 
 def tune(
@@ -117,18 +111,16 @@ def tune(
         )
 
 
-def run_config_file(path: str, *, overrides: Sequence[str] = ()) -> TuneResult:
+def run_config(config: RunConfig) -> TuneResult:
     """Train as a run file says, with the workflow and judge that it names."""
-    config = load_run_file(path, overrides)
     with agent_output(is_shown=config.rollout.has_agent_output):
         workflow, judge = load_functions(config)
         return run_tuning(config, workflow=workflow, judge=judge, build_model=choose_chat_model(config))
 
 
-def evaluate_config_file(
-    path: str,
+def evaluate_config(
+    settings: RunConfig | EvalConfig,
     *,
-    overrides: Sequence[str] = (),
     models: Mapping[str, str] | None = None,
     out: str | None = None,
     has_plot: bool = False,
@@ -136,30 +128,27 @@ def evaluate_config_file(
     """Evaluate models by label on the held-out tasks of a run file, or of a file that names models itself, and write
     the results to the folder `out`."""
     folder = None if out is None else Path(out)
-    if "models" in load_values(path):
-        settings = load_section(EvalConfig, path, overrides)
+    if isinstance(settings, EvalConfig):
         changes = {"models": dict(models or settings.models), "has_plot": has_plot or settings.has_plot}
         settings = settings.model_copy(update=changes)
         config = settings.to_run_config()
         with agent_output(is_shown=config.rollout.has_agent_output):
             return run_eval(settings, out_dir=folder, build_model=choose_chat_model(config))
-    config = load_run_file(path, overrides)
-    with agent_output(is_shown=config.rollout.has_agent_output):
-        workflow, judge = load_functions(config)
+    with agent_output(is_shown=settings.rollout.has_agent_output):
+        workflow, judge = load_functions(settings)
         return run_comparison(
-            config,
-            models=models or {config.model.path: config.model.path},
+            settings,
+            models=models or {settings.model.path: settings.model.path},
             workflow=workflow,
             judge=judge,
-            build_model=choose_chat_model(config),
+            build_model=choose_chat_model(settings),
             out=folder,
             has_plot=has_plot,
         )
 
 
-def measure_config_file(path: str, *, overrides: Sequence[str] = (), field: str, num_runs: int, out: str) -> PassRates:
+def measure_config(config: RunConfig, *, field: str, num_runs: int, out: str) -> PassRates:
     """Write the training set of a run file with the model's pass rates under `field`."""
-    config = load_run_file(path, overrides)
     with agent_output(is_shown=config.rollout.has_agent_output):
         workflow, judge = load_functions(config)
         return measure_pass_rates(
@@ -173,7 +162,7 @@ def measure_config_file(path: str, *, overrides: Sequence[str] = (), field: str,
         )
 
 
-def run_pipeline_file(path: str, *, overrides: Sequence[str] = (), choice: Choice = Choice()) -> Path:
+def run_pipeline_config(config: PipelineConfig, *, choice: Choice = Choice()) -> Path:
     """Run the stages that a pipeline file names and that are not done; returns the report."""
     with agent_output(is_shown=False) as switch_output:
 
@@ -181,29 +170,7 @@ def run_pipeline_file(path: str, *, overrides: Sequence[str] = (), choice: Choic
             switch_output(config.rollout.has_agent_output)
             return choose_chat_model(config)
 
-        return run_pipeline(load_pipeline(path, overrides), choose_model=choose_model, choice=choice)
-
-
-def check_pipeline_file(path: str, *, overrides: Sequence[str] = (), choice: Choice = Choice()) -> dict[str, str]:
-    """What running a pipeline file would do to each stage, when nothing is wrong with any."""
-    return check_pipeline(load_pipeline(path, overrides), choice=choice)
-
-
-def run_demo(*, seed: int, out: str) -> dict[str, float]:
-    """The main job on the embedded default; returns held-out accuracies and seconds."""
-    return run_demo_pipeline(seed=seed, out=Path(out), build_model=build_agentscope_chat_model)
-
-
-def load_run_file(
-    path: str | Path | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
-) -> RunConfig:
-    """Read a run file of ours, or one of Trinity-RFT's, whose keys are translated or refused one by one."""
-    if path is not None and is_trinity_file(foreign := load_values(path)):
-        translation = translate_trinity_file(foreign)
-        for note in translation.notes:
-            logger.warning("%s: %s", path, note)
-        return load_config(None, overrides, values=values, base=translation.values)
-    return load_config(path, overrides, values=values)
+        return run_pipeline(config, choose_model=choose_model, choice=choice)
 
 
 def choose_chat_model(config: RunConfig) -> BuildModel:

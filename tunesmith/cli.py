@@ -1,4 +1,7 @@
-"""The `tunesmith` command. Each command imports what it needs when it runs, so `--help` stays fast.
+"""The `tunesmith` command.
+
+Each command first reads and checks its file with light modules (`run_files`), then says what it begins, and only then
+imports what it runs: torch and its like take seconds, which neither `--help` nor a misspelt key should wait for.
 
 Errors go to stderr as one sentence and end the command with a non-zero status; `--debug` adds the traceback.
 """
@@ -8,11 +11,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tunesmith.pipeline.process import leave_threads_behind, run_guarded
+
+if TYPE_CHECKING:
+    from tunesmith.pipeline.finetune import FinetuneResult
 
 app = typer.Typer(
     name="tunesmith",
@@ -38,6 +44,14 @@ Judge = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error, and of each failed rollout.")]
 
 
+def show_training(result: FinetuneResult, label: str) -> None:
+    """What a fine-tuning leaves, in lines."""
+    typer.echo(f"{result.num_steps} steps on {result.num_rows} rows, loss {result.loss:.4f}")
+    if result.eval_loss is not None:
+        typer.echo(f"evaluation loss {result.eval_loss:.4f} at step {result.best_step}, whose weights were kept")
+    typer.echo(f"{label}: {result.folder}")
+
+
 @app.command()
 def tune(
     config: ConfigPath,
@@ -50,10 +64,14 @@ def tune(
     """Train a model inside an agent as a run file says."""
 
     def work() -> None:
-        from tunesmith.api import run_config_file
+        from tunesmith import run_files
 
-        chosen = _collect_overrides(overrides, workflow=workflow, judge=judge)
-        result = run_config_file(config, overrides=chosen + (["continue_from_checkpoint=true"] if resume else []))
+        chosen = run_files.collect_overrides(overrides, workflow=workflow, judge=judge)
+        settings = run_files.load_run_file(config, chosen + (["continue_from_checkpoint=true"] if resume else []))
+        run_files.begin("tune", settings, f"{config} is valid, loading libraries")
+        from tunesmith.api import run_config
+
+        result = run_config(settings)
         typer.echo(f"run folder: {result.folder}")
         if result.checkpoint is not None:
             typer.echo(f"trained model: {result.checkpoint}")
@@ -85,16 +103,16 @@ def prepare_data(
     """Turn questions with worked solutions, such as GSM8K, into conversations of an agent with a calculator."""
 
     def work() -> None:
-        from tunesmith.config import PrepareSection
-        from tunesmith.pipeline.load_config import load_section
-        from tunesmith.pipeline.prepare import format_summary, run_prepare
-        from tunesmith.pipeline.prepare_flags import collect_values
+        from tunesmith import run_files
 
-        values = collect_values(
-            data=data, data_name=data_name, eval_data=eval_data, eval_name=eval_name, style=style,
-            paraphrase=paraphrase, pass_rate=pass_rate or [], samples=samples, max_rows=max_rows,
+        settings = run_files.load_prepare_file(
+            config, overrides or [], data=data, data_name=data_name, eval_data=eval_data, eval_name=eval_name,
+            style=style, paraphrase=paraphrase, pass_rate=pass_rate or [], samples=samples, max_rows=max_rows,
         )  # fmt: skip
-        report = run_prepare(load_section(PrepareSection, config, overrides or [], values=values), out_dir=Path(out))
+        run_files.begin("prepare", settings, f"loading libraries and {settings.data.path}")
+        from tunesmith.pipeline.prepare import format_summary, run_prepare
+
+        report = run_prepare(settings, out_dir=Path(out))
         typer.echo(format_summary(report))
 
     run_guarded(work, is_debug=debug)
@@ -110,15 +128,13 @@ def finetune(
     """Fine-tune a model, or a LoRA or QLoRA adapter on it, on conversations."""
 
     def work() -> None:
-        from tunesmith.config import FinetuneConfig
-        from tunesmith.pipeline.finetune import run_sft
-        from tunesmith.pipeline.load_config import load_section
+        from tunesmith import run_files
 
-        result = run_sft(load_section(FinetuneConfig, config, overrides or []), out_dir=Path(out))
-        typer.echo(f"{result.num_steps} steps on {result.num_rows} rows, loss {result.loss:.4f}")
-        if result.eval_loss is not None:
-            typer.echo(f"evaluation loss {result.eval_loss:.4f} at step {result.best_step}, whose weights were kept")
-        typer.echo(f"fine-tuned model: {result.folder}")
+        settings = run_files.load_finetune_file(config, overrides or [])
+        run_files.begin("sft", settings, f"{config} is valid, loading libraries")
+        from tunesmith.pipeline.finetune import run_sft
+
+        show_training(run_sft(settings, out_dir=Path(out)), "fine-tuned model")
 
     run_guarded(work, is_debug=debug)
 
@@ -133,15 +149,13 @@ def learn_preferences(
     """Train a model on preferences: pairs (DPO), or completions judged one by one (KTO)."""
 
     def work() -> None:
-        from tunesmith.config import PreferenceConfig
-        from tunesmith.pipeline.load_config import load_section
+        from tunesmith import run_files
+
+        settings = run_files.load_preference_file(config, overrides or [])
+        run_files.begin("prefer", settings, f"{config} is valid, loading libraries")
         from tunesmith.pipeline.prefer import run_preference
 
-        result = run_preference(load_section(PreferenceConfig, config, overrides or []), out_dir=Path(out))
-        typer.echo(f"{result.num_steps} steps on {result.num_rows} rows, loss {result.loss:.4f}")
-        if result.eval_loss is not None:
-            typer.echo(f"evaluation loss {result.eval_loss:.4f} at step {result.best_step}, whose weights were kept")
-        typer.echo(f"trained model: {result.folder}")
+        show_training(run_preference(settings, out_dir=Path(out)), "trained model")
 
     run_guarded(work, is_debug=debug)
 
@@ -169,15 +183,18 @@ def evaluate(
     """Try models side by side on the held-out tasks of a run file, with intervals and paired tests."""
 
     def work() -> None:
-        from tunesmith.api import evaluate_config_file
-        from tunesmith.pipeline.comparison_table import format_comparison
+        from tunesmith import run_files
 
         options = {"evaluation.num_samples": samples, "evaluation.temperature": temperature, "seed": seed}
-        chosen = _collect_overrides(overrides, workflow=workflow, judge=judge)
+        chosen = run_files.collect_overrides(overrides, workflow=workflow, judge=judge)
         chosen += [f"{key}={value}" for key, value in options.items() if value is not None]
-        comparison = evaluate_config_file(
-            config, overrides=chosen, models=_collect_models(model or []), out=out, has_plot=plot
-        )
+        models = run_files.collect_models(model or [])
+        settings = run_files.load_eval_file(config, chosen)
+        run_files.begin("eval", settings, f"{config} is valid, loading libraries", has_models=False)
+        from tunesmith.api import evaluate_config
+        from tunesmith.pipeline.comparison_table import format_comparison
+
+        comparison = evaluate_config(settings, models=models, out=out, has_plot=plot)
         typer.echo(format_comparison(comparison))
 
     run_guarded(work, is_debug=debug)
@@ -198,15 +215,20 @@ def run_pipeline(
     """Prepare, fine-tune, train, evaluate and export as a pipeline file says; what is done is skipped."""
 
     def work() -> None:
-        from tunesmith.api import check_pipeline_file, run_pipeline_file
-        from tunesmith.pipeline.run_pipeline import Choice
+        from tunesmith.pipeline.pipeline_plan import Choice, load_pipeline, plan_stages
 
         choice = Choice(only=only, start_from=start_from, is_again=again)
+        settings = load_pipeline(config, overrides or [])
+        chosen = choice.pick(plan_stages(settings))
+        typer.echo(f"run: {config} is valid, loading libraries for {', '.join(s.name for s in chosen)}", err=True)
+        from tunesmith.api import run_pipeline_config
+        from tunesmith.pipeline.run_pipeline import check_pipeline
+
         if check:
-            for name, state in check_pipeline_file(config, overrides=overrides or [], choice=choice).items():
+            for name, state in check_pipeline(settings, choice=choice).items():
                 typer.echo(f"{name}: {state}")
             return
-        report = run_pipeline_file(config, overrides=overrides or [], choice=choice)
+        report = run_pipeline_config(settings, choice=choice)
         typer.echo(report.read_text(encoding="utf-8"))
         typer.echo(f"report: {report}")
 
@@ -228,11 +250,15 @@ def measure_pass_rate(
     """Try every training task and write its pass rate beside it: what difficulty_based selectors start from."""
 
     def work() -> None:
-        from tunesmith.api import measure_config_file
+        from tunesmith import run_files
 
-        chosen = _collect_overrides(overrides, workflow=workflow, judge=judge)
+        chosen = run_files.collect_overrides(overrides, workflow=workflow, judge=judge)
         chosen += [] if model is None else [f"model.path={model}"]
-        result = measure_config_file(config, overrides=chosen, field=field, num_runs=runs, out=out)
+        settings = run_files.load_run_file(config, chosen)
+        run_files.begin("pass-rate", settings, f"{config} is valid, loading libraries")
+        from tunesmith.api import measure_config
+
+        result = measure_config(settings, field=field, num_runs=runs, out=out)
         typer.echo(f"{result.path}: {result.num_rows} rows, {result.num_unscored} without a scored run left out")
 
     run_guarded(work, is_debug=debug)
@@ -253,24 +279,18 @@ def show_config(
     """Print the resolved configuration of a run file, the schema, or the list of keys."""
 
     def work() -> None:
-        from tunesmith.pipeline import load_config as files
+        from tunesmith import run_files
 
-        kind = files.find_stage(stage)
         if schema:
-            typer.echo(json.dumps(files.config_schema(kind), indent=2))
+            typer.echo(run_files.format_schema(stage))
         elif options:
-            for option in files.describe_options(kind):
-                typer.echo(f"{option.key}: {option.type} = {option.default}\n    {option.description}")
+            typer.echo(run_files.format_options(stage))
         elif algorithms:
             from tunesmith.algorithms.algorithm import describe_algorithms
 
             typer.echo(describe_algorithms())
-        elif stage == "tune":
-            from tunesmith.api import load_run_file
-
-            typer.echo(files.dump_config(load_run_file(config, overrides or [])), nl=False)
         else:
-            typer.echo(files.dump_config(files.load_section(kind, config, overrides or [])), nl=False)
+            typer.echo(run_files.format_config(stage, config, overrides or []), nl=False)
 
     run_guarded(work, is_debug=debug)
 
@@ -311,13 +331,13 @@ def export_model(
     """Write a trained model as a Hugging Face folder, PEFT adapter or GGUF files, and compare them with the source."""
 
     def work() -> None:
-        from tunesmith.config import ExportSection
-        from tunesmith.pipeline.export import run_export
-        from tunesmith.pipeline.load_config import load_section
+        from tunesmith import run_files
 
         given = {"path": model, "formats": formats, "gguf_types": gguf_types, "name": name}
-        values = {key: value for key, value in given.items() if value is not None}
-        settings = load_section(ExportSection, None, overrides or [], values=values)
+        settings = run_files.load_export_settings(given, overrides or [])
+        run_files.begin("export", settings, f"loading libraries and {model}")
+        from tunesmith.pipeline.export import run_export
+
         report = run_export(settings, out_dir=Path(out))
         typer.echo(f"exported {report.name}, {report.num_parameters} parameters: {report.folder}")
         for place, figures in report.checks.items():
@@ -337,29 +357,13 @@ def demo(
     """Fine-tune a pocket model, train it by RL in a ReAct agent with a calculator, and compare: minutes on a CPU."""
 
     def work() -> None:
-        from tunesmith.api import run_demo
+        typer.echo("demo: loading libraries", err=True)
+        from tunesmith.api import build_agentscope_chat_model
+        from tunesmith.pipeline.demo import run_demo
 
-        typer.echo(json.dumps(run_demo(seed=seed, out=out)))
+        typer.echo(json.dumps(run_demo(seed=seed, out=Path(out), build_model=build_agentscope_chat_model)))
 
     run_guarded(work, is_debug=debug)
-
-
-def _collect_overrides(overrides: list[str] | None, *, workflow: str | None, judge: str | None) -> list[str]:
-    named = [f"{key}={value}" for key, value in (("workflow", workflow), ("judge", judge)) if value is not None]
-    return [*(overrides or []), *named]
-
-
-def _collect_models(given: list[str]) -> dict[str, str]:
-    """Label -> path; what has no label, or is a path with an equals sign, is its own label."""
-    models: dict[str, str] = {}
-    for each in given:
-        label, equals, path = each.partition("=")
-        if not equals or "/" in label or Path(each).exists():
-            label = path = each
-        if label in models:
-            raise ValueError(f"--model names {label!r} twice; give each model a label of its own, as LABEL=PATH")
-        models[label] = path
-    return models
 
 
 def main() -> None:

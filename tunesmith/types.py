@@ -54,6 +54,14 @@ class Task:
     row: Mapping[str, Any]
 
 
+MIN_TEMPERATURE = 1e-5
+"""Below it, other than exactly 0, logits over the temperature leave the range of float32."""
+MAX_REWARD = 1e9
+"""Largest magnitude of a reward: sums of squares of much larger ones leave the range of float32."""
+MAX_METRIC = 1e100
+"""Largest magnitude of a metric: sums of squares of much larger ones leave the range of float64."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
     """The distribution one token is sampled from: logits + bias, over temperature, truncated, renormalised.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 
-from tunesmith.errors import ModelError
+from tunesmith.config import ExportSection, LoraSection
+from tunesmith.errors import ConfigError, ModelError
+from tunesmith.model.checkpoint import save_model_files
+from tunesmith.model.fingerprint import compute_fingerprint
 from tunesmith.model.load import (
     check_lengths,
     check_model,
@@ -16,7 +21,11 @@ from tunesmith.model.load import (
     resolve_device,
     resolve_dtype,
 )
+from tunesmith.model.logits import verify_model
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+from tunesmith.model.source import find_model
+from tunesmith.model.threads import set_num_threads
+from tunesmith.pipeline.export import run_export
 
 CPU = torch.device("cpu")
 
@@ -155,3 +164,66 @@ def test_architecture_without_attention_interface(tmp_path):
     BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="BloomForCausalLM"):
         load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+
+
+def test_a_chat_template_with_a_syntax_error_is_one_sentence(folder, tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}\n{% if %}", encoding="utf-8")
+    with pytest.raises(ModelError, match=r"own.jinja' has a syntax error in line 2: .*model.chat_template"):
+        load_tokenizer(str(folder), chat_template=str(template))
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("this pickle ran code",)
+
+
+def test_a_refused_pickle_is_one_sentence_and_does_not_run(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "pickled")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    torch.save({"weights": Evil()}, tmp_path / "pickled" / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="a pickle that holds more than tensors"):
+        load_model(str(tmp_path / "pickled"), dtype=torch.float32, device=CPU)
+    assert "ran code" not in capsys.readouterr().out
+
+
+def test_weights_that_are_not_finite_are_named(folder):
+    model = load_model(str(folder), dtype=torch.float32, device=CPU)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ModelError, match=r"weights are not finite \(model.layers.0.mlp.up_proj.weight\)"):
+        verify_model(model)
+
+
+def test_the_folder_of_an_export_is_a_model_path(folder, tmp_path):
+    run_export(ExportSection(path=str(folder), name="tiny"), out_dir=tmp_path / "out")
+    assert check_model(str(tmp_path / "out"), max_model_len=16).hidden_size == 96
+    assert load_tokenizer(str(tmp_path / "out")).chat_template
+    model = load_model(str(tmp_path / "out"), dtype=torch.float32, device=CPU)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(ids).logits, load_model(str(folder), dtype=torch.float32, device=CPU)(ids).logits
+        )
+    again = run_export(ExportSection(path=str(tmp_path / "out")), out_dir=tmp_path / "again")
+    assert again.hf is not None
+    assert compute_fingerprint(str(tmp_path / "out")) == compute_fingerprint(str(folder))
+
+
+def test_an_export_of_gguf_alone_names_its_file(tmp_path):
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "tiny-f16.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match="an export of GGUF files alone: name one of them, as .*tiny-f16.gguf"):
+        check_model(str(tmp_path), max_model_len=16)
+
+
+def test_the_adapter_of_an_export_is_a_model_path(folder, tmp_path):
+    model = load_model(str(folder), dtype=torch.float32, device=CPU, lora=LoraSection(r=2))
+    save_model_files(tmp_path / "trained", model, load_tokenizer(str(folder)))
+    run_export(ExportSection(path=str(tmp_path / "trained"), formats=("adapter",)), out_dir=tmp_path / "out")
+    assert find_model(str(tmp_path / "out")).adapter.folder == tmp_path / "out" / "adapter"
+
+
+def test_more_threads_than_a_machine_can_use_are_refused():
+    with pytest.raises(ConfigError, match="num_cpu_threads=1000: this machine has"):
+        set_num_threads(1000)

@@ -20,6 +20,7 @@ from fakes import full_disk
 from tunesmith.config import DemonstrationSection, FinetuneConfig, FinetuneTrainerSection, LoraSection, ModelSection
 from tunesmith.errors import ConfigError, DataError, ModelError, StorageError
 from tunesmith.model.dropout import find_dropouts
+from tunesmith.model.checkpoint import find_checkpoints
 from tunesmith.model.load import check_model, load_section_model
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.pipeline.demonstrations import DemonstrationReader
@@ -344,3 +345,14 @@ def test_imitation_may_be_weighed_by_what_the_model_thinks(folder, data, tmp_pat
     assert 0 < first[1] < first[0]
     one, other = (load_file(result.folder / "model.safetensors") for result in (plain, weighed))
     assert any((one[name] != other[name]).any() for name in one)
+
+
+@pytest.mark.parametrize(("num_kept", "num_found"), [(None, 0), (1, 1), (2, 2), (100, 6)])
+def test_as_many_checkpoints_are_kept_as_promised(folder, data, tmp_path, num_kept, num_found):
+    config = build_config(folder, data, save_interval_steps=1, keep_checkpoints=num_kept, max_tokens_per_batch=500)
+    result = run_sft(config, out_dir=tmp_path / "out")
+    found = find_checkpoints(tmp_path / "out")
+    steps = range(result.num_steps - min(num_found, result.num_steps) + 1, result.num_steps + 1)
+    assert [path.name for path in found] == [f"global_step_{step}" for step in steps]
+    assert run_sft(config, out_dir=tmp_path / "out") == result
+    assert find_checkpoints(tmp_path / "out") == found

@@ -136,6 +136,16 @@ async def not_finite(task, model):
     return WorkflowOutput(reward=math.nan)
 
 
+async def absurd(task, model):
+    await ask(model)
+    return WorkflowOutput(reward=1e308)
+
+
+async def absurd_metric(task, model):
+    await ask(model)
+    return WorkflowOutput(reward=1, metrics={"m": -1e308})
+
+
 async def no_reward(task, model):
     await ask(model)
     return WorkflowOutput(response="x")
@@ -174,6 +184,8 @@ async def grouped(task, model):
         (wrong_type, "the workflow must return a WorkflowOutput, got str"),
         (foreign_output, "the workflow must return a WorkflowOutput, got test_runner.foreign_output.<locals>."),
         (not_finite, "the workflow gave reward nan; it must be a finite number"),
+        (absurd, "the workflow gave reward 1e+308; it must be within 1e+09 of 0"),
+        (absurd_metric, "the workflow gave metric m=-1e+308; it must be within 1e+100 of 0"),
         (no_reward, "neither the workflow nor a judge gave a reward"),
         (bad_metric, "the workflow gave metric m=inf; metrics must be finite numbers"),
         (silent, "the workflow made no call to `model`, so there is nothing to train on"),

@@ -169,6 +169,7 @@ async def test_a_full_context_ends_the_turn_and_not_the_run():
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
         ({"reasoning_effort": "low"}, "not read by this model's chat template"),
         ({"temperature": -1}, "temperature=-1"),
+        ({"temperature": 1e-39}, "temperature=1e-39 must be 0 or at least 1e-05"),
         ({"top_p": 0}, "top_p=0"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"n": 0}, "n=0"),

@@ -141,3 +141,10 @@ def test_damaged_folder_of_save_to_disk(tmp_path):
     next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"no arrow")
     with pytest.raises(DataError, match="cannot be read"):
         load_tasks(DatasetSection(path=str(tmp_path / "saved")), name="t")
+
+
+def test_an_empty_field_is_said_to_be_empty(tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"question": "1+1", "answer": "2"}\n{"question": "1+2", "answer": null}\n')
+    with pytest.raises(DataError, match=r"row 1 of .* has no value for 'answer': it is empty \(null\)"):
+        load_tasks(DatasetSection(path=str(path), required_fields=("answer",)), name="t")

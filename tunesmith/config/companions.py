@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.section import Section
+from tunesmith.config.section import LearningRate, Section
 
 
 class CriticSection(Section):
@@ -12,7 +12,7 @@ class CriticSection(Section):
 
     path: str | None = None
     """Model whose body the critic starts from, with the policy's vocabulary; None takes the policy's own."""
-    learning_rate: float = Field(default=1e-5, gt=0)
+    learning_rate: LearningRate = 1e-5
     """Constant learning rate of the critic's AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
     """First steps in which the critic learns and the policy stays as it is; raise it where a critic that knows nothing

@@ -17,7 +17,7 @@ from tunesmith.config.run import (
     RunConfig,
     ServedModelSection,
 )
-from tunesmith.config.section import Section
+from tunesmith.config.section import NumThreads, Section
 
 
 class EvalConfig(Section):
@@ -48,7 +48,7 @@ class EvalConfig(Section):
     """How workflows run."""
     seed: int = Field(default=42, ge=0)
     """Fixes every token that is sampled, and the resamples of the intervals."""
-    num_cpu_threads: int = Field(default=1, ge=1)
+    num_cpu_threads: NumThreads = 1
     """Threads of torch's CPU kernels; on small virtual machines two are slower than one, on large ones try more."""
     has_progress: bool = True
     """Show live progress on the console."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.section import Section
+from tunesmith.config.section import NumThreads, Section
 
 ExportFormat = Literal["hf", "adapter", "gguf"]
 GgufType = Literal["f32", "f16", "q8_0", "q4_k_m"]
@@ -41,7 +41,7 @@ class ExportSection(Section):
     has_verification: bool = True
     """Load what was written and compare it with the source before it counts as exported; turn off to save minutes on
     large models."""
-    num_cpu_threads: int = Field(default=1, ge=1)
+    num_cpu_threads: NumThreads = 1
     """Threads for the comparison and for quantising."""
 
     @model_validator(mode="after")

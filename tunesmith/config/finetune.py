@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from tunesmith.config.run import ModelSection, MonitorSection, TrainerSection
-from tunesmith.config.section import Section
+from tunesmith.config.section import LearningRate, NumThreads, Section
 
 REWARD_KEYS = ("num_minibatches", "mismatch_warn", "mismatch_stop")
 """Knobs of the trainer that speak of sampled tokens, of which fine-tuning has none."""
@@ -34,7 +34,7 @@ class DemonstrationSection(Section):
 class FinetuneTrainerSection(TrainerSection):
     """How a batch of demonstrations becomes an update."""
 
-    learning_rate: float = Field(default=2e-4, gt=0)
+    learning_rate: LearningRate = 2e-4
     """Peak learning rate of AdamW; the default suits adapters, and where whole weights train it must be given."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Share of all steps over which the learning rate rises from 0, where `warmup_steps` is 0."""
@@ -77,14 +77,15 @@ class OfflineConfig(Section):
     """Take the rows in a new order each epoch; turn off where the order of the file is a curriculum."""
     seed: int = Field(default=42, ge=0)
     """Fixes the order of the rows and which are held out."""
-    num_cpu_threads: int = Field(default=1, ge=1)
+    num_cpu_threads: NumThreads = 1
     """Threads of torch's CPU kernels; on small virtual machines two are slower than one, on large ones try more."""
     evaluation_interval_steps: int = Field(default=100, ge=0)
     """Steps between measurements of the evaluation loss; 0 measures only at the end."""
     save_interval_steps: int = Field(default=100, ge=1)
     """Steps between checkpoints, from which a killed run goes on; a best evaluation is always saved."""
-    keep_checkpoints: int = Field(default=1, ge=1)
-    """Checkpoints kept besides the best one until the run ends and leaves its model."""
+    keep_checkpoints: int | None = Field(default=None, ge=1)
+    """Checkpoints kept on disk, the newest ones, also after the end; while it runs, the best one too. None keeps one
+    while it runs, and none once `model/` is written."""
     trainer: FinetuneTrainerSection = FinetuneTrainerSection()
     """The optimizer, and how much is computed at once."""
     monitor: MonitorSection = MonitorSection()

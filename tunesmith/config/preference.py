@@ -8,12 +8,13 @@ from pydantic import Field, model_validator
 
 from tunesmith.config.finetune import FinetuneTrainerSection, OfflineConfig
 from tunesmith.config.lora import refuse_dropout
+from tunesmith.config.section import LearningRate
 
 
 class PreferenceTrainerSection(FinetuneTrainerSection):
     """How a batch of preferences becomes an update."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
+    learning_rate: LearningRate = 1e-6
     """Peak learning rate of AdamW; the default suits whole weights of large models, adapters take about 1e-5."""
     warmup_ratio: float = Field(default=0.1, ge=0, lt=1)
     """Share of all steps over which the learning rate rises from 0, where `warmup_steps` is 0."""

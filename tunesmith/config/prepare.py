@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from tunesmith.config.run import EngineSection, ModelSection, RolloutSection
-from tunesmith.config.section import Section
+from tunesmith.config.section import NumThreads, Section, Temperature
 
 FIELD_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
@@ -46,7 +46,7 @@ class ParaphraseSection(Section):
     """Rewritten questions for each row; those that lose a number are refused and counted."""
     api_key_env: str | None = None
     """Environment variable that holds the server's key; None sends a placeholder."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: Temperature = 1.0
     """Sampling temperature of the rewriting."""
     max_tokens: int = Field(default=1024, ge=1)
     """Most tokens of a rewritten question."""
@@ -123,7 +123,7 @@ class PrepareSection(Section):
     """Measures lengths for a model, and drops what is too long; None measures nothing."""
     seed: int = Field(default=42, ge=0)
     """Fixes every token that pass rates sample on a CPU."""
-    num_cpu_threads: int = Field(default=1, ge=1)
+    num_cpu_threads: NumThreads = 1
     """Threads of torch's CPU kernels; on small virtual machines two are slower than one, on large ones try more."""
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from tunesmith.config.companions import CriticSection, ExpertSection, TeacherSec
 from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.lora import LoraSection, refuse_dropout
-from tunesmith.config.section import Section
+from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature
 
 
 class ServedModelSection(Section):
@@ -29,7 +29,7 @@ class ServedModelSection(Section):
     time and memory."""
     device: str = "auto"
     """Where the model lives: cpu, cuda, cuda:1; auto takes a GPU when there is one."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: Temperature = 1.0
     """Sampling temperature of rollouts; 0 is greedy, which gives a group no variance to learn from."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Keep the likeliest tokens up to this mass."""
@@ -77,7 +77,7 @@ class AuxiliaryModelSection(Section):
     """Environment variable that holds the server's key; None sends a placeholder."""
     max_model_len: int = Field(default=4096, ge=2)
     """Longest context in tokens of a local model; a server knows its own."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: Temperature = 1.0
     """Sampling temperature of requests that name none."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass of requests that name none."""
@@ -234,7 +234,7 @@ class RolloutSection(Section):
 class TrainerSection(Section):
     """How a batch of samples becomes an update."""
 
-    learning_rate: float = Field(default=1e-6, gt=0)
+    learning_rate: LearningRate = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
@@ -295,7 +295,7 @@ class HeldOutSection(Section):
 
     num_samples: int = Field(default=1, ge=1)
     """Rollouts of each held-out task."""
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: Temperature | None = None
     """Sampling temperature of evaluations; None takes the model's."""
     max_tasks: int | None = Field(default=None, ge=1)
     """Only the first so many held-out tasks; None takes all."""
@@ -339,7 +339,7 @@ class RunConfig(Section):
     """The agent, as `module:function` or `file.py:function`; the command line needs it, `tune()` takes the function."""
     judge: str | None = None
     """The judge, in the same form; None takes the reward from the workflow."""
-    num_cpu_threads: int = Field(default=1, ge=1)
+    num_cpu_threads: NumThreads = 1
     """Threads of torch's CPU kernels; on small virtual machines two are slower than one, on large ones try more."""
     continue_from_checkpoint: bool = False
     """Go on from the last commit of the run folder with this name; without one, start anew."""
@@ -367,6 +367,13 @@ class RunConfig(Section):
     trainer: TrainerSection = TrainerSection()
     evaluation: EvaluationSection = EvaluationSection()
     monitor: MonitorSection = MonitorSection()
+
+    @model_validator(mode="after")
+    def _check_names(self) -> RunConfig:
+        for key, name in (("project", self.project), ("name", self.name)):
+            if name is not None and not name.isprintable():
+                raise ValueError(f"{key}={name!r} names a folder: it must be one line without control characters")
+        return self
 
     @model_validator(mode="after")
     def _check_training_sets(self) -> RunConfig:

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from tunesmith.types import MIN_TEMPERATURE
+
+
+def check_temperature(value: float) -> float:
+    """Refuse temperatures that float32 cannot divide by."""
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"a temperature is 0, which is greedy, or at least {MIN_TEMPERATURE:g}; got {value:g}")
+    return value
+
+
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(check_temperature)]
+LearningRate = Annotated[float, Field(gt=0, le=1)]
+"""AdamW moves a weight by about the learning rate a step, so more than 1 destroys any model."""
+NumThreads = Annotated[int, Field(ge=1, le=1024)]
 
 
 class Section(BaseModel):

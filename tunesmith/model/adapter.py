@@ -1,18 +1,14 @@
-"""Adapter folders, before anything is loaded: which base an adapter stands on, and whether it fits that base.
+"""Whether an adapter fits its base, before weights are loaded.
 
-A folder is an adapter when it holds PEFT's `adapter_config.json` and no weights of a whole model. Shapes are compared
-with the base's architecture, and the adapters saved here also know their base's weights by a fingerprint. PEFT itself
-is not imported: that takes seconds.
+Shapes are compared with the base's architecture, and the adapters saved here also know their base's weights by a
+fingerprint. PEFT itself is not imported: that takes seconds.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,63 +18,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError
+from tunesmith.model.adapter_files import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
 from tunesmith.model.fingerprint import compute_fingerprint
 from tunesmith.storage import load_json
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-BASE_FINGERPRINT = "base_fingerprint.json"
 KEY_PREFIX = "base_model.model."
 """What PEFT puts before the name of a module in its files."""
 
 # PEFT imports bitsandbytes where it is installed, which on a CPU warns of kernels that it would like to download.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterFiles:
-    """An adapter on disk."""
-
-    folder: Path
-    base: str
-    """Folder, `.gguf` file or hub id of the model under it."""
-    r: int
-    alpha: float
-    target_modules: Any
-    """As PEFT's config says it: a pattern or a list of names."""
-
-
-def is_adapter(place: Path) -> bool:
-    """Whether a folder holds an adapter."""
-    return (place / ADAPTER_CONFIG).is_file() and not any(place.glob("model*.safetensors"))
-
-
-def find_adapter(path: str, base_path: str | None) -> AdapterFiles | None:
-    """The adapter that a model path names, or None when it names a whole model."""
-    folder = Path(path).expanduser()
-    if not is_adapter(folder):
-        if base_path is not None:
-            raise ModelError(f"model.base_path={base_path!r} has no effect: model.path={path!r} is no adapter folder")
-        return None
-    try:
-        settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        kind, base = settings["peft_type"], base_path or settings["base_model_name_or_path"]
-        adapter = AdapterFiles(
-            folder=folder,
-            base=base or "",
-            r=settings["r"],
-            alpha=settings["lora_alpha"],
-            target_modules=settings["target_modules"],
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model.path={path!r}: {ADAPTER_CONFIG} is not that of a LoRA adapter ({error!r})") from error
-    if kind != "LORA":
-        raise ModelError(f"model.path={path!r} is an adapter of type {kind}; LoRA adapters are supported")
-    if not base:
-        raise ModelError(f"model.path={path!r}: the adapter does not name its base; set model.base_path")
-    if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise ModelError(f"model.path={path!r}: the adapter has no {ADAPTER_WEIGHTS}")
-    return adapter
 
 
 def check_adapter(adapter: AdapterFiles, config: PretrainedConfig) -> None:

@@ -14,6 +14,8 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 
+from tunesmith.model.source import find_exported
+
 
 def compute_fingerprint(path: str) -> dict[str, str] | None:
     """Digests `layout` and `rows` of a folder or of a hub model in the cache; None where there are no safetensors."""
@@ -38,7 +40,7 @@ def compute_fingerprint(path: str) -> dict[str, str] | None:
 
 def find_folder(path: str) -> Path | None:
     """Where the files of a model are on this machine."""
-    place = Path(path).expanduser()
+    place = Path(find_exported(path)).expanduser()
     if place.is_dir():
         return place
     try:

@@ -7,6 +7,7 @@ runs our attention and its parameters take gradients; nothing is downloaded when
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from jinja2.exceptions import TemplateSyntaxError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -26,6 +28,7 @@ from transformers import (
 
 from tunesmith.config import LoraSection, ModelSection
 from tunesmith.errors import ModelError
+from tunesmith.hub import reachable_or_offline
 from tunesmith.model.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.attention import use_plan_attention
 from tunesmith.model.checkpoint import hidden_progress_bars
@@ -40,8 +43,10 @@ LOAD_ERRORS = (
     IndexError,
     TypeError,
     struct.error,
+    RuntimeError,
     SafetensorError,
     StrictDataclassError,
+    pickle.UnpicklingError,
 )
 """What transformers raises on files that are missing, broken or of an unknown kind."""
 
@@ -77,7 +82,8 @@ def load_config(path: str, *, trust_remote_code: bool = False, base_path: str | 
     """Read a model's configuration without its weights."""
     source = find_model(path, base_path)
     try:
-        return AutoConfig.from_pretrained(source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs)
+        with reachable_or_offline(source.name_or_path):
+            return AutoConfig.from_pretrained(source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs)
     except LOAD_ERRORS as error:
         raise explain_failure(path, source, error) from error
 
@@ -103,9 +109,10 @@ def load_tokenizer(
     if source.adapter is not None and (source.adapter.folder / "tokenizer_config.json").is_file():
         source = ModelSource(name_or_path=str(source.adapter.folder))
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs
-        )
+        with reachable_or_offline(source.name_or_path):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs
+            )
     except LOAD_ERRORS as error:
         raise explain_failure(path, source, error) from error
     if chat_template is not None:
@@ -115,11 +122,27 @@ def load_tokenizer(
             f"the tokenizer of {path!r} has no chat template, so messages cannot be rendered; "
             "set model.chat_template to a jinja file or take an instruct model"
         )
+    check_template(tokenizer, chat_template or path)
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {path!r} names no end-of-sequence token; set eos_token in its files")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
+    """Refuse a chat template with a syntax error; what it makes of messages is found out later."""
+    templates = tokenizer.chat_template
+    for template in templates.values() if isinstance(templates, dict) else [templates]:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": ""}], chat_template=template, tokenize=False)
+        except TemplateSyntaxError as error:
+            raise ModelError(
+                f"the chat template of {place!r} has a syntax error in line {error.lineno}: {error.message}; "
+                "mend it, or set model.chat_template to another jinja file"
+            ) from error
+        except Exception:  # noqa: BLE001 - templates may refuse such a conversation in any way
+            continue
 
 
 def load_section_model(section: ModelSection) -> PreTrainedModel:
@@ -158,7 +181,7 @@ def load_model(
 
         placing = {"quantization_config": build_quantization(dtype), "device_map": {"": device}}
     try:
-        with hidden_progress_bars():
+        with hidden_progress_bars(), reachable_or_offline(source.name_or_path):
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 source.name_or_path,
                 dtype=dtype,

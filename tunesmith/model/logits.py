@@ -104,12 +104,23 @@ def verify_model(model: PreTrainedModel) -> None:
     model.train(is_training)
     _check_windows(model, plan.window_of_layer)
     tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    if not theirs.isfinite().all():
+        raise ModelError(explain_not_finite(model))
     error = ((ours - theirs).norm() / theirs.norm().clamp_min(1e-6)).item()
     if not error < tolerance:
         raise ModelError(
             f"{type(model).__name__}: logits made from hidden states differ from the model's own by {error:.1e} "
             f"(at most {tolerance:.0e}); this architecture is not supported"
         )
+
+
+def explain_not_finite(model: PreTrainedModel) -> str:
+    """Why a model's own logits are not finite: its weights, or its type."""
+    broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    if broken:
+        named = ", ".join(broken[:3]) + (" and others" if len(broken) > 3 else "")
+        return f"the model's weights are not finite ({named}): its training failed or its files are damaged"
+    return f"the model's logits are not finite in {model.dtype}, though its weights are: try model.dtype=float32"
 
 
 def _check_windows(model: PreTrainedModel, window_of_layer: dict[int, int | None]) -> None:

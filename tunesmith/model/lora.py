@@ -26,7 +26,8 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from tunesmith.config import LoraSection
 from tunesmith.errors import ModelError, StorageError
-from tunesmith.model.adapter import ADAPTER_WEIGHTS, BASE_FINGERPRINT, KEY_PREFIX, AdapterFiles, build_skeleton
+from tunesmith.model.adapter import KEY_PREFIX, build_skeleton
+from tunesmith.model.adapter_files import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
 from tunesmith.model.fingerprint import compute_fingerprint
 from tunesmith.storage import save_json
 

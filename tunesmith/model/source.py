@@ -1,4 +1,4 @@
-"""What a model path names: a folder, a hub id, a `.gguf` file, or an adapter on one of these.
+"""What a model path names: a folder, a hub id, a `.gguf` file, an adapter on one of these, or an export of a model.
 
 Nothing is read here but an adapter's config. A path that is not there is an error at once, not in a download.
 """
@@ -6,15 +6,17 @@ Nothing is read here but an adapter's config. A path that is not there is an err
 from __future__ import annotations
 
 import importlib.util
-import re
+import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ModelError
-from tunesmith.model.adapter import AdapterFiles, find_adapter
+from tunesmith.hub import describe_miss, is_path_like
+from tunesmith.model.adapter_files import ADAPTER_CONFIG, AdapterFiles, find_adapter
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+EXPORTED = ("hf", "adapter")
+"""Folders of an export that hold a model, the one that is taken first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,7 @@ class ModelSource:
 
 def find_model(path: str, base_path: str | None = None) -> ModelSource:
     """Tell folder, `.gguf` file, hub id and adapter apart; what is not there is an error here, not in a download."""
+    path = find_exported(path)
     adapter = find_adapter(path, base_path)
     if adapter is not None:
         try:
@@ -61,9 +64,26 @@ def find_model(path: str, base_path: str | None = None) -> ModelSource:
         return ModelSource(name_or_path=str(place))
     if place.exists():
         raise ModelError(f"model.path={path!r} is a file, but not a .gguf file; give the folder that holds config.json")
-    if not HUB_ID.fullmatch(path):
+    if is_path_like(path):
         raise ModelError(f"model.path={path!r}: there is no such folder")
     return ModelSource(name_or_path=path)
+
+
+def find_exported(path: str) -> str:
+    """The model in a folder that an export wrote, its `hf/` or else `adapter/`; any other path as it is."""
+    folder = Path(path).expanduser()
+    if any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        return path
+    for name, config in zip(EXPORTED, ("config.json", ADAPTER_CONFIG), strict=True):
+        if (folder / name / config).is_file():
+            return str(folder / name)
+    files = sorted((folder / "gguf").glob("*.gguf"))
+    if files:
+        raise ModelError(
+            f"model.path={path!r} is an export of GGUF files alone: name one of them, as {str(files[0])!r}, or export "
+            "the format hf too"
+        )
+    return path
 
 
 def check_gguf_reader() -> None:
@@ -79,9 +99,13 @@ def explain_failure(path: str, source: ModelSource, error: Exception) -> ModelEr
         named, found = f"model.path={path!r}: its base {source.adapter.base!r}", source.adapter.base
     if not Path(found).expanduser().exists():
         return ModelError(
-            f"{named} is no folder here, and the hub did not give it "
-            "(offline, unknown or gated); give a local folder or download the model first"
+            f"{named} is no folder here, and {describe_miss()}; give a local folder or download the model first"
             + ("" if source.adapter is None else ", and name it in model.base_path")
+        )
+    if isinstance(error, pickle.UnpicklingError):
+        return ModelError(
+            f"{named}: its weights are a pickle that holds more than tensors, which could run any code, so it is not "
+            "loaded; take the model in safetensors"
         )
     reason = " ".join(str(error).split())
     return ModelError(f"{named} cannot be loaded: {reason[:300]}")

@@ -21,9 +21,11 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from tunesmith.config import ExportSection
 from tunesmith.errors import ConfigError, ModelError, StorageError
-from tunesmith.model.adapter import BASE_FINGERPRINT, check_adapter, check_fingerprint
+from tunesmith.model.adapter import check_adapter, check_fingerprint
+from tunesmith.model.adapter_files import BASE_FINGERPRINT
 from tunesmith.model.checkpoint import DONE, SMALL_FILES_BYTES, check_complete, new_folder, save_model_files
 from tunesmith.model.load import check_vocabulary, load_config, load_model, load_tokenizer
+from tunesmith.model.threads import set_num_threads
 from tunesmith.pipeline.export_card import Card, write_card
 from tunesmith.pipeline.export_check import build_prompts, check_hf_folder, compute_logits
 from tunesmith.pipeline.export_gguf import GgufPlan, check_gguf_files, plan_gguf, write_gguf_files
@@ -74,7 +76,7 @@ def run_export(settings: ExportSection, *, out_dir: Path) -> ExportReport:
         return load_report(root, settings, source)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
         raise StorageError(f"{root} already holds something else: choose another folder, or remove it")
-    torch.set_num_threads(settings.num_cpu_threads)
+    set_num_threads(settings.num_cpu_threads)
     plan = build_plan(settings, source)
     record: dict[str, Any] = {"settings": list_settings(settings), "source": source.describe()}
     remove_abandoned(root)

@@ -18,9 +18,9 @@ from jinja2 import Environment, StrictUndefined, Template
 from transformers import PretrainedConfig
 
 from tunesmith.config import ExportSection
-from tunesmith.model.adapter import AdapterFiles
+from tunesmith.hub import HUB_ID
+from tunesmith.model.adapter_files import AdapterFiles
 from tunesmith.model.checkpoint import DONE
-from tunesmith.model.source import HUB_ID
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.pipeline.export_source import ExportSource, choose_name
 from tunesmith.pipeline.load_config import load_values

@@ -1,7 +1,7 @@
 """What is exported: the model that a path means, the run that made it, and what it is called.
 
 A path may be a model folder, an adapter folder, a hub id, or the folder of a run or stage, which means the model that
-it left: `model/`, or its last checkpoint. A checkpoint that is not whole is refused.
+it left: `model/`, its last checkpoint, or what an export wrote. A checkpoint that is not whole is refused.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 from tunesmith.config import ExportSection
 from tunesmith.errors import ModelError
-from tunesmith.model.adapter import ADAPTER_CONFIG, AdapterFiles, find_adapter
+from tunesmith.model.adapter_files import ADAPTER_CONFIG, AdapterFiles, find_adapter
 from tunesmith.model.checkpoint import DONE, check_complete, find_last_checkpoint
+from tunesmith.model.source import find_exported
 from tunesmith.storage import CHECKPOINT, TEMPORARY, RunPaths
 
 STAGE_MODEL = "model"
@@ -71,6 +72,7 @@ def find_model_folder(folder: Path) -> Path:
     """The folder itself when it holds a model, else the model that a run or stage left in it."""
     if TEMPORARY.search(folder.name):
         raise ModelError(f"path={str(folder)!r} is what a killed write left; export a whole checkpoint")
+    folder = Path(find_exported(str(folder)))
     if not is_model(folder):
         left = folder / STAGE_MODEL
         found = left if is_model(left) and (left / DONE).is_file() else find_last_checkpoint(folder)

@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from tunesmith.config import AlgorithmSection, FinetuneConfig, OfflineConfig
 from tunesmith.errors import TrainingError
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint
 from tunesmith.model.load import check_vocabulary, load_section_model
+from tunesmith.model.threads import set_num_threads
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.pipeline.finetune_folder import (
     MODEL,
@@ -91,7 +91,7 @@ def run_offline(
     figures = load_figures(root, config)
     if figures is not None:
         return FinetuneResult(folder=root / MODEL, **figures)
-    torch.set_num_threads(config.num_cpu_threads)
+    set_num_threads(config.num_cpu_threads)
     plan = build_plan()
     with (
         open_finetune_folder(config, root) as folder,
@@ -110,7 +110,8 @@ def run_offline(
         progress = train(config, plan, model, learner, folder, monitor)
         assert progress.best_step is not None
         figures = compute_figures(plan, progress)
-        finish(folder, best_step=progress.best_step, figures=figures)
+        num_kept = config.keep_checkpoints or 0
+        finish(folder, best_step=progress.best_step, num_kept=num_kept, figures=figures)
     return FinetuneResult(folder=folder.model, **figures)
 
 
@@ -216,7 +217,7 @@ def commit(
         run_state=asdict(progress),
     )
     best_step = progress.best_step if plan.eval_samples else None
-    remove_checkpoints(folder, num_kept=config.keep_checkpoints, best_step=best_step)
+    remove_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints or 1, best_step=best_step)
 
 
 def compute_figures(plan: FinetunePlan, progress: Progress) -> dict[str, Any]:

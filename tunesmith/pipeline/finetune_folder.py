@@ -1,7 +1,7 @@
 """The folder of one fine-tuning: what it holds while it runs, and the model it leaves.
 
     config.yaml  metrics.jsonl  monitor/    the settings and the numbers
-    global_step_N/                          checkpoints, until the end
+    global_step_N/                          checkpoints; after the end as many as `keep_checkpoints` says
     model/                                  the result; its DONE.json is written last and holds the figures
 
 The same command goes on where a killed one was, from its last commit. A folder of other settings is refused.
@@ -75,10 +75,11 @@ def load_figures(root: Path, config: OfflineConfig) -> dict[str, Any] | None:
         return None
     check_settings(paths, config)
     check_complete(model)
-    if find_checkpoints(root) or any(TEMPORARY.search(path.name) for path in root.iterdir()):
+    num_kept = config.keep_checkpoints or 0
+    if len(find_checkpoints(root)) > num_kept or any(TEMPORARY.search(path.name) for path in root.iterdir()):
         with closing(take_lock(paths)):  # a kill came after the model was done
             remove_leftovers(root)
-            remove_all_checkpoints(root)
+            remove_checkpoints(root, num_kept=num_kept)
     figures: dict[str, Any] = load_json(model / DONE)["figures"]
     return figures
 
@@ -119,23 +120,18 @@ def check_settings(paths: RunPaths, config: OfflineConfig) -> None:
         )
 
 
-def remove_checkpoints(folder: FinetuneFolder, *, num_kept: int, best_step: int | None) -> None:
+def remove_checkpoints(root: Path, *, num_kept: int, best_step: int | None = None) -> None:
     """Keep the newest `num_kept` checkpoints and the best one."""
-    checkpoints = find_checkpoints(folder.paths.root)
-    for checkpoint in checkpoints[: len(checkpoints) - num_kept]:
+    checkpoints = find_checkpoints(root)
+    for checkpoint in checkpoints[: max(len(checkpoints) - num_kept, 0)]:
         if parse_checkpoint_step(checkpoint) != best_step:
             remove_tree(checkpoint)
 
 
-def finish(folder: FinetuneFolder, *, best_step: int, figures: Mapping[str, Any]) -> None:
-    """Make the model of a checkpoint the result, then remove all checkpoints."""
+def finish(folder: FinetuneFolder, *, best_step: int, num_kept: int, figures: Mapping[str, Any]) -> None:
+    """Make the model of a checkpoint the result, then remove the checkpoints that are not to be kept."""
     best = folder.paths.checkpoint(best_step)
     check_complete(best)
     with new_folder(folder.model, {"step": best_step, "figures": dict(figures)}) as temporary:
         shutil.copytree(best, temporary, ignore=shutil.ignore_patterns(TRAINER_FOLDER, DONE), dirs_exist_ok=True)
-    remove_all_checkpoints(folder.paths.root)
-
-
-def remove_all_checkpoints(root: Path) -> None:
-    for checkpoint in find_checkpoints(root):
-        remove_tree(checkpoint)
+    remove_checkpoints(folder.paths.root, num_kept=num_kept)

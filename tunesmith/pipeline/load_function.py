@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,13 +17,14 @@ from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.types import JudgeType, WorkflowType
 
+LOADED: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
+"""Files that were imported, with the time and size that they had."""
+
 
 def load_function(spec: str, *, knob: str) -> Callable[..., Any]:
     """The function that `module:function` or `path/to/file.py:function` names."""
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
-        raise ConfigError(f"{knob}={spec!r} is not of the form module:function or file.py:function")
-    module = _load_file(Path(place), knob=knob) if place.endswith(".py") else _load_module(place, knob=knob)
+    place, name = split_spec(spec, knob=knob)
+    module = load_module(place, knob=knob)
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{knob}={spec!r}: {place} has no function {name!r}")
@@ -45,24 +49,95 @@ def load_part(spec: str, *, knob: str) -> Callable[..., Any]:
     return load_function(spec, knob=knob)
 
 
-def _load_file(path: Path, *, knob: str) -> ModuleType:
+def check_function(spec: str, *, knob: str) -> None:
+    """Refuse a spec that cannot name a function, a file that is not there, or one with a syntax error; nothing runs."""
+    place = split_spec(spec, knob=knob)[0]
+    if place.endswith(".py"):
+        path = find_file(place, knob=knob)
+        try:
+            ast.parse(path.read_bytes(), filename=str(path))
+        except (SyntaxError, ValueError) as error:
+            raise ConfigError(f"{knob}={spec!r} cannot be imported: {describe_error(error, path)}") from error
+
+
+def split_spec(spec: str, *, knob: str) -> tuple[str, str]:
+    """Place and name of a function."""
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise ConfigError(f"{knob}={spec!r} is not of the form module:function or file.py:function")
+    return place, name
+
+
+def find_file(place: str, *, knob: str) -> Path:
+    path = Path(place)
     if not path.is_file():
-        raise ConfigError(f"{knob}: no file {str(path)!r}; give the path of the python file that holds the function")
-    path = path.resolve()
+        raise ConfigError(f"{knob}: no file {place!r}; give the path of the python file that holds the function")
+    return path.resolve()
+
+
+def load_module(place: str, *, knob: str) -> ModuleType:
+    """The module of that file or name; whatever is wrong with its code is one sentence with file and line."""
+    path = find_file(place, knob=knob) if place.endswith(".py") else None
+    try:
+        return importlib.import_module(place) if path is None else import_file(path)
+    except ModuleNotFoundError as error:
+        if path is None and error.name is not None and f"{place}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{knob}: no module {error.name!r}; install it or give file.py:function") from error
+        raise explain_import(error, place, path, knob=knob) from error
+    except (Exception, SystemExit) as error:  # user code
+        raise explain_import(error, place, path, knob=knob) from error
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a file, whose folder can be imported from. It runs once, until it changes, whoever names it."""
+    stamp = (path.stat().st_mtime_ns, path.stat().st_size)
+    if path not in LOADED and is_module_of(sys.modules.get(path.stem), path):
+        LOADED[path] = (stamp, sys.modules[path.stem])  # a file beside it imported it by name
+    known = LOADED.get(path)
+    if known is not None and known[0] == stamp:
+        return known[1]
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-    module_name = f"tunesmith_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{knob}: {str(path)!r} cannot be imported")
+    name = choose_module_name(path)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    LOADED[path] = (stamp, module)
     return module
 
 
-def _load_module(name: str, *, knob: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{knob}: no module {error.name!r}; install it or give file.py:function") from error
+def choose_module_name(path: Path) -> str:
+    """The file's own name where that means this file, so that files beside it import the same module."""
+    found = sys.modules.get(path.stem)
+    if path.stem.isidentifier() and (found is None or is_module_of(found, path)):
+        return path.stem
+    return f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+
+def is_module_of(module: ModuleType | None, path: Path) -> bool:
+    """Whether a module was made of that file."""
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path
+
+
+def explain_import(error: BaseException, place: str, path: Path | None, *, knob: str) -> ConfigError:
+    return ConfigError(f"{knob}: {place} cannot be imported: {describe_error(error, path)}")
+
+
+def describe_error(error: BaseException, path: Path | None) -> str:
+    """Kind, message and place of an error that a module raised when it was imported."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    message = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if path is not None and frame.filename == str(path)] or [
+        frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    where = f"{own[-1].filename}, line {own[-1].lineno}: " if own else ""
+    return f"{where}{type(error).__name__}: {message}" if message else f"{where}{type(error).__name__}"

@@ -88,6 +88,29 @@ class PlannedStage:
         return build_section(SECTIONS[self.kind], values | kind)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which stages a command is about."""
+
+    only: str | None = None
+    """This one alone."""
+    start_from: str | None = None
+    """This one and those after it."""
+    is_again: bool = False
+    """Make them anew even where they are done."""
+
+    def pick(self, stages: Sequence[PlannedStage]) -> list[PlannedStage]:
+        names = [stage.name for stage in stages]
+        if self.only is not None and self.start_from is not None:
+            raise ConfigError("--only and --from are both given: choose one")
+        for name in (self.only, self.start_from):
+            if name is not None and name not in names:
+                raise ConfigError(f"there is no stage {name!r}; the stages are {', '.join(names)}")
+        if self.only is not None:
+            return [stages[names.index(self.only)]]
+        return list(stages[0 if self.start_from is None else names.index(self.start_from) :])
+
+
 def load_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read a pipeline file; every fault names its stage and key."""
     values = load_values(path, overrides)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -23,7 +22,7 @@ from tunesmith.monitor.console import format_duration
 from tunesmith.pipeline.load_config import dump_config
 from tunesmith.pipeline.pipeline_check import check_stage
 from tunesmith.pipeline.pipeline_folder import CONFIG_FILE, PipelineFolder, State
-from tunesmith.pipeline.pipeline_plan import PlannedStage, Reference, plan_stages
+from tunesmith.pipeline.pipeline_plan import Choice, PlannedStage, Reference, plan_stages
 from tunesmith.pipeline.pipeline_report import save_report
 from tunesmith.pipeline.pipeline_stages import ChooseModel, run_stage
 from tunesmith.pipeline.run_folder import take_lock
@@ -36,29 +35,6 @@ PLANS: Mapping[State, str] = {
     "changed": "is made anew",
     "new": "is made",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Which stages a command is about."""
-
-    only: str | None = None
-    """This one alone."""
-    start_from: str | None = None
-    """This one and those after it."""
-    is_again: bool = False
-    """Make them anew even where they are done."""
-
-    def pick(self, stages: Sequence[PlannedStage]) -> list[PlannedStage]:
-        names = [stage.name for stage in stages]
-        if self.only is not None and self.start_from is not None:
-            raise ConfigError("--only and --from are both given: choose one")
-        for name in (self.only, self.start_from):
-            if name is not None and name not in names:
-                raise ConfigError(f"there is no stage {name!r}; the stages are {', '.join(names)}")
-        if self.only is not None:
-            return [stages[names.index(self.only)]]
-        return list(stages[0 if self.start_from is None else names.index(self.start_from) :])
 
 
 def run_pipeline(config: PipelineConfig, *, choose_model: ChooseModel, choice: Choice = Choice()) -> Path:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-import torch
-
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
+from tunesmith.model.threads import set_num_threads
 from tunesmith.pipeline.evaluate import EvaluationResult, compute_evaluation
 from tunesmith.pipeline.policy import Auxiliary, BuildModel, Policy, build_sampling, load_auxiliary, load_policy
 from tunesmith.rollout.groups import attach_baselines, run_groups
@@ -46,7 +45,7 @@ class Stage:
 
 def load_stage(config: RunConfig, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel) -> Stage:
     """Load the models of a run."""
-    torch.set_num_threads(config.num_cpu_threads)
+    set_num_threads(config.num_cpu_threads)
     policy = load_policy(config.model, config.engine, build_model=build_model)
     auxiliaries = {
         name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)

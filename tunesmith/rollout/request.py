@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from tunesmith.model.messages import parse_messages, parse_tools
 from tunesmith.model.render import Prompt
-from tunesmith.types import Distribution, Sampling
+from tunesmith.types import MIN_TEMPERATURE, Distribution, Sampling
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
@@ -179,7 +179,7 @@ def _parse_sampling(body: Mapping[str, Any], defaults: Sampling) -> Sampling:
         return defaults
     old = defaults.distribution
     distribution = Distribution(
-        temperature=_bounded(body, "temperature", float, old.temperature, low=0.0, high=math.inf),
+        temperature=_parse_temperature(body, old.temperature),
         top_p=_bounded(body, "top_p", float, old.top_p, low=0.0, high=1.0, is_low_open=True),
         top_k=max(0, _bounded(body, "top_k", int, old.top_k, low=-1, high=math.inf)),
         min_p=_bounded(body, "min_p", float, old.min_p, low=0.0, high=1.0),
@@ -231,6 +231,13 @@ def _get(body: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     elif isinstance(value, kind):
         return value
     raise RequestError(f"{key} must be {kind.__name__}, got {_show(value)}", param=key)
+
+
+def _parse_temperature(body: Mapping[str, Any], default: float) -> float:
+    value: float = _bounded(body, "temperature", float, default, low=0.0, high=math.inf)
+    if 0 < value < MIN_TEMPERATURE:
+        raise RequestError(f"temperature={value} must be 0 or at least {MIN_TEMPERATURE}", param="temperature")
+    return value
 
 
 def _bounded(

@@ -24,6 +24,8 @@ from tunesmith.rollout.signature import list_parameters
 from tunesmith.rollout.user_call import UserCall
 from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, RunBlocks, Watchdog
 from tunesmith.types import (
+    MAX_METRIC,
+    MAX_REWARD,
     Failure,
     FailureWhere,
     JudgeOutput,
@@ -265,6 +267,9 @@ def _check_reward(where: FailureWhere, func: Callable[..., Any], reward: float |
     if not math.isfinite(reward):
         message = f"the {where} gave reward {reward}; it must be a finite number"
         raise _UserError(where, message, find_definition_line(func))
+    if abs(reward) > MAX_REWARD:
+        message = f"the {where} gave reward {reward:g}; it must be within {MAX_REWARD:g} of 0"
+        raise _UserError(where, message, find_definition_line(func))
     return float(reward)
 
 
@@ -274,6 +279,9 @@ def _check_metrics(
     for name, value in (metrics or {}).items():
         if not math.isfinite(value):
             message = f"the {where} gave metric {name}={value}; metrics must be finite numbers"
+            raise _UserError(where, message, find_definition_line(func))
+        if abs(value) > MAX_METRIC:
+            message = f"the {where} gave metric {name}={value:g}; it must be within {MAX_METRIC:g} of 0"
             raise _UserError(where, message, find_definition_line(func))
     return dict(metrics or {})
 

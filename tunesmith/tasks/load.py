@@ -16,6 +16,8 @@ from datasets.exceptions import DatasetsError
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError, MissingDataError
+from tunesmith.hub import describe_miss, reachable_or_offline
+from tunesmith.tasks.place import check_data_path
 from tunesmith.types import Task
 
 FORMATS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -50,26 +52,32 @@ def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[st
         for field in fields:
             if row.get(field) is None:
                 raise DataError(
-                    f"row {index} of {path!r} has no {field!r}; its fields are {', '.join(sorted(row))}. "
-                    "Mend the data or change required_fields"
+                    f"row {index} of {path!r} {describe_gap(row, field)}. Mend the data or change required_fields"
                 )
+
+
+def describe_gap(row: Mapping[str, Any], field: str) -> str:
+    """What a row has in place of a field; `datasets` fills fields that only other rows have with None."""
+    if field in row:
+        return f"has no value for {field!r}: it is empty (null), or other rows alone have this field"
+    return f"has no {field!r}; its fields are {', '.join(sorted(row))}"
 
 
 def _read(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
     """The first rows of a split, read one after another, or all of it."""
+    check_data_path(path)
     place = Path(path).expanduser()
     if is_saved(place):
         return _read_saved(place, name=name, split=split, num_rows=num_rows)
     if place.is_file():
         arguments = _describe_file(place, name=name, split=split)
-    elif place.exists() or not path.startswith((".", "/", "~")):
-        arguments = {"path": str(place) if place.exists() else path, "name": name}
     else:
-        raise MissingDataError(f"the data set path {path!r} does not exist; give a folder, a file or a hub id")
+        arguments = {"path": str(place) if place.exists() else path, "name": name}
     try:
-        loaded = load_dataset(**arguments, streaming=num_rows is not None)
-        rows = _choose_split(loaded, split, path=path, is_file=place.is_file())
-        return list(itertools.islice(rows, num_rows))
+        with reachable_or_offline(path):
+            loaded = load_dataset(**arguments, streaming=num_rows is not None)
+            rows = _choose_split(loaded, split, path=path, is_file=place.is_file())
+            return list(itertools.islice(rows, num_rows))
     except DataError:
         raise
     except StopIteration as error:
@@ -142,7 +150,8 @@ def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, 
 def _explain(path: str, split: str | None, error: Exception) -> DataError:
     if not Path(path).expanduser().exists():
         return MissingDataError(
-            f"the data set {path!r} is no folder or file here, and the hub did not give it (offline, unknown or gated)"
+            f"the data set {path!r} is no folder or file here, and {describe_miss()}; "
+            "or give a folder or a file as its path"
         )
     reason = " ".join(str(error.__cause__ or error).split())
     return DataError(f"the data set {path!r} (split {split!r}) cannot be read: {reason[:300]}")

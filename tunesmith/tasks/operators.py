@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tunesmith.errors import DataError
+from tunesmith.tasks.load import describe_gap
 from tunesmith.types import Task
 
 TaskOperator = Callable[..., tuple[list[Task], dict[str, float]]]
@@ -129,7 +130,7 @@ def read_pass_rate(task: Task, field: str) -> float:
 
 def _read(row: Mapping[str, Any], field: str, task: Task) -> Any:
     if row.get(field) is None:
-        raise DataError(f"task {task.task_id} has no {field!r}; its fields are {', '.join(map(str, row))}")
+        raise DataError(f"task {task.task_id} {describe_gap(row, field)}")
     return row[field]
 
 

@@ -1,0 +1,82 @@
+"""Errors that need no model are found before torch and its like are imported, and so is the first line of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PROGRAM = textwrap.dedent(
+    """
+    import sys
+    from tunesmith.cli import app
+    try:
+        app(sys.argv[1:])
+    except SystemExit as ending:
+        heavy = {"torch", "transformers", "datasets", "openai", "agentscope", "math_verify"} & sys.modules.keys()
+        print("heavy:", sorted(heavy))
+        raise
+    """
+)
+RUN = "model: {path: ./model}\ntrain_dataset: {path: ./tasks.jsonl}\nworkflow: flow.py:solve\n"
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "tasks.jsonl").write_text('{"question": "1+1"}\n')
+    (tmp_path / "flow.py").write_text("async def solve(task, model):\n    pass\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tune", "rum.yaml"], "there is no config file rum.yaml"),
+        (["sft", "rum.yaml", "--out", "x"], "there is no config file rum.yaml"),
+        (["tune", "run.yaml", "--set", "trainer.learning_rat=1"], "did you mean 'learning_rate'"),
+        (["tune", "run.yaml", "--set", "trainer.learning_rate=-1"], "trainer.learning_rate must be greater than 0"),
+        (["tune", "run.yaml", "--epochs", "3"], "No such option"),
+        (["tune", "run.yaml", "--set", "model.path=./modle"], "model.path='./modle': there is no such folder"),
+        (["tune", "run.yaml", "--set", "train_dataset.path=task.jsonl"], "'task.jsonl' does not exist"),
+        (["tune", "run.yaml", "--workflow", "flwo.py:solve"], "workflow: no file 'flwo.py'"),
+        (["eval", "run.yaml", "--set", "eval_datasets.test.path=./none"], "'./none' does not exist"),
+    ],
+)
+def test_errors_that_need_no_model_import_nothing_heavy(folder, arguments, message):
+    result = run(folder, *arguments)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert "heavy: []" in result.stdout
+
+
+def test_a_syntax_error_of_the_workflow_is_one_sentence_with_its_line(folder):
+    (folder / "flow.py").write_text("async def solve(task, model):\n    return (\n")
+    result = run(folder, "tune", "run.yaml")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "flow.py, line 2: SyntaxError: '(' was never closed" in result.stderr
+    assert "heavy: []" in result.stdout
+
+
+def test_the_first_line_of_a_run_comes_before_anything_heavy(folder):
+    result = run(folder, "tune", "run.yaml")
+    assert result.stderr.splitlines()[0] == "tune: run.yaml is valid, loading libraries"
+    assert result.returncode == 1  # the model's config is empty
+    assert "'torch'" in result.stdout
+
+
+def test_a_run_without_progress_says_nothing_first(folder):
+    result = run(folder, "tune", "run.yaml", "--set", "monitor.has_progress=false")
+    assert "loading libraries" not in result.stderr

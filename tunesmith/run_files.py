@@ -1,0 +1,158 @@
+"""The file of each command, read and checked before anything heavy is imported.
+
+torch, transformers and datasets take seconds to import. Whatever is wrong with a file, an override or a path is found
+here without them, and the first line of a run is printed before they load.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
+from tunesmith.config import (
+    AuxiliaryModelSection,
+    DatasetSection,
+    DemonstrationSection,
+    EvalConfig,
+    ExpertSection,
+    ExportSection,
+    FinetuneConfig,
+    ModelSection,
+    PreferenceConfig,
+    PrepareSection,
+    RunConfig,
+    Section,
+    SourceSection,
+)
+from tunesmith.model.source import find_model
+from tunesmith.pipeline.load_config import (
+    config_schema,
+    describe_options,
+    dump_config,
+    find_stage,
+    load_config,
+    load_section,
+    load_values,
+)
+from tunesmith.pipeline.load_function import check_function
+from tunesmith.pipeline.prepare_flags import collect_values
+from tunesmith.tasks.place import check_data_path
+
+logger = logging.getLogger(__name__)
+
+
+def load_run_file(
+    path: str | Path | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """Read a run file of ours, or one of Trinity-RFT's, whose keys are translated or refused one by one."""
+    if path is not None and is_trinity_file(foreign := load_values(path)):
+        translation = translate_trinity_file(foreign)
+        for note in translation.notes:
+            logger.warning("%s: %s", path, note)
+        return load_config(None, overrides, values=values, base=translation.values)
+    return load_config(path, overrides, values=values)
+
+
+def load_eval_file(path: str, overrides: Sequence[str] = ()) -> RunConfig | EvalConfig:
+    """A run file, or a file that names models itself."""
+    if "models" in load_values(path):
+        return load_section(EvalConfig, path, overrides)
+    return load_run_file(path, overrides)
+
+
+def load_finetune_file(path: str, overrides: Sequence[str] = ()) -> FinetuneConfig:
+    return load_section(FinetuneConfig, path, overrides)
+
+
+def load_preference_file(path: str, overrides: Sequence[str] = ()) -> PreferenceConfig:
+    return load_section(PreferenceConfig, path, overrides)
+
+
+def load_prepare_file(path: str | None, overrides: Sequence[str], **flags: Any) -> PrepareSection:
+    """A preparation file, or none, with the values of flags over it."""
+    return load_section(PrepareSection, path, overrides, values=collect_values(**flags))
+
+
+def load_export_settings(given: Mapping[str, Any], overrides: Sequence[str]) -> ExportSection:
+    """What flags and overrides say of an export; None was not given."""
+    values = {key: value for key, value in given.items() if value is not None}
+    return load_section(ExportSection, None, overrides, values=values)
+
+
+def format_config(stage: str, path: str | None, overrides: Sequence[str]) -> str:
+    """The resolved file of a stage as YAML."""
+    if stage == "tune":
+        return dump_config(load_run_file(path, overrides))
+    return dump_config(load_section(find_stage(stage), path, overrides))
+
+
+def format_schema(stage: str) -> str:
+    return json.dumps(config_schema(find_stage(stage)), indent=2)
+
+
+def format_options(stage: str) -> str:
+    """Every key of a stage's file, two lines each."""
+    listed = describe_options(find_stage(stage))
+    return "\n".join(f"{each.key}: {each.type} = {each.default}\n    {each.description}" for each in listed)
+
+
+def collect_overrides(overrides: list[str] | None, *, workflow: str | None, judge: str | None) -> list[str]:
+    named = [f"{key}={value}" for key, value in (("workflow", workflow), ("judge", judge)) if value is not None]
+    return [*(overrides or []), *named]
+
+
+def collect_models(given: list[str]) -> dict[str, str]:
+    """Label -> path; what has no label, or is a path with an equals sign, is its own label."""
+    models: dict[str, str] = {}
+    for each in given:
+        label, equals, path = each.partition("=")
+        if not equals or "/" in label or Path(each).exists():
+            label = path = each
+        if label in models:
+            raise ValueError(f"--model names {label!r} twice; give each model a label of its own, as LABEL=PATH")
+        models[label] = path
+    return models
+
+
+def check_places(config: Section, *, has_models: bool = True) -> None:
+    """Refuse model paths, data paths and files of functions where there is nothing; evaluations find models by rules of
+    their own (`has_models`)."""
+    for section in iter_sections(config):
+        match section:
+            case ModelSection() if has_models:
+                find_model(section.path, section.base_path)
+            case AuxiliaryModelSection(base_url=None):
+                find_model(section.path)
+            case DatasetSection() | SourceSection() | ExpertSection():
+                check_data_path(section.path)
+            case DemonstrationSection():
+                for path in [section.path] if isinstance(section.path, str) else section.path:
+                    check_data_path(path)
+    if isinstance(config, RunConfig | EvalConfig):
+        for knob in ("workflow", "judge"):
+            spec = getattr(config, knob)
+            if spec is not None:
+                check_function(spec, knob=knob)
+
+
+def iter_sections(value: Any) -> Iterator[Section]:
+    """A section and all that it holds."""
+    if isinstance(value, Section):
+        yield value
+        for name in type(value).model_fields:
+            yield from iter_sections(getattr(value, name))
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from iter_sections(inner)
+
+
+def begin(command: str, config: Section, subject: str, *, has_models: bool = True) -> None:
+    """Check the places, then print the first line of a command on stderr; `has_progress` turns the line off."""
+    check_places(config, has_models=has_models)
+    if getattr(getattr(config, "monitor", config), "has_progress", True):
+        print(f"{command}: {subject}", file=sys.stderr, flush=True)

@@ -1,0 +1,14 @@
+"""Where a data set is said to be, checked without the library that reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tunesmith.errors import MissingDataError
+from tunesmith.hub import is_path_like
+
+
+def check_data_path(path: str) -> None:
+    """Refuse a path at which nothing is; a name that may be one of the hub passes."""
+    if not Path(path).expanduser().exists() and is_path_like(path):
+        raise MissingDataError(f"the data set path {path!r} does not exist; give a folder, a file or a hub id")
