@@ -68,6 +68,9 @@ def tune(
     judge: Judge = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of this run.")] = False,
+    resume_from: Annotated[
+        int | None, typer.Option(min=0, metavar="STEP", help="Go on from this step, 0 anew; later ones are set aside.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train a model inside an agent as a run file says."""
@@ -76,7 +79,9 @@ def tune(
         from tunesmith.api import run_config_file
 
         chosen = _collect_overrides(overrides, workflow=workflow, judge=judge)
-        result = run_config_file(config, overrides=chosen + (["continue_from_checkpoint=true"] if resume else []))
+        chosen += ["continue_from_checkpoint=true"] if resume or resume_from is not None else []
+        chosen += [] if resume_from is None else [f"resume_from_step={resume_from}"]
+        result = run_config_file(config, overrides=chosen)
         typer.echo(f"run folder: {result.folder}")
         if result.checkpoint is not None:
             typer.echo(f"trained model: {result.checkpoint}")
@@ -386,9 +391,8 @@ def _collect_models(given: list[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    sys.path.insert(
-        0, ""
-    )  # a workflow named as module:function is looked up from the current folder, as with python -m
+    # A workflow named as module:function is looked up from the current folder, as with python -m.
+    sys.path.insert(0, "")
     app()
 
 

@@ -7,6 +7,7 @@ commits it, so a run that is killed goes on from the last commit and makes the s
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from pathlib import Path
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.config import RunConfig
 from tunesmith.engine.clock import run_lockstep
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, StorageError
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.replay import ReplayBuffer
-from tunesmith.experience.store import load_rollouts, save_rollouts
+from tunesmith.experience.step_files import JSON_STEPS, StepFiles
+from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
 from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.loop import StepResult, run_step
 from tunesmith.model.checkpoint import (
@@ -38,15 +40,18 @@ from tunesmith.pipeline.experts import ExpertFeed, build_experts
 from tunesmith.pipeline.feed import OwnParts, TaskFeed, build_feed
 from tunesmith.pipeline.load_function import load_part
 from tunesmith.pipeline.policy import BuildModel, build_sampling, check_auxiliary, check_trained
+from tunesmith.pipeline.resume_point import advise
 from tunesmith.pipeline.run_folder import RunFolder, open_run_folder
 from tunesmith.pipeline.stage import Stage, collect_groups, evaluate_all, load_stage
 from tunesmith.rollout.groups import compute_baseline_metrics
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.storage import check_free_space, save_json
+from tunesmith.storage import RunPaths, check_free_space, save_json
 from tunesmith.tasks.load import load_tasks
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, JudgeType, Task, WorkflowType
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +204,8 @@ async def train(
 ) -> TuneResult:
     """All steps of a run, from its last commit or from the start."""
     first_step = restore(folder, stage, trainer, plan)
+    if folder.old is not None:
+        monitor.show_line(f"resumed from step {first_step}: what was made after it has been moved to {folder.old}")
     for name, number in plan.task_counts.items():
         monitor.show_line(f"{name} {number:g}")
     evaluations: dict[str, EvaluationResult] = {}
@@ -293,7 +300,10 @@ def restore(folder: RunFolder, stage: Stage, trainer: Trainer, plan: Plan) -> in
     """Bring everything back to the last commit; return its step, 0 without one."""
     if folder.checkpoint is None:
         return 0
-    state = load_checkpoint(folder.checkpoint, stage.policy.model)
+    try:
+        state = load_checkpoint(folder.checkpoint, stage.policy.model)
+    except StorageError as error:
+        raise StorageError(f"{error}; {advise(folder.paths, before=folder.checkpoint)}") from error
     trainer.load_state_dict(state.trainer_state)
     plan.feed.selector.load_state_dict(state.run_state["selector"])
     plan.replay.load_state_dict(state.run_state["replay"], lambda step: load_rollouts(folder.paths.rollouts(step)))
@@ -301,7 +311,7 @@ def restore(folder: RunFolder, stage: Stage, trainer: Trainer, plan: Plan) -> in
 
 
 def commit(config: RunConfig, plan: Plan, stage: Stage, trainer: Trainer, folder: RunFolder, *, step: int) -> None:
-    """Write the step's checkpoint; from here on the run never goes back behind it."""
+    """Write the step's checkpoint; from here on the run never goes back behind it, so files of steps are merged."""
     save_checkpoint(
         folder.paths.checkpoint(step),
         stage.policy.model,
@@ -313,5 +323,16 @@ def commit(config: RunConfig, plan: Plan, stage: Stage, trainer: Trainer, folder
             "replay": plan.replay.state_dict(),
         },
     )
+    save_json(folder.paths.last_commit, {"step": step})
+    merge_steps(folder.paths, committed_step=step, steps_per_file=config.steps_per_file)
     if config.keep_checkpoints is not None:
         remove_old_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints)
+
+
+def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) -> None:
+    """Bound the number of files; what cannot be read or written stays in files of single steps."""
+    for any_step, form in ((paths.rollouts(0), ROLLOUT_STEPS), (paths.selection(0), JSON_STEPS)):
+        try:
+            StepFiles(any_step.parent, form).merge(committed_step=committed_step, steps_per_file=steps_per_file)
+        except StorageError as error:
+            logger.warning("steps are not merged into one file: %s", error)
