@@ -92,7 +92,8 @@ def advise(paths: RunPaths, *, before: Path | None) -> str:
         step = parse_checkpoint_step(checkpoint)
         break
     way = f"resume from step {step}, the newest that is whole," if step else "begin anew, for no checkpoint is whole,"
-    return f"restore it, or {way} with resume_from_step={step} (--resume-from {step}); later steps are moved to {OLD}<time>/"
+    way += f" with resume_from_step={step} (--resume-from {step})"
+    return f"restore it, or {way}; later steps are moved to {OLD}<time>/"
 
 
 def set_aside(paths: RunPaths, *, after: int, now: datetime | None = None) -> Path | None:
