@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import gc
 import json
+import random
 import tempfile
 import tracemalloc
 from collections import Counter
@@ -52,10 +53,11 @@ class Probe:
         self.first_trace: tracemalloc.Snapshot | None = None
 
     async def judge(self, task: dict, response: str) -> JudgeOutput:
-        self.num_judged += 1
-        step, rest = divmod(self.num_judged, self.rollouts_a_step)
-        if rest == 0 and step % self.interval == 0:
-            self.note(step)
+        if task["split"] == "train":
+            self.num_judged += 1
+            step, rest = divmod(self.num_judged, self.rollouts_a_step)
+            if rest == 0 and step % self.interval == 0:
+                self.note(step)
         return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
 
     def note(self, step: int) -> None:
@@ -95,10 +97,26 @@ def read_rss_mib() -> float:
 
 
 async def ask(task: dict, model: Any) -> WorkflowOutput:
-    answer = await model([{"role": "user", "content": task["question"]}])
+    return WorkflowOutput(response=await get_text(model, [{"role": "user", "content": task["question"]}]))
+
+
+async def talk(task: dict, model: Any) -> WorkflowOutput:
+    """One to four turns of user messages of many lengths, so that no two steps have the same shapes."""
+    rng = random.Random(task["question"])
+    messages: list[dict[str, str]] = []
+    text = ""
+    for _ in range(rng.randint(1, 4)):
+        messages.append({"role": "user", "content": task["question"] + " So?" * rng.randint(0, 20)})
+        text = await get_text(model, messages)
+        messages.append({"role": "assistant", "content": text})
+    return WorkflowOutput(response=text)
+
+
+async def get_text(model: Any, messages: list[dict[str, str]]) -> str:
+    answer = await model(messages)
     if isinstance(answer, dict):  # AgentScope's ChatResponse
-        return WorkflowOutput(response="".join(block["text"] for block in answer["content"]))
-    return WorkflowOutput(response=answer.choices[0].message.content)
+        return "".join(block["text"] for block in answer["content"])
+    return str(answer.choices[0].message.content)
 
 
 def main() -> None:
@@ -109,6 +127,10 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--chat-model", default="openai")
     parser.add_argument("--trackers", nargs="*", default=["tensorboard"])
+    parser.add_argument("--max-model-len", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=8)
+    parser.add_argument("--varied", action="store_true", help="conversations of one to four turns of many lengths")
+    parser.add_argument("--save-interval", type=int, help="steps between checkpoints and evaluations; default none")
     parser.add_argument("--trim", action="store_true")
     parser.add_argument("--trace", action="store_true")
     parser.add_argument("--set", nargs="*", default=[], dest="overrides")
@@ -124,25 +146,34 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        rows = [{"question": f"Tom has {n} apples. How many?", "answer": str(n)} for n in range(64)]
-        (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for split in ("train", "test"):
+            rows = [{"question": f"Tom has {n} apples. How many?", "split": split} for n in range(4096)]
+            (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        save_interval = options.save_interval or options.steps
         tune(
-            workflow_func=ask,
+            workflow_func=talk if options.varied else ask,
             judge_func=probe.judge,
             train_dataset=DatasetConfig(path=str(place), total_steps=options.steps),
+            eval_dataset=DatasetConfig(path=str(place), split="test") if options.save_interval else None,
             model=TunerModelConfig(
-                model_path=str(prepare_model("pocket", place / "pocket")), max_model_len=128, max_tokens=8
+                model_path=str(prepare_model("pocket", place / "pocket")),
+                max_model_len=options.max_model_len,
+                max_tokens=options.max_tokens,
             ),
             algorithm=AlgorithmConfig(group_size=options.group_size, batch_size=options.batch_size, learning_rate=1e-6),
             experiment_name="memory",
             overrides=(
                 f"checkpoint_root_dir={place}",
                 "model.device=cpu",
-                "engine.kv_cache_tokens=4096",
+                "engine.kv_cache_tokens=65536",
                 f"rollout.chat_model={options.chat_model}",
                 f"monitor.trackers={json.dumps(options.trackers)}",
                 "monitor.log_interval_steps=100",
-                f"save_interval_steps={options.steps}",
+                f"save_interval_steps={save_interval}",
+                f"evaluation.interval_steps={save_interval}",
+                "evaluation.max_tasks=16",
+                "keep_checkpoints=1",
+                "trainer.mismatch_stop=100",
                 *options.overrides,
             ),
         )

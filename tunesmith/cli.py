@@ -84,7 +84,7 @@ def tune(
         result = run_config_file(config, overrides=chosen)
         typer.echo(f"run folder: {result.folder}")
         if result.checkpoint is not None:
-            typer.echo(f"trained model: {result.checkpoint}")
+            typer.echo(f"{'trained' if result.has_learned else 'unchanged'} model: {result.checkpoint}")
 
     run_guarded(work, is_debug=debug)
 

@@ -38,6 +38,7 @@ from tunesmith.pipeline.companions import check_companions, load_companions
 from tunesmith.pipeline.evaluate import EvaluationResult
 from tunesmith.pipeline.experts import ExpertFeed, build_experts
 from tunesmith.pipeline.feed import OwnParts, TaskFeed, build_feed
+from tunesmith.pipeline.learning import LearningLog, check_room, check_sampling_differs
 from tunesmith.pipeline.load_function import load_part
 from tunesmith.pipeline.policy import BuildModel, build_sampling, check_auxiliary, check_trained
 from tunesmith.pipeline.resume_point import advise
@@ -62,6 +63,8 @@ class TuneResult:
     checkpoint: Path | None
     """The last checkpoint: a folder that transformers loads."""
     num_steps: int
+    has_learned: bool
+    """Whether any step of this call changed the weights; True too when there was none to make."""
     metrics: dict[str, float]
     """Of the last step."""
     evaluations: dict[str, EvaluationResult]
@@ -108,6 +111,11 @@ def run_tuning(
         ) as monitor,
     ):
         stage = load_stage(config, workflow=workflow, judge=judge, build_model=build_model)
+        check_room(
+            stage.policy.service.recorder.renderer,
+            max_model_len=config.model.max_model_len,
+            kv_cache_tokens=config.engine.kv_cache_tokens,
+        )
         trainer = build_trainer(config, stage, plan)
         check_free_space(folder.paths.root, estimate_checkpoint_bytes(stage.policy.model, trainer.state_dict()))
         return run_lockstep(train(config, plan, stage, trainer, folder, monitor))
@@ -122,6 +130,7 @@ def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
             "`tunesmith sft` on demonstrations and `tunesmith prefer` on preferences"
         )
     check_refill(config)
+    check_sampling_differs(config, algorithm)
     operators = build_operators(
         config.experience, load=partial(load_part, knob="experience.operators"), own=own.operators
     )
@@ -212,22 +221,26 @@ async def train(
     if first_step == 0 and config.evaluation.at_start:
         evaluations = await evaluate(config, plan, stage, folder, monitor, step=0)
     metrics: dict[str, float] = {}
+    learning = LearningLog(monitor.show_line)
     for step in range(first_step + 1, plan.total_steps + 1):
         result = await run_one_step(config, plan, stage, trainer, monitor, step=step)
         metrics = result.metrics
         save_rollouts(folder.paths.rollouts(step), result.batch.collected, result.batch.spread(result.advantages))
         plan.feed.save_selection(folder.paths.selection(step))
+        learning.add(step, metrics, result.batch.collected)
         monitor.log(step, "train", metrics)
         is_last = step == plan.total_steps
         if is_last or is_due(step, config.evaluation.interval_steps):
             evaluations = await evaluate(config, plan, stage, folder, monitor, step=step) or evaluations
         if is_last or is_due(step, config.save_interval_steps):
             commit(config, plan, stage, trainer, folder, step=step)
+    learning.close()
     checkpoint = folder.paths.checkpoint(plan.total_steps)
     return TuneResult(
         folder=folder.paths.root,
         checkpoint=checkpoint if checkpoint.exists() else folder.checkpoint,
         num_steps=max(plan.total_steps, first_step),
+        has_learned=learning.has_learned,
         metrics=metrics,
         evaluations=evaluations,
     )
