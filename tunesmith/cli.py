@@ -59,6 +59,9 @@ def tune(
     judge: Judge = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of this run.")] = False,
+    resume_from: Annotated[
+        int | None, typer.Option(min=0, metavar="STEP", help="Go on from this step, 0 anew; later ones are set aside.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train a model inside an agent as a run file says."""
@@ -67,14 +70,16 @@ def tune(
         from tunesmith import run_files
 
         chosen = run_files.collect_overrides(overrides, workflow=workflow, judge=judge)
-        settings = run_files.load_run_file(config, chosen + (["continue_from_checkpoint=true"] if resume else []))
+        chosen += ["continue_from_checkpoint=true"] if resume or resume_from is not None else []
+        chosen += [] if resume_from is None else [f"resume_from_step={resume_from}"]
+        settings = run_files.load_run_file(config, chosen)
         run_files.begin("tune", settings, f"{config} is valid, loading libraries")
         from tunesmith.api import run_config
 
         result = run_config(settings)
         typer.echo(f"run folder: {result.folder}")
         if result.checkpoint is not None:
-            typer.echo(f"trained model: {result.checkpoint}")
+            typer.echo(f"{'trained' if result.has_learned else 'unchanged'} model: {result.checkpoint}")
 
     run_guarded(work, is_debug=debug)
 
@@ -367,9 +372,8 @@ def demo(
 
 
 def main() -> None:
-    sys.path.insert(
-        0, ""
-    )  # a workflow named as module:function is looked up from the current folder, as with python -m
+    # A workflow named as module:function is looked up from the current folder, as with python -m.
+    sys.path.insert(0, "")
     try:
         app()
     except SystemExit as ending:

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fakes import full_disk
 from tunesmith.config import DemonstrationSection, FinetuneConfig, FinetuneTrainerSection, LoraSection, ModelSection
 from tunesmith.errors import ConfigError, DataError, ModelError, StorageError
-from tunesmith.model.dropout import find_dropouts
 from tunesmith.model.checkpoint import find_checkpoints
+from tunesmith.model.dropout import find_dropouts
 from tunesmith.model.load import check_model, load_section_model
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.pipeline.demonstrations import DemonstrationReader

@@ -343,6 +343,9 @@ class RunConfig(Section):
     """Threads of torch's CPU kernels; on small virtual machines two are slower than one, on large ones try more."""
     continue_from_checkpoint: bool = False
     """Go on from the last commit of the run folder with this name; without one, start anew."""
+    resume_from_step: int | None = Field(default=None, ge=0)
+    """Resume from the checkpoint of this step, 0 from the beginning, where the newest one is damaged or not wanted;
+    what was made after it is moved to `old-<time>/` in the run folder. None resumes from the newest."""
     total_epochs: int = Field(default=1, ge=1)
     """Passes over the training tasks."""
     total_steps: int | None = Field(default=None, ge=1)
@@ -351,6 +354,9 @@ class RunConfig(Section):
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int | None = Field(default=None, ge=1)
     """Checkpoints kept on disk, the newest ones; None keeps all."""
+    steps_per_file: int = Field(default=100, ge=1)
+    """Steps whose rollouts are merged into one Parquet file, and whose selections into one file of JSON lines, once a
+    checkpoint has committed them, so that long runs leave few files; 1 keeps one file a step."""
     model: ModelSection
     auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
     train_dataset: DatasetSection | None = None
@@ -373,6 +379,15 @@ class RunConfig(Section):
         for key, name in (("project", self.project), ("name", self.name)):
             if name is not None and not name.isprintable():
                 raise ValueError(f"{key}={name!r} names a folder: it must be one line without control characters")
+        return self
+
+    @model_validator(mode="after")
+    def _check_resuming(self) -> RunConfig:
+        if self.resume_from_step is not None and not self.continue_from_checkpoint:
+            raise ValueError(
+                f"resume_from_step={self.resume_from_step} has no effect without continue_from_checkpoint=true "
+                "(--resume-from sets both)"
+            )
         return self
 
     @model_validator(mode="after")

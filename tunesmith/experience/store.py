@@ -2,13 +2,14 @@
 
 Turns are nested lists, so a file can be asked for lengths or logprobs without this package. A task's row is JSON text:
 what JSON does not know (dates, images) is kept as its text, tuples come back as lists. Text that is not valid Unicode
-(half of a surrogate pair) is stored with U+FFFD in its place; all else round-trips bit for bit.
+(half of a surrogate pair) is stored with U+FFFD in its place; all else round-trips bit for bit. Pages have checksums.
+Steps of long runs are merged into files with a row group for each.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tunesmith.errors import StorageError
+from tunesmith.experience.step_files import SINGLE, StepFormat, locate_step
 from tunesmith.storage import open_atomic, storage_errors
 from tunesmith.types import Distribution, Failure, Group, RunAdvantage, Task, Trajectory, Turn
 
@@ -60,9 +62,11 @@ SCHEMA = pa.schema(
         "duration_s": pa.float64(),
         "metrics": pa.map_(pa.string(), pa.float64()),
         "turns": pa.list_(TURN),
+        "step": pa.int32(),
     },
     metadata={"tunesmith.rollouts": FORMAT},
 )
+WRITING: dict[str, Any] = {"compression": "zstd", "write_page_checksum": True}
 
 
 def save_rollouts(
@@ -82,22 +86,14 @@ def save_rollouts(
             if isinstance(advantage, tuple):
                 of_run |= {"advantage": fmean(advantage or (0.0,)), "turn_advantages": advantage}
             rows.append(of_run | build_row(trajectory))
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    table = set_step(pa.Table.from_pylist(rows, schema=SCHEMA), parse_step(path))
     with open_atomic(path) as file:
-        pq.write_table(table, file, compression="zstd")
+        pq.write_table(table, file, **WRITING)
 
 
 def load_rollouts(path: Path) -> list[Group]:
-    """Read back the groups that `save_rollouts` wrote."""
-    with storage_errors(path, "read"):
-        try:
-            with path.open("rb") as file:
-                table = pq.read_table(file)
-        except pa.ArrowInvalid as error:
-            raise StorageError(f"cannot read {path}: it is not a Parquet file ({error})") from error
-    found = (table.schema.metadata or {}).get(b"tunesmith.rollouts", b"").decode()
-    if found != FORMAT:
-        raise StorageError(f"cannot read {path}: rollouts of format {FORMAT} are expected, it has {found or 'none'}")
+    """Read back the groups that `save_rollouts` wrote, also when their file has been merged with others."""
+    table = load_table(path)
     groups = []
     for _, of_group in groupby(table.to_pylist(), key=lambda row: row["group_index"]):
         rows = list(of_group)
@@ -105,6 +101,81 @@ def load_rollouts(path: Path) -> list[Group]:
         baseline_reward = rows[0].get("baseline_reward")
         groups.append(Group(task=trajectories[0].task, trajectories=trajectories, baseline_reward=baseline_reward))
     return groups
+
+
+def check_rollouts(path: Path) -> None:
+    """Raise StorageError when the rollouts that were saved as `path` are missing or damaged."""
+    load_table(path)
+
+
+def load_table(path: Path) -> pa.Table:
+    """The rows that were saved as `path`."""
+    place, step = locate_step(path, ROLLOUT_STEPS.merged)
+    with storage_errors(place, "read"):
+        try:
+            with place.open("rb") as file, pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+                check_format(place, parquet.schema_arrow)
+                return parquet.read() if step is None else read_step(parquet, step)
+        except pa.ArrowInvalid as error:
+            raise StorageError(f"cannot read {place}: it is not a Parquet file ({error})") from error
+
+
+def check_format(path: Path, schema: pa.Schema) -> None:
+    found = (schema.metadata or {}).get(b"tunesmith.rollouts", b"").decode()
+    if found != FORMAT:
+        raise StorageError(f"cannot read {path}: rollouts of format {FORMAT} are expected, it has {found or 'none'}")
+
+
+def read_step(parquet: pq.ParquetFile, step: int) -> pa.Table:
+    """The row groups of one step."""
+    found = [index for index in range(parquet.num_row_groups) if find_step(parquet, index) == step]
+    return parquet.read_row_groups(found)
+
+
+def find_step(parquet: pq.ParquetFile, row_group: int) -> int:
+    """The step that all rows of a row group belong to."""
+    column = parquet.schema_arrow.get_field_index("step")
+    return int(parquet.read_row_group(row_group, columns=["step"]).column(0)[0].as_py()) if column >= 0 else -1
+
+
+def merge_rollouts(target: Path, single: Mapping[int, Path]) -> None:
+    """Write one file with a row group for each step that has rows."""
+    with open_atomic(target) as file, pq.ParquetWriter(file, SCHEMA, **WRITING) as writer:
+        for step, path in sorted(single.items()):
+            table = set_step(load_table(path), step)
+            if len(table):
+                writer.write_table(table, row_group_size=len(table))
+
+
+def cut_rollouts(source: Path, target: Path, last: int) -> None:
+    """Write a second file with the steps up to `last`."""
+    with storage_errors(source, "read"), source.open("rb") as stored, open_atomic(target) as file:
+        parquet = pq.ParquetFile(stored, page_checksum_verification=True)
+        with pq.ParquetWriter(file, SCHEMA, **WRITING) as writer:
+            for index in range(parquet.num_row_groups):
+                if find_step(parquet, index) <= last:
+                    table = parquet.read_row_group(index)
+                    writer.write_table(table, row_group_size=len(table))
+
+
+def set_step(table: pa.Table, step: int | None) -> pa.Table:
+    """The columns of `SCHEMA`, empty where an older file lacks one, with the step's number."""
+    steps = pa.array([step] * len(table), type=pa.int32())
+    columns = [
+        steps
+        if field.name == "step"
+        else table.column(field.name)
+        if field.name in table.column_names
+        else pa.nulls(len(table), type=field.type)
+        for field in SCHEMA
+    ]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def parse_step(path: Path) -> int | None:
+    """The step in a file's name."""
+    match = SINGLE.fullmatch(path.name)
+    return None if match is None else int(match[1])
 
 
 def build_row(trajectory: Trajectory) -> dict[str, Any]:
@@ -179,3 +250,6 @@ def parse_turn(turn: dict[str, Any]) -> Turn:
 def clean_text(text: str) -> str:
     """The text with U+FFFD for each half of a surrogate pair, which UTF-8 cannot hold."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+ROLLOUT_STEPS = StepFormat(single="parquet", merged="parquet", merge=merge_rollouts, cut=cut_rollouts)

@@ -2,7 +2,7 @@
 
 `global_step_N/` is a folder that `AutoModelForCausalLM.from_pretrained` loads as it is, or `PeftModel.from_pretrained`
 where an adapter is trained, with `trainer/` (optimizer and counters) beside the weights and `DONE.json`, which lists
-every file with its size, written last. All is written under
+every file with its size and checksum, written last. All is written under
 `global_step_N.tmp-<pid>`, brought to the disk, then renamed: a name without the suffix is a whole checkpoint, and what
 a killed save leaves is swept away by the next start. Restoring copies into the parameters that are there, bit for bit.
 """
@@ -28,6 +28,7 @@ from tunesmith.storage import (
     CHECKPOINT,
     TEMPORARY,
     check_free_space,
+    compute_checksum,
     load_json,
     parse_checkpoint_step,
     remove_tree,
@@ -80,7 +81,7 @@ def save_checkpoint(
 def new_folder(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
     """A folder to fill under a temporary name; when the block ends well it takes the place of `folder`, else it goes.
 
-    Its DONE.json, written last, says what `record` holds by then and the size of every file.
+    Its DONE.json, written last, says what `record` holds by then, and the size and checksum of every file.
     """
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     with storage_errors(folder, "write"):
@@ -90,7 +91,8 @@ def new_folder(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
             yield temporary
             sync_tree(temporary)
             sizes = {name: (temporary / name).stat().st_size for name in list_files(temporary)}
-            save_json(temporary / DONE, {**record, "files": sizes})
+            checksums = {name: compute_checksum(temporary / name) for name in sizes}
+            save_json(temporary / DONE, {**record, "files": sizes, "crc32": checksums})
             temporary.rename(folder)
             sync_folder(folder.parent)
         except BaseException:
@@ -99,8 +101,11 @@ def new_folder(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def load_checkpoint(folder: Path, model: PreTrainedModel) -> RestoredState:
-    """Copy a checkpoint's weights into the parameters of `model`, in place; return the rest, tensors on the CPU."""
-    check_complete(folder)
+    """Copy a checkpoint's weights into the parameters of `model`, in place; return the rest, tensors on the CPU.
+
+    Sizes are checked here; `check_complete` reads every file and compares checksums too.
+    """
+    check_sizes(folder)
     restore_weights(folder, model)
     with storage_errors(folder, "read"):
         trainer_state = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
@@ -201,14 +206,26 @@ def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check_complete(folder: Path) -> None:
-    """Refuse a checkpoint whose files are not all there in full, as after a partial copy."""
+    """Refuse a checkpoint that a partial copy or a failing disk damaged; older ones have sizes and no checksums."""
+    for name, expected in check_sizes(folder).get("crc32", {}).items():
+        found = compute_checksum(folder / name)
+        if found != expected:
+            raise StorageError(f"{folder / name} is damaged: its CRC-32 is {found} instead of {expected}")
+
+
+def check_sizes(folder: Path) -> dict[str, Any]:
+    """Refuse a checkpoint whose files are not all there in full; returns what its DONE.json holds."""
     if not (folder / DONE).is_file():
         raise StorageError(f"{folder} is not a complete checkpoint: it has no {DONE}")
-    for name, num_bytes in load_json(folder / DONE)["files"].items():
+    record = load_json(folder / DONE)
+    if not isinstance(record, dict) or not isinstance(record.get("files"), dict):
+        raise StorageError(f"{folder / DONE} is damaged: it does not list the checkpoint's files")
+    for name, num_bytes in record["files"].items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else 0
         if found != num_bytes:
             raise StorageError(f"{path} is damaged: it has {found} bytes instead of {num_bytes}")
+    return record
 
 
 def estimate_checkpoint_bytes(model: PreTrainedModel, trainer_state: Mapping[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 `open_run_folder` is called before anything heavy. It makes the folder, proves that it can be written, takes its lock,
 refuses a folder that holds another run, and on resuming compares the config with the saved one and removes what a
-killed run wrote after its last commit.
+killed run wrote after its last commit. A run that fails before its first step leaves its name free.
 """
 
 from __future__ import annotations
@@ -12,24 +12,37 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tunesmith.config import RunConfig, Section
 from tunesmith.errors import ConfigError, StorageError
-from tunesmith.model.checkpoint import find_last_checkpoint, remove_leftovers
+from tunesmith.model.checkpoint import remove_leftovers
+from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.pipeline.load_config import dump_config, load_config
-from tunesmith.storage import RunPaths, parse_checkpoint_step, save_text, storage_errors
+from tunesmith.pipeline.resume_point import find_resume_point, list_step_files, set_aside
+from tunesmith.storage import (
+    CHECKPOINT,
+    RunPaths,
+    parse_checkpoint_step,
+    remove_tree,
+    save_json,
+    save_text,
+    storage_errors,
+)
 
 FREE_KEYS = (
     "project",
     "name",
     "checkpoint_root_dir",
     "continue_from_checkpoint",
+    "resume_from_step",
     "total_epochs",
     "total_steps",
     "save_interval_steps",
     "keep_checkpoints",
+    "steps_per_file",
     "evaluation.interval_steps",
     "evaluation.at_start",
     "monitor",
@@ -51,6 +64,8 @@ class RunFolder:
     """The last commit, from which the run goes on; None when it starts anew."""
     changed_keys: tuple[str, ...]
     """Dotted keys in which a resumed run differs from its saved config, all of them free to change."""
+    old: Path | None
+    """Where what lay after the checkpoint has been moved; None when nothing was."""
     lock: BinaryIO
 
     @property
@@ -64,21 +79,20 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            remove_empty_run(self.paths)
         self.close()
 
 
 def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFolder:
     """Make or reopen the folder of a run and save its config there."""
-    paths = RunPaths(resolve_run_root(config, now=now))
-    with storage_errors(paths.root, "write"):
-        paths.root.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(paths)
+    paths, lock = make_run_folder(config, now=now)
     try:
         checkpoint: Path | None = None
         changed_keys: tuple[str, ...] = ()
         if config.continue_from_checkpoint:
-            checkpoint = find_last_checkpoint(paths.root)
+            checkpoint = find_resume_point(paths, step=config.resume_from_step)
         elif is_used(paths):
             raise ConfigError(
                 f"{paths.root} already holds a run: choose another name, or go on with it "
@@ -86,13 +100,46 @@ def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFol
             )
         if checkpoint is not None:
             changed_keys = check_same_run(load_config(paths.config), config)
-        save_text(paths.config, dump_config(config))
+        old = clear_later_steps(paths, checkpoint, is_chosen=config.resume_from_step is not None)
+        save_text(paths.config, dump_config(config.model_copy(update={"resume_from_step": None})))
         remove_leftovers(paths.root)
-        remove_steps_after(paths, None if checkpoint is None else parse_checkpoint_step(checkpoint))
     except BaseException:
         lock.close()
         raise
-    return RunFolder(paths=paths, checkpoint=checkpoint, changed_keys=changed_keys, lock=lock)
+    return RunFolder(paths=paths, checkpoint=checkpoint, changed_keys=changed_keys, old=old, lock=lock)
+
+
+def make_run_folder(config: RunConfig, *, now: datetime | None = None) -> tuple[RunPaths, BinaryIO]:
+    """Make the folder where it is not there and take its lock; a run without a name gets a folder of its own."""
+    root = resolve_run_root(config, now=now)
+    for number in count(2):
+        paths = RunPaths(root)
+        with storage_errors(paths.root, "write"):
+            paths.root.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                paths.root.mkdir(exist_ok=config.name is not None)
+            except FileExistsError:
+                if config.name is not None:
+                    raise
+                root = root.with_name(f"{resolve_run_root(config, now=now).name}-{number}")
+                continue
+            return paths, take_lock(paths)
+    raise AssertionError("count() does not end")
+
+
+def clear_later_steps(paths: RunPaths, checkpoint: Path | None, *, is_chosen: bool) -> Path | None:
+    """Leave what the checkpoint committed; returns where the rest was moved.
+
+    What follows the newest checkpoint is removed, for the resumed run makes it again. What follows a checkpoint that
+    the user chose, or what was written without one, is moved.
+    """
+    step = 0 if checkpoint is None else parse_checkpoint_step(checkpoint)
+    old = set_aside(paths, after=step) if is_chosen or checkpoint is None else None
+    if old is not None and checkpoint is not None:
+        save_json(paths.last_commit, {"step": step})
+    for files in list_step_files(paths):
+        files.remove_single_after(step)
+    return old
 
 
 def resolve_run_root(config: RunConfig, *, now: datetime | None = None) -> Path:
@@ -123,14 +170,48 @@ def take_lock(paths: RunPaths) -> BinaryIO:
     except OSError:
         lock.close()
         raise
+    if not is_same_file(lock, paths.lock):  # its holder removed it, as a run that fails before its first step does
+        lock.close()
+        return take_lock(paths)
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n".encode())
     lock.flush()
     return lock
 
 
+def is_same_file(file: BinaryIO, path: Path) -> bool:
+    """Whether a path still names an open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def is_used(paths: RunPaths) -> bool:
-    return any(entry != paths.lock for entry in paths.root.iterdir())
+    """Whether the folder holds a step of a run, or something that is no run."""
+    if not paths.config.is_file():
+        return any(entry != paths.lock for entry in paths.root.iterdir())
+    return has_steps(paths)
+
+
+def has_steps(paths: RunPaths) -> bool:
+    """Whether a training step was finished here."""
+    has_checkpoint = any(CHECKPOINT.fullmatch(entry.name) for entry in paths.root.iterdir())
+    return (
+        has_checkpoint
+        or paths.last_commit.exists()
+        or any(each["kind"] == "train" for each in load_metrics(paths.metrics))
+    )
+
+
+def remove_empty_run(paths: RunPaths) -> None:
+    """Remove a folder in which no step was finished and nothing was sampled or evaluated."""
+    files = [path for path in paths.root.rglob("*") if path.is_file()]
+    ours = {paths.config, paths.lock, paths.metrics}
+    is_empty = all(path in ours or paths.monitor in path.parents for path in files)
+    if is_empty and not (paths.metrics.exists() and paths.metrics.stat().st_size):
+        with storage_errors(paths.root, "remove"):
+            remove_tree(paths.root)
 
 
 def check_same_run(saved: Section, config: Section, *, free_keys: Sequence[str] = FREE_KEYS) -> tuple[str, ...]:
@@ -157,15 +238,3 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def remove_steps_after(paths: RunPaths, step: int | None) -> None:
-    """Remove what belongs to steps that were not committed; it will be made again."""
-    for any_step in (paths.rollouts(0), paths.evaluation(0), paths.selection(0)):
-        folder, suffix = any_step.parent, any_step.suffix
-        for path in sorted(folder.glob(f"step_*{suffix}*")):
-            number = path.name.removeprefix("step_").split(".")[0]
-            is_temporary = not path.name.endswith(suffix)
-            if number.isdigit() and (is_temporary or step is None or int(number) > step):
-                with storage_errors(path, "remove"):
-                    path.unlink()

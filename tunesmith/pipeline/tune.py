@@ -7,6 +7,7 @@ commits it, so a run that is killed goes on from the last commit and makes the s
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,10 +18,11 @@ from pathlib import Path
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.config import RunConfig
 from tunesmith.engine.clock import run_lockstep
-from tunesmith.errors import ConfigError, TunesmithError
+from tunesmith.errors import ConfigError, StorageError, TunesmithError
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.replay import ReplayBuffer
-from tunesmith.experience.store import load_rollouts, save_rollouts
+from tunesmith.experience.step_files import JSON_STEPS, StepFiles
+from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
 from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.loop import StepResult, run_step
 from tunesmith.model.checkpoint import (
@@ -38,18 +40,22 @@ from tunesmith.pipeline.companions import check_companions, load_companions
 from tunesmith.pipeline.evaluate import EvaluationResult
 from tunesmith.pipeline.experts import ExpertFeed, build_experts
 from tunesmith.pipeline.feed import OwnParts, TaskFeed, build_feed
+from tunesmith.pipeline.learning import LearningLog, check_room, check_sampling_differs
 from tunesmith.pipeline.load_function import load_part
 from tunesmith.pipeline.policy import BuildModel, build_sampling, check_auxiliary, check_trained
+from tunesmith.pipeline.resume_point import advise
 from tunesmith.pipeline.run_folder import RunFolder, open_run_folder
 from tunesmith.pipeline.stage import Stage, collect_groups, evaluate_all, load_stage
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.groups import compute_baseline_metrics
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.storage import check_free_space, save_json
+from tunesmith.storage import RunPaths, check_free_space, save_json
 from tunesmith.tasks.load import load_tasks
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, JudgeType, Task, Trajectory, WorkflowType
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,8 @@ class TuneResult:
     checkpoint: Path | None
     """The last checkpoint: a folder that transformers loads."""
     num_steps: int
+    has_learned: bool
+    """Whether any step of this call changed the weights; True too when there was none to make."""
     metrics: dict[str, float] = field(repr=False)
     """Of the last step."""
     evaluations: dict[str, EvaluationResult]
@@ -107,6 +115,11 @@ def run_tuning(
         ) as monitor,
     ):
         stage = load_stage(config, workflow=workflow, judge=judge, build_model=build_model)
+        check_room(
+            stage.policy.service.recorder.renderer,
+            max_model_len=config.model.max_model_len,
+            kv_cache_tokens=config.engine.kv_cache_tokens,
+        )
         trainer = build_trainer(config, stage, plan)
         check_free_space(folder.paths.root, estimate_checkpoint_bytes(stage.policy.model, trainer.state_dict()))
         try:
@@ -137,6 +150,7 @@ def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
             "`tunesmith sft` on demonstrations and `tunesmith prefer` on preferences"
         )
     check_refill(config)
+    check_sampling_differs(config, algorithm)
     operators = build_operators(
         config.experience, load=partial(load_part, knob="experience.operators"), own=own.operators
     )
@@ -227,12 +241,15 @@ async def train(
     first_step = restore(folder, stage, trainer, plan)
     if (repetition := describe_repetition(config, num_tasks=len(plan.feed.tasks))) is not None:
         monitor.show_line(repetition)
+    if folder.old is not None:
+        monitor.show_line(f"resumed from step {first_step}: what was made after it has been moved to {folder.old}")
     for name, number in plan.task_counts.items():
         monitor.show_line(f"{name} {number:g}")
     evaluations: dict[str, EvaluationResult] = {}
     if first_step == 0 and config.evaluation.at_start:
         evaluations = await evaluate(config, plan, stage, folder, monitor, step=0)
     metrics: dict[str, float] = {}
+    learning = LearningLog(monitor.show_line)
     for step in range(first_step + 1, plan.total_steps + 1):
         finished: list[Trajectory] = []
         try:
@@ -243,6 +260,7 @@ async def train(
         metrics = result.metrics
         save_rollouts(folder.paths.rollouts(step), result.batch.collected, result.batch.spread(result.advantages))
         plan.feed.save_selection(folder.paths.selection(step))
+        learning.add(step, metrics, result.batch.collected)
         monitor.log(step, "train", metrics)
         show_causes(monitor, result.batch.collected)
         is_last = step == plan.total_steps
@@ -250,11 +268,13 @@ async def train(
             evaluations = await evaluate(config, plan, stage, folder, monitor, step=step) or evaluations
         if is_last or is_due(step, config.save_interval_steps):
             commit(config, plan, stage, trainer, folder, step=step)
+    learning.close()
     checkpoint = folder.paths.checkpoint(plan.total_steps)
     return TuneResult(
         folder=folder.paths.root,
         checkpoint=checkpoint if checkpoint.exists() else folder.checkpoint,
         num_steps=max(plan.total_steps, first_step),
+        has_learned=learning.has_learned,
         metrics=metrics,
         evaluations=evaluations,
     )
@@ -355,7 +375,10 @@ def restore(folder: RunFolder, stage: Stage, trainer: Trainer, plan: Plan) -> in
     """Bring everything back to the last commit; return its step, 0 without one."""
     if folder.checkpoint is None:
         return 0
-    state = load_checkpoint(folder.checkpoint, stage.policy.model)
+    try:
+        state = load_checkpoint(folder.checkpoint, stage.policy.model)
+    except StorageError as error:
+        raise StorageError(f"{error}; {advise(folder.paths, before=folder.checkpoint)}") from error
     trainer.load_state_dict(state.trainer_state)
     plan.feed.selector.load_state_dict(state.run_state["selector"])
     plan.replay.load_state_dict(state.run_state["replay"], lambda step: load_rollouts(folder.paths.rollouts(step)))
@@ -363,7 +386,7 @@ def restore(folder: RunFolder, stage: Stage, trainer: Trainer, plan: Plan) -> in
 
 
 def commit(config: RunConfig, plan: Plan, stage: Stage, trainer: Trainer, folder: RunFolder, *, step: int) -> None:
-    """Write the step's checkpoint; from here on the run never goes back behind it."""
+    """Write the step's checkpoint; from here on the run never goes back behind it, so files of steps are merged."""
     save_checkpoint(
         folder.paths.checkpoint(step),
         stage.policy.model,
@@ -375,5 +398,16 @@ def commit(config: RunConfig, plan: Plan, stage: Stage, trainer: Trainer, folder
             "replay": plan.replay.state_dict(),
         },
     )
+    save_json(folder.paths.last_commit, {"step": step})
+    merge_steps(folder.paths, committed_step=step, steps_per_file=config.steps_per_file)
     if config.keep_checkpoints is not None:
         remove_old_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints)
+
+
+def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) -> None:
+    """Bound the number of files; what cannot be read or written stays in files of single steps."""
+    for any_step, form in ((paths.rollouts(0), ROLLOUT_STEPS), (paths.selection(0), JSON_STEPS)):
+        try:
+            StepFiles(any_step.parent, form).merge(committed_step=committed_step, steps_per_file=steps_per_file)
+        except StorageError as error:
+            logger.warning("steps are not merged into one file: %s", error)

@@ -17,6 +17,10 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 """What torch's AdamW keeps for each parameter."""
 DITHERED_AT_ONCE = 2**24
 """Numbers, for the memory of their noise."""
+NUM_WATCHED_PARAMETERS, NUM_WATCHED_NUMBERS = 16, 256
+"""Matrices, and numbers of each, that show whether an update changes anything."""
+LEAST_CHANGE = 1e-9
+"""Of a matrix's typical number: less than float32 holds, so only numbers near zero change so little."""
 
 
 class MasterAdamW:
@@ -66,6 +70,22 @@ class MasterAdamW:
         self._adamw.step()
         self._write_back()
         self.clear_gradients()
+
+    @torch.no_grad()
+    def read_watched(self) -> list[Tensor]:
+        """Some numbers of some matrices, evenly spread, before they are rounded to the model's type."""
+        matrices = [master for master in self._masters.values() if master.ndim >= 2] or list(self._masters.values())
+        chosen = matrices[:: -(-len(matrices) // NUM_WATCHED_PARAMETERS)]
+        return [each.flatten()[:: -(-each.numel() // NUM_WATCHED_NUMBERS)].double() for each in chosen]
+
+    def compute_changed_ratio(self, before: list[Tensor]) -> Tensor:
+        """The part of those numbers that changed by more than rounding can, against the size of their matrix."""
+        pairs = zip(before, self.read_watched(), strict=True)
+        return (
+            torch.cat([(new - old).abs() > LEAST_CHANGE * old.square().mean().sqrt() for old, new in pairs])
+            .double()
+            .mean()
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """Moments, and masters that are not parameters themselves, as `<kind>:<parameter name>`; not copied."""

@@ -69,6 +69,8 @@ LESS_MEMORY = (
     "lower trainer.max_tokens_per_row, trainer.logprob_chunk_tokens or engine.kv_cache_gib, "
     "set trainer.has_gradient_checkpointing, or turn trainer.has_row_graphs off"
 )
+WATCH_INTERVAL_STEPS = 10
+"""Steps between looks at whether an update changed any weight: each waits for the device."""
 
 
 class Trainer:
@@ -235,9 +237,13 @@ class Trainer:
         if self._critic is not None and self.num_steps < self._critic.num_warmup_steps:
             self._optimizer.clear_gradients()
             return update
+        is_watched = self.num_steps % WATCH_INTERVAL_STEPS == 0
+        before = self._optimizer.read_watched() if is_watched else None
         self._optimizer.update(
             learning_rate=learning_rate, grad_norm=grad_norm, max_grad_norm=self._settings.max_grad_norm
         )
+        if before is not None:
+            update.metrics["train/changed_ratio"] = self._optimizer.compute_changed_ratio(before).item()
         return update
 
     def _update_critic(self, rows: Sequence[Trie], preparation: Preparation) -> dict[str, float]:
