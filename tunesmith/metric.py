@@ -51,17 +51,18 @@ def merge_metrics(parts: Sequence[Mapping[str, float]], *, weights: Sequence[flo
 
 
 def _merge(name: str, values: Sequence[float], weights: Sequence[float]) -> float:
-    kinds = {type(value) if isinstance(value, Count | Largest | Smallest | Mean) else float for value in values}
+    kinds: set[type[float]] = {
+        type(value) if isinstance(value, Count | Largest | Smallest | Mean) else float for value in values
+    }
     assert len(kinds) == 1, f"{name} combines in different ways: {kinds}"
-    (kind,) = kinds
-    if kind is Count:
+    if Count in kinds:
         return sum(values)
-    if kind is Largest:
+    if Largest in kinds:
         return max(values)
-    if kind is Smallest:
+    if Smallest in kinds:
         return min(values)
     if len(values) == 1:
         return values[0]
-    if kind is Mean:
+    if Mean in kinds:
         weights = [value.num_observations for value in values if isinstance(value, Mean)]
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

@@ -78,3 +78,14 @@ def test_coefficient_follows_its_target():
     assert adapt_kl_coef(1.0, kl=0.11, **settings) == pytest.approx(1 + 0.1 * 0.5)
     assert adapt_kl_coef(1.0, kl=0.5, **settings) == pytest.approx(1 + 0.2 * 0.5)
     assert adapt_kl_coef(1.0, kl=0.0, **settings) == pytest.approx(1 - 0.2 * 0.5)
+
+
+def test_k3_is_never_negative_and_sees_small_differences():
+    """Written with exp, half of these come out below 0 or as 0 in float32."""
+    torch.manual_seed(0)
+    d = torch.cat([scale * torch.randn(20_000) for scale in (1e-8, 1e-6, 1e-4, 1e-2)])
+    k3 = compute_kl(d, torch.zeros_like(d), estimator="k3")
+    assert (k3 >= 0).all()
+    is_seen = d.abs() > 1e-5
+    exact = torch.expm1(-d.double()) + d.double()
+    torch.testing.assert_close(k3[is_seen].double(), exact[is_seen], rtol=0.02, atol=0)

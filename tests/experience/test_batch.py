@@ -69,6 +69,7 @@ def test_groups_that_operators_emptied_are_not_trained():
     assert batch.metrics["experience/drop/num_dropped"] == 7
     plain, _ = gather([1] * 3, num_groups=3, max_tasks=3, operators=[operator])
     assert plain.positions == [1, 2]
+    assert len(plain.is_useful) == len(plain.groups)
 
 
 def test_counts_are_added_and_the_rest_is_averaged_over_groups():

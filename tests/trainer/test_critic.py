@@ -228,3 +228,16 @@ def test_kl_in_the_reward_needs_no_kl_in_the_loss():
     assert metrics["train/loss"] == metrics["train/pg_loss"]
     plain = build_ppo(build_trainable(), build_value_model()).step(build_samples())
     assert metrics["critic/return_mean"] != plain["critic/return_mean"]
+
+
+def test_what_did_not_move_out_of_the_range_is_not_counted_as_clipped():
+    """In float32 old + (new - old) is not new, to the last bit, and may look farther off than it."""
+    torch.manual_seed(0)
+    old, target = torch.randn(4000), torch.randn(4000)
+    new = (0.1 * torch.randn(4000)).requires_grad_()
+    losses, is_clipped = compute_value_losses(new, old, target, clip_range=9.0)
+    assert not is_clipped.any()
+    losses.sum().backward()
+    torch.testing.assert_close(new.grad, (new - target).detach())
+    assert compute_value_losses(old + 0.6, old, old + 2.0, clip_range=0.5)[1].all()
+    assert not compute_value_losses(old + 0.6, old, old - 2.0, clip_range=0.5)[1].any()

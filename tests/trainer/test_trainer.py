@@ -259,3 +259,31 @@ def test_dropout_under_gradient_checkpointing_is_refused():
     model.config.attention_dropout = 0.1
     with pytest.raises(ConfigError, match=r"attention_dropout=0\.1"):
         build_trainer(model, has_gradient_checkpointing=True)
+
+
+def test_a_length_of_its_own_keeps_the_scale_of_dr_grpo():
+    """The loss is divided by `norm_length`; without one, by the model's context."""
+    samples, losses = build_samples(), {}
+    for norm_length in (None, 64, 16):
+        section = AlgorithmSection(algorithm_type="dr_grpo", norm_length=norm_length)
+        losses[norm_length] = build_trainer(build_trainable(), section).step(samples)["train/loss"]
+    assert losses[None] == losses[64]
+    assert losses[16] == pytest.approx(4 * losses[64])
+
+
+def test_numbers_of_minibatches_are_combined_as_they_are_meant():
+    """Means over tokens are weighed by tokens, counts add up, and the mismatch is the first update's."""
+    model = build_trainable(dtype=torch.float32)
+    samples = score(model, build_samples())
+    shifted = [
+        replace(s, logprobs=tuple(lp - 0.5 if m else 0.0 for lp, m in zip(s.logprobs, s.is_sampled, strict=True)))
+        if s.group_index == 1
+        else s
+        for s in samples
+    ]
+    metrics = build_trainer(model, num_minibatches=3, learning_rate=1e-12).step(shifted)
+    num_trained = [sum(sum(s.is_sampled) for s in shifted if s.group_index == group) for group in range(3)]
+    assert len(set(num_trained)) > 1
+    assert metrics["train/num_updates"] == 3 and metrics["train/num_trained_tokens"] == sum(num_trained)
+    assert metrics["train/ppo_kl"] == pytest.approx(-0.5 * num_trained[1] / sum(num_trained), rel=1e-3)
+    assert metrics["mismatch/max_log_ratio"] < 1e-4 and metrics["mismatch/kl"] < 1e-9

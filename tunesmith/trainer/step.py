@@ -64,8 +64,10 @@ def run_batch(
         row = build_row(trie, kinds, chunk_tokens=chunk_tokens, model=model, is_rounded=is_rounded)
         sent = send_inputs(inputs.convert(itemgetter(part)), row, device=model.device, dtype=dtype)
         run = partial(run_row, model, algorithm=algorithm, is_compiled=is_compiled)
-        has_graph = graphs is not None and is_rounded
-        parts.append(graphs.run(row, sent, kl_coef, run) if has_graph else run(row, sent, kl_coef))
+        if graphs is not None and is_rounded:
+            parts.append(graphs.run(row, sent, kl_coef, run))
+        else:
+            parts.append(run(row, sent, kl_coef))
     if graphs is not None:
         graphs.end_update()
     return add_parts(parts)

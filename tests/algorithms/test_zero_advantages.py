@@ -1,0 +1,83 @@
+"""Groups whose runs did alike: dropped where nothing else has a gradient, trained where a KL or an entropy has one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from test_table import build_group
+from token_batches import build_scores
+
+from tunesmith.algorithms.algorithm import compute_group_advantages, has_advantage, resolve_algorithm
+from tunesmith.algorithms.sequence_terms import compute_rloo_terms
+from tunesmith.config import AlgorithmSection
+from tunesmith.types import Group
+
+REWARD_KL = {"algorithm_type": "rloo", "terms_args": {"reward_kl_coef": 0.1}}
+
+
+def compute(section: dict, *groups: Group):
+    return compute_group_advantages(resolve_algorithm(AlgorithmSection(**section)), groups)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"kl_coef": 0.1},
+        {"entropy_coef": 0.01},
+        {"algorithm_type": "grpo", "kl_coef": 0.1, "advantage_args": {"std_threshold": 0.0}},
+        REWARD_KL,
+        {"algorithm_type": "rec", "loss_args": {"regularizer": "k2", "regularizer_coef": 0.1}},
+        {"algorithm_type": "gigpo", "kl_coef": 0.1},
+        {"algorithm_type": "mix", "kl_coef": 0.1},
+    ],
+)
+def test_they_train_where_something_else_has_a_gradient(section):
+    groups = [build_group(1.0, 1.0, None), build_group(0.5, None), build_group(None, None), build_group(1.0, 0.0)]
+    advantages, metrics = compute(section, *groups)
+    assert advantages[:3] == [[0.0, 0.0, None], [0.0, None], [None, None]]
+    assert all(advantages[3])
+    assert metrics == {
+        "algorithm/num_trained_groups": 3.0,
+        "algorithm/num_dropped_groups": 0.0,
+        "algorithm/num_unscored_groups": 1.0,
+        "algorithm/num_zero_advantage_groups": 2.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {},
+        {"algorithm_type": "rloo"},
+        {"algorithm_type": "gigpo"},
+        {"algorithm_type": "grpo", "kl_coef": 0.1, "advantage_args": {"std_threshold": 0.1}},
+    ],
+)
+def test_they_are_dropped_where_nothing_has_or_where_that_is_asked_for(section):
+    advantages, metrics = compute(section, build_group(1.0, 1.0))
+    assert advantages == [[None, None]] and metrics["algorithm/num_dropped_groups"] == 1
+
+
+def test_runs_that_an_algorithm_leaves_out_stay_out():
+    """raft imitates winners whatever their advantage, and a greedy run that failed is no baseline of 0."""
+    assert compute({"algorithm_type": "raft", "kl_coef": 0.1}, build_group(0.0, 0.0))[0] == [[None, None]]
+    section = {"algorithm_type": "remax", "kl_coef": 0.1}
+    group = build_group(1.0, 1.0)
+    assert compute(section, group)[0] == [[None, None]]
+    equal = Group(task=group.task, trajectories=group.trajectories, baseline_reward=1.0)
+    assert compute(section, equal)[0] == [[0.0, 0.0]]
+
+
+def test_they_teach_nothing_to_dynamic_sampling_and_replay():
+    algorithm = resolve_algorithm(AlgorithmSection(kl_coef=0.1))
+    assert not has_advantage(algorithm, build_group(1.0, 1.0))
+    assert has_advantage(algorithm, build_group(1.0, 0.0))
+
+
+def test_equal_rewards_with_unequal_kl_are_pushed_apart():
+    """R - 0.1 KL with KLs of 1 and 3, each minus the other: +0.2 and -0.2."""
+    (row,), _ = compute(REWARD_KL, build_group(1.0, 1.0))
+    scores = build_scores(
+        [[row[0]], [row[1], row[1]]], groups=[0, 0], reference_logprobs=[[-1.0], [-2.0, -1.0]]
+    )  # the sampler's logprobs are 0
+    np.testing.assert_allclose(compute_rloo_terms(scores, reward_kl_coef=0.1).advantages_E, [0.2, -0.2, -0.2])
