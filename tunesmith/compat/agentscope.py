@@ -128,6 +128,7 @@ def translate_auxiliary_model(name: str, model: TunerModelConfig) -> dict[str, A
 
 
 def translate_model_fields(model: TunerModelConfig, *, key: str, engine_note: str) -> dict[str, Any]:
+    """What both kinds of model share; a number of engines is noted and makes no difference."""
     given = model.model_dump(include=model.model_fields_set)
     given.pop("tensor_parallel_size", None)
     num_engines = given.pop("inference_engine_num", 1)
