@@ -8,10 +8,11 @@ a conversation stays one sequence even where the template would render its past 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from tunesmith.model.content import remember
 from tunesmith.model.detokenize import Detokenizer, TextStream
 from tunesmith.model.messages import Message, ToolCall
 from tunesmith.model.reply import THINK_CLOSE, THINK_OPEN, ReplyParser
-from tunesmith.model.special_tokens import MARK
+from tunesmith.model.special_tokens import MARK, encode_text
 from tunesmith.model.template import SENTINEL, ChatTemplate
 from tunesmith.model.token_length import find_longest_token
 
@@ -35,7 +36,6 @@ FOREIGN_CALLS = (
     "the chat template writes tool calls in a form that the hermes parser does not read; tools are described in the "
     "system message and calls are written as <tool_call> blocks instead"
 )
-LONE_SURROGATES = "the messages hold lone surrogates, which are not text"
 NUM_TAIL_IDS = 16
 """Ids at a prompt's end that are read to see whether it opens the model's reasoning."""
 
@@ -104,10 +104,7 @@ class Renderer:
     def encode_prompt(self, text: str, *, adds_special_tokens: bool, max_tokens: int | None = None) -> tuple[int, ...]:
         """Ids of a prompt that a client rendered; special tokens that it spells are special tokens."""
         self._check_length(text, max_tokens)
-        try:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=adds_special_tokens))
-        except TypeError as error:
-            raise ValueError(LONE_SURROGATES) from error
+        return self._encode_plain(text, adds_special_tokens=adds_special_tokens)
 
     def extend(
         self,
@@ -228,15 +225,17 @@ class Renderer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of text that the template rendered."""
-        backend = self._backend
-        try:
-            if self._special_tokens is not None and MARK in text:
+        if self._special_tokens is not None and MARK in text:
+            with _refused_surrogates():
                 return tuple(self._special_tokens.encode(text))
+        return self._encode_plain(text)
+
+    def _encode_plain(self, text: str, *, adds_special_tokens: bool = False) -> tuple[int, ...]:
+        backend = self._backend
+        with _refused_surrogates():
             if backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
-                return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-            return tuple(backend.encode(text, add_special_tokens=False).ids)
-        except TypeError as error:  # the tokenizer's word for text that UTF-8 cannot hold
-            raise ValueError(LONE_SURROGATES) from error
+                return tuple(self._tokenizer.encode(text, add_special_tokens=adds_special_tokens))
+            return tuple(encode_text(backend, text, adds_special_tokens=adds_special_tokens))
 
     def _check_length(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is None or len(text) <= max_tokens or self._longest_token is None:
@@ -250,6 +249,15 @@ class Renderer:
     @functools.cached_property
     def _longest_token(self) -> int | None:
         return None if self._backend is None else find_longest_token(self._backend)
+
+
+@contextlib.contextmanager
+def _refused_surrogates() -> Iterator[None]:
+    """Text that UTF-8 cannot hold is a `ValueError`, not the tokenizer's `TypeError`."""
+    try:
+        yield
+    except TypeError as error:
+        raise ValueError("the messages hold lone surrogates, which are not text") from error
 
 
 def _find_backend(tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -11,9 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from tunesmith.model.render import Renderer
-
-LONG_CHARACTERS = 32768
-"""Shorter texts are tokenized at once: this many take some 20 ms."""
+from tunesmith.model.special_tokens import LONG_CHARACTERS
 
 Result = TypeVar("Result")
 
