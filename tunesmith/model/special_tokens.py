@@ -27,7 +27,7 @@ FIRST_INDEX = 0x100000
 NUM_PREFIX_CHARACTERS = 2
 """Of each string: messages that hold no such beginning hold no special token."""
 LONG_CHARACTERS = 32768
-"""Encoding a single text holds the interpreter; longer ones, of 20 ms and more, go as a batch of one, which does not."""
+"""Encoding one text blocks other threads; longer texts, of 20 ms and more, go as a batch of one, which does not."""
 
 Restore = Callable[[re.Match[str]], str]
 
