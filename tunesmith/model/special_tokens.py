@@ -40,7 +40,7 @@ class SpecialTokens:
         self._tokenizer = tokenizer
         self._ids = ids
         self._is_special = frozenset(ids.values()) - {tokenizer.unk_token_id}
-        longest_first = sorted(ids, key=len, reverse=True)
+        longest_first = sorted(filter(None, ids), key=len, reverse=True)
         strings = [*longest_first, MARK]
         self._marks = {text: MARK + chr(FIRST_INDEX + index) for index, text in enumerate(strings)}
         self._strings = {mark: text for text, mark in self._marks.items()}
