@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import math
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from report import publish
 
 from tunesmith.engine.clock import run_lockstep
 from tunesmith.model.load import load_tokenizer
-from tunesmith.model.render import Renderer
+from tunesmith.model.messages import parse_messages, parse_tools
+from tunesmith.model.render import Prompt, Renderer
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Sampling
 
@@ -34,6 +37,9 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }
+CONVERSATIONS = (4, 20, 100)
+"""Messages before the last, where rendering alone is timed."""
+NUM_DELTAS = 200
 VARIANTS = ("tokenizer", "compiled", "local")
 
 
@@ -61,8 +67,8 @@ async def ask_in_turns(service: ModelService, agent: int, arguments: argparse.Na
     return hashlib.sha256(repr([turn.prompt_ids for turn in service.close(lease)]).encode()).hexdigest()
 
 
-def measure(tokenizer: Any, variant: str, arguments: argparse.Namespace) -> tuple[list[float], str]:
-    """Seconds of the processor of each repeat after one to warm up, and a digest of all prompts."""
+def build_run(tokenizer: Any, variant: str, arguments: argparse.Namespace) -> Callable[[int], tuple[float, str]]:
+    """Runs all agents; the processor's seconds, and a digest of all prompts."""
     engine = build_engine(tokenizer, arguments.agents)
     service = ModelService(
         engine,
@@ -75,13 +81,29 @@ def measure(tokenizer: Any, variant: str, arguments: argparse.Namespace) -> tupl
         numbers = range(step * arguments.agents, (step + 1) * arguments.agents)
         return await asyncio.gather(*(ask_in_turns(service, number, arguments) for number in numbers))
 
-    seconds, digests = [], []
-    for step in range(arguments.repeats + 1):
+    def run(step: int) -> tuple[float, str]:
         engine.resume(step)
         started = time.process_time()
-        digests += run_lockstep(run_all(step))
-        seconds.append(time.process_time() - started)
-    return seconds[1:], hashlib.sha256("".join(digests).encode()).hexdigest()
+        digests = run_lockstep(run_all(step))
+        return time.process_time() - started, "".join(digests)
+
+    return run
+
+
+def measure_delta(renderer: Renderer, num_messages: int) -> float:
+    """Microseconds of rendering and encoding what follows a reply in a conversation of so many messages."""
+    roles = ("user", "assistant")
+    history = [{"role": roles[i % 2], "content": f"message {i} with a few words"} for i in range(num_messages)]
+    best = math.inf
+    for repeat in range(NUM_DELTAS):
+        result = {"role": "user", "content": f"result {num_messages}.{repeat}"}
+        messages = parse_messages([*history, result])
+        prompt = Prompt(messages=messages, tools=parse_tools([TOOL]))
+        started = time.process_time()
+        extended = renderer.extend(prompt, num_old=num_messages, prompt_ids=(1,), sampled_ids=(2,), is_ended=True)
+        best = min(best, time.process_time() - started)
+        assert extended is not None
+    return best * 1e6
 
 
 def main() -> None:
@@ -97,18 +119,22 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.model)
     num_calls = arguments.agents * arguments.turns
     details: dict[str, Any] = {"agents": arguments.agents, "turns": arguments.turns, "new_tokens": arguments.new_tokens}
-    rates, digests = {}, set()
+    rates = {}
+    runs = {variant: build_run(tokenizer, variant, arguments) for variant in VARIANTS}
+    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for step in range(arguments.repeats + 1):  # in turn, so that what else the machine does falls on all
+        results = {variant: run(step) for variant, run in runs.items()}
+        assert len({digest for _, digest in results.values()}) == 1, "the ways of rendering differ"
+        for variant, (elapsed, _) in results.items():
+            seconds[variant] += [elapsed] if step else []
     for variant in VARIANTS:
-        seconds, digest = measure(tokenizer, variant, arguments)
-        digests.add(digest)
-        rates[variant] = num_calls * arguments.new_tokens / statistics.median(seconds)
-        details[variant] = {
-            "seconds": seconds,
-            "us_per_call": statistics.median(seconds) / num_calls * 1e6,
-            "tokens_per_s": rates[variant],
-        }
-        print(f"{variant:<10} {details[variant]['us_per_call']:>6.0f} us a call, {rates[variant]:>8.0f} tokens/s")
-    assert len(digests) == 1, "the ways of rendering differ"
+        us_per_call = statistics.median(seconds[variant]) / num_calls * 1e6
+        rates[variant] = arguments.new_tokens / us_per_call * 1e6
+        renderer = build_renderer(tokenizer, variant)
+        deltas = {number: measure_delta(renderer, number) for number in CONVERSATIONS}
+        details[variant] = {"seconds": seconds[variant], "us_per_call": us_per_call, "us_per_delta": deltas}
+        shown = ", ".join(f"{number}: {us:.0f} us" for number, us in deltas.items())
+        print(f"{variant:<10} {us_per_call:>5.0f} us a call, {rates[variant]:>7.0f} tokens/s; after messages {shown}")
     publish(
         name="render_cost",
         unit="tokens a second of one core",
