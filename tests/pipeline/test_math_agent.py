@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from contextlib import nullcontext
 
+import openai
 import pytest
 
 from chat_templates import CHATML, QWEN3, QWEN25
@@ -182,3 +184,18 @@ def join_turns(turns):
     task = Task(task_id="t/0", index=0, row=TASK)
     group = Group(task=task, trajectories=(Trajectory(task=task, run_index=0, turns=turns, reward=1.0),))
     return build_samples([group], [[1.0]])[0]
+
+
+@pytest.mark.parametrize(("room", "num_turns"), [(2, 1), (-2000, 0)])
+def test_a_conversation_that_fills_the_context_ends_with_what_was_said(room, num_turns):
+    """The result of the first call leaves no room for an answer; a question that leaves none is an error."""
+    _, (turn,), _ = run(write_call("48/2"), agent=build_calculator_agent(max_model_calls=1))
+    tokenizer = build_chat_tokenizer(QWEN25)
+    max_model_len = max(1, len(turn.prompt_ids) + len(turn.sampled_ids) + room)
+    engine = FakeEngine(tokenizer, say(tokenizer, write_call("48/2")), max_model_len=max_model_len)
+    service = ModelService(engine, Renderer(tokenizer), model_name="m", sampling=Sampling(max_tokens=500))
+    lease = service.open(seed=1)
+    with nullcontext() if num_turns else pytest.raises(openai.BadRequestError, match="maximum context length"):
+        output = asyncio.run(calculator_agent(task=dict(TASK), model=lease.model))
+        assert output.metrics["tool_calls"] == 1
+    assert len(service.close(lease)) == num_turns

@@ -9,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
+import openai
 import pyarrow.parquet as pq
 import pytest
 
@@ -139,21 +140,36 @@ def test_a_workflow_that_hangs_ends_at_its_deadline(run):
         run("rollout.timeout_s=0.2", workflow_func=workflow)
 
 
+async def chat_on(task, model):
+    """Ask until the prompt itself no longer fits."""
+    messages = [{"role": "user", "content": task["question"]}]
+    for _ in range(20):
+        completion = await model(messages)
+        messages += [
+            {"role": "assistant", "content": completion.choices[0].message.content or ""},
+            {"role": "user", "content": "Go on."},
+        ]
+    raise AssertionError("a context of 64 tokens held 20 turns")
+
+
 def test_a_full_context_ends_a_turn_and_not_the_run(run, pocket_folder):
     async def chatter(task, model):
-        messages = [{"role": "user", "content": task["question"]}]
-        for _ in range(6):
-            completion = await model(messages)
-            messages += [
-                {"role": "assistant", "content": completion.choices[0].message.content or ""},
-                {"role": "user", "content": "Go on."},
-            ]
-        return WorkflowOutput(response="done", reward=float(len(str(messages)) % 2))
+        with pytest.raises(openai.BadRequestError) as caught:
+            await chat_on(task, model)
+        assert caught.value.code == "context_length_exceeded"
+        return WorkflowOutput(response="done", reward=float(len(task["question"]) % 2))
 
     model = TunerModelConfig(model_path=pocket_folder, max_model_len=64, max_tokens=30)
     result = run(workflow_func=chatter, judge_func=None, model=model)
     assert result.metrics["rollout/num_failed"] == 0
     assert result.metrics["rollout/num_stop_context"] > 0
+    assert result.metrics["rollout/num_overlong"] == 8
+
+
+def test_an_agent_that_goes_on_when_its_context_is_full_has_failed(run, pocket_folder):
+    model = TunerModelConfig(model_path=pocket_folder, max_model_len=64, max_tokens=30)
+    with pytest.raises(RolloutError, match=r"maximum context length is 64 tokens.* raise model\.max_model_len"):
+        run(workflow_func=chat_on, judge_func=None, model=model)
 
 
 def test_a_local_auxiliary_model_helps_and_is_not_trained(run, pocket_folder):

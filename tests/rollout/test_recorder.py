@@ -127,6 +127,7 @@ async def test_counts_of_calls():
     assert [goes_on(turn, turns[0]) for turn in turns[1:]] == [True, True, False]
     assert service.recorder.compute_stats() == {
         "rollout/num_calls": 4, "rollout/num_extended": 2, "rollout/num_unextended": 0, "rollout/num_repeats": 1,
+        "rollout/num_overlong": 0,
     }  # fmt: skip
     assert service.recorder.compute_stats() == {}
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections import Counter
 
+import httpx
 import openai
 import pytest
 from served import ADD, DEFAULTS, SUB, TOOLS, USER, ask, build_service, engine_of
 
 from chat_templates import THINKING
 from fakes import FakeEngine
+from tunesmith.model.messages import Message
+from tunesmith.model.render import Prompt
 from tunesmith.rollout.client import build_client
+from tunesmith.rollout.service import ModelService
 from tunesmith.types import Distribution
 
 pytestmark = pytest.mark.anyio
@@ -152,10 +157,77 @@ async def test_stop_strings_end_the_text():
     assert turn.stop_reason == "stop"
 
 
-async def test_a_full_context_ends_the_turn_and_not_the_run():
-    completion, (turn,) = await ask(build_service("x", max_model_len=3))
-    assert (completion.choices[0].message.content, completion.choices[0].finish_reason) == ("", "length")
-    assert (turn.sampled_ids, turn.stop_reason) == ((), "context")
+async def test_a_context_that_fills_up_ends_the_turn_and_not_the_run():
+    completion, (turn,) = await ask(build_service("a long answer", max_model_len=12))
+    assert (completion.choices[0].message.content, completion.choices[0].finish_reason) == ("a ", "length")
+    assert (len(turn.prompt_ids) + len(turn.sampled_ids), turn.stop_reason) == (12, "context")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_model_len", [3, 10])
+async def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(max_model_len, stream):
+    service = build_service("x", max_model_len=max_model_len)
+    lease = service.open(seed=1)
+    with pytest.raises(openai.BadRequestError, match=f"maximum context length is {max_model_len} tokens") as caught:
+        await lease.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+    assert caught.value.body["type"] == "invalid_request_error"
+    assert service.close(lease) == ()
+    assert service.recorder.compute_stats()["rollout/num_overlong"] == 1
+
+
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
+    service = build_service("x", max_model_len=50)
+    service.recorder.renderer.encode(" warm")
+    monkeypatch.setattr(service.recorder.renderer, "_encode_prompt", None)
+    with pytest.raises(openai.BadRequestError, match="cannot fit 50 tokens") as caught:
+        await ask(service, [{"role": "user", "content": "word " * 100_000}])
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_long_texts_are_tokenized_beside_the_event_loop():
+    """A heart that beats meanwhile: without the thread it would stand still from the first beat to the last."""
+    service = build_service("fine", max_model_len=10**6)
+    lease, beats = service.open(seed=1), 0
+
+    async def beat():
+        nonlocal beats
+        while True:
+            beats += 1
+            await asyncio.sleep(0.001)
+
+    heart = asyncio.ensure_future(beat())
+    text = "".join(random.Random(0).choices("the user asks\n", k=200_000))
+    calls = [lease.model([{"role": "user", "content": content}]) for content in (text, "hi", text)]
+    completions = await asyncio.gather(*calls)
+    heart.cancel()
+    assert [completion.id.rpartition("-")[2] for completion in completions] == ["0", "1", "2"]
+    long, _, again = [turn.prompt_ids for turn in service.close(lease)]
+    expected = service.recorder.renderer.render(Prompt(messages=(Message(role="user", content=text),)))
+    assert long == again == expected
+    assert beats > 20
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_bodies_beyond_the_limit_are_refused(is_told):
+    service = build_service("x")
+    lease = service.open(seed=1)
+    body = json.dumps({"messages": USER, "user": "u" * 3000}).encode()
+    headers = {"authorization": f"Bearer {lease.session.key}"}
+
+    async def send_in_pieces():
+        for start in range(0, len(body), 1000):
+            yield body[start : start + 1000]
+
+    answers = {}
+    for limit in (2000, 4000):
+        async with service.serve(max_body_bytes=limit) as url, httpx.AsyncClient() as client:
+            content = body if is_told else send_in_pieces()
+            answers[limit] = await client.post(f"{url}/chat/completions", content=content, headers=headers)
+    assert (answers[2000].status_code, answers[4000].status_code) == (413, 200)
+    error = answers[2000].json()["error"]
+    assert "rollout.max_body_mib=0.00190735" in error["message"]
+    assert error["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize(
@@ -243,7 +315,18 @@ async def test_malformed_bodies_are_refused():
 async def test_health_and_models():
     service = build_service("x")
     assert (await service._http_client.get("http://x/health")).json() == {"status": "ok", "policy_version": 0}
-    assert (await service._http_client.get("http://x/v1/models")).json()["data"][0]["id"] == "m"
+    (model,) = (await service._http_client.get("http://x/v1/models")).json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("m", 100_000)
+
+
+async def test_one_model_is_found_by_its_name():
+    service = ModelService(
+        engine_of(build_service("x")), build_service("x").recorder.renderer, model_name="a/b c", sampling=DEFAULTS
+    )
+    client = service.open(seed=1).model.client
+    assert (await client.models.retrieve("a/b c")).id == "a/b c"
+    with pytest.raises(openai.NotFoundError, match="serves 'a/b c'"):
+        await client.models.retrieve("gpt")
 
 
 async def test_an_engine_error_is_a_500_and_is_remembered():

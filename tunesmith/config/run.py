@@ -222,6 +222,8 @@ class RolloutSection(Section):
     http_port: int | None = Field(default=None, ge=0, le=65535)
     """Also serve the models on this port of 127.0.0.1, 0 for a free one, while workflows run: then `model.base_url` and
     `model.api_key` reach a run's own model from any process and language."""
+    max_body_mib: float = Field(default=8.0, gt=0)
+    """MiB of the largest request that is read over HTTP; larger ones get a 413."""
     chat_model: Literal["auto", "agentscope", "openai"] = "auto"
     """What workflows get as `model`: AgentScope's OpenAIChatModel, or one that returns OpenAI completions; auto takes
     AgentScope's where it is installed."""

@@ -10,6 +10,9 @@ from typing import Any
 
 from openai.types.chat import ChatCompletion
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""Code of the error that answers a prompt which leaves no room for a token."""
+
 
 async def ask_model(
     model: Any,

@@ -8,10 +8,11 @@ a conversation stays one sequence even where the template would render its past 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,9 @@ from tunesmith.model.content import remember
 from tunesmith.model.detokenize import Detokenizer, TextStream
 from tunesmith.model.messages import Message, ToolCall
 from tunesmith.model.reply import THINK_CLOSE, THINK_OPEN, ReplyParser
-from tunesmith.model.special_tokens import MARK
+from tunesmith.model.special_tokens import MARK, encode_text
 from tunesmith.model.template import SENTINEL, ChatTemplate
+from tunesmith.model.token_length import find_longest_token
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,10 @@ NUM_TAIL_IDS = 16
 """Ids at a prompt's end that are read to see whether it opens the model's reasoning."""
 
 
+class TooLongError(ValueError):
+    """Text that cannot fit the context, whatever its tokens are."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """What a request asks to be rendered."""
@@ -46,6 +52,11 @@ class Prompt:
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: tuple[tuple[str, Any], ...] = ()
     """Chat template variables of the request, which override the renderer's."""
+
+    @property
+    def num_characters(self) -> int:
+        """Of what the messages say."""
+        return sum(len(message.content) + len(message.reasoning or "") for message in self.messages)
 
 
 class Renderer:
@@ -71,6 +82,8 @@ class Renderer:
         self.has_reasoning = reasoning_parser == "deepseek_r1"
         self._detokenizer = Detokenizer(tokenizer, hidden_ids=self._template.special_ids.values())
         self._backend = _find_backend(tokenizer)
+        self.has_threads = self._backend is not None
+        """Whether several threads may tokenize at once."""
         self._encode_prompt = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self.encode)
         self._encode_delta = remember(max_entries=NUM_CACHED_DELTAS, max_length=MAX_DELTA_CHARACTERS)(self.encode)
         self._is_reasoning_open = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._ends_in_reasoning)
@@ -79,19 +92,37 @@ class Renderer:
         """Whether the chat template mentions a variable."""
         return self._template.reads(variable)
 
-    def render(self, prompt: Prompt) -> tuple[int, ...]:
-        """Prompt ids of a conversation, by the tokenizer's chat template."""
-        return self._encode_prompt(self._render_text(prompt))
+    def render(self, prompt: Prompt, *, max_tokens: int | None = None) -> tuple[int, ...]:
+        """Prompt ids of a conversation, by the tokenizer's chat template.
+
+        Text that is too long for `max_tokens` tokens of any length is a `TooLongError` and is not tokenized.
+        """
+        text = self._render_text(prompt)
+        self._check_length(text, max_tokens)
+        return self._encode_prompt(text)
+
+    def encode_prompt(self, text: str, *, adds_special_tokens: bool, max_tokens: int | None = None) -> tuple[int, ...]:
+        """Ids of a prompt that a client rendered; special tokens that it spells are special tokens."""
+        self._check_length(text, max_tokens)
+        return self._encode_plain(text, adds_special_tokens=adds_special_tokens)
 
     def extend(
-        self, prompt: Prompt, *, num_old: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int], is_ended: bool
+        self,
+        prompt: Prompt,
+        *,
+        num_old: int,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        is_ended: bool,
+        max_tokens: int | None = None,
     ) -> tuple[int, ...] | None:
         """Prompt ids of a conversation whose first `num_old` messages end in the reply of a recorded turn.
 
         `prompt_ids` and `sampled_ids` are the turn's; `is_ended` says that the last of these ended the reply. None
-        when the template cannot tell what it adds after the reply.
+        when the template cannot tell what it adds after the reply. `max_tokens` is as for `render`.
         """
         delta = self._render_delta(prompt, num_old)
+        self._check_length(delta or "", max_tokens)
         delta_ids = () if delta is None else self._encode_delta(delta)
         if not delta_ids or delta_ids[0] not in self._template.special_ids.values():
             return None
@@ -194,15 +225,39 @@ class Renderer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of text that the template rendered."""
-        backend = self._backend
-        try:
-            if self._special_tokens is not None and MARK in text:
+        if self._special_tokens is not None and MARK in text:
+            with _refused_surrogates():
                 return tuple(self._special_tokens.encode(text))
+        return self._encode_plain(text)
+
+    def _encode_plain(self, text: str, *, adds_special_tokens: bool = False) -> tuple[int, ...]:
+        backend = self._backend
+        with _refused_surrogates():
             if backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
-                return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-            return tuple(backend.encode(text, add_special_tokens=False).ids)
-        except TypeError as error:  # the tokenizer's word for text that UTF-8 cannot hold
-            raise ValueError("the messages hold lone surrogates, which are not text") from error
+                return tuple(self._tokenizer.encode(text, add_special_tokens=adds_special_tokens))
+            return tuple(encode_text(backend, text, adds_special_tokens=adds_special_tokens))
+
+    def _check_length(self, text: str, max_tokens: int | None) -> None:
+        if max_tokens is None or len(text) <= max_tokens or self._longest_token is None:
+            return
+        if len(text) > max_tokens * self._longest_token:
+            raise TooLongError(
+                f"the prompt has {len(text)} characters, which cannot fit {max_tokens} tokens of at most "
+                f"{self._longest_token} characters"
+            )
+
+    @functools.cached_property
+    def _longest_token(self) -> int | None:
+        return None if self._backend is None else find_longest_token(self._backend)
+
+
+@contextlib.contextmanager
+def _refused_surrogates() -> Iterator[None]:
+    """Text that UTF-8 cannot hold is a `ValueError`, not the tokenizer's `TypeError`."""
+    try:
+        yield
+    except TypeError as error:
+        raise ValueError("the messages hold lone surrogates, which are not text") from error
 
 
 def _find_backend(tokenizer: PreTrainedTokenizerBase) -> Any:

@@ -26,6 +26,8 @@ FIRST_INDEX = 0x100000
 """Code point of the second character of the first mark; these, too, are for private use."""
 NUM_PREFIX_CHARACTERS = 2
 """Of each string: messages that hold no such beginning hold no special token."""
+LONG_CHARACTERS = 32768
+"""Encoding one text blocks other threads; longer texts, of 20 ms and more, go as a batch of one, which does not."""
 
 Restore = Callable[[re.Match[str]], str]
 
@@ -38,7 +40,7 @@ class SpecialTokens:
         self._tokenizer = tokenizer
         self._ids = ids
         self._is_special = frozenset(ids.values()) - {tokenizer.unk_token_id}
-        longest_first = sorted(ids, key=len, reverse=True)
+        longest_first = sorted(filter(None, ids), key=len, reverse=True)
         strings = [*longest_first, MARK]
         self._marks = {text: MARK + chr(FIRST_INDEX + index) for index, text in enumerate(strings)}
         self._strings = {mark: text for text, mark in self._marks.items()}
@@ -146,8 +148,16 @@ class _LiteralEncoder:
 
     def encode(self, text: str, mark_pattern: re.Pattern[str], restore: Restore) -> list[int]:
         own = self._pattern.sub(lambda found: self._stand_ins[found.group()], text)
-        ids = self._backend.encode(mark_pattern.sub(restore, own), add_special_tokens=False).ids
+        ids = encode_text(self._backend, mark_pattern.sub(restore, own))
         return [self._real_ids.get(token_id, token_id) for token_id in ids if token_id != self._gap_id]
+
+
+def encode_text(backend: Tokenizer, text: str, *, adds_special_tokens: bool = False) -> list[int]:
+    """Ids of a text; other threads run while a long one is encoded."""
+    if len(text) <= LONG_CHARACTERS:
+        return backend.encode(text, add_special_tokens=adds_special_tokens).ids
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=adds_special_tokens)
+    return encoding.ids
 
 
 def _match_any(texts: Iterable[str]) -> re.Pattern[str]:

@@ -156,13 +156,15 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         has_generation_prompt: bool,
     ) -> str:
-        given = [[message.to_template() for message in messages], list(tools), dict(variables)]
-        fields, tools, variables = given if self.special_tokens is None else self.special_tokens.mark(given)
+        given: list[Any] = [[message.to_template() for message in messages], list(tools), dict(variables)]
+        if self.special_tokens is not None:
+            given = self.special_tokens.mark(given)
+        shown, shown_tools, shown_variables = given
         try:
             return self._jinja.render(
-                fields,
-                tools=tools,
-                variables=variables,
+                shown,
+                tools=shown_tools,
+                variables=shown_variables,
                 has_generation_prompt=has_generation_prompt,
             )
         except (TemplateError, TypeError, KeyError) as error:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import openai
 from openai.types.chat import ChatCompletionMessage
 
 from tunesmith.judges.transcript import build_transcript
-from tunesmith.model.ask import ask_model
+from tunesmith.model.ask import CONTEXT_LENGTH_EXCEEDED, ask_model
 from tunesmith.model.reply import CALL_OPEN
 from tunesmith.tools.calculator import CALCULATOR_TOOL, answer_call
 from tunesmith.types import WorkflowOutput, WorkflowType
@@ -46,8 +47,14 @@ def build_calculator_agent(
     async def calculator_agent(task: Mapping[str, Any], model: Any) -> WorkflowOutput:
         """Ask, compute what is called for, and ask again, until the model answers without a call."""
         messages = build_conversation(task["question"])
+        num_asked = len(messages)
         for _ in range(max_model_calls):
-            completion = await ask_model(model, messages, tools=TOOLS)
+            try:
+                completion = await ask_model(model, messages, tools=TOOLS)
+            except openai.BadRequestError as error:
+                if error.code != CONTEXT_LENGTH_EXCEEDED or len(messages) == num_asked:
+                    raise
+                break  # the run ends with what the model has said, as where its last answer filled the context
             choice = completion.choices[0]
             messages.append(build_reply(choice.message))
             observations = observe(choice.message, max_parallel_calls=max_parallel_calls)

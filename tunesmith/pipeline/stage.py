@@ -16,6 +16,7 @@ from tunesmith.pipeline.policy import Auxiliary, BuildModel, Policy, build_sampl
 from tunesmith.rollout.groups import attach_baselines, run_groups
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
+from tunesmith.rollout.service import ModelService
 from tunesmith.types import Group, JudgeType, Sampling, Task, Trajectory, WorkflowType
 
 
@@ -35,6 +36,8 @@ class Stage:
     max_concurrency: int
     http_port: int | None
     """Where models are served over HTTP while workflows run; None serves them in process only."""
+    max_body_bytes: int
+    """Of a request over HTTP."""
 
     @property
     def engines(self) -> list[LocalEngine]:
@@ -58,6 +61,7 @@ def load_stage(config: RunConfig, *, workflow: WorkflowType, judge: JudgeType | 
         agent=agent,
         max_concurrency=config.rollout.max_concurrency,
         http_port=config.rollout.http_port,
+        max_body_bytes=int(config.rollout.max_body_mib * 2**20),
     )
 
 
@@ -95,7 +99,11 @@ async def collect_groups(
 
     async with AsyncExitStack() as serving:
         if stage.http_port is not None:
-            await serving.enter_async_context(stage.policy.service.serve(port=stage.http_port))
+            helpers = [each.source for each in stage.auxiliaries.values() if isinstance(each.source, ModelService)]
+            ports = {stage.policy.service: stage.http_port} | dict.fromkeys(helpers, 0)
+            for service, port in ports.items():
+                served = service.serve(port=port, max_body_bytes=stage.max_body_bytes)
+                await serving.enter_async_context(served)
         run = partial(
             run_groups,
             tasks,

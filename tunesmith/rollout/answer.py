@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Send
 
@@ -18,7 +18,7 @@ from tunesmith.model.messages import Message
 from tunesmith.model.render import Renderer
 from tunesmith.model.reply import CALL_CLOSE, Delta, ReplyParser, join_deltas
 from tunesmith.rollout.recorder import Call, Session, SessionClosedError
-from tunesmith.rollout.request import ChatRequest
+from tunesmith.rollout.request import ChatRequest, TextRequest
 from tunesmith.rollout.response import (
     END_OF_STREAM,
     Heading,
@@ -33,8 +33,45 @@ from tunesmith.rollout.response import (
 from tunesmith.types import Completion, OnTokens
 
 
+class AnyStreamedChoice(Protocol):
+    """One choice of an answer on its way out."""
+
+    def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+        """The chunk that these tokens complete, if they complete one."""
+        ...
+
+    def finish(self, completion: Completion) -> list[dict[str, Any]]:
+        """The last chunks: what was held back, then why the choice ended."""
+        ...
+
+
+class AnyAnswer(Protocol):
+    """How the choices of one request are sampled and told, whatever kind of request it is."""
+
+    heading: Heading
+    chunk_kind: str
+    """Type of the objects of its stream."""
+
+    @property
+    def request(self) -> ChatRequest | TextRequest: ...
+
+    @property
+    def num_choices(self) -> int: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    async def sample(self, choice: int, on_tokens: OnTokens | None = None) -> Completion: ...
+
+    def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
+
+    def stream_choice(self, index: int) -> AnyStreamedChoice: ...
+
+
 class Answer:
-    """How the choices of one request are sampled and read."""
+    """How the choices of one chat request are sampled and read."""
+
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(
         self, session: Session, renderer: Renderer, request: ChatRequest, call: Call, *, model_name: str
@@ -49,6 +86,14 @@ class Answer:
         if request.tool_choice == "required":
             self._prefix_text, self._prefix_ids = renderer.build_call_prefix(self._find_forced(), call.prompt_ids)
         self._is_single_call = request.is_single_call and request.has_callable_tools
+
+    @property
+    def num_choices(self) -> int:
+        return self.request.num_choices
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -104,10 +149,22 @@ class Answer:
             choice["token_ids"] = list(completion.sampled_ids)
         return choice
 
+    def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The answer that is sent at once."""
+        body = self.heading.to_json("chat.completion")
+        body["choices"] = [self.build_choice(index, completion) for index, completion in enumerate(completions)]
+        body["usage"] = build_usage(self.num_prompt_tokens, completions)
+        if self.request.has_token_ids:
+            body["prompt_token_ids"] = list(self.prompt_ids)
+        return body
 
-async def answer_at_once(answer: Answer) -> dict[str, Any]:
+    def stream_choice(self, index: int) -> StreamedChoice:
+        return StreamedChoice(self, index)
+
+
+async def answer_at_once(answer: AnyAnswer) -> dict[str, Any]:
     """Sample every choice, then tell."""
-    num_choices = answer.request.num_choices
+    num_choices = answer.num_choices
     if num_choices == 1:
         completions = [await answer.sample(0)]
     else:
@@ -116,12 +173,7 @@ async def answer_at_once(answer: Answer) -> dict[str, Any]:
             completions = await asyncio.gather(*tasks)
         finally:
             await _cancel_all(tasks)
-    body = answer.heading.to_json("chat.completion")
-    body["choices"] = [answer.build_choice(index, completion) for index, completion in enumerate(completions)]
-    body["usage"] = build_usage(len(answer.prompt_ids), completions)
-    if answer.request.has_token_ids:
-        body["prompt_token_ids"] = list(answer.prompt_ids)
-    return body
+    return answer.build_body(completions)
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Future[Completion]]) -> None:
@@ -175,7 +227,7 @@ class StreamedChoice:
         if request.has_logprobs and self._tokens:
             texts = [(self._answer.renderer.format_token(token_id), logprob) for token_id, logprob in self._tokens]
             choice["logprobs"] = build_logprobs(texts)
-        chunk = self._answer.heading.to_json("chat.completion.chunk")
+        chunk = self._answer.heading.to_json(self._answer.chunk_kind)
         chunk["choices"] = [choice]
         if request.has_token_ids:
             choice["token_ids"] = [token_id for token_id, _ in self._tokens]
@@ -192,14 +244,14 @@ Event = tuple[int, tuple[Sequence[int], Sequence[float]] | None]
 """Index of a choice, and its next tokens with their logprobs; None when the choice is done."""
 
 
-async def answer_in_stream(answer: Answer, send: Send) -> None:
+async def answer_in_stream(answer: AnyAnswer, send: Send) -> None:
     """Tell each choice as it is sampled, as server-sent events.
 
     Nothing is sent before the first token, so that a request that fails at once gets an error status.
     """
     events: asyncio.Queue[Event] = asyncio.Queue()
-    tasks = [_start_choice(answer, index, events) for index in range(answer.request.num_choices)]
-    choices = [StreamedChoice(answer, index) for index in range(len(tasks))]
+    tasks = [_start_choice(answer, index, events) for index in range(answer.num_choices)]
+    choices = [answer.stream_choice(index) for index in range(len(tasks))]
     write = _EventWriter(send)
     num_open = len(tasks)
     try:
@@ -214,8 +266,8 @@ async def answer_in_stream(answer: Answer, send: Send) -> None:
             for chunk in chunks:
                 await write.send_event(chunk)
         if answer.request.has_stream_usage:
-            usage = build_usage(len(answer.prompt_ids), [task.result() for task in tasks])
-            await write.send_event(answer.heading.to_json("chat.completion.chunk") | {"choices": [], "usage": usage})
+            usage = build_usage(answer.num_prompt_tokens, [task.result() for task in tasks])
+            await write.send_event(answer.heading.to_json(answer.chunk_kind) | {"choices": [], "usage": usage})
     except (EngineError, SessionClosedError) as error:
         if not write.is_started:
             raise
@@ -225,7 +277,7 @@ async def answer_in_stream(answer: Answer, send: Send) -> None:
     await write.finish()
 
 
-def _start_choice(answer: Answer, index: int, events: asyncio.Queue[Event]) -> asyncio.Future[Completion]:
+def _start_choice(answer: AnyAnswer, index: int, events: asyncio.Queue[Event]) -> asyncio.Future[Completion]:
     def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         events.put_nowait((index, (token_ids, logprobs)))
 

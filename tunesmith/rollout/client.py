@@ -157,7 +157,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _build_status_error(error: ApiError, base_url: str) -> openai.APIStatusError:
-    body = build_error(str(error), status=error.status, param=error.param)
+    body = build_error(str(error), status=error.status, param=error.param, code=error.code)
     request = httpx.Request("POST", f"{base_url}chat/completions")
     response = httpx.Response(error.status, json=body, request=request)
     kind = ERRORS.get(error.status, openai.InternalServerError)

@@ -12,6 +12,7 @@ import json
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tunesmith.errors import EngineError
@@ -25,7 +26,11 @@ from tunesmith.model.messages import (
 )
 from tunesmith.model.render import Prompt, Renderer
 from tunesmith.rollout.seeds import derive_seed
+from tunesmith.rollout.tokenizer_thread import run_tokenizer
 from tunesmith.types import Completion, Engine, OnTokens, Sampling, Turn
+
+TEXT_SCOPE = "text"
+"""Scope of prompts that are not conversations."""
 
 Place = tuple[int, int]
 """Index of a call in its session, and of a choice in its call."""
@@ -113,6 +118,8 @@ class Session:
         """Calls rendered anew although they go on from a recorded turn: the template could not tell what it adds."""
         self.num_repeats = 0
         """Calls that ask what was asked before: retries, or several answers to one question."""
+        self.num_overlong = 0
+        """Calls refused because their prompt leaves no room for a token."""
         self._engine = engine
         self._renderer = renderer
         self._seed = seed
@@ -124,39 +131,65 @@ class Session:
         self._replies: dict[int, _Reply] = {}
         self._asked: set[tuple[int, str]] = set()
 
-    def admit(self, prompt: Prompt) -> Call:
-        """Take a request in: fix its index and make its prompt, from a recorded turn where one fits."""
+    async def admit(self, prompt: Prompt) -> Call:
+        """Take a request in: fix its index on arrival and make its prompt, from a recorded turn where one fits."""
+        keys = compute_match_keys(prompt.messages)
+        scope = _describe_scope(prompt)
+        index = self._count_call((hash(keys), scope))
+        found = self._find_reply(keys, scope)
+        build = partial(self._build_prompt_ids, prompt, found)
+        prompt_ids, is_extended = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
+        self.num_extended += is_extended
+        self.num_unextended += found is not None and not is_extended
+        return Call(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
+
+    async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> Call:
+        """Take in a prompt that the client rendered, as text or as token ids."""
+        index = self._count_call((hash(text), TEXT_SCOPE))
+        if isinstance(text, str):
+            encode = partial(
+                self._renderer.encode_prompt,
+                text,
+                adds_special_tokens=adds_special_tokens,
+                max_tokens=self._engine.max_model_len,
+            )
+            text = await run_tokenizer(self._renderer, encode, num_characters=len(text))
+        return Call(index=index, prompt=Prompt(messages=()), prompt_ids=text, keys=(), scope=TEXT_SCOPE)
+
+    def _count_call(self, asked: tuple[int, str]) -> int:
+        """Index of a new call, which asks this; a call that comes after the run has ended is refused and counted."""
         if self.is_closed:
             self.num_late_calls += 1
             raise SessionClosedError
         index, self.num_calls = self.num_calls, self.num_calls + 1
-        keys = compute_match_keys(prompt.messages)
-        scope = _describe_scope(prompt)
-        asked = (hash(keys), scope)
         self.num_repeats += asked in self._asked
         self._asked.add(asked)
-        prompt_ids = self._extend(prompt, keys, scope)
-        if prompt_ids is None:
-            prompt_ids = self._renderer.render(prompt)
-        return Call(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
+        return index
 
-    def _extend(self, prompt: Prompt, keys: tuple[MatchKey, ...], scope: str) -> tuple[int, ...] | None:
-        """Go on from the recorded turn that ends the longest part of the conversation."""
+    def _find_reply(self, keys: tuple[MatchKey, ...], scope: str) -> tuple[int, _Reply] | None:
+        """The recorded turn that ends the longest part of the conversation, and how many messages that has."""
         for num_old, digest in reversed(list(_iter_reply_digests(keys, scope))):
             reply = self._replies.get(digest)
-            if reply is None or reply.keys != keys[:num_old] or reply.scope != scope:
-                continue
+            if reply is not None and reply.keys == keys[:num_old] and reply.scope == scope:
+                return num_old, reply
+        return None
+
+    def _build_prompt_ids(self, prompt: Prompt, found: tuple[int, _Reply] | None) -> tuple[tuple[int, ...], bool]:
+        """Ids of a prompt, and whether they go on from the recorded turn."""
+        max_tokens = self._engine.max_model_len
+        if found is not None:
+            num_old, reply = found
             prompt_ids = self._renderer.extend(
                 prompt,
                 num_old=num_old,
                 prompt_ids=reply.turn.prompt_ids,
                 sampled_ids=reply.turn.sampled_ids,
                 is_ended=reply.turn.stop_reason == "eos",
+                max_tokens=max_tokens,
             )
-            self.num_extended += prompt_ids is not None
-            self.num_unextended += prompt_ids is None
-            return prompt_ids
-        return None
+            if prompt_ids is not None:
+                return prompt_ids, True
+        return self._renderer.render(prompt, max_tokens=max_tokens), False
 
     async def generate(
         self,
@@ -328,7 +361,7 @@ class Recorder:
         """End a session and return its turns in order of arrival."""
         session = self._sessions.pop(key)
         self._ended_keys[0].add(key)
-        for name in ("num_calls", "num_extended", "num_unextended", "num_repeats"):
+        for name in ("num_calls", "num_extended", "num_unextended", "num_repeats", "num_overlong"):
             self._count(name, getattr(session, name))
         if session.num_late_calls:
             self._count("num_late_calls", session.num_late_calls)

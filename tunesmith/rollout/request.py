@@ -1,8 +1,8 @@
-"""The body of a chat completion request, read and checked.
+"""The body of a chat completion or completion request, read and checked.
 
-In: JSON from any client, and the trajectory's sampling defaults. Out: one `ChatRequest`. What a request names wins over
-the defaults. An option that would change the result and cannot be honoured is a `ValueError`; keys that change nothing
-(user, metadata, store) and keys that nobody knows are ignored.
+In: JSON from any client, and the trajectory's sampling defaults. Out: a `ChatRequest` or a `TextRequest`. What a
+request names wins over the defaults. An option that would change the result and cannot be honoured is a `ValueError`;
+keys that change nothing (user, metadata, store) and keys that nobody knows are ignored.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
+    "suffix": ("",),
     "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
     "typical_p": (1,),
@@ -99,6 +100,67 @@ class ChatRequest:
         return bool(self.prompt.tools) and self.tool_choice != "none"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """One completion request: prompts that the client rendered."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    """As text or as token ids; each is completed `num_choices` times."""
+    adds_special_tokens: bool
+    """Texts get what the tokenizer puts around each text, such as a token at its beginning."""
+    sampling: Sampling
+    seed: int | None
+    num_choices: int
+    is_stream: bool
+    has_stream_usage: bool
+    has_logprobs: bool
+    has_token_ids: bool
+    model: str | None
+
+
+def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
+    """Read the body of a completion request."""
+    if not isinstance(body, dict):
+        raise RequestError("the request body must be a JSON object")
+    _refuse_unsupported(body)
+    prompts = _parse_prompts(body.get("prompt"))
+    num_choices = _bounded(body, "n", int, 1, low=1, high=MAX_CHOICES)
+    if len(prompts) * num_choices > MAX_CHOICES:
+        asked = f"{len(prompts)} prompts with n={num_choices}"
+        raise RequestError(f"{asked} ask for more than {MAX_CHOICES} completions at once", param="n")
+    if _get(body, "logprobs", int, 0) != 0:
+        raise RequestError(
+            "logprobs of other tokens are not supported; logprobs=0 gives the sampled ones", param="logprobs"
+        )
+    return TextRequest(
+        prompts=prompts,
+        adds_special_tokens=_get(body, "add_special_tokens", bool, True),
+        sampling=_parse_sampling(body, defaults),
+        seed=_get(body, "seed", int, None),
+        num_choices=num_choices,
+        is_stream=_get(body, "stream", bool, False),
+        has_stream_usage=_asks_for_usage(body),
+        has_logprobs=body.get("logprobs") is not None,
+        has_token_ids=_get(body, "return_token_ids", bool, False),
+        model=_get(body, "model", str, None),
+    )
+
+
+def _parse_prompts(raw: Any) -> tuple[str | tuple[int, ...], ...]:
+    """A text, a list of token ids, or a list of either."""
+    prompts = raw if isinstance(raw, list) and not all(type(each) is int for each in raw) else [raw]
+    for prompt in prompts:
+        if not prompt or not (isinstance(prompt, str) or _are_ids(prompt)):
+            raise RequestError(
+                "prompt must be text, token ids, or a list of either, none of them empty", param="prompt"
+            )
+    return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_NUMBER for each in value)
+
+
 def parse_request(body: Any, defaults: Sampling, *, template_reads: Callable[[str], bool]) -> ChatRequest:
     """Read a request body; `template_reads` tells whether the chat template knows a variable."""
     if not isinstance(body, dict):
@@ -110,7 +172,6 @@ def parse_request(body: Any, defaults: Sampling, *, template_reads: Callable[[st
         variables=_parse_variables(body, template_reads),
     )
     tool_choice, forced_tool = _parse_tool_choice(body.get("tool_choice"), prompt.tools)
-    stream_options = body.get("stream_options") or {}
     return ChatRequest(
         prompt=prompt,
         sampling=_parse_sampling(body, defaults),
@@ -121,7 +182,7 @@ def parse_request(body: Any, defaults: Sampling, *, template_reads: Callable[[st
         is_single_call=bool(prompt.tools)
         and (forced_tool is not None or _get(body, "parallel_tool_calls", bool, True) is False),
         is_stream=_get(body, "stream", bool, False),
-        has_stream_usage=isinstance(stream_options, dict) and bool(stream_options.get("include_usage")),
+        has_stream_usage=_asks_for_usage(body),
         has_logprobs=_get(body, "logprobs", bool, False),
         has_token_ids=_get(body, "return_token_ids", bool, False),
         model=_get(body, "model", str, None),
@@ -133,6 +194,11 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
         value = body[key]
         if value is not None and value not in NEUTRAL_VALUES[key]:
             raise RequestError(f"{key}={_show(value)} is not supported by this endpoint; leave it out", param=key)
+
+
+def _asks_for_usage(body: Mapping[str, Any]) -> bool:
+    options = body.get("stream_options") or {}
+    return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
 def _checked(param: str, parse: Callable[[Any], Any], raw: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -72,6 +73,17 @@ def build_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
+def build_text_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    """Logprobs of sampled tokens in the form of completions."""
+    ends = itertools.accumulate(len(text) for text, _ in tokens)
+    return {
+        "tokens": [text for text, _ in tokens],
+        "token_logprobs": [logprob for _, logprob in tokens],
+        "top_logprobs": None,
+        "text_offset": [0, *ends][: len(tokens)],
+    }
+
+
 def build_usage(num_prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, Any]:
     """Token counts of a request with all its choices."""
     num_sampled = sum(len(completion.sampled_ids) for completion in completions)
@@ -84,10 +96,11 @@ def build_usage(num_prompt_tokens: int, completions: Sequence[Completion]) -> di
     }
 
 
-def build_error(message: str, *, status: int, param: str | None = None) -> dict[str, Any]:
-    """An error as the API words it."""
-    kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
-    return {"error": {"message": message, "type": kinds.get(status, "server_error"), "param": param, "code": status}}
+def build_error(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error as the API words it; without a code of its own it has its status."""
+    kinds = {401: "authentication_error", 404: "not_found_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
 
 def encode_json(value: Any) -> bytes:

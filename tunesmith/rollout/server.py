@@ -1,14 +1,16 @@
 """The OpenAI-compatible endpoint as an ASGI app.
 
-POST /v1/chat/completions, GET /v1/models, GET /health. The API key, or the key in /t/<key>/v1, names a session; a
-request without an open session is a 401 and samples nothing. A client that goes away cancels its request.
+POST /v1/chat/completions and /v1/completions, GET /v1/models, /v1/models/{name} and /health. The API key, or the key in
+/t/<key>/v1, names a session; a request without an open session is a 401 and samples nothing. A client that goes away
+cancels its request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -18,41 +20,55 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tunesmith.rollout.answer import answer_at_once, answer_in_stream
+from tunesmith.rollout.answer import Answer, answer_at_once, answer_in_stream
 from tunesmith.rollout.endpoint import ApiError, ChatEndpoint, translate_errors
+from tunesmith.rollout.recorder import Session
 from tunesmith.rollout.response import build_error, encode_json
+from tunesmith.rollout.text_answer import TextAnswer
+
+Admit = Callable[[Session, Any], Awaitable[Answer | TextAnswer]]
 
 
-def build_app(endpoint: ChatEndpoint) -> Starlette:
-    """The ASGI app over one endpoint."""
+def build_app(endpoint: ChatEndpoint, *, max_body_bytes: int | None = None) -> Starlette:
+    """The ASGI app over one endpoint; None reads requests of any length."""
     engine = endpoint.recorder.engine
 
     async def list_models(request: Request) -> Response:
-        model = {"id": endpoint.model_name, "object": "model", "created": 0, "owned_by": "tunesmith"}
-        return JSONResponse({"object": "list", "data": [model | {"max_model_len": engine.max_model_len}]})
+        return JSONResponse({"object": "list", "data": [endpoint.describe_model()]})
+
+    async def describe_model(request: Request) -> Response:
+        try:
+            return JSONResponse(endpoint.describe_model(request.path_params["name"]))
+        except ApiError as error:
+            return JSONResponse(_describe_error(error), error.status)
 
     async def get_health(request: Request) -> Response:
         return JSONResponse({"status": "ok", "policy_version": engine.policy_version})
 
-    chat = ChatCompletions(endpoint)
+    chat = Completions(endpoint, endpoint.admit, max_body_bytes=max_body_bytes)
+    text = Completions(endpoint, endpoint.admit_text, max_body_bytes=max_body_bytes)
     routes = [Route("/health", get_health)]
     for prefix in ("", "/t/{key}"):
         routes.append(Route(f"{prefix}/v1/chat/completions", chat, methods=["POST"]))
+        routes.append(Route(f"{prefix}/v1/completions", text, methods=["POST"]))
         routes.append(Route(f"{prefix}/v1/models", list_models))
+        routes.append(Route(f"{prefix}/v1/models/{{name:path}}", describe_model))
     return Starlette(routes=routes)
 
 
-class ChatCompletions:
-    """POST /v1/chat/completions."""
+class Completions:
+    """POST /v1/chat/completions or /v1/completions."""
 
-    def __init__(self, endpoint: ChatEndpoint) -> None:
+    def __init__(self, endpoint: ChatEndpoint, admit: Admit, *, max_body_bytes: int | None) -> None:
         self._endpoint = endpoint
+        self._admit = admit
+        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             session = self._endpoint.find_session(scope.get("path_params", {}).get("key") or _read_bearer(scope))
-            fields = _parse_json(await _read_body(receive))
-            answer = self._endpoint.admit(session, fields)
+            fields = _parse_json(await _read_body(scope, receive, self._max_body_bytes))
+            answer = await self._admit(session, fields)
             with translate_errors():
                 if answer.request.is_stream:
                     await _run_while_connected(receive, answer_in_stream(answer, send))
@@ -61,7 +77,11 @@ class ChatCompletions:
                     if body is not None:
                         await _send_json(send, 200, body)
         except ApiError as error:
-            await _send_json(send, error.status, build_error(str(error), status=error.status, param=error.param))
+            await _send_json(send, error.status, _describe_error(error))
+
+
+def _describe_error(error: ApiError) -> dict[str, Any]:
+    return build_error(str(error), status=error.status, param=error.param, code=error.code)
 
 
 def _read_bearer(scope: Scope) -> str | None:
@@ -72,13 +92,33 @@ def _read_bearer(scope: Scope) -> str | None:
     return None
 
 
-async def _read_body(receive: Receive) -> bytes:
-    parts = []
+async def _read_body(scope: Scope, receive: Receive, max_bytes: int | None) -> bytes:
+    """The body; one that is longer, or says that it will be, is refused unread."""
+    limit = math.inf if max_bytes is None else max_bytes
+    _check_size(_read_length(scope), limit)
+    parts: list[bytes] = []
+    num_bytes = 0
     while True:
         message = await receive()
         parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        _check_size(num_bytes, limit)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def _read_length(scope: Scope) -> int:
+    """Bytes that the client says it sends; 0 when it does not say."""
+    return max(
+        (int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()), default=0
+    )
+
+
+def _check_size(num_bytes: int, limit: float) -> None:
+    if num_bytes > limit:
+        raise ApiError(
+            413, f"the request is larger than rollout.max_body_mib={limit / 2**20:g}: shorten it, or raise that"
+        )
 
 
 def _parse_json(body: bytes) -> Any:

@@ -111,9 +111,12 @@ class ModelService:
         return self.recorder.close_session(lease.session.key)
 
     @contextlib.asynccontextmanager
-    async def serve(self, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    async def serve(
+        self, *, host: str = "127.0.0.1", port: int = 0, max_body_bytes: int | None = None
+    ) -> AsyncIterator[str]:
         """Serve the endpoint over HTTP as well; models that are opened meanwhile carry its URL."""
-        async with serve_app(self.app, host=host, port=port) as url:
+        app = build_app(self.endpoint, max_body_bytes=max_body_bytes)
+        async with serve_app(app, host=host, port=port) as url:
             self.base_url = self._client.base_url = f"{url}/v1"
             self._is_served = True
             try:

@@ -1,0 +1,128 @@
+"""/v1/completions: prompts that the client rendered, as text or as token ids."""
+
+from __future__ import annotations
+
+import random
+
+import openai
+import pytest
+from served import DEFAULTS, build_service, engine_of
+
+from fakes import FakeEngine
+from tunesmith.rollout.service import ModelService
+from tunesmith.types import Turn
+
+pytestmark = pytest.mark.anyio
+
+
+async def complete(service: ModelService, **fields) -> tuple[openai.types.Completion, tuple[Turn, ...]]:
+    """One request in a session of its own; the completion, or the chunks of it, and the recorded turns."""
+    lease = service.open(seed=1)
+    try:
+        completion = await lease.model.client.completions.create(model="m", **fields)
+        if fields.get("stream"):
+            completion = [chunk async for chunk in completion]
+    finally:
+        turns = service.close(lease)
+    return completion, turns
+
+
+async def test_a_text_is_completed_and_recorded():
+    service = build_service("fine <tool_call> </think>")
+    completion, (turn,) = await complete(service, prompt="<|im_start|>user\nhi<|im_end|>\n")
+    (choice,) = completion.choices
+    assert (completion.object, choice.text, choice.finish_reason) == (
+        "text_completion",
+        "fine <tool_call> </think>",
+        "stop",
+    )
+    ((prompt_ids, sampled_ids),) = engine_of(service).ledger
+    expected = service.recorder.renderer._tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n")
+    assert turn.prompt_ids == prompt_ids == tuple(expected)
+    assert turn.sampled_ids == tuple(sampled_ids)
+    assert turn.logprobs == tuple(map(FakeEngine.logprob_of, sampled_ids))
+    assert turn.distribution == DEFAULTS.distribution
+    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (len(prompt_ids), len(sampled_ids))
+
+
+async def test_token_ids_are_completed_as_they_are():
+    service = build_service("fine")
+    completion, (turn,) = await complete(
+        service, prompt=[40, 41, 42], logprobs=0, extra_body={"return_token_ids": True}
+    )
+    (choice,) = completion.choices
+    assert turn.prompt_ids == (40, 41, 42) == tuple(choice.prompt_token_ids)
+    assert tuple(choice.token_ids) == turn.sampled_ids
+    assert choice.logprobs.token_logprobs == list(turn.logprobs)
+    assert choice.logprobs.tokens[-1] == "<|im_end|>"
+    offsets = zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)
+    assert all("".join(choice.logprobs.tokens)[start:].startswith(token) for start, token in offsets)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_prompt_is_completed_n_times(stream):
+    script = lambda prompt, sampling, order: random.Random(sampling.seed).choices(range(20, 90), k=5)  # noqa: E731
+    service = build_service(script=script)
+    answer, turns = await complete(
+        service, prompt=[[40], [41, 42]], n=2, max_tokens=5, stream=stream, stream_options={"include_usage": True}
+    )
+    assert [turn.prompt_ids for turn in turns] == [(40,), (40,), (41, 42), (41, 42)]
+    assert len({turn.sampled_ids for turn in turns}) == 4
+    texts, reasons = [""] * 4, [None] * 4
+    for chunk in answer if stream else [answer]:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert texts == [service.recorder.renderer.decode(turn.sampled_ids) for turn in turns]
+    assert reasons == ["length"] * 4
+    usage = (answer[-1] if stream else answer).usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (3, 20)
+    assert [order for *_, order in engine_of(service).requests] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_strings_end_the_text(stream):
+    answer, (turn,) = await complete(build_service("say STOP here"), prompt="a", stop=["STOP"], stream=stream)
+    choices = [choice for chunk in (answer if stream else [answer]) for choice in chunk.choices]
+    assert "".join(choice.text for choice in choices) == "say "
+    assert choices[-1].finish_reason == "stop"
+    assert turn.stop_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prompt": "a", "echo": True}, "echo=True is not supported"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 2}, "best_of=2"),
+        ({"prompt": "a", "logprobs": 1}, "logprobs=0 gives the sampled ones"),
+        ({"prompt": ""}, "prompt must be"),
+        ({"prompt": []}, "prompt must be"),
+        ({"prompt": [[1], []]}, "prompt must be"),
+        ({"prompt": ["a", 1]}, "prompt must be"),
+        ({"prompt": [-1]}, "prompt must be"),
+        ({"prompt": ["a"] * 65, "n": 2}, "more than 128 completions"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_refused(fields, said):
+    service = build_service("x")
+    with pytest.raises(openai.BadRequestError, match=said):
+        await complete(service, **fields)
+    assert engine_of(service).ledger == []
+
+
+@pytest.mark.parametrize("prompt", ["q q q q q", [40] * 7, ["a", [40] * 7]])
+async def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(prompt):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 7 tokens") as caught:
+        await complete(build_service("x", max_model_len=7), prompt=prompt)
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_a_closed_session_and_another_model_are_refused():
+    service = build_service("x")
+    lease = service.open(seed=1)
+    with pytest.raises(openai.NotFoundError, match="serves 'm'"):
+        await lease.model.client.completions.create(model="gpt", prompt="a")
+    service.close(lease)
+    with pytest.raises(openai.AuthenticationError):
+        await lease.model.client.completions.create(model="m", prompt="a")
