@@ -1,7 +1,7 @@
 """Calls that user code hands to threads: the threads, and how long the engines wait for such a call.
 
-To wait makes what is sampled independent of when a thread ends, and costs the time for which the engines stand still. So
-short calls are waited for and long ones are not. Which is which is known by function: once no call in a thread ends for
+To wait makes what is sampled independent of when a thread ends, and costs the time for which the engines stand still.
+So short calls are waited for and long ones are not. Which is which is known by function: once no call ends for
 several times the patience, or the engines waited longer than the patience for a function's calls on average, the
 function is not waited for any more.
 """
