@@ -23,7 +23,7 @@ POLL_S = 0.02
 
 logger = logging.getLogger(__name__)
 
-_IDLE = concurrent.futures.thread._worker.__code__  # type: ignore[attr-defined]
+_IDLE = concurrent.futures.thread._worker.__code__
 """What an idle thread of a pool is in."""
 
 
