@@ -112,7 +112,7 @@ def _identify(function: Callable[..., Any]) -> Hashable:
     """Equal for all bound methods and closures of one definition."""
     function = getattr(function, "__func__", function)
     key: Any = getattr(function, "__code__", function)
-    return key if isinstance(key, Hashable) else type(key)
+    return (key,) if isinstance(key, Hashable) else (type(key),)
 
 
 @dataclass(slots=True)
