@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
+import re
+import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import openai
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.numpy import load_file
 
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+from tunesmith.engine import leftovers
 from tunesmith.errors import ConfigError, DataError, ModelError, RolloutError, StorageError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.monitor.console import LINE_METRICS
@@ -130,6 +137,100 @@ def test_a_run_in_which_most_rollouts_fail_raises_and_names_the_cause(run):
 
     with pytest.raises(RolloutError, match=r"no_such_field.*fields of the task: question, answer"):
         run(workflow_func=workflow)
+
+
+def test_failures_are_told_with_their_line_and_kept_also_of_a_step_that_stops_the_run(run, tmp_path, capsys):
+    def use_the_tool(number):
+        raise RuntimeError(f"the tool broke\nover {number}")
+
+    async def workflow(task, model):
+        output = await ask(task, model)
+        if task["answer"] in broken:
+            use_the_tool(task["answer"])
+        return WorkflowOutput(response=output.response, metrics={"length": 2.5})
+
+    broken = "0"
+    one_of_six = AlgorithmConfig(group_size=2, batch_size=6, learning_rate=1e-3)
+    run("monitor.console_metrics=[rollout/*/mean,rollout/none]", workflow_func=workflow, algorithm=one_of_six)
+    told = capsys.readouterr().err
+    assert "failed: 2 x workflow: RuntimeError: the tool broke over 0" in told
+    assert "test_tune.py:" in told and "in use_the_tool" in told
+    assert "length/mean 2.5" in told and "none -" in told
+    broken = "0123"
+    with pytest.raises(RolloutError, match=r"8 x workflow: RuntimeError: the tool broke over \d \(.*in use_the_tool\)"):
+        run(workflow_func=workflow, algorithm=one_of_six, experiment_name="y")
+    groups = load_rollouts(tmp_path / "runs/AgentScope/y/rollouts/step_000001.parquet")
+    failures = [t.failure for g in groups for t in g.trajectories if t.failure is not None]
+    assert len(failures) == 8 and sum(len(group.trajectories) for group in groups) == 12
+    assert {failure.message for failure in failures} >= {"RuntimeError: the tool broke\nover 0"}
+    assert failures[0].line.endswith("in use_the_tool")
+
+
+async def ask_without_gradients(task, model):
+    with torch.no_grad():
+        return await ask(task, model)
+
+
+async def ask_in_inference_mode(task, model):
+    with torch.inference_mode():
+        return await ask(task, model)
+
+
+async def switch_gradients_off(task, model):
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    return await ask(task, model)
+
+
+async def switch_gradients_off_in_a_task(task, model):
+    async def switch():
+        torch.set_grad_enabled(False)
+        return await ask(task, model)
+
+    return await asyncio.create_task(switch())
+
+
+@pytest.mark.parametrize(
+    "workflow",
+    [ask_without_gradients, ask_in_inference_mode, switch_gradients_off, switch_gradients_off_in_a_task],
+)
+def test_torchs_modes_in_user_code_change_nothing_of_training(run, workflow):
+    expected = run(experiment_name="plain")
+    found = run(workflow_func=workflow)
+    assert expected.metrics["train/grad_norm"] > 0
+    assert found.metrics["train/grad_norm"] == expected.metrics["train/grad_norm"]
+    weights = [load_file(result.checkpoint / "model.safetensors") for result in (expected, found)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+
+
+def test_a_run_returns_though_user_code_keeps_a_thread(run, caplog, monkeypatch):
+    monkeypatch.setattr(leftovers, "GRACE_S", 0.1)
+    release = threading.Event()
+
+    async def workflow(task, model):
+        asyncio.get_running_loop().run_in_executor(None, release.wait, 300)
+        return await ask(task, model)
+
+    assert run(workflow_func=workflow).checkpoint is not None
+    release.set()
+    assert "user code still runs" in caplog.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_and_says_how_it_goes_on(run, data, capsys, number):
+    async def workflow(task, model):
+        if due:
+            os.kill(os.getpid(), due.pop())
+        return await ask(task, model)
+
+    due = []
+    run(workflow_func=workflow)
+    due.append(number)
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+        longer = DatasetConfig(path=data, total_steps=2)
+        run(workflow_func=workflow, train_dataset=longer, continue_from_checkpoint=True)
+    assert re.search(r"the last checkpoint is .*global_step_1: the same command with --resume", capsys.readouterr().err)
 
 
 def test_a_workflow_that_hangs_ends_at_its_deadline(run):

@@ -12,6 +12,7 @@ from chat_templates import QWEN25
 from fakes import FakeEngine, build_chat_tokenizer
 from tunesmith.errors import RolloutError
 from tunesmith.model.render import Renderer
+from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.groups import check_failures, compute_rollout_metrics, run_groups
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
@@ -96,7 +97,9 @@ async def test_an_error_of_ours_ends_all_runs():
     assert service.recorder._sessions == {}
 
 
-def make_trajectory(reward=None, *, where="workflow", message="boom", num_sampled=(), metrics=None) -> Trajectory:
+def make_trajectory(
+    reward=None, *, where="workflow", message="boom", line=None, num_sampled=(), metrics=None
+) -> Trajectory:
     turns = tuple(
         Turn(
             prompt_ids=(1, 2, 3), sampled_ids=(4,) * n, logprobs=(0.0,) * n, policy_versions=(0,) * n,
@@ -104,7 +107,7 @@ def make_trajectory(reward=None, *, where="workflow", message="boom", num_sample
         )
         for n in num_sampled
     )  # fmt: skip
-    failure = None if reward is not None else Failure(where=where, message=message)
+    failure = None if reward is not None else Failure(where=where, message=message, line=line)
     return Trajectory(
         task=TASKS[0], run_index=0, turns=turns, reward=reward, failure=failure, metrics=metrics or {}, duration_s=2.0
     )
@@ -143,6 +146,32 @@ def test_too_many_failures_stop_the_run_with_their_causes():
         check_failures(groups, 0.5)
     assert str(caught.value).splitlines()[1:] == ["  2 x workflow: cause 0", "  1 x workflow: cause 1"]
     check_failures([], 0.0)
+
+
+def test_causes_are_of_kinds_and_the_first_is_shown_with_its_line():
+    line = "agent.py:3 in solve"
+    failed = [make_trajectory(message=f"ValueError: no {i}\n more", line=line) for i in range(3)]
+    failed += [make_trajectory(message="TypeError: x", line=line), make_trajectory(where="judge", message="boom")]
+    assert list_causes([Group(task=TASKS[0], trajectories=tuple(failed))]) == [
+        "3 x workflow: ValueError: no 0 more (agent.py:3 in solve)",
+        "1 x workflow: TypeError: x (agent.py:3 in solve)",
+        "1 x judge: boom",
+    ]
+
+
+@pytest.mark.anyio
+async def test_a_phase_in_which_runs_block_the_loop_again_and_again_stops_with_the_line(caplog):
+    def block_here():
+        time.sleep(0.5)
+
+    async def workflow(task, model):
+        await work(task, model)
+        block_here()
+
+    agent = Agent(workflow=workflow, timeout_s=0.2, cancel_grace_s=0.05)
+    with pytest.raises(RolloutError, match=r"3 rollouts blocked the event loop past rollout.timeout_s=0.2.*block_here"):
+        await run_groups(TASKS[:1], group_size=8, agent=agent, model=build_service(), seed=7, step=1, max_concurrency=8)
+    assert "test_groups.py" in caplog.records[0].getMessage().splitlines()[0]
 
 
 @pytest.mark.anyio

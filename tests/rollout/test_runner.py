@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import time
 
 import openai
 import pytest
+import torch
 
 from chat_templates import GEMMA2, QWEN25
 from fakes import FakeEngine, Script, build_chat_tokenizer, say
 from tunesmith.model.render import Renderer
 from tunesmith.rollout.runner import Agent, describe_response, run_trajectory
 from tunesmith.rollout.service import FixedModel, ModelService
+from tunesmith.rollout.watchdog import Watchdog
 from tunesmith.types import Failure, JudgeOutput, Sampling, Task, Trajectory, WorkflowOutput
 
 pytestmark = pytest.mark.anyio
@@ -402,3 +405,161 @@ async def test_duration_is_measured():
     started = time.perf_counter()
     trajectory = await run(answer)
     assert 0 < trajectory.duration_s <= time.perf_counter() - started
+
+
+async def test_each_run_keeps_torchs_modes_to_itself():
+    """Two runs that await inside blocks of their own, ended in another order than begun."""
+    first_is_in, second_is_in, first_is_out = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    seen = []
+
+    async def first(task, model):
+        with torch.no_grad():
+            first_is_in.set()
+            await second_is_in.wait()
+        first_is_out.set()
+        seen.append(("first", torch.is_grad_enabled()))
+        return await answer(task, model)
+
+    async def second(task, model):
+        await first_is_in.wait()
+        seen.append(("second", torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            second_is_in.set()
+            await first_is_out.wait()
+            seen.append(("within", torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")))
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        await asyncio.sleep(0)
+        seen.append(("after", torch.is_grad_enabled(), torch.get_default_dtype()))
+        return await answer(task, model)
+
+    await asyncio.gather(run(first), run(second))
+    assert seen == [
+        ("second", True, False), ("first", True), ("within", True, True), ("after", False, torch.float64),
+    ]  # fmt: skip
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    assert torch.get_default_dtype() == torch.float32 and not torch.is_autocast_enabled("cpu")
+
+
+async def test_inference_mode_that_a_run_never_leaves_does_not_reach_others():
+    guards = []
+
+    async def workflow(task, model):
+        guards.append(torch.inference_mode())
+        guards[-1].__enter__()
+        return await answer(task, model)
+
+    assert (await run(workflow)).reward == 0.5
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+class OwnEnding(BaseException):
+    pass
+
+
+async def raise_deep_below(task, model):
+    await ask(model)
+    raise_own_ending()
+
+
+def raise_own_ending():
+    raise OwnEnding("of my own")
+
+
+async def return_a_wrong_reward(task, model):
+    await ask(model)
+    return WorkflowOutput(reward="much", metrics={"m": "more"})
+
+
+async def test_an_ending_of_the_users_own_class_is_a_failure_with_its_line():
+    failure = (await run(raise_deep_below)).failure
+    assert failure.message == "OwnEnding: of my own"
+    assert re.fullmatch(r".*test_runner\.py:\d+ in raise_own_ending", failure.line)
+
+
+async def test_failures_name_a_line_of_user_code_where_nothing_of_it_raised():
+    first = no_reward.__code__.co_firstlineno
+    assert (await run(no_reward)).failure.line.endswith(f"test_runner.py:{first} in no_reward")
+    assert (await run(grouped)).failure.line.endswith("in raising")
+
+
+async def test_every_error_of_a_validation_is_told():
+    failure = (await run(return_a_wrong_reward)).failure
+    assert failure.message.startswith("ValidationError: 2 validation errors for WorkflowOutput")
+    assert "reward" in failure.message and "metrics.m" in failure.message
+    assert failure.line.endswith("in return_a_wrong_reward")
+
+
+async def test_a_timeout_names_the_line_that_waited():
+    async def wait_inside():
+        await asyncio.sleep(60)
+
+    async def workflow(task, model):
+        await ask(model)
+        await wait_inside()
+
+    assert (await run(workflow, timeout_s=0.1)).failure.line.endswith("in wait_inside")
+
+
+async def test_calls_after_the_workflow_has_returned_are_refused_and_counted_while_the_judge_runs():
+    outcomes = []
+    service = build_service()
+
+    async def call_late(model):
+        await asyncio.sleep(0.01)
+        with pytest.raises(openai.AuthenticationError):
+            await ask(model)
+        outcomes.append("refused")
+
+    async def workflow(task, model):
+        output = await answer(task, model)
+        late.append(asyncio.ensure_future(call_late(model)))
+        return output
+
+    async def judge(task, response):
+        await late[0]
+        return JudgeOutput(reward=1.0)
+
+    late = []
+    trajectory = await run(workflow, judge, service=service)
+    assert (trajectory.reward, len(trajectory.turns), outcomes) == (1.0, 1, ["refused"])
+    lease = service.open(seed=0)
+    service.close(lease)
+    with pytest.raises(openai.AuthenticationError):
+        await ask(lease.model)
+    assert service.recorder.compute_stats()["rollout/num_late_calls"] == 2
+    assert len(service.recorder.engine.requests) == 1
+
+
+def block_for(seconds):
+    time.sleep(seconds)
+
+
+async def block_once(task, model):
+    output = await answer(task, model)
+    block_for(0.6)
+    return output
+
+
+async def test_a_run_that_blocks_the_loop_past_its_time_has_timed_out_when_it_comes_back():
+    failure = (await run(block_once, timeout_s=0.3)).failure
+    assert failure.where == "timeout"
+    assert "blocked the event loop for 0.6 s and was not done after timeout_s=0.3" in failure.message
+
+
+async def test_time_that_another_run_blocked_is_not_a_runs_own():
+    async def bystander(task, model):
+        await asyncio.sleep(0.2)
+        return await answer(task, model)
+
+    watchdog = Watchdog(asyncio.get_running_loop(), logging.getLogger("test"), 60)
+
+    def start(workflow, timeout_s):
+        agent = Agent(workflow=workflow, timeout_s=timeout_s)
+        return run_trajectory(
+            TASK, 0, agent=agent, model=build_service(), auxiliary_models={}, seed=1, watchdog=watchdog
+        )
+
+    blocked, other = await asyncio.gather(start(block_once, 0.3), start(bystander, 0.5))
+    assert blocked.failure.where == "timeout"
+    assert other.reward == 0.5

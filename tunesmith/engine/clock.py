@@ -111,6 +111,11 @@ class EngineLoop(asyncio.SelectorEventLoop):
         self._awaited = asyncio.ensure_future(future, loop=self)
         return super().run_until_complete(self._awaited)
 
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Report what nobody else can; what ends a process is raised through the loop as well."""
+        if not isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
+            super().call_exception_handler(context)
+
     def stop(self) -> None:
         if self._awaited is not None and not self._awaited.done():
             raise RuntimeError("a workflow cannot stop the event loop, which all rollouts share")

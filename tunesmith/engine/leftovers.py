@@ -23,7 +23,7 @@ POLL_S = 0.02
 
 logger = logging.getLogger(__name__)
 
-_IDLE = concurrent.futures.thread._worker.__code__  # type: ignore[attr-defined]
+_IDLE = concurrent.futures.thread._worker.__code__
 """What an idle thread of a pool is in."""
 
 
@@ -84,7 +84,10 @@ def _cancel_tasks(loop: asyncio.AbstractEventLoop) -> list[asyncio.Task[Any]]:
     for task in tasks:
         if task.done() and not task.cancelled() and task.exception() is not None:
             logger.debug("a task of user code ended with an error", exc_info=task.exception())
-    return [task for task in tasks if not task.done()]
+    left = [task for task in tasks if not task.done()]
+    for task in left:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]  # it is named by us
+    return left
 
 
 def _at(line: str | None) -> str:

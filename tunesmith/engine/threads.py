@@ -1,7 +1,7 @@
 """Calls that user code hands to threads: the threads, and how long the engines wait for such a call.
 
-To wait makes what is sampled independent of when a thread ends, and costs the time for which the engines stand still. So
-short calls are waited for and long ones are not. Which is which is known by function: once no call in a thread ends for
+To wait makes what is sampled independent of when a thread ends, and costs the time for which the engines stand still.
+So short calls are waited for and long ones are not. Which is which is known by function: once no call ends for
 several times the patience, or the engines waited longer than the patience for a function's calls on average, the
 function is not waited for any more.
 """
@@ -99,8 +99,9 @@ class Threads(Executor):
 def find_function(call: Callable[..., Any], arguments: Sequence[Any] = ()) -> Callable[..., Any]:
     """The function of the user's in what `run_in_executor` is given; `asyncio.to_thread` hands over `Context.run`."""
     while True:
-        if isinstance(call, functools.partial):
-            call, arguments = call.func, (*call.args, *arguments)
+        partial: Any = call if isinstance(call, functools.partial) else None
+        if partial is not None:
+            call, arguments = partial.func, (*partial.args, *arguments)
         elif isinstance(getattr(call, "__self__", None), Context) and arguments:
             call, arguments = arguments[0], arguments[1:]
         else:
@@ -110,8 +111,8 @@ def find_function(call: Callable[..., Any], arguments: Sequence[Any] = ()) -> Ca
 def _identify(function: Callable[..., Any]) -> Hashable:
     """Equal for all bound methods and closures of one definition."""
     function = getattr(function, "__func__", function)
-    key = getattr(function, "__code__", function)
-    return key if isinstance(key, Hashable) else type(function)
+    key: Any = getattr(function, "__code__", function)
+    return (key,) if isinstance(key, Hashable) else (type(key),)
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from tunesmith.model.torch_modes import UserModes
 from tunesmith.monitor.user_lines import find_waiting_line
-from tunesmith.rollout.watchdog import Watchdog
+from tunesmith.rollout.watchdog import RunBlocks, Watchdog
 
 Output = TypeVar("Output")
 
@@ -20,7 +20,7 @@ Output = TypeVar("Output")
 class UserCall(Generic[Output]):
     """Await it once."""
 
-    def __init__(self, awaitable: Awaitable[Output], watchdog: Watchdog, run: object) -> None:
+    def __init__(self, awaitable: Awaitable[Output], watchdog: Watchdog, run: RunBlocks) -> None:
         """Blocked turns are noted in the watchdog as the run's."""
         self._awaitable = awaitable
         self._watchdog = watchdog
@@ -39,10 +39,10 @@ class UserCall(Generic[Output]):
             started, has_ended = time.monotonic(), True
             modes.enter()
             try:
-                yielded = steps.send(value) if error is None else steps.throw(error)  # type: ignore[attr-defined]
+                yielded = steps.send(value) if error is None else steps.throw(error)
                 has_ended = False
             except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
+                return end.value
             finally:
                 modes.leave(has_ended=has_ended)
                 self._watchdog.note_turn(self._run, time.monotonic() - started)

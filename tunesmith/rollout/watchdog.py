@@ -26,10 +26,10 @@ MIN_BLOCK_S = 0.25
 """What takes less time between two awaits is not counted as blocking."""
 MAX_OVERRUNS = 3
 """Runs that may block past their time in one phase; the last of them ends it."""
-NUM_SHOWN_FRAMES = 12
+NUM_SHOWN_FRAMES = 4
 WARNING = (
-    "the event loop has been blocked for more than %g s by a synchronous call at %s; every rollout waits and no timeout "
-    "can fire. Use an async client, or asyncio.to_thread. Blocked at:\n%s"
+    "the event loop has been blocked for more than %g s by a synchronous call at %s; every rollout waits and no "
+    "timeout can fire. Use an async client, or asyncio.to_thread. Blocked at:\n%s"
 )
 
 
@@ -104,6 +104,7 @@ class Watchdog:
 
     def _note_loop_turn(self) -> None:
         self._last_turn = time.monotonic()
+        self._seen_line = None
 
     def _look(self) -> None:
         """Note where the loop's thread is; nothing is said where the loop itself takes long to wait, as when an engine

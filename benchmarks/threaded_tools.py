@@ -1,0 +1,130 @@
+"""Agents of two turns whose tool waits between them: in a coroutine, in threads of the loop's, in a pool of their own.
+
+    python benchmarks/threaded_tools.py --out results/threaded_tools.json [--before BEFORE.json]
+
+A tool in a thread should cost no more than one that is awaited. The model is the pocket model with random weights, on
+one thread of a CPU. `--before` takes the figures of an earlier version, made by this script, into the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import publish
+
+from tunesmith.config import RolloutSection, RunConfig
+from tunesmith.engine.clock import run_lockstep
+from tunesmith.model.prepare import prepare_model
+from tunesmith.pipeline.stage import collect_groups, load_stage
+from tunesmith.rollout.chat_model import ChatModel
+from tunesmith.types import Group, Task, WorkflowOutput
+
+GROUP = 8
+
+Tool = Callable[[], Awaitable[None]]
+
+
+def build_tools(seconds: float, num_runs: int) -> dict[str, Tool]:
+    """The ways in which a tool may wait."""
+    pool = ThreadPoolExecutor(num_runs)
+
+    def search() -> None:
+        time.sleep(seconds)
+
+    async def wait() -> None:
+        await asyncio.sleep(seconds)
+
+    async def use_pool() -> None:
+        await asyncio.get_running_loop().run_in_executor(pool, search)
+
+    async def use_thread() -> None:
+        await asyncio.to_thread(search)
+
+    return {"asyncio.sleep": wait, "own pool": use_pool, "asyncio.to_thread": use_thread}
+
+
+def build_workflow(tool: Tool) -> Callable[..., Awaitable[WorkflowOutput]]:
+    async def workflow(task: Mapping[str, Any], model: ChatModel) -> WorkflowOutput:
+        messages = [{"role": "user", "content": task["question"]}]
+        first = await model(messages)
+        await tool()
+        reply = {"role": "assistant", "content": first.choices[0].message.content or ""}
+        second = await model([*messages, reply, {"role": "user", "content": "The tool is done. Go on."}])
+        return WorkflowOutput(reward=float(len(second.choices[0].message.content or "") % 2))
+
+    return workflow
+
+
+def measure(tool: Tool, arguments: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Seconds of each step's rollouts in one run; in the first the loop learns which functions are slow."""
+    config = RunConfig(
+        model={"path": model, "device": "cpu", "max_model_len": 256, "max_tokens": arguments.new_tokens},
+        engine={"kv_cache_tokens": 32768},
+        rollout=RolloutSection(chat_model="openai"),
+    )
+    stage = load_stage(
+        config,
+        workflow=build_workflow(tool),
+        judge=None,
+        build_model=lambda endpoint, options: ChatModel(endpoint, options=options),
+    )
+    tasks = [
+        Task(task_id=f"t/{i}", index=i, row={"question": f"Tom has {i} apples. How many?"})
+        for i in range(arguments.runs // GROUP)
+    ]
+
+    async def run() -> tuple[list[float], list[Group]]:
+        seconds, groups = [], []
+        for step in range(arguments.steps):
+            stage.policy.engine.resume(step)
+            started = time.perf_counter()
+            groups = await collect_groups(stage, tasks, group_size=GROUP, seed=0, step=step)
+            seconds.append(time.perf_counter() - started)
+            stage.policy.engine.pause()
+        return seconds, groups
+
+    seconds, groups = run_lockstep(run())
+    runs = [run for group in groups for run in group.trajectories]
+    assert len(runs) == arguments.runs and all(len(run.turns) == 2 for run in runs)
+    return {"first_step_s": seconds[0], "step_s": statistics.median(seconds[1:]), "all_s": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=64)
+    parser.add_argument("--tool-s", type=float, default=0.5)
+    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--before", help="results of an earlier version")
+    parser.add_argument("--out")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(prepare_model("pocket", Path(folder) / "pocket"))
+        tools = build_tools(arguments.tool_s, arguments.runs)
+        details: dict[str, Any] = {name: measure(tool, arguments, model) for name, tool in tools.items()}
+    for name, found in details.items():
+        times = "  ".join(f"{value:.2f}" for value in found["all_s"])
+        print(f"{name:20s} median {found['step_s']:.2f} s, steps {times}")
+    details["settings"] = {name: value for name, value in vars(arguments).items() if name not in ("before", "out")}
+    if arguments.before:
+        details["before"] = json.loads(Path(arguments.before).read_text())["details"]
+    rates = {name: 1 / details[name]["step_s"] for name in tools}
+    publish(
+        name="threaded_tools", unit="steps/s", ours=rates["asyncio.to_thread"],
+        peers={"asyncio.sleep": rates["asyncio.sleep"]}, device="cpu", details=details, out=arguments.out,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
