@@ -43,14 +43,15 @@ def remember(*, max_entries: int, max_length: int) -> Callable[[Callable[[Key], 
     def decorate(function: Callable[[Key], Result]) -> Callable[[Key], Result]:
         total_length = 0
 
-        @functools.lru_cache(maxsize=max_entries)
-        def known(key: Key) -> Result:
+        def compute(key: Key) -> Result:
             nonlocal total_length
             total_length += len(key)
             if total_length > MAX_TOTAL_LENGTH:
                 known.cache_clear()
                 total_length = len(key)
             return function(key)
+
+        known: functools._lru_cache_wrapper[Result] = functools.lru_cache(maxsize=max_entries)(compute)
 
         @functools.wraps(function)
         def recall(key: Key) -> Result:
