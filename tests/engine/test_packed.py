@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from tunesmith.engine.packed import PackedLinears
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 
 
-@pytest.mark.parametrize("shape", [(1, 7, 256), (33, 256), (1, 256)])
+@pytest.mark.parametrize("shape", [(1, 7, 256), (33, 256), (1, 256), (3, 31, 256), (1, 1000, 256), (512, 256)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_packed_layers_agree_with_plain_ones(shape: tuple[int, ...], bias: bool) -> None:
     layer = nn.Linear(256, 300, bias=bias)
@@ -45,3 +47,29 @@ def test_small_and_reduced_precision_layers_stay_plain() -> None:
     packed.refresh()
     with packed.installed():
         assert all("forward" not in layer.__dict__ for layer in model)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc")
+def test_many_numbers_of_rows_hold_little_memory() -> None:
+    """oneDNN keeps kernels for each number of rows: 400 of them took 220 MiB."""
+    layer = nn.Linear(256, 256)
+    packed = PackedLinears(layer)
+    packed.refresh()
+    with torch.inference_mode(), packed.installed():
+        layer(torch.randn(5, 256))
+        before = read_malloc_mib()
+        for num_rows in range(6, 406):
+            layer(torch.randn(num_rows, 256))
+    assert read_malloc_mib() - before < 60
+
+
+class MallocInfo(ctypes.Structure):
+    _fields_ = [(f"field_{index}", ctypes.c_size_t) for index in range(10)]
+
+
+def read_malloc_mib() -> float:
+    """What malloc has handed out: `uordblks` and `hblkhd` of glibc's mallinfo2."""
+    read = ctypes.CDLL(None).mallinfo2
+    read.restype = MallocInfo
+    info = read()
+    return (info.field_7 + info.field_4) / 2**20

@@ -40,6 +40,19 @@ def test_a_remembered_function_computes_once_and_keeps_few():
     assert computed == ["a", "b", "c", "b", "a", "long", "long"]
 
 
+def test_remembered_keys_are_forgotten_when_they_add_up(monkeypatch):
+    monkeypatch.setattr("tunesmith.model.content.MAX_TOTAL_LENGTH", 5)
+    computed = []
+
+    @remember(max_entries=100, max_length=3)
+    def double(text: str) -> str:
+        computed.append(text)
+        return text * 2
+
+    assert [double(text) for text in ("aa", "bb", "aa", "cc", "cc", "aa")][-1] == "aaaa"
+    assert computed == ["aa", "bb", "cc", "aa"]
+
+
 def test_messages_that_were_changed_in_place_are_read_anew():
     raw = [{"role": "user", "content": [{"type": "text", "text": "one"}]}, {"role": "assistant", "tool_calls": [CALL]}]
     raw = copy.deepcopy(raw)

@@ -3,14 +3,15 @@
 The packed weights are a second copy, made again whenever the weights may have changed. Under a live adapter the frozen
 weights are packed once, and the adapter's factors are multiplied as they are. Packed weights are in force only inside
 `installed()`, in the sampler's own forward: the trainer and plain calls of the model use the parameters themselves.
-Results differ from `F.linear` by float rounding.
+Results differ from `F.linear` by float rounding. Inputs are cut into pieces of few sizes, for oneDNN keeps about half a
+MiB of kernels for every number of rows that it has ever seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeGuard
 
 import torch
@@ -20,6 +21,8 @@ MIN_WEIGHTS = 1 << 16
 """Smaller layers lose more to the call than they gain."""
 TYPICAL_ROWS = 32
 """How many rows the layout is chosen for."""
+PIECE_ROWS = (512, 256, 128, 64)
+"""Rows multiplied at once, the largest first; fewer than the last are one piece of their own."""
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -68,4 +71,22 @@ def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _multiply(packed: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
+    num_rows = inputs.numel() // inputs.shape[-1]
+    if num_rows <= PIECE_ROWS[-1] or num_rows in PIECE_ROWS:
+        return _multiply_piece(packed, bias, inputs)
+    pieces = inputs.reshape(num_rows, -1).split(_cut_rows(num_rows))
+    return torch.cat([_multiply_piece(packed, bias, piece) for piece in pieces]).view(*inputs.shape[:-1], -1)
+
+
+def _multiply_piece(packed: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(inputs, packed, bias, "none", [], "")
+
+
+@lru_cache(maxsize=1024)
+def _cut_rows(num_rows: int) -> list[int]:
+    """Sizes of pieces that add up to `num_rows`."""
+    sizes = []
+    for size in PIECE_ROWS:
+        sizes += [size] * (num_rows // size)
+        num_rows %= size
+    return [*sizes, num_rows] if num_rows else sizes

@@ -1,7 +1,8 @@
 """What a value holds, as a key: pure functions that remember what they made of it.
 
 Requests of one group, and the requests of one conversation, repeat most of what they hold. What is remembered is found
-by content, so a value that was changed in place is another value. Few and short keys are kept, and the oldest go.
+by content, so a value that was changed in place is another value. Few and short keys are kept, and the oldest go; when
+those that were remembered add up to `MAX_TOTAL_LENGTH`, all go.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ Result = TypeVar("Result")
 
 FORMAT = 2
 """Of the bytes: the last one in which objects that are used twice are written twice."""
+MAX_TOTAL_LENGTH = 2**24
+"""Characters or bytes of the keys of one function, so that memory does not grow with the length of a run."""
 
 
 def freeze(value: Any) -> bytes | None:
@@ -38,7 +41,17 @@ def remember(*, max_entries: int, max_length: int) -> Callable[[Callable[[Key], 
     """
 
     def decorate(function: Callable[[Key], Result]) -> Callable[[Key], Result]:
-        known = functools.lru_cache(maxsize=max_entries)(function)
+        total_length = 0
+
+        def compute(key: Key) -> Result:
+            nonlocal total_length
+            total_length += len(key)
+            if total_length > MAX_TOTAL_LENGTH:
+                known.cache_clear()
+                total_length = len(key)
+            return function(key)
+
+        known: functools._lru_cache_wrapper[Result] = functools.lru_cache(maxsize=max_entries)(compute)
 
         @functools.wraps(function)
         def recall(key: Key) -> Result:

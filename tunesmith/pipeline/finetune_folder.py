@@ -92,6 +92,7 @@ def open_finetune_folder(config: OfflineConfig, root: Path) -> FinetuneFolder:
         lock = take_lock(paths)
     try:
         check_settings(paths, config)
+        checkpoint = find_whole_checkpoint(root)
         save_text(paths.config, dump_config(config))
         remove_leftovers(root)
         if (root / MODEL).exists():
@@ -99,7 +100,21 @@ def open_finetune_folder(config: OfflineConfig, root: Path) -> FinetuneFolder:
     except BaseException:
         lock.close()
         raise
-    return FinetuneFolder(paths=paths, checkpoint=find_last_checkpoint(root), lock=lock)
+    return FinetuneFolder(paths=paths, checkpoint=checkpoint, lock=lock)
+
+
+def find_whole_checkpoint(root: Path) -> Path | None:
+    """The last commit; when it is damaged, an error that says how to go on from the one before."""
+    checkpoint = find_last_checkpoint(root)
+    if checkpoint is None:
+        return None
+    try:
+        check_complete(checkpoint)
+    except StorageError as error:
+        older = [each.name for each in find_checkpoints(root)[:-1]]
+        way = f"to go on from {older[-1]}" if older else "to begin anew"
+        raise StorageError(f"{error}; restore it, or move {checkpoint.name} out of {root} {way}") from error
+    return checkpoint
 
 
 def check_settings(paths: RunPaths, config: OfflineConfig) -> None:
