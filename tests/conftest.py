@@ -6,7 +6,6 @@ A run ends with lines that say which tests were skipped, grouped by the reason.
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,6 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import pytest
 import torch
+
+from skip_summary import pytest_terminal_summary as pytest_terminal_summary
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("tunesmith", deadline=None, derandomize=True, max_examples=30, print_blob=True)
@@ -28,24 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which groups of tests were skipped and why; a file that is skipped as a whole counts as one."""
-    files: dict[str, Counter[str]] = defaultdict(Counter)
-    for report in terminalreporter.stats.get("skipped", []):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        is_whole = isinstance(report, pytest.CollectReport)
-        files[reason.removeprefix("Skipped: ")][f"{report.nodeid.split('::')[0]}{' (whole)' if is_whole else ''}"] += 1
-    num_deselected = len(terminalreporter.stats.get("deselected", []))
-    if not files and not num_deselected:
-        return
-    terminalreporter.section("not run")
-    for reason, counts in sorted(files.items(), key=lambda item: (-item[1].total(), item[0])):
-        where = ", ".join(name if number == 1 else f"{name} x {number}" for name, number in sorted(counts.items()))
-        terminalreporter.line(f"{counts.total():4d}  {reason}: {where}")
-    if num_deselected:
-        terminalreporter.line(f"{num_deselected:4d}  deselected by -m or -k")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = "pytester"
-CONFTEST = Path(__file__).parent / "conftest.py"
+CONFTEST = Path(__file__).parent / "skip_summary.py"
 SKIPPING = """
 import pytest
 
@@ -31,7 +31,7 @@ def test_skipped_tests_are_counted_by_reason(pytester, options):
     pytester.makepyfile(
         test_one=SKIPPING, test_two=SKIPPING, test_three='import pytest\npytest.importorskip("no_such_engine")'
     )
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *options, timeout=120)
+    result = pytester.runpytest("-p", "no:cacheprovider", *options)
     result.assert_outcomes(passed=2, skipped=9)
     result.stdout.fnmatch_lines(
         [
@@ -46,7 +46,7 @@ def test_skipped_tests_are_counted_by_reason(pytester, options):
 def test_a_run_of_everything_has_no_closing_lines(pytester):
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makepyfile("def test_that_runs():\n    pass\n")
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=120)
+    result = pytester.runpytest("-p", "no:cacheprovider")
     result.assert_outcomes(passed=1)
     result.stdout.no_fnmatch_line("*not run*")
 
@@ -54,5 +54,5 @@ def test_a_run_of_everything_has_no_closing_lines(pytester):
 def test_deselected_tests_are_counted(pytester):
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makepyfile("def test_one():\n    pass\n\ndef test_two():\n    pass\n")
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "one", timeout=120)
+    result = pytester.runpytest("-p", "no:cacheprovider", "-k", "one")
     result.stdout.fnmatch_lines(["*not run*", "   1  deselected by -m or -k"])
