@@ -1,4 +1,7 @@
-"""What every test runs under: one torch thread, no network, property tests that repeat, no GPU test without a GPU."""
+"""What every test runs under: one torch thread, no network, property tests that repeat, no GPU test without a GPU.
+
+A run ends with lines that say which tests were skipped, grouped by the reason.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import hypothesis
 import pytest
 import torch
+
+from skip_summary import pytest_terminal_summary as pytest_terminal_summary
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("tunesmith", deadline=None, derandomize=True, max_examples=30, print_blob=True)

@@ -297,3 +297,28 @@ def test_a_users_operator_must_not_change_turns():
 
     with pytest.raises(ConfigError, match="added, removed or changed turns"):
         apply_operators([group_of(1.0)], chain_of(own=[cut]))
+
+
+@pytest.mark.parametrize(("op_type", "expected"), [("ADD", 5.0), ("SUB", -1.0), ("MUL", 6.0), ("DIV", 2 / 3)])
+def test_rewards_are_shaped_by_each_operation(op_type, expected):
+    configs = [{"stats_key": "length", "op_type": op_type, "weight": 1.5}]
+    groups = [group_of(2.0, 2.0, metrics=[{"length": 2.0}, {}])]
+    (changed,), metrics = reward_shaping_mapper(groups, reward_shaping_configs=configs)
+    assert [run.reward for run in changed.trajectories] == [pytest.approx(expected), 2.0]
+    assert metrics["num_skipped"] == 1
+    assert metrics["reward_diff_mean"] == pytest.approx((expected - 2.0) / 2)
+
+
+def test_masked_turns_are_counted_over_all_runs():
+    cut = turn_of([1], [2], reason="length")
+    task = Task(task_id="t/0", index=0, row={})
+    runs = tuple(Trajectory(task=task, run_index=place, turns=(cut, cut), reward=1.0) for place in range(2))
+    (changed,), metrics = mask_response_truncated([Group(task=task, trajectories=runs)])
+    assert [turn.is_trained for run in changed.trajectories for turn in run.turns] == [False] * 4
+    assert list(metrics.values()) == [4]
+
+
+def test_a_deviation_equal_to_the_threshold_does_not_pass():
+    groups = [group_of(0.0, 1.0)]
+    assert [len(group.trajectories) for group in reward_std_filter(groups, threshold=0.5)[0]] == [0]
+    assert [len(group.trajectories) for group in reward_std_filter(groups, threshold=0.49)[0]] == [2]

@@ -103,3 +103,23 @@ def test_a_restored_buffer_goes_on_exactly_with_what_operators_changed():
     restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())), groups_of)
     for version in (3, 4, 5, 6):
         assert restored.draw(policy_version=version) == buffer.draw(policy_version=version)
+
+
+def test_each_draw_is_one_use_and_newer_steps_win_ties():
+    buffer = build(decay=0.0, max_uses=3, num_groups=1)
+    add(buffer, 1, num_groups=1)
+    assert [len(buffer.draw(policy_version=0)) for _ in range(4)] == [1, 1, 1, 0]
+    alike = build(decay=1.0, num_groups=1)
+    add(alike, 1, num_groups=1)
+    groups = groups_of(2, num_groups=1)
+    alike.add(groups, [0], step=2, policy_version=0)
+    assert names(alike.draw(policy_version=0)) == ["2-0"]
+
+
+def test_sigma_is_the_spread_of_priorities():
+    """With priorities 10 apart a sigma of 1 changes nothing, and one of 1000 shuffles."""
+    for sigma, is_shuffled in ((1.0, False), (1000.0, True)):
+        buffer = build(decay=0.0, sigma=sigma, num_groups=8, max_staleness=1000)
+        for step in range(1, 9):
+            buffer.add(groups_of(step, num_groups=1), [0], step=step, policy_version=10 * step)
+        assert (names(buffer.draw(policy_version=80)) != [f"{step}-0" for step in range(8, 0, -1)]) == is_shuffled

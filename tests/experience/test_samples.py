@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tunesmith.experience.samples import build_samples, chain_turns
+from tunesmith.experience.samples import add_experts, build_samples, chain_turns
 from tunesmith.types import Distribution, Group, Sample, Task, Trajectory, Turn
 
 TASK = Task(task_id="t/0", index=0, row={})
@@ -151,3 +151,32 @@ def test_chains_hold_each_turn_once_and_extend_token_for_token(turns):
         for earlier, later in pairwise(chain):
             past = earlier.prompt_ids + earlier.sampled_ids
             assert later.prompt_ids[: len(past)] == past
+
+
+def test_a_turn_extends_one_that_ends_where_it_begins_and_joins_the_longest():
+    first = build_turn([1], [2, 3, 4])
+    longer = build_turn([1, 2, 3, 4], [9])
+    assert chain_turns([first, longer]) == [[first, longer]]
+    short, long = build_turn([1, 2, 3, 4], [5]), build_turn([1, 2], [3, 4, 5, 6])
+    last = build_turn([1, 2, 3, 4, 5, 6], [7])
+    assert chain_turns([short, long, last]) == [[short], [long, last]]
+
+
+def test_branches_are_counted_over_all_runs():
+    branching = [build_turn([1], [2]), build_turn([3], [4])]
+    metrics = build_samples([build_group(branching, branching), build_group([build_turn([1], [2])])], [[1, 1], [1]])[1]
+    assert metrics == {
+        "rollout/num_trained_trajectories": 3,
+        "rollout/num_samples": 5,
+        "rollout/num_branches": 2,
+    }
+
+
+def test_demonstrations_are_numbered_after_the_steps_own():
+    own, _ = build_samples([build_group([build_turn([1], [2])] * 1), build_group([build_turn([3], [4])])], [[1], [1]])
+    experts, _ = build_samples([build_group([build_turn([5], [6])]), build_group([build_turn([7], [8])])], [[1], [1]])
+    joined = add_experts(own, experts)
+    assert [sample.token_ids for sample in joined] == [(1, 2), (3, 4), (5, 6), (7, 8)]
+    assert [sample.group_index for sample in joined] == [0, 1, 2, 3]
+    assert [sample.trajectory_index for sample in joined] == [0, 1, 2, 3]
+    assert [sample.group_index for sample in add_experts([], experts)] == [0, 1]

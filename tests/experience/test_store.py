@@ -150,3 +150,13 @@ def test_what_is_not_a_rollout_file_is_refused(tmp_path):
     pq.write_table(pa.table({"a": [1]}), path)
     with pytest.raises(StorageError, match="rollouts of format 1 are expected, it has none"):
         load_rollouts(path)
+
+
+def test_the_baseline_and_the_advantages_of_turns_are_kept(tmp_path):
+    path = tmp_path / "rollouts.parquet"
+    group = replace(GROUP, baseline_reward=0.75)
+    save_rollouts(path, [group], [[(0.5, -1.5), None]])
+    assert [each.baseline_reward for each in load_rollouts(path)] == [0.75]
+    rows = pq.read_table(path).to_pylist()
+    assert rows[0]["advantage"] == -0.5 and rows[0]["turn_advantages"] == [0.5, -1.5]
+    assert rows[0]["group_index"] == 0 and rows[0]["baseline_reward"] == 0.75

@@ -91,7 +91,7 @@ def _note_forms(draft: Draft, name: str) -> None:
     if name == "sapo":
         draft.notes.append(
             "sapo: the gate is differentiated, as in the paper, so at ratio 1 the gradient is the policy gradient; "
-            "there the gate is a constant weight of the policy gradient, at ratio 1 it is 2 for A > 0 and 1.9 for A <= 0"
+            "there the gate is a constant weight of it, at ratio 1 it is 2 for A > 0 and 1.9 for A <= 0"
         )
     if name in ("mix", "mix_chord"):
         draft.notes.append(
