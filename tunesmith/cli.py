@@ -320,7 +320,7 @@ def show_config(
 
 @model_app.command("prepare")
 def prepare_model(
-    name: Annotated[str, typer.Argument(help="smollm2-135m-instruct or pocket.")],
+    name: Annotated[str, typer.Argument(help="smollm2-135m-instruct, pocket or pocket-gguf.")],
     out: Annotated[str | None, typer.Option(help="Folder to write; default models/NAME.")] = None,
     debug: Debug = False,
 ) -> None:
