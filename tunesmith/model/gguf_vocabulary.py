@@ -45,7 +45,7 @@ PRE_TOKENIZERS: Mapping[Splitting, str] = {
 }
 """llama.cpp's names of the splittings that it does as `tokenizers` does."""
 DIGITS_ALONE, RUNS_OF_DIGITS = Splitting(patterns=(DIGIT,)), "superbpe"
-"""Nothing but each digit is set apart. llama.cpp sets runs of digits apart and then threes of them, which makes the same
+"""Nothing but each digit is set apart. llama.cpp sets runs of digits apart, then threes of them, which makes the same
 tokens where merges hold no digit."""
 
 
