@@ -146,8 +146,17 @@ def test_the_pocket_tokenizer_for_gguf_is_recognised():
     assert describe_vocabulary(tokenizer, config).pre_tokenizer == "superbpe"
 
 
-@pytest.mark.parametrize(("merge", "expected"), [(["a", "b"], False), (["\u0120", "a"], False), (["{\"", "x"], False),
-                                                 (["1", "a"], True), (["a", "9"], True), (["\u00c2", "\u00bd"], True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("merge", "expected"),
+    [
+        (["a", "b"], False),
+        (["\u0120", "a"], False),
+        (['{"', "x"], False),
+        (["1", "a"], True),
+        (["a", "9"], True),
+        (["\u00c2", "\u00bd"], True),
+    ],
+)
 def test_merges_that_may_hold_a_digit_are_found(merge, expected):
     assert has_merged_digits([["a", "b"], merge]) is expected
     assert has_merged_digits(["a b", " ".join(merge)]) is expected
