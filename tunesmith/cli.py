@@ -62,8 +62,8 @@ def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
 
 def leave_at_once(status: int) -> None:
     """End the process without taking anything down."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     os._exit(status)
 
 
@@ -242,8 +242,9 @@ def run_pipeline(
 
         choice = Choice(only=only, start_from=start_from, is_again=again)
         settings = load_pipeline(config, overrides or [])
-        chosen = choice.pick(plan_stages(settings))
-        typer.echo(f"run: {config} is valid, loading libraries for {', '.join(s.name for s in chosen)}", err=True)
+        names = ", ".join(stage.name for stage in choice.pick(plan_stages(settings)))
+        if not check:
+            typer.echo(f"run: {config} is valid, loading libraries for {names}", err=True)
         from tunesmith.api import run_pipeline_config
         from tunesmith.pipeline.run_pipeline import check_pipeline
 
@@ -390,9 +391,8 @@ def demo(
 
 
 def main() -> None:
-    sys.path.insert(
-        0, ""
-    )  # a workflow named as module:function is looked up from the current folder, as with python -m
+    # A workflow named as module:function is looked up from the current folder, as with python -m.
+    sys.path.insert(0, "")
     app()
 
 
