@@ -224,8 +224,9 @@ def run_pipeline(
 
         choice = Choice(only=only, start_from=start_from, is_again=again)
         settings = load_pipeline(config, overrides or [])
-        chosen = choice.pick(plan_stages(settings))
-        typer.echo(f"run: {config} is valid, loading libraries for {', '.join(s.name for s in chosen)}", err=True)
+        names = ", ".join(stage.name for stage in choice.pick(plan_stages(settings)))
+        if not check:
+            typer.echo(f"run: {config} is valid, loading libraries for {names}", err=True)
         from tunesmith.api import run_pipeline_config
         from tunesmith.pipeline.run_pipeline import check_pipeline
 
@@ -302,7 +303,7 @@ def show_config(
 
 @model_app.command("prepare")
 def prepare_model(
-    name: Annotated[str, typer.Argument(help="smollm2-135m-instruct or pocket.")],
+    name: Annotated[str, typer.Argument(help="smollm2-135m-instruct, pocket or pocket-gguf.")],
     out: Annotated[str | None, typer.Option(help="Folder to write; default models/NAME.")] = None,
     debug: Debug = False,
 ) -> None:

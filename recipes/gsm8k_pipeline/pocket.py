@@ -42,12 +42,15 @@ def build_row(problem: Problem) -> dict[str, str]:
     return {"question": problem.question, "answer": f"{solution}\n#### {problem.answer}"}
 
 
-def make_model(out_dir: Path, *, conversations: str, seed: int) -> dict[str, int]:
-    """Write an untrained model to `out_dir/model`; `conversations` is a jsonl file of messages and tools."""
+def make_model(out_dir: Path, *, conversations: str, seed: int, is_for_gguf: bool = False) -> dict[str, int]:
+    """Write an untrained model to `out_dir/model`; `conversations` is a jsonl file of messages and tools.
+
+    `is_for_gguf` gives it a tokenizer that llama.cpp can follow, so that the last stage may write GGUF too.
+    """
     rows = [json.loads(line) for line in Path(conversations).read_text(encoding="utf-8").splitlines()]
     writer = build_pocket_tokenizer()
     texts = [writer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False) for row in rows[:1000]]
-    tokenizer = build_pocket_tokenizer(MARKUP.sub("", "".join(texts)))
+    tokenizer = build_pocket_tokenizer(MARKUP.sub("", "".join(texts)), is_for_gguf=is_for_gguf)
     model = build_pocket_model(tokenizer, seed=seed)
     (out_dir / "model").mkdir()
     save_model_files(out_dir / "model", model, tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import numpy as np
 import pytest
@@ -16,9 +17,13 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter  # noqa: E402
 
 from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny  # noqa: E402
 from gguf_files import build_header, write_tiny_gguf  # noqa: E402
+from tunesmith.config import ExportSection  # noqa: E402
 from tunesmith.errors import ModelError, StorageError  # noqa: E402
 from tunesmith.model.gguf_llama_cpp import GgufModel, quantize_file  # noqa: E402
 from tunesmith.model.gguf_write import write_gguf  # noqa: E402
+from tunesmith.model.prepare import prepare_model  # noqa: E402
+from tunesmith.pipeline.export import run_export  # noqa: E402
+from tunesmith.tasks.arithmetic import build_problems  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "The farmer's 12 hens laid 345 eggs; how many are left?"}]
 
@@ -87,3 +92,18 @@ def test_errors_of_llama_cpp_are_told(tmp_path):
         GgufModel(broken, context=64, num_threads=1)
     with pytest.raises(StorageError, match="llama.cpp could not quantise to .*invalid magic"):
         quantize_file(broken, tmp_path / "out.gguf", file_type="q4_k_m", num_threads=1)
+
+
+def test_the_pocket_model_reads_and_answers_as_it_was_trained(tmp_path):
+    folder = prepare_model("pocket-gguf", tmp_path / "pocket-gguf")
+    settings = ExportSection(path=str(folder), formats=("gguf",), gguf_types=("f32",))
+    file = run_export(settings, out_dir=tmp_path / "out").gguf["f32"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rng = random.Random(0)
+    texts = [
+        "".join(rng.choices("abc XYZ 0159 {}\"':,.$(+*\n\t<\u00e9\u00df\u00bd\u00b2\u0663\u4f60 ", k=40))
+        for _ in range(200)
+    ]
+    texts += [problem.question for problem in build_problems("train", num_problems=100, seed=1)]
+    with GgufModel(file, context=64, num_threads=1) as opened:
+        assert [opened.tokenize(text) for text in texts] == [tokenizer(text)["input_ids"] for text in texts]

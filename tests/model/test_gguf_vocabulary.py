@@ -14,8 +14,15 @@ from transformers import GPT2Tokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from exported_models import CHAT, CONFIGS, NUM_EMBEDDINGS, build_tokenizer
 from tunesmith.errors import ModelError
-from tunesmith.model.gguf_vocabulary import CONTROL, NORMAL, UNUSED, USER_DEFINED, describe_vocabulary
-from tunesmith.model.pocket import build_pocket_tokenizer
+from tunesmith.model.gguf_vocabulary import (
+    CONTROL,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    describe_vocabulary,
+    has_merged_digits,
+)
+from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 
 CONFIG = CONFIGS["smollm"]
 
@@ -131,3 +138,32 @@ def test_more_tokens_than_embeddings_are_refused():
     tokenizer.add_tokens([f"<extra_{index}>" for index in range(100)])
     with pytest.raises(ModelError, match="but the model has 416 embeddings"):
         describe_vocabulary(tokenizer, CONFIG)
+
+
+def test_the_pocket_tokenizer_for_gguf_is_recognised():
+    tokenizer = build_pocket_tokenizer(is_for_gguf=True)
+    config = build_pocket_model(tokenizer, hidden_size=96, num_layers=1).config
+    assert describe_vocabulary(tokenizer, config).pre_tokenizer == "superbpe"
+
+
+@pytest.mark.parametrize(
+    ("merge", "expected"),
+    [
+        (["a", "b"], False),
+        (["\u0120", "a"], False),
+        (['{"', "x"], False),
+        (["1", "a"], True),
+        (["a", "9"], True),
+        (["\u00c2", "\u00bd"], True),
+    ],
+)
+def test_merges_that_may_hold_a_digit_are_found(merge, expected):
+    assert has_merged_digits([["a", "b"], merge]) is expected
+    assert has_merged_digits(["a b", " ".join(merge)]) is expected
+
+
+def test_digits_alone_with_merges_over_other_characters_are_refused():
+    tokenizer = build_pocket_tokenizer("\u00bd\u00bd \u00bd\u00bd\n" * 50, is_for_gguf=True)
+    config = build_pocket_model(tokenizer, hidden_size=96, num_layers=1).config
+    with pytest.raises(ModelError, match="splits text in a way"):
+        describe_vocabulary(tokenizer, config)

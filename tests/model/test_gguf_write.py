@@ -14,8 +14,12 @@ gguf = pytest.importorskip("gguf")
 
 from exported_models import CHAT, CONFIGS, build_random_model, build_tokenizer  # noqa: E402
 from gguf_files import build_header, write_tiny_gguf  # noqa: E402
+from tunesmith.config import ExportSection  # noqa: E402
 from tunesmith.errors import ModelError  # noqa: E402
 from tunesmith.model.gguf_write import pair_rotated_rows, write_gguf  # noqa: E402
+from tunesmith.model.load import load_model  # noqa: E402
+from tunesmith.model.prepare import prepare_model  # noqa: E402
+from tunesmith.pipeline.export import run_export  # noqa: E402
 
 IDS = torch.tensor([[1, 17, 300, 5, 42, 42, 99, 260, 8, 2, 31]])
 
@@ -111,3 +115,12 @@ def test_a_tensor_without_a_name_in_gguf_is_refused(tmp_path):
     with pytest.raises(ModelError, match="no name for the model's tensor extra"):
         write_gguf(tmp_path / "m.gguf", model, build_header(model), file_type="f32")
     assert not (tmp_path / "m.gguf").exists()
+
+
+def test_the_pocket_model_is_exported_and_loads_back_to_the_same_logits(tmp_path):
+    folder = prepare_model("pocket-gguf", tmp_path / "pocket-gguf")
+    settings = ExportSection(path=str(folder), formats=("gguf",), gguf_types=("f32",))
+    file = run_export(settings, out_dir=tmp_path / "out").gguf["f32"]
+    models = (load_model(str(path), dtype=torch.float32, device=torch.device("cpu")) for path in (folder, file))
+    before, after = (compute_logits(model) for model in models)
+    assert torch.allclose(before, after, atol=1e-5)

@@ -59,7 +59,7 @@ def test_a_place_that_cannot_be_written(tmp_path):
 
 
 def test_unknown_names_are_errors(tmp_path):
-    with pytest.raises(ModelError, match="known: pocket, smollm2-135m-instruct"):
+    with pytest.raises(ModelError, match="known: pocket, pocket-gguf, smollm2-135m-instruct"):
         prepare_model("gpt", tmp_path / "x")
     with pytest.raises(ModelError, match="allowed: float32, bfloat16"):
         prepare_model("pocket", tmp_path / "x", dtype="int8")

@@ -146,5 +146,5 @@ def test_damaged_folder_of_save_to_disk(tmp_path):
 def test_an_empty_field_is_said_to_be_empty(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"question": "1+1", "answer": "2"}\n{"question": "1+2", "answer": null}\n')
-    with pytest.raises(DataError, match=r"row 1 of .* has no value for 'answer': it is empty \(null\)"):
+    with pytest.raises(DataError, match=r"row 1 of .* has no 'answer': its value is empty \(null"):
         load_tasks(DatasetSection(path=str(path), required_fields=("answer",)), name="t")

@@ -74,7 +74,7 @@ def test_priority_is_a_weighted_sum_and_equals_keep_their_order():
 def test_a_field_that_is_missing_or_no_number_is_named():
     with pytest.raises(DataError, match="t/0 has no 'z'; its fields are q"):
         length_filter(tasks_of({"q": "a"}), field="z")
-    with pytest.raises(DataError, match=r"t/0 has no value for 'q': it is empty \(null\)"):
+    with pytest.raises(DataError, match=r"t/0 has no 'q': its value is empty \(null"):
         length_filter(tasks_of({"q": None}), field="q")
     with pytest.raises(DataError, match="which is no number"):
         order_by_priority(tasks_of({"q": "a"}), weights={"q": 1.0})

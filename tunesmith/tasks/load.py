@@ -59,7 +59,7 @@ def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[st
 def describe_gap(row: Mapping[str, Any], field: str) -> str:
     """What a row has in place of a field; `datasets` fills fields that only other rows have with None."""
     if field in row:
-        return f"has no value for {field!r}: it is empty (null), or other rows alone have this field"
+        return f"has no {field!r}: its value is empty (null, or left out of this row)"
     return f"has no {field!r}; its fields are {', '.join(sorted(row))}"
 
 
