@@ -15,11 +15,14 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 MIN_WEIGHTS = 1 << 16
 """Smaller layers lose more to the call than they gain."""
 TYPICAL_ROWS = 32
 """How many rows the layout is chosen for."""
+MIN_PRODUCTS = 350_000
+"""Multiplications in one call below which `F.linear` is faster: one or two rows of a small layer."""
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -45,7 +48,7 @@ class PackedLinears:
                 pointer = layer.weight.data_ptr()
                 if pointer not in packed_of:
                     packed_of[pointer] = torch.ops.mkldnn._reorder_linear_weight(layer.weight, TYPICAL_ROWS)
-                self._forwards.append(partial(_multiply, packed_of[pointer], layer.bias))
+                self._forwards.append(partial(_multiply, packed_of[pointer], layer))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -67,5 +70,7 @@ def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= MIN_WEIGHTS
 
 
-def _multiply(packed: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(inputs, packed, bias, "none", [], "")
+def _multiply(packed: Tensor, layer: nn.Linear, inputs: Tensor) -> Tensor:
+    if inputs.numel() * layer.out_features < MIN_PRODUCTS:
+        return functional.linear(inputs, layer.weight, layer.bias)
+    return torch.ops.mkldnn._linear_pointwise.default(inputs, packed, layer.bias, "none", [], "")
