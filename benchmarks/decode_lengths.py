@@ -5,7 +5,7 @@ or, with `--shared`, one prompt for all, as in a group. Only decoding is timed, 
 first token to the end, in seconds of the processor: with one thread these are what a machine without other work takes.
 The sides take turns; medians over the turns count. The raw output has the clock's seconds too.
 
-    python benchmarks/decode_lengths.py --shape pocket --contexts 1000 8000 --sequences 1 2 8 16
+    python benchmarks/decode_lengths.py --shape pocket --points 1000x8 8000x2
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,8 +37,24 @@ from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.types import Sampling
 
 PEER = "transformers generate"
+DEFAULT_POINTS = [(context, num_sequences) for context in (250, 1000, 4000, 8000) for num_sequences in (1, 2, 8, 16)]
 FIRST_ID = 5
 """Prompts hold no control tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Of the processor, all threads together, and of the clock."""
+
+    processor: float
+    clock: float
+
+    @classmethod
+    def now(cls) -> Seconds:
+        return cls(processor=time.process_time(), clock=time.perf_counter())
+
+    def since(self, before: Seconds) -> Seconds:
+        return Seconds(processor=self.processor - before.processor, clock=self.clock - before.clock)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,24 +84,24 @@ def build_model(shape: str) -> PreTrainedModel:
     return build_random_model(shape, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def build_ours(shape: str, point: Point) -> Callable[[], float]:
+def build_ours(shape: str, point: Point) -> Callable[[], Seconds]:
     model = build_model(shape)
     use_plan_attention(model)
     settings = EngineSection(max_batched_tokens=point.num_sequences * point.context)  # all begin in one step
     engine = LocalEngine(model, None, settings, max_model_len=point.context + point.num_new)
     prompts = point.build_prompts(model.config.vocab_size)
 
-    def sample() -> float:
+    def sample() -> Seconds:
         engine.resume(0)
         is_first = [True] * len(prompts)
-        started_at = 0.0
+        started_at = Seconds.now()
 
         async def generate(index: int) -> None:
             def note(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
                 nonlocal started_at
                 if is_first[index]:
                     is_first[index] = False
-                    started_at = time.perf_counter()
+                    started_at = Seconds.now()
 
             sampling = Sampling(max_tokens=point.num_new, seed=index, ignore_eos=True)
             completion = await engine.generate(prompts[index], sampling, on_tokens=note)
@@ -95,7 +111,7 @@ def build_ours(shape: str, point: Point) -> Callable[[], float]:
             await asyncio.gather(*map(generate, range(len(prompts))))
 
         run_lockstep(generate_all())
-        return time.perf_counter() - started_at
+        return Seconds.now().since(started_at)
 
     return sample
 
@@ -104,21 +120,21 @@ class _FirstToken(StoppingCriteria):
     """Notes when the first new token of all rows is there; ends nothing."""
 
     def __init__(self) -> None:
-        self.came_at: float | None = None
+        self.came_at: Seconds | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if self.came_at is None:
-            self.came_at = time.perf_counter()
+            self.came_at = Seconds.now()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-def build_generate(shape: str, point: Point) -> Callable[[], float]:
+def build_generate(shape: str, point: Point) -> Callable[[], Seconds]:
     model = build_model(shape)
     model.set_attn_implementation("sdpa")
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
     ids = torch.tensor(point.build_prompts(model.config.vocab_size))
 
-    def sample() -> float:
+    def sample() -> Seconds:
         first = _FirstToken()
         output = model.generate(
             ids,
@@ -129,52 +145,74 @@ def build_generate(shape: str, point: Point) -> Callable[[], float]:
         )
         assert output.shape[1] == point.context + point.num_new
         assert first.came_at is not None
-        return time.perf_counter() - first.came_at
+        return Seconds.now().since(first.came_at)
 
     return sample
 
 
-def measure(sides: dict[str, Callable[[], float]], *, repeats: int, point: Point) -> dict[str, list[float]]:
-    """Tokens a second of each side, in turns; the first turn of each warms it up and is not kept."""
-    rates: dict[str, list[float]] = {name: [] for name in sides}
+def measure(sides: dict[str, Callable[[], Seconds]], *, repeats: int) -> dict[str, list[Seconds]]:
+    """Seconds of each side, in turns; the first turn of each warms it up and is not kept."""
+    seconds: dict[str, list[Seconds]] = {name: [] for name in sides}
     for turn in range(repeats + 1):
         for name, sample in sides.items():
-            seconds = sample()
+            taken = sample()
             if turn:
-                rates[name].append(point.num_timed_tokens / seconds)
-    return rates
+                seconds[name].append(taken)
+    return seconds
+
+
+def run_point(shape: str, point: Point, repeats: int) -> dict[str, Any]:
+    """Medians of both sides, and all that was measured."""
+    sides = {"tunesmith": build_ours(shape, point), PEER: build_generate(shape, point)}
+    seconds = measure(sides, repeats=repeats)
+    rates = {
+        name: point.num_timed_tokens / statistics.median(taken.processor for taken in times)
+        for name, times in seconds.items()
+    }
+    return {
+        **asdict(point),
+        "tokens_per_s": rates,
+        "ratio": rates["tunesmith"] / rates[PEER],
+        "seconds": {name: [asdict(taken) for taken in times] for name, times in seconds.items()},
+    }
+
+
+def parse_point(text: str) -> tuple[int, int]:
+    context, num_sequences = text.split("x")
+    return int(context), int(num_sequences)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["pocket", *SHAPES], default="pocket", help="model, random weights (pocket)")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[250, 1000, 4000, 8000], help="prompt tokens")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 8, 16], help="sequences decoded at once")
-    parser.add_argument("--new", type=int, default=64, help="tokens sampled for each sequence (64)")
+    parser.add_argument(
+        "--points", type=parse_point, nargs="+", default=DEFAULT_POINTS, help="prompt tokens x sequences, as 8000x2"
+    )
+    parser.add_argument("--new", type=int, default=48, help="tokens sampled for each sequence (48)")
     parser.add_argument("--shared", action="store_true", help="all sequences have one prompt")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each side that count (5)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each side that count (3)")
     parser.add_argument("--num-threads", type=int, default=1, help="torch threads (1)")
     parser.add_argument("--out", help="write the result with its environment to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
-    console = Console()
-    table = Table(
-        "context", "sequences", "tunesmith tok/s", f"{PEER} tok/s", "ratio", title=f"{arguments.shape}, decoding"
-    )
-    points, ratios = [], []
-    for context in arguments.contexts:
-        for num_sequences in arguments.sequences:
-            point = Point(
-                context=context, num_sequences=num_sequences, num_new=arguments.new, is_shared=arguments.shared
-            )
-            sides = {"tunesmith": build_ours(arguments.shape, point), PEER: build_generate(arguments.shape, point)}
-            rates = measure(sides, repeats=arguments.repeats, point=point)
-            ours, peer = (statistics.median(rates[name]) for name in sides)
-            ratios.append(ours / peer)
-            console.print(f"{context} x {num_sequences}: {ours:.0f} against {peer:.0f}, {ours / peer:.2f}")
-            table.add_row(str(context), str(num_sequences), f"{ours:.0f}", f"{peer:.0f}", f"{ours / peer:.2f}")
-            points.append({"context": context, "num_sequences": num_sequences, "tokens_per_s": rates})
-    console.print(table)
+    table = Table("context", "sequences", "tunesmith", PEER, "ratio", title=f"{arguments.shape}: tokens/s of decoding")
+    points: list[dict[str, Any]] = []
+    for context, num_sequences in arguments.points:
+        point = Point(context=context, num_sequences=num_sequences, num_new=arguments.new, is_shared=arguments.shared)
+        points.append(run_point(arguments.shape, point, arguments.repeats))
+        rates = points[-1]["tokens_per_s"]
+        figures = [f"{rates['tunesmith']:.0f}", f"{rates[PEER]:.0f}", f"{points[-1]['ratio']:.2f}"]
+        table.add_row(str(context), str(num_sequences), *figures)
+        publish(  # after every point: the last ones may take long
+            name=f"decode_lengths_{arguments.shape}",
+            unit=f"tokens/s at {context} x {num_sequences}",
+            ours=rates["tunesmith"],
+            peers={PEER: rates[PEER]},
+            device="cpu",
+            details=points,
+            out=arguments.out,
+        )
+    Console().print(table)
 
 
 if __name__ == "__main__":
