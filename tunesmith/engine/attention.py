@@ -60,7 +60,7 @@ class KVCache:
         self._page_axis = int(is_head_major)
         sizes = [(num_pages, shape.num_kv_heads, page_size, shape.head_size) for shape in shapes]
         if is_head_major:
-            sizes = [(num_heads, num_pages, *rest) for num_pages, num_heads, *rest in sizes]
+            sizes = [(shape.num_kv_heads, num_pages, page_size, shape.head_size) for shape in shapes]
         self.keys = [_build_zeros(size, dtype, device) for size in sizes]
         self.values = [_build_zeros(size, dtype, device) for size in sizes]
 
