@@ -28,12 +28,12 @@ from report import publish
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection, ModelSection
-from tunesmith.engine.attention import Span
 from tunesmith.engine.block import Block, BlockRows
 from tunesmith.engine.clock import run_lockstep
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.plans import LayeredPlan, build_prefill_plan
 from tunesmith.engine.slots import Slots
+from tunesmith.engine.span import Span
 from tunesmith.model.attention import use_plan_attention
 from tunesmith.model.load import load_tokenizer
 from tunesmith.model.render import Renderer

@@ -6,6 +6,7 @@ launch's tokens only when they are read.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ import numpy as np
 import torch
 from engines import build_engine
 
-from tunesmith.engine.attention import PagedPlan, Span
+from tunesmith.engine.attention import PagedPlan
 from tunesmith.engine.block import Block, BlockRows
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.runner import Runner
 from tunesmith.engine.sampling import sample_tokens
 from tunesmith.engine.slots import Slots
+from tunesmith.engine.span import PageRun, Span, extend_runs
 from tunesmith.model.attention import run_body
 from tunesmith.model.logits import compute_logits
 from tunesmith.types import Distribution
@@ -42,12 +44,12 @@ class HostBlocks:
 
     def __init__(self, runner: Runner, *, max_num_seqs: int, max_model_len: int) -> None:
         old = runner.cache
-        shapes = [(len(keys) + 1, *keys.shape[1:]) for keys in old.keys]
+        shapes = [(keys.shape[0], keys.shape[1] + 1, *keys.shape[2:]) for keys in old.keys]
         runner.cache.keys = [torch.zeros(shape) for shape in shapes]
         runner.cache.values = [torch.zeros(shape) for shape in shapes]
         self._model, self._cache = runner.model, runner.cache
         num_columns = (max_model_len + 2 * MAX_BLOCK) // old.page_size + 2
-        self.slots = Slots(max_num_seqs, num_columns=num_columns, scratch_page=len(self._cache.keys[0]) - 1)
+        self.slots = Slots(max_num_seqs, num_columns=num_columns, scratch_page=self._cache.keys[0].shape[1] - 1)
         self._ids: list[int] = []
         self.tickets: list[HostTicket] = []
         self.most_unread = 0
@@ -75,7 +77,7 @@ class HostBlocks:
             hidden = []
             for row in range(num_rows):
                 start = int(positions[row])
-                plan = PagedPlan(self._cache, [Span(0, start, start + 1, table[row].tolist())], torch.device("cpu"))
+                plan = self.build_prefill_plan([Span(0, start, start + 1, table[row].tolist())])
                 body = run_body(self._model, torch.tensor([[ids[row]]]), torch.tensor([[start]]), plan)
                 hidden.append(body[0])
             self._draw(torch.cat(hidden), rows, range(num_rows), positions, ids, step + 1, tokens, logprobs)
@@ -101,13 +103,20 @@ class HostBlocks:
             positions[row] += 1
 
     def build_prefill_plan(self, spans: Sequence[Span]) -> PagedPlan:
-        return PagedPlan(self._cache, spans, torch.device("cpu"))
+        return PagedPlan(self._cache, [_find_runs(span) for span in spans], torch.device("cpu"))
 
     def installed(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def refresh(self) -> None:
         pass
+
+
+def _find_runs(span: Span) -> Span:
+    """Kernels read page tables; the plan of a CPU reads runs."""
+    runs: list[PageRun] = []
+    extend_runs(runs, span.pages)
+    return dataclasses.replace(span, runs=runs)
 
 
 def build_block_engine(model: str = "llama", *, max_model_len: int = 128, **settings: object) -> LocalEngine:

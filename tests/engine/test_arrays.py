@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from tunesmith.engine.arrays import join_ranges, send
-from tunesmith.engine.attention import KVCache, LayerShape, Span
+from tunesmith.engine.attention import KVCache, LayerShape
 from tunesmith.engine.plans import PrefillLayerPlan, build_prefill_plan
+from tunesmith.engine.span import Span
 
 
 def test_ranges_follow_each_other() -> None:

@@ -31,14 +31,23 @@ def test_new_weights_are_used_after_a_refresh_and_the_layer_is_left_as_it_was() 
     packed.refresh()
     with torch.no_grad():
         layer.weight.zero_()
-    inputs = torch.ones(2, 256)
+    inputs = torch.ones(9, 256)
     with torch.no_grad(), packed.installed():
-        assert not torch.equal(layer(inputs), layer.bias.expand(2, -1))
+        assert not torch.equal(layer(inputs), layer.bias.expand(9, -1))
     assert "forward" not in layer.__dict__
-    assert torch.equal(layer(inputs), layer.bias.expand(2, -1))
+    assert torch.equal(layer(inputs), layer.bias.expand(9, -1))
     packed.refresh()
     with torch.no_grad(), packed.installed():
-        torch.testing.assert_close(layer(inputs), layer.bias.expand(2, -1))
+        torch.testing.assert_close(layer(inputs), layer.bias.expand(9, -1))
+
+
+def test_calls_of_few_rows_multiply_the_parameters_themselves() -> None:
+    layer = nn.Linear(256, 300)
+    packed = PackedLinears(layer)
+    packed.refresh()
+    with torch.no_grad(), packed.installed():
+        layer.weight.zero_()
+        assert torch.equal(layer(torch.ones(2, 256)), layer.bias.expand(2, -1))
 
 
 def test_small_and_reduced_precision_layers_stay_plain() -> None:

@@ -16,6 +16,26 @@ def test_allocation_is_all_or_nothing() -> None:
     assert pool.num_available == 1
 
 
+def test_a_run_follows_the_page_before_it_or_leaves_room_on_both_sides() -> None:
+    pool = PagePool(32)
+    first = pool.allocate_run(2, after=None, room=4) or []
+    assert first == [0, 1]
+    second = pool.allocate_run(3, after=None, room=4) or []
+    assert second == [6, 7, 8]
+    assert pool.allocate_run(2, after=1, room=4) == [2, 3]
+    assert pool.allocate_run(3, after=3, room=0) == [9, 10, 11]
+
+
+def test_a_run_that_fits_nowhere_is_made_of_what_is_free() -> None:
+    pool = PagePool(5)
+    pages = pool.allocate(5) or []
+    pool.publish(pages[4], b"digest")
+    pool.release([pages[1]])
+    pool.release([pages[4]])
+    assert sorted(pool.allocate_run(2, after=0, room=3) or []) == [1, 4]
+    assert pool.allocate_run(1, after=None, room=0) is None
+
+
 def test_a_released_page_is_found_by_its_digest_until_it_is_needed() -> None:
     pool = PagePool(2)
     digest = compute_digest(compute_salt(0), [1, 2])
@@ -76,11 +96,15 @@ def test_any_sequence_of_calls_keeps_the_books(data: st.DataObject) -> None:
     holdings: list[list[int]] = []
     digest_of: dict[int, bytes] = {}
     for step in range(data.draw(st.integers(1, 40))):
-        match data.draw(st.sampled_from(["allocate", "release", "publish", "find"])):
-            case "allocate":
+        match action := data.draw(st.sampled_from(["allocate", "allocate_run", "release", "publish", "find"])):
+            case "allocate" | "allocate_run":
                 count = data.draw(st.integers(0, 4))
                 num_available = pool.num_available
-                pages = pool.allocate(count)
+                if action == "allocate":
+                    pages = pool.allocate(count)
+                else:
+                    after = data.draw(st.none() | st.integers(0, pool.num_pages - 1))
+                    pages = pool.allocate_run(count, after=after, room=data.draw(st.integers(0, 4)))
                 assert (pages is None) == (count > num_available)
                 if pages is not None:
                     assert not set(pages) & {page for holding in holdings for page in holding}

@@ -15,12 +15,13 @@ from torch.nn import functional
 from tiny_models import build_tiny
 from trainable_models import build_deep
 from tunesmith.engine.adjacent import find_runs, join_neighbours, lay_side_by_side
-from tunesmith.engine.attention import KVCache, Span
+from tunesmith.engine.attention import KVCache
 from tunesmith.engine.fused import FusedLayers
 from tunesmith.engine.ops import Prologue
 from tunesmith.engine.plans import build_decode_plan, build_prefill_plan
 from tunesmith.engine.rewrite import LayerFunctions, rewrite_layer
 from tunesmith.engine.runner import probe_layers
+from tunesmith.engine.span import Span
 from tunesmith.model.attention import run_body, use_plan_attention
 
 CPU = torch.device("cpu")

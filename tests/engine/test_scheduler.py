@@ -9,7 +9,12 @@ from tunesmith.types import Sampling
 
 
 def build_scheduler(
-    *, num_pages: int = 100, max_num_seqs: int = 8, max_batched_tokens: int = 100, has_prefix_cache: bool = True
+    *,
+    num_pages: int = 100,
+    max_num_seqs: int = 8,
+    max_batched_tokens: int = 100,
+    has_prefix_cache: bool = True,
+    keeps_runs: bool = False,
 ) -> Scheduler:
     return Scheduler(
         PagePool(num_pages),
@@ -17,6 +22,7 @@ def build_scheduler(
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
         has_prefix_cache=has_prefix_cache,
+        keeps_runs=keeps_runs,
     )
 
 
@@ -146,3 +152,17 @@ def test_a_restart_forgets_all_pages_and_keeps_all_requests() -> None:
     assert scheduler.pool.num_available == 100
     assert describe(run_step(scheduler)) == [(0, 0, 11), (1, 8, 10)]
     assert describe(run_step(scheduler)) == [(0, 11, 12), (1, 10, 11)]
+
+
+def test_pages_of_requests_that_grow_side_by_side_stay_neighbours() -> None:
+    scheduler = build_scheduler(num_pages=400, keeps_runs=True)
+    for request_id in range(4):
+        scheduler.add(build_request(request_id, range(10, 21)))
+    for _ in range(100):
+        run_step(scheduler)
+    for request in scheduler.running:
+        assert len(request.pages) == 28
+        assert len(request.find_runs()) <= 3
+        assert [page for run in request.runs for page in range(run.first, run.first + run.num_pages)] == request.pages
+    scheduler.restart(1)
+    assert all(not request.find_runs() for request in scheduler.waiting)

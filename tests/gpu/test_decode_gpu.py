@@ -99,10 +99,11 @@ def rotate(heads_NHD, cos_ND, sin_ND):
 def test_attention_kernels_equal_a_dense_softmax(
     heads, kv_heads, size, window, softcap, has_prologue, dtype, tolerance
 ):
-    from tunesmith.engine.attention import KVCache, LayerShape, Span
+    from tunesmith.engine.attention import KVCache, LayerShape
     from tunesmith.engine.kernels.paged_decode import attend_decoding
     from tunesmith.engine.kernels.paged_prefill import attend_prefilling, get_tile_tokens
     from tunesmith.engine.plans import build_prefill_plan
+    from tunesmith.engine.span import Span
 
     torch.manual_seed(0)
     device = torch.device("cuda")

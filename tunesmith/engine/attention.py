@@ -1,9 +1,10 @@
 """Keys and values in pages, and the attention plan of one engine step.
 
 A step's tokens lie side by side in one row. First every layer writes their keys and values into the pages; then they
-attend: requests with few new tokens (decoding, mostly) in batches of similar context over gathered pages, longer chunks
-one by one. Everything a layer needs besides its own tensors is made once a step from the page tables, so that a kernel
-that reads the tables itself can take this plan's place.
+attend: requests with one new token over views of their pages where contexts are long, others with few new tokens in
+batches of similar context over gathered pages, longer chunks one by one. Everything a layer needs besides its own
+tensors is made once a step from the page tables, so that a kernel that reads the tables itself can take this plan's
+place.
 
 Axes: T tokens of the step, R requests of a batch, Q new tokens of a request, S context, H query heads, K key-value
 heads, G query heads of one key-value head, P pages, Z tokens of a page, D head size.
@@ -12,20 +13,25 @@ heads, G query heads of one key-value head, P pages, Z tokens of a page, D head 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tunesmith.engine.run_attention import RunBatch
+from tunesmith.engine.span import Span
 from tunesmith.model.attention import attend_masked, get_layer_index
 
 MAX_BATCHED_QUERIES = 16
 """Requests with more new tokens attend one by one."""
 MAX_WASTED_TOKENS = 512
 """Padding a batch of contexts may hold before it is split: about what one more batch costs in a layer."""
+RUN_BYTES = 1 << 18
+"""Keys and values that cost as much to gather as one more run of pages does to attend over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +43,31 @@ class LayerShape:
 
 
 class KVCache:
-    """Paged keys and values [P, K, Z, D] of every layer."""
+    """Paged keys and values of every layer: [P, K, Z, D] for kernels that read page tables, [K, P, Z, D] for views."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[LayerShape],
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_head_major: bool = False,
     ) -> None:
+        """Head by head, pages that are neighbours hold a head's keys side by side, and a view reads them."""
         self.page_size = page_size
+        self._page_axis = int(is_head_major)
         sizes = [(num_pages, shape.num_kv_heads, page_size, shape.head_size) for shape in shapes]
+        if is_head_major:
+            sizes = [(shape.num_kv_heads, num_pages, page_size, shape.head_size) for shape in shapes]
         self.keys = [_build_zeros(size, dtype, device) for size in sizes]
         self.values = [_build_zeros(size, dtype, device) for size in sizes]
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages that may hold values that are not finite: a masked one still spoils a sum."""
         for tensor in (*self.keys, *self.values):
-            tensor[list(pages)] = 0
+            tensor.index_fill_(self._page_axis, torch.tensor(list(pages), dtype=torch.long, device=tensor.device), 0)
 
 
 def _build_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -60,33 +77,28 @@ def _build_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """New tokens of one request in the step's row."""
-
-    first: int
-    """Index of the first of them in the row."""
-    start: int
-    """Position of the first of them in the request."""
-    stop: int
-    """Position after the last of them: the request's context."""
-    pages: list[int]
-
-
 class PagedPlan:
-    """How one step's tokens are written and attend; build one a step."""
+    """How one step's tokens are written and attend; build one a step, over a cache that is head-major.
+
+    Spans come in the order of `get_span_order`, with their runs.
+    """
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], device: torch.device) -> None:
         self.cache = cache
         size = cache.page_size
         positions = [np.arange(span.start, span.stop) for span in spans]
-        pages = [np.asarray(span.pages)[known // size] for span, known in zip(spans, positions, strict=True)]
+        pages = [_find_pages(span, size) for span in spans]
         self._token_pages_T = torch.from_numpy(np.concatenate(pages)).to(device)
         self._offsets_T = torch.from_numpy(np.concatenate(positions) % size).to(device)
         self._slots: dict[int, Tensor] = {}
-        few = [span for span in spans if span.stop - span.start <= MAX_BATCHED_QUERIES]
-        self._batches = [_SpanBatch(batch, cache, device) for batch in split_by_context(few)]
-        self._chunks = [_Chunk(span, cache, device) for span in spans if span.stop - span.start > MAX_BATCHED_QUERIES]
+        single = [span for span in spans if span.stop - span.start == 1]
+        few = [span for span in spans if 1 < span.stop - span.start <= MAX_BATCHED_QUERIES]
+        self._batches: list[_SpanBatch | RunBatch] = [
+            RunBatch(batch, page_size=size, device=device) if is_viewed else _SpanBatch(batch, cache, device)
+            for batch, is_viewed in _choose_views(split_by_context(single), cache)
+        ]
+        self._batches += [_SpanBatch(batch, cache, device) for batch in split_by_context(few)]
+        self._chunks = [_Chunk(span, cache) for span in spans if span.stop - span.start > MAX_BATCHED_QUERIES]
 
     def attend(
         self,
@@ -100,40 +112,70 @@ class PagedPlan:
         softcap: float | None,
     ) -> Tensor:
         layer = get_layer_index(module)
-        keys_PKZD, values_PKZD = self.cache.keys[layer], self.cache.values[layer]
-        slots = self._get_slots(key.shape[1])
-        _write(keys_PKZD, slots, key)
-        _write(values_PKZD, slots, value)
+        keys_KPZD, values_KPZD = self.cache.keys[layer], self.cache.values[layer]
+        slots = self._get_slots(key.shape[1], keys_KPZD.shape[1])
+        _write(keys_KPZD, slots, key)
+        _write(values_KPZD, slots, value)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         query_THD = query[0].transpose(0, 1)
         if len(self._batches) == 1 and not self._chunks:
-            output_THD = self._batches[0].attend(query_THD, keys_PKZD, values_PKZD, scaling, sliding_window, softcap)
+            output_THD = self._batches[0].attend(query_THD, keys_KPZD, values_KPZD, scaling, sliding_window, softcap)
             return output_THD[None]
         output_THD = torch.empty(query_THD.shape, dtype=query.dtype, device=query.device)
         for batch in self._batches:
             output_THD[batch.first : batch.last] = batch.attend(
-                query_THD[batch.first : batch.last], keys_PKZD, values_PKZD, scaling, sliding_window, softcap
+                query_THD[batch.first : batch.last], keys_KPZD, values_KPZD, scaling, sliding_window, softcap
             )
         for chunk in self._chunks:
             rows = slice(chunk.first, chunk.last)
             fresh = (key[:, :, rows], value[:, :, rows])
             output_THD[rows] = chunk.attend(
-                query[:, :, rows], fresh, keys_PKZD, values_PKZD, scaling, sliding_window, softcap
+                query[:, :, rows], fresh, keys_KPZD, values_KPZD, scaling, sliding_window, softcap
             )
         return output_THD[None]
 
-    def _get_slots(self, num_kv_heads: int) -> Tensor:
+    def _get_slots(self, num_kv_heads: int, num_pages: int) -> Tensor:
         """Where each [T, K] vector lies in the pages seen as rows of D; the same in all layers of as many heads."""
         if num_kv_heads not in self._slots:
             heads_K = torch.arange(num_kv_heads, device=self._token_pages_T.device)
-            slots_TK = (self._token_pages_T[:, None] * num_kv_heads + heads_K) * self.cache.page_size
+            slots_TK = (self._token_pages_T[:, None] + heads_K * num_pages) * self.cache.page_size
             self._slots[num_kv_heads] = (slots_TK + self._offsets_T[:, None]).flatten()
         return self._slots[num_kv_heads]
 
 
-def _write(pages_PKZD: Tensor, slots: Tensor, states_1KTD: Tensor) -> None:
-    head_size = pages_PKZD.shape[-1]
-    pages_PKZD.view(-1, head_size).index_copy_(0, slots, states_1KTD[0].transpose(0, 1).reshape(-1, head_size))
+def get_span_order(start: int, stop: int) -> tuple[int, int]:
+    """Key of the order in which a plan wants spans: one new token, few, many; by context among these."""
+    num_new = stop - start
+    return (0 if num_new == 1 else 1 if num_new <= MAX_BATCHED_QUERIES else 2), stop
+
+
+def _find_pages(span: Span, page_size: int) -> NDArray[np.int64]:
+    """The page of each new token."""
+    first = span.start // page_size
+    pages = np.array(span.pages[first : (span.stop - 1) // page_size + 1])
+    return pages[np.arange(span.start, span.stop) // page_size - first]
+
+
+def _choose_views(batches: Sequence[list[Span]], cache: KVCache) -> Iterator[tuple[list[Span], bool]]:
+    """Batches, and whether each attends over views of its runs, which costs a call a run, or over a gathered copy."""
+    token_bytes = 2 * cache.keys[0].shape[0] * cache.keys[0].shape[-1] * cache.keys[0].itemsize
+    viewed: list[Span] = []
+    for batch in batches:
+        num_runs = len({run.first for span in batch for run in span.runs})
+        if len(batch) * batch[-1].stop * token_bytes >= (num_runs - 1) * RUN_BYTES:
+            viewed += batch
+            continue
+        if viewed:
+            yield viewed, True
+            viewed = []
+        yield batch, False
+    if viewed:
+        yield viewed, True
+
+
+def _write(pages_KPZD: Tensor, slots: Tensor, states_1KTD: Tensor) -> None:
+    head_size = pages_KPZD.shape[-1]
+    pages_KPZD.view(-1, head_size).index_copy_(0, slots, states_1KTD[0].transpose(0, 1).reshape(-1, head_size))
 
 
 def split_by_context(spans: Sequence[Span]) -> list[list[Span]]:
@@ -174,18 +216,18 @@ class _SpanBatch:
     def attend(
         self,
         query_THD: Tensor,
-        keys_PKZD: Tensor,
-        values_PKZD: Tensor,
+        keys_KPZD: Tensor,
+        values_KPZD: Tensor,
         scaling: float,
         sliding_window: int | None,
         softcap: float | None,
     ) -> Tensor:
         """Take and return the batch's own tokens [T, H, D]."""
-        num_rows, num_kv_heads, head_size = len(self._counts), keys_PKZD.shape[1], query_THD.shape[-1]
+        num_rows, num_kv_heads, head_size = len(self._counts), keys_KPZD.shape[0], query_THD.shape[-1]
         num_groups = query_THD.shape[1] // num_kv_heads
-        gather = self._get_gather(num_kv_heads)
-        keys_BSD = _gather_pages(keys_PKZD, gather, num_rows)[:, : self._num_contexts]
-        values_BSD = _gather_pages(values_PKZD, gather, num_rows)[:, : self._num_contexts]
+        gather = self._get_gather(num_kv_heads, keys_KPZD.shape[1])
+        keys_BSD = _gather_pages(keys_KPZD, gather, num_rows)[:, : self._num_contexts]
+        values_BSD = _gather_pages(values_KPZD, gather, num_rows)[:, : self._num_contexts]
         if self._pad is not None:
             query_THD = query_THD[self._pad[0]]
         query = query_THD.reshape(num_rows, self._num_queries, num_kv_heads, num_groups, head_size)
@@ -206,11 +248,11 @@ class _SpanBatch:
             first += count
         return torch.tensor(sources, device=device), torch.tensor(places, device=device)
 
-    def _get_gather(self, num_kv_heads: int) -> Tensor:
+    def _get_gather(self, num_kv_heads: int, num_pages: int) -> Tensor:
         """Which [Z, D] blocks make the context of each request and head, head by head."""
         if num_kv_heads not in self._gathers:
             heads_K1 = torch.arange(num_kv_heads, device=self._table_RP.device)[:, None]
-            self._gathers[num_kv_heads] = (self._table_RP[:, None] * num_kv_heads + heads_K1).flatten()
+            self._gathers[num_kv_heads] = (self._table_RP[:, None] + heads_K1 * num_pages).flatten()
         return self._gathers[num_kv_heads]
 
     def _get_mask(
@@ -236,10 +278,10 @@ class _SpanBatch:
         return mask_RQS.repeat_interleave(num_kv_heads, dim=0).repeat_interleave(num_groups, dim=1)
 
 
-def _gather_pages(pages_PKZD: Tensor, gather: Tensor, num_rows: int) -> Tensor:
+def _gather_pages(pages_KPZD: Tensor, gather: Tensor, num_rows: int) -> Tensor:
     """Contexts [R x K, P x Z, D], each request's pages side by side."""
-    num_pages, num_kv_heads, page_size, head_size = pages_PKZD.shape
-    blocks = pages_PKZD.view(num_pages * num_kv_heads, page_size * head_size).index_select(0, gather)
+    num_kv_heads, num_pages, page_size, head_size = pages_KPZD.shape
+    blocks = pages_KPZD.view(num_kv_heads * num_pages, page_size * head_size).index_select(0, gather)
     return blocks.view(num_rows * num_kv_heads, -1, head_size)
 
 
@@ -258,18 +300,18 @@ def _compute_scores(
 class _Chunk:
     """Many new tokens of one request."""
 
-    def __init__(self, span: Span, cache: KVCache, device: torch.device) -> None:
+    def __init__(self, span: Span, cache: KVCache) -> None:
         self.first, self.last = span.first, span.first + span.stop - span.start
         self._start, self._stop = span.start, span.stop
-        self._pages = torch.tensor(span.pages[: -(-span.stop // cache.page_size)], device=device)
+        self._runs = [slice(run.first, run.first + run.num_pages) for run in span.runs]
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
         self,
         query_1HQD: Tensor,
         fresh: tuple[Tensor, Tensor],
-        keys_PKZD: Tensor,
-        values_PKZD: Tensor,
+        keys_KPZD: Tensor,
+        values_KPZD: Tensor,
         scaling: float,
         sliding_window: int | None,
         softcap: float | None,
@@ -281,19 +323,18 @@ class _Chunk:
                 query_1HQD, *fresh, is_causal=True, scale=scaling, enable_gqa=query_1HQD.shape[1] != fresh[0].shape[1]
             )
             return output[0].transpose(0, 1)
-        keys, values = (self._read(keys_PKZD), self._read(values_PKZD)) if self._start else fresh
-        mask = self._get_mask(sliding_window if is_windowed else None)
+        keys, values = (self._read(keys_KPZD), self._read(values_KPZD)) if self._start else fresh
+        mask = self._get_mask(sliding_window if is_windowed else None, query_1HQD.device)
         return attend_masked(query_1HQD, keys, values, mask, scaling=scaling, softcap=softcap)[0].transpose(0, 1)
 
-    def _read(self, pages_PKZD: Tensor) -> Tensor:
+    def _read(self, pages_KPZD: Tensor) -> Tensor:
         """The request's whole context [1, K, S, D]."""
-        num_kv_heads, head_size = pages_PKZD.shape[1], pages_PKZD.shape[-1]
-        blocks_KPZD = pages_PKZD.index_select(0, self._pages).transpose(0, 1)
-        return blocks_KPZD.reshape(1, num_kv_heads, -1, head_size)[:, :, : self._stop]
+        runs = [pages_KPZD[:, run].flatten(1, 2) for run in self._runs]
+        context_KSD = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
+        return context_KSD[None, :, : self._stop]
 
-    def _get_mask(self, sliding_window: int | None) -> Tensor:
+    def _get_mask(self, sliding_window: int | None, device: torch.device) -> Tensor:
         if sliding_window not in self._masks:
-            device = self._pages.device
             positions_Q1 = torch.arange(self._start, self._stop, device=device)[:, None]
             distance_QS = positions_Q1 - torch.arange(self._stop, device=device)
             mask_QS = distance_QS >= 0

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tunesmith.engine.attention import Span
 from tunesmith.engine.slots import Slots
+from tunesmith.engine.span import Span
 from tunesmith.model.attention import AttentionPlan
 
 Ints = NDArray[np.int64]

@@ -194,6 +194,7 @@ class LocalEngine:
             max_num_seqs=self._settings.max_num_seqs,
             max_batched_tokens=self._runner.max_batched_tokens,
             has_prefix_cache=self._settings.has_prefix_cache,
+            keeps_runs=not self._runner.has_graphs,
         )
         desk = Desk(scheduler, eos_ids=self._eos_ids)
         if self._runner.has_graphs:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunesmith.engine.adjacent import lay_side_by_side
-from tunesmith.engine.attention import KVCache, Span
+from tunesmith.engine.attention import KVCache
 from tunesmith.engine.block import Block, BlockRows
 from tunesmith.engine.fused import FusedLayers
 from tunesmith.engine.kernels.draw import Rows, draw_tokens
@@ -31,6 +31,7 @@ from tunesmith.engine.kernels.functions import FUNCTIONS
 from tunesmith.engine.kernels.paged_prefill import get_tile_tokens
 from tunesmith.engine.plans import LayeredPlan, build_decode_plan, build_prefill_plan
 from tunesmith.engine.slots import Slots
+from tunesmith.engine.span import Span
 from tunesmith.model.attention import run_body
 from tunesmith.model.logits import compute_logits
 

@@ -3,8 +3,9 @@
 The packed weights are a second copy, made again whenever the weights may have changed. Under a live adapter the frozen
 weights are packed once, and the adapter's factors are multiplied as they are. Packed weights are in force only inside
 `installed()`, in the sampler's own forward: the trainer and plain calls of the model use the parameters themselves.
-Results differ from `F.linear` by float rounding. Inputs are cut into pieces of few sizes, for oneDNN keeps about half a
-MiB of kernels for every number of rows that it has ever seen.
+One or two rows of a small layer are multiplied by the parameters themselves, which is faster. Results differ from
+`F.linear` by float rounding. Inputs are cut into pieces of few sizes, because oneDNN keeps about half a MiB of kernels for
+every number of rows it has seen.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 MIN_WEIGHTS = 1 << 16
 """Smaller layers lose more to the call than they gain."""
@@ -23,6 +25,8 @@ TYPICAL_ROWS = 32
 """How many rows the layout is chosen for."""
 PIECE_ROWS = (512, 256, 128, 64)
 """Rows multiplied at once, the largest first; fewer than the last are one piece of their own."""
+MIN_PRODUCTS = 350_000
+"""Multiplications in one call below which `F.linear` is faster: one or two rows of a small layer."""
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -48,7 +52,7 @@ class PackedLinears:
                 pointer = layer.weight.data_ptr()
                 if pointer not in packed_of:
                     packed_of[pointer] = torch.ops.mkldnn._reorder_linear_weight(layer.weight, TYPICAL_ROWS)
-                self._forwards.append(partial(_multiply, packed_of[pointer], layer.bias))
+                self._forwards.append(partial(_multiply, packed_of[pointer], layer))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -70,12 +74,14 @@ def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= MIN_WEIGHTS
 
 
-def _multiply(packed: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:
+def _multiply(packed: Tensor, layer: nn.Linear, inputs: Tensor) -> Tensor:
+    if inputs.numel() * layer.out_features < MIN_PRODUCTS:
+        return functional.linear(inputs, layer.weight, layer.bias)
     num_rows = inputs.numel() // inputs.shape[-1]
     if num_rows <= PIECE_ROWS[-1] or num_rows in PIECE_ROWS:
-        return _multiply_piece(packed, bias, inputs)
+        return _multiply_piece(packed, layer.bias, inputs)
     pieces = inputs.reshape(num_rows, -1).split(_cut_rows(num_rows))
-    return torch.cat([_multiply_piece(packed, bias, piece) for piece in pieces]).view(*inputs.shape[:-1], -1)
+    return torch.cat([_multiply_piece(packed, layer.bias, piece) for piece in pieces]).view(*inputs.shape[:-1], -1)
 
 
 def _multiply_piece(packed: Tensor, bias: Tensor | None, inputs: Tensor) -> Tensor:

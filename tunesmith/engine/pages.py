@@ -32,7 +32,8 @@ class PagePool:
         self._digest_of: list[bytes | None] = [None] * num_pages
         self._page_of: dict[bytes, int] = {}
         self._promise_of: dict[int, object] = {}
-        self._free: list[int] = list(range(num_pages - 1, -1, -1))
+        self._free = dict.fromkeys(range(num_pages - 1, -1, -1))  # the last one is taken first
+        self._is_free = bytearray(b"\1") * num_pages
         self._cached: dict[int, None] = {}  # in the order they were left; a dict keeps it and removes in O(1)
 
     @property
@@ -44,12 +45,31 @@ class PagePool:
         """Hold that many pages, or none at all (None) when there are too few."""
         if num_pages > self.num_available:
             return None
-        first = max(len(self._free) - num_pages, 0)
-        pages = self._free[first:][::-1]
-        del self._free[first:]
+        pages = [self._free.popitem()[0] for _ in range(min(len(self._free), num_pages))]
         pages += [self._evict() for _ in range(num_pages - len(pages))]
         for page in pages:
             self._num_holders[page] = 1
+            self._is_free[page] = 0
+        return pages
+
+    def allocate_run(self, num_pages: int, *, after: int | None, room: int) -> list[int] | None:
+        """Like `allocate`, but pages that are neighbours where such are free: reading them needs no copy.
+
+        They follow page `after` if they can. Else they leave free, if they can, `room` pages to grow into behind them
+        and as many before them, for those that lie there.
+        """
+        if num_pages > self.num_available:
+            return None
+        while len(self._free) < num_pages:
+            self._let_free(self._evict())
+        first = self._find_free_run(num_pages, after, room)
+        if first is None:
+            return self.allocate(num_pages)
+        pages = list(range(first, first + num_pages))
+        for page in pages:
+            del self._free[page]
+            self._num_holders[page] = 1
+        self._is_free[first : first + num_pages] = bytes(num_pages)
         return pages
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
@@ -84,7 +104,7 @@ class PagePool:
             assert num_left >= 0, f"page {page} was released more often than held"
             if num_left == 0:
                 if self._digest_of[page] is None and page not in self._promise_of:
-                    self._free.append(page)
+                    self._let_free(page)
                 else:
                     self._cached[page] = None
 
@@ -108,7 +128,7 @@ class PagePool:
         self.publish(page, digest)
         if self._digest_of[page] is None and page in self._cached:
             del self._cached[page]
-            self._free.append(page)
+            self._let_free(page)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Let nobody find these pages again; their holders keep them."""
@@ -126,7 +146,24 @@ class PagePool:
         self._page_of.clear()
         self._promise_of.clear()
         self._cached.clear()
-        self._free = list(range(self.num_pages - 1, -1, -1))
+        self._free = dict.fromkeys(range(self.num_pages - 1, -1, -1))
+        self._is_free = bytearray(b"\1") * self.num_pages
+
+    def _find_free_run(self, num_pages: int, after: int | None, room: int) -> int | None:
+        """The first of so many free neighbours; None where there are none."""
+        if after is not None and self._is_free.startswith(b"\1" * num_pages, after + 1):
+            return after + 1
+        while True:
+            first = self._is_free.find(b"\1" * (num_pages + 2 * room))
+            if first >= 0:
+                return first + room if first else first
+            if not room:
+                return None
+            room //= 2
+
+    def _let_free(self, page: int) -> None:
+        self._free[page] = None
+        self._is_free[page] = 1
 
     def _evict(self) -> int:
         page = next(iter(self._cached))

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from tunesmith.engine import ops
 from tunesmith.engine.arrays import join_ranges, send
-from tunesmith.engine.attention import KVCache, Span
+from tunesmith.engine.attention import KVCache
+from tunesmith.engine.span import Span
 from tunesmith.model.attention import get_layer_index
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tunesmith.engine.span import PageRun, extend_runs
 from tunesmith.types import Completion, Sampling, StopReason
 
 
@@ -36,6 +37,8 @@ class Request:
     policy_versions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     """Pages of the cache in order of position."""
+    runs: list[PageRun] = field(default_factory=list)
+    """The same pages as runs, as far as `find_runs` has looked."""
     row: int | None = None
     """Line of the page table while the request runs."""
     num_computed: int = 0
@@ -57,6 +60,13 @@ class Request:
     @property
     def num_sampled(self) -> int:
         return len(self.token_ids) - len(self.prompt_ids)
+
+    def find_runs(self) -> list[PageRun]:
+        """The pages as runs; pages that came since the last call are added to those found before."""
+        num_known = sum(run.num_pages for run in self.runs)
+        if num_known < len(self.pages):
+            extend_runs(self.runs, self.pages[num_known:])
+        return self.runs
 
     def append(self, token_id: int, logprob: float, policy_version: int) -> None:
         self.token_ids.append(token_id)

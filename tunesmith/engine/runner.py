@@ -18,12 +18,13 @@ from transformers import PreTrainedModel
 
 from tunesmith.config import EngineSection
 from tunesmith.engine.arrays import join_ranges, send
-from tunesmith.engine.attention import MAX_BATCHED_QUERIES, KVCache, LayerShape, PagedPlan, Span
+from tunesmith.engine.attention import KVCache, LayerShape, PagedPlan, get_span_order
 from tunesmith.engine.block import BlockDecoder, BlockRows, Ticket
 from tunesmith.engine.packed import PackedLinears
 from tunesmith.engine.request import Request
 from tunesmith.engine.sampling import Draws, sample_tokens
 from tunesmith.engine.scheduler import Work
+from tunesmith.engine.span import Span
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.attention import AttentionPlan, CausalPlan, get_layer_index, run_body
 from tunesmith.model.logits import compute_logits, verify_model
@@ -56,6 +57,7 @@ class Runner:
             page_size=settings.page_size,
             dtype=model.dtype,
             device=model.device,
+            is_head_major=not self.has_graphs,
         )
         self._blocks = _build_blocks(model, self.cache, settings, max_model_len) if self.has_graphs else None
         self._packed = PackedLinears(model) if settings.has_packed_weights else None
@@ -70,7 +72,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> tuple[list[Work], Draws]:
         """Compute the work's tokens; return the work that sampled, and its draws in the same order."""
-        work = sorted(work, key=_by_length_then_context)
+        work = sorted(work, key=_get_order)
         sampling = [item for item in work if item.samples]
         if self._packed is None:
             logits_NV = compute_logits(self.model, self._compute_hidden(work)).float()
@@ -85,7 +87,7 @@ class Runner:
     @torch.inference_mode()
     def prefill(self, work: Sequence[Work]) -> tuple[list[Work], Tensor]:
         """Queue the work's tokens; return the work that samples, and hidden states [N, C] to draw its tokens from."""
-        work = sorted(work, key=_by_length_then_context)
+        work = sorted(work, key=_get_order)
         return [item for item in work if item.samples], self._compute_hidden(work)
 
     def can_decode_block(self, request: Request) -> bool:
@@ -105,7 +107,8 @@ class Runner:
         """Hidden states [N, C] of the last tokens of the work that samples, in order."""
         ids, spans, last_tokens = array("q"), [], []
         for item in work:
-            spans.append(Span(len(ids), item.start, item.stop, item.request.pages))
+            runs = () if self._blocks is not None else item.request.find_runs()
+            spans.append(Span(len(ids), item.start, item.stop, item.request.pages, runs))
             ids.fromlist(item.request.token_ids[item.start : item.stop])
             if item.samples:
                 last_tokens.append(len(ids) - 1)
@@ -157,9 +160,8 @@ def _build_blocks(model: PreTrainedModel, cache: KVCache, settings: EngineSectio
     )
 
 
-def _by_length_then_context(item: Work) -> tuple[bool, int]:
-    """Requests with few new tokens first, by context, as `PagedPlan` wants them."""
-    return item.stop - item.start > MAX_BATCHED_QUERIES, item.stop
+def _get_order(item: Work) -> tuple[int, int]:
+    return get_span_order(item.start, item.stop)
 
 
 class _ShapePlan(CausalPlan):

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tunesmith.types import Distribution
@@ -65,27 +67,22 @@ def sample_tokens(
 
 def compute_uniforms(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
     """One float64 in [0, 1) per (seed, position): splitmix64 (Steele, Lea and Flood, 2014) over one, then the other."""
-    seeds_N = torch.tensor([wrap_int64(seed) for seed in seeds], device=device)
-    positions_N = torch.tensor(positions, device=device)
-    return _shift_right(_mix(_mix(seeds_N) ^ positions_N), 11).double() * 2.0**-53
+    seeds_N = np.array([seed % (1 << 64) for seed in seeds], dtype=np.uint64)
+    mixed_N = _mix(_mix(seeds_N) ^ np.array(positions, dtype=np.uint64))
+    return torch.from_numpy((mixed_N >> np.uint64(11)) * 2.0**-53).to(device)
 
 
-def _mix(state_N: Tensor) -> Tensor:
-    """One round of splitmix64; int64 arithmetic wraps around as the unsigned one does."""
-    state_N = state_N + wrap_int64(0x9E3779B97F4A7C15)
-    state_N = (state_N ^ _shift_right(state_N, 30)) * wrap_int64(0xBF58476D1CE4E5B9)
-    state_N = (state_N ^ _shift_right(state_N, 27)) * wrap_int64(0x94D049BB133111EB)
-    return state_N ^ _shift_right(state_N, 31)
+def _mix(state_N: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One round of splitmix64."""
+    state_N = state_N + np.uint64(0x9E3779B97F4A7C15)
+    state_N = (state_N ^ (state_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state_N = (state_N ^ (state_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state_N ^ (state_N >> np.uint64(31))
 
 
 def wrap_int64(number: int) -> int:
     """The int64 of the same bits."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _shift_right(state_N: Tensor, num_bits: int) -> Tensor:
-    """Shift zeros in from the left; `>>` alone would repeat the sign."""
-    return (state_N >> num_bits) & ((1 << (64 - num_bits)) - 1)
 
 
 @cache

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from tunesmith.engine.pages import PagePool, compute_digest, compute_salt
 from tunesmith.engine.request import Request
 
+LEAST_ROOM = 16
+"""Pages that a short request may grow by before its keys and values continue elsewhere in the cache."""
+
 _get_priority = attrgetter("priority")
 
 
@@ -66,13 +69,22 @@ class Scheduler:
     """Waiting and running requests, and the pages they hold."""
 
     def __init__(
-        self, pool: PagePool, *, page_size: int, max_num_seqs: int, max_batched_tokens: int, has_prefix_cache: bool
+        self,
+        pool: PagePool,
+        *,
+        page_size: int,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        has_prefix_cache: bool,
+        keeps_runs: bool = False,
     ) -> None:
+        """With `keeps_runs` a request's pages are neighbours in the cache where they can be."""
         self.pool = pool
         self.page_size = page_size
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max_batched_tokens
         self.has_prefix_cache = has_prefix_cache
+        self.keeps_runs = keeps_runs
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -154,7 +166,7 @@ class Scheduler:
         num_missing = -(-num_tokens // self.page_size) - len(request.pages)
         if num_missing <= 0:
             return True
-        while (pages := self.pool.allocate(num_missing)) is None:
+        while (pages := self._allocate(request, request.pages, num_missing)) is None:
             if not step.may_preempt:
                 return False
             victim = self.running[-1]
@@ -201,7 +213,7 @@ class Scheduler:
         if num_left < len(self.running):
             return False
         self.pool.hold(found)
-        pages = self.pool.allocate(num_missing)
+        pages = self._allocate(request, found, num_missing)
         assert pages is not None
         request.pages = found + pages
         request.num_computed = len(found) * self.page_size
@@ -211,6 +223,14 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed
         insort(self.running, request, key=_get_priority)
         return True
+
+    def _allocate(self, request: Request, before: Sequence[int], num_pages: int) -> list[int] | None:
+        """Pages for a request that follow those `before`; a new run has room to double within the request's limit."""
+        if not self.keeps_runs:
+            return self.pool.allocate(num_pages)
+        num_held = len(before) + num_pages
+        room = min(max(num_held, LEAST_ROOM), -(-request.limit // self.page_size) - num_held)
+        return self.pool.allocate_run(num_pages, after=before[-1] if before else None, room=max(room, 0))
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
@@ -226,6 +246,7 @@ class Scheduler:
         self.pool.release(request.pages)
         self._free_rows.append(request.row)
         request.pages = []
+        request.runs = []
         request.row = None
         request.num_computed = request.num_published = 0
 

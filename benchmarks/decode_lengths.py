@@ -1,0 +1,219 @@
+"""Decoding on a CPU at several context lengths: our engine and transformers' `generate` on the same model and prompts.
+
+Every point samples the same number of tokens for each of N sequences of one length, random prompts that share nothing
+or, with `--shared`, one prompt for all, as in a group. Only decoding is timed, from the moment every sequence has its
+first token to the end, in seconds of the processor: with one thread these are what a machine without other work takes.
+The sides take turns; medians over the turns count. The raw output has the clock's seconds too.
+
+    python benchmarks/decode_lengths.py --shape pocket --points 1000x8 8000x2
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import asyncio
+
+import torch
+from report import publish
+from rich.console import Console
+from rich.table import Table
+from shapes import SHAPES, build_random_model
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+
+from tunesmith.config import EngineSection
+from tunesmith.engine.clock import run_lockstep
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.model.attention import use_plan_attention
+from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+from tunesmith.types import Sampling
+
+PEER = "transformers generate"
+DEFAULT_POINTS = [(context, num_sequences) for context in (250, 1000, 4000, 8000) for num_sequences in (1, 2, 8, 16)]
+FIRST_ID = 5
+"""Prompts hold no control tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Of the processor, all threads together, and of the clock."""
+
+    processor: float
+    clock: float
+
+    @classmethod
+    def now(cls) -> Seconds:
+        return cls(processor=time.process_time(), clock=time.perf_counter())
+
+    def since(self, before: Seconds) -> Seconds:
+        return Seconds(processor=self.processor - before.processor, clock=self.clock - before.clock)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One measurement: N sequences of `context` tokens, each decoded `num_new` tokens further."""
+
+    context: int
+    num_sequences: int
+    num_new: int
+    is_shared: bool
+
+    @property
+    def num_timed_tokens(self) -> int:
+        """The first token of each sequence comes with the prompt's forward."""
+        return self.num_sequences * (self.num_new - 1)
+
+    def build_prompts(self, vocab_size: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(self.context)
+        num_prompts = 1 if self.is_shared else self.num_sequences
+        prompts = torch.randint(FIRST_ID, vocab_size, (num_prompts, self.context), generator=generator).tolist()
+        return prompts * (self.num_sequences // num_prompts)
+
+
+def build_model(shape: str) -> PreTrainedModel:
+    if shape == "pocket":
+        return build_pocket_model(build_pocket_tokenizer()).eval()
+    return build_random_model(shape, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def build_ours(shape: str, point: Point) -> Callable[[], Seconds]:
+    model = build_model(shape)
+    use_plan_attention(model)
+    settings = EngineSection(max_batched_tokens=point.num_sequences * point.context)  # all begin in one step
+    engine = LocalEngine(model, None, settings, max_model_len=point.context + point.num_new)
+    prompts = point.build_prompts(model.config.vocab_size)
+
+    def sample() -> Seconds:
+        engine.resume(0)
+        is_first = [True] * len(prompts)
+        started_at = Seconds.now()
+
+        async def generate(index: int) -> None:
+            def note(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+                nonlocal started_at
+                if is_first[index]:
+                    is_first[index] = False
+                    started_at = Seconds.now()
+
+            sampling = Sampling(max_tokens=point.num_new, seed=index, ignore_eos=True)
+            completion = await engine.generate(prompts[index], sampling, on_tokens=note)
+            assert len(completion.sampled_ids) == point.num_new
+
+        async def generate_all() -> None:
+            await asyncio.gather(*map(generate, range(len(prompts))))
+
+        run_lockstep(generate_all())
+        return Seconds.now().since(started_at)
+
+    return sample
+
+
+class _FirstToken(StoppingCriteria):
+    """Notes when the first new token of all rows is there; ends nothing."""
+
+    def __init__(self) -> None:
+        self.came_at: Seconds | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if self.came_at is None:
+            self.came_at = Seconds.now()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def build_generate(shape: str, point: Point) -> Callable[[], Seconds]:
+    model = build_model(shape)
+    model.set_attn_implementation("sdpa")
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0)
+    ids = torch.tensor(point.build_prompts(model.config.vocab_size))
+
+    def sample() -> Seconds:
+        first = _FirstToken()
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=point.num_new,
+            min_new_tokens=point.num_new,
+            stopping_criteria=StoppingCriteriaList([first]),
+        )
+        assert output.shape[1] == point.context + point.num_new
+        assert first.came_at is not None
+        return Seconds.now().since(first.came_at)
+
+    return sample
+
+
+def measure(sides: dict[str, Callable[[], Seconds]], *, repeats: int) -> dict[str, list[Seconds]]:
+    """Seconds of each side, in turns; the first turn of each warms it up and is not kept."""
+    seconds: dict[str, list[Seconds]] = {name: [] for name in sides}
+    for turn in range(repeats + 1):
+        for name, sample in sides.items():
+            taken = sample()
+            if turn:
+                seconds[name].append(taken)
+    return seconds
+
+
+def run_point(shape: str, point: Point, repeats: int) -> dict[str, Any]:
+    """Medians of both sides, and all that was measured."""
+    sides = {"tunesmith": build_ours(shape, point), PEER: build_generate(shape, point)}
+    seconds = measure(sides, repeats=repeats)
+    rates = {
+        name: point.num_timed_tokens / statistics.median(taken.processor for taken in times)
+        for name, times in seconds.items()
+    }
+    return {
+        **asdict(point),
+        "tokens_per_s": rates,
+        "ratio": rates["tunesmith"] / rates[PEER],
+        "seconds": {name: [asdict(taken) for taken in times] for name, times in seconds.items()},
+    }
+
+
+def parse_point(text: str) -> tuple[int, int]:
+    context, num_sequences = text.split("x")
+    return int(context), int(num_sequences)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=["pocket", *SHAPES], default="pocket", help="model, random weights (pocket)")
+    parser.add_argument(
+        "--points", type=parse_point, nargs="+", default=DEFAULT_POINTS, help="prompt tokens x sequences, as 8000x2"
+    )
+    parser.add_argument("--new", type=int, default=48, help="tokens sampled for each sequence (48)")
+    parser.add_argument("--shared", action="store_true", help="all sequences have one prompt")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each side that count (3)")
+    parser.add_argument("--num-threads", type=int, default=1, help="torch threads (1)")
+    parser.add_argument("--out", help="write the result with its environment to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.num_threads)
+    table = Table("context", "sequences", "tunesmith", PEER, "ratio", title=f"{arguments.shape}: tokens/s of decoding")
+    points: list[dict[str, Any]] = []
+    for context, num_sequences in arguments.points:
+        point = Point(context=context, num_sequences=num_sequences, num_new=arguments.new, is_shared=arguments.shared)
+        points.append(run_point(arguments.shape, point, arguments.repeats))
+        rates = points[-1]["tokens_per_s"]
+        figures = [f"{rates['tunesmith']:.0f}", f"{rates[PEER]:.0f}", f"{points[-1]['ratio']:.2f}"]
+        table.add_row(str(context), str(num_sequences), *figures)
+        publish(  # after every point: the last ones may take long
+            name=f"decode_lengths_{arguments.shape}",
+            unit=f"tokens/s at {context} x {num_sequences}",
+            ours=rates["tunesmith"],
+            peers={PEER: rates[PEER]},
+            device="cpu",
+            details=points,
+            out=arguments.out,
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
