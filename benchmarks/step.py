@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peer_trl import run_trl_grpo
 from report import publish
@@ -27,12 +28,15 @@ from tqdm import tqdm
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.engine.clock import run_lockstep
 from tunesmith.experience.batch import BatchSize
+from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.judges.numeric import score_numeric
-from tunesmith.loop import run_step
+from tunesmith.loop import StepParts, run_step
 from tunesmith.pipeline.load_config import build_config
-from tunesmith.pipeline.stage import Stage, collect_groups, load_stage
+from tunesmith.pipeline.stage import load_actors
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.storage import load_json_lines
+from tunesmith.tasks.feed import TaskFeed
+from tunesmith.tasks.selector import build_sequential
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import JudgeOutput, Task, WorkflowOutput
 
@@ -77,35 +81,34 @@ def run_ours(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> 
             "engine": {"max_num_seqs": max(256, arguments.tasks * arguments.group)},
         }
     )
-    stage = load_stage(config, workflow=ask, judge=judge, build_model=lambda e, o: ChatModel(e, options=o))
+    policy, actors = load_actors(config, workflow=ask, judge=judge, build_model=lambda e, o: ChatModel(e, options=o))
     trainer = Trainer(
-        stage.policy.model,
+        policy.model,
         config.trainer,
         config.algorithm,
         max_model_len=config.model.max_model_len,
         num_total_steps=arguments.steps + 1,
     )
-    return run_lockstep(run_steps(arguments, questions, stage, trainer, config))
+    tasks = [Task(task_id=f"q/{index}", index=index, row=row) for index, row in enumerate(questions)]
+    parts = StepParts(
+        tasks=TaskFeed(tasks, build_sequential(np.zeros((len(tasks), 0)), seed=0)),
+        actors=actors,
+        algorithm=resolve_algorithm(config.algorithm),
+        trainer=trainer,
+        replay=ReplayBuffer(config.experience.replay, seed=0),
+        size=BatchSize(num_groups=arguments.tasks, max_tasks=arguments.tasks),
+        group_size=arguments.group,
+        seed=0,
+        max_failure_rate=0.0,
+    )
+    return run_lockstep(run_steps(arguments, parts))
 
 
-async def run_steps(
-    arguments: argparse.Namespace, questions: list[dict[str, str]], stage: Stage, trainer: Trainer, config: Any
-) -> list[dict[str, float]]:
+async def run_steps(arguments: argparse.Namespace, parts: StepParts) -> list[dict[str, float]]:
     history = []
-    for step in tqdm(range(arguments.steps + 1), desc="tunesmith"):
-        chosen = [questions[(step * arguments.tasks + i) % len(questions)] for i in range(arguments.tasks)]
-        tasks = [Task(task_id=f"q/{step}/{i}", index=i, row=row) for i, row in enumerate(chosen)]
+    for step in tqdm(range(1, arguments.steps + 2), desc="tunesmith"):
         started = time.perf_counter()
-        result = await run_step(
-            size=BatchSize(num_groups=len(tasks), max_tasks=len(tasks)),
-            draw=lambda num_tasks, tasks=tasks: tasks,
-            policy_version=step,
-            engine=stage.policy.engine,
-            collect=lambda some, step=step: collect_groups(stage, some, group_size=arguments.group, seed=0, step=step),
-            algorithm=resolve_algorithm(config.algorithm),
-            trainer=trainer,
-            max_failure_rate=0.0,
-        )
+        result = await run_step(parts, step=step)
         if arguments.device != "cpu":
             torch.cuda.synchronize()
         history.append(result.metrics | {"seconds": time.perf_counter() - started})

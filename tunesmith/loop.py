@@ -1,9 +1,9 @@
 """One training step, on one screen.
 
-    tasks -> trajectories -> groups -> operators -> advantages -> samples -> new policy version
+    select tasks -> run agents -> operators -> advantages -> samples -> new weights -> feedback to the selector
 
-Sampler and trainer hold the same parameters, so a version is a promise about time, not a copy: everything sampled
-between `resume(version)` and `pause()` comes from that version, and the trainer changes the weights in between.
+Sampler and trainer hold the same parameters. Policy version v is the weights after v steps: tokens sampled between
+`resume(v)` and `pause()` have version v, and the trainer changes the weights only after `pause()`.
 """
 
 from __future__ import annotations
@@ -11,68 +11,95 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from tunesmith.algorithms.algorithm import Algorithm, compute_group_advantages, has_advantage
-from tunesmith.experience.batch import Batch, BatchSize, Collect, Draw, gather_batch
+from tunesmith.experience.batch import Batch, BatchSize
+from tunesmith.experience.experts import ExpertFeed
+from tunesmith.experience.outcomes import compute_pass_rates
+from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.experience.samples import add_experts, build_samples
-from tunesmith.experience.table import BoundOperator
-from tunesmith.rollout.groups import check_failures, compute_rollout_metrics
+from tunesmith.experience.table import BoundOperator, apply_operators
+from tunesmith.rollout.actors import Actors, RolloutProgress, run_tasks
+from tunesmith.rollout.groups import check_failures, compute_baseline_metrics, compute_rollout_metrics
+from tunesmith.rollout.seeds import derive_round_seed
+from tunesmith.tasks.feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Engine, Group, RunAdvantage, Sample
+from tunesmith.types import RunAdvantage, Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """Everything a step works with; built once for a run."""
+
+    tasks: TaskFeed
+    actors: Actors
+    operators: Sequence[BoundOperator] = ()
+    algorithm: Algorithm
+    trainer: Trainer
+    replay: ReplayBuffer
+    experts: ExpertFeed | None = None
+    """Demonstrations trained beside the policy's own samples."""
+    size: BatchSize
+    group_size: int
+    seed: int
+    max_failure_rate: float
+    outcome_key: str | None = None
+    """The metric that pass rates are computed from; None takes the reward."""
+    baseline_sampling: Sampling | None = None
+    """How one more run of each task is sampled, whose reward is the group's baseline; None makes no such run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step leaves behind: its experience and its numbers."""
+    """The experience and the metrics of one step."""
 
     batch: Batch
     advantages: list[list[RunAdvantage]]
-    """Of `batch.groups`; None does not train."""
+    """Of the groups in `batch.groups`; None does not train."""
     metrics: dict[str, float]
 
-    @property
-    def trained(self) -> tuple[list[Group], list[int]]:
-        """The groups whose rewards taught something, and their places among those collected."""
-        rows = zip(self.batch.groups, self.batch.positions, self.batch.is_useful, strict=True)
-        kept = [(group, place) for group, place, is_useful in rows if is_useful]
-        return [group for group, _ in kept], [place for _, place in kept]
 
-
-async def run_step(
-    *,
-    size: BatchSize,
-    draw: Draw,
-    collect: Collect,
-    policy_version: int,
-    engine: Engine,
-    algorithm: Algorithm,
-    trainer: Trainer,
-    max_failure_rate: float,
-    operators: Sequence[BoundOperator] = (),
-    replayed: Sequence[Group] = (),
-    experts: Sequence[Sample] = (),
-) -> StepResult:
-    """Sample groups with `policy_version`, turn rewards into advantages, make one update."""
-
-    started = time.perf_counter()
+async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | None = None) -> StepResult:
+    """Make step 1, 2, ...: sample with policy version `step - 1`, make one update, report pass rates."""
+    started, policy_version, engine = time.perf_counter(), step - 1, parts.actors.engine
+    batch = Batch(size=parts.size)
     engine.resume(policy_version)
-    teaches = partial(has_advantage, algorithm)
-    batch = await gather_batch(size, draw=draw, collect=collect, operators=operators, teaches=teaches)
+    while batch.num_missing:
+        groups = await run_tasks(
+            parts.actors,
+            parts.tasks.draw(batch.num_missing),
+            group_size=parts.group_size,
+            seed=derive_round_seed(parts.seed, batch.num_rounds),
+            step=step,
+            baseline_sampling=parts.baseline_sampling,
+            progress=progress,
+        )
+        kept, operator_metrics = apply_operators(groups, parts.operators)
+        batch.add_round(
+            groups, kept, operator_metrics, is_useful=[has_advantage(parts.algorithm, each) for each in kept]
+        )
     engine.pause()
-    check_failures(batch.collected, max_failure_rate=max_failure_rate)
+    check_failures(batch.collected, max_failure_rate=parts.max_failure_rate)
     sampled = time.perf_counter()
 
+    replayed = parts.replay.draw(policy_version=policy_version)
     groups = [*batch.groups, *replayed]
-    advantages, advantage_metrics = compute_group_advantages(algorithm, groups)
+    advantages, advantage_metrics = compute_group_advantages(parts.algorithm, groups)
     samples, sample_metrics = build_samples(groups, advantages)
-    train_metrics = trainer.step(add_experts(samples, experts), policy_version=policy_version)
+    experts = [] if parts.experts is None else parts.experts.draw(step)
+    train_metrics = parts.trainer.step(add_experts(samples, experts), policy_version=policy_version)
     trained = time.perf_counter()
 
-    metrics = compute_rollout_metrics(batch.collected) | engine.compute_stats() | batch.metrics
+    metrics = compute_rollout_metrics(batch.collected) | engine.compute_stats() | batch.compute_metrics()
     metrics |= advantage_metrics | sample_metrics | train_metrics
     metrics["experience/num_replayed_groups"] = float(len(replayed))
     metrics["perf/rollout_s"] = sampled - started
     metrics["perf/train_s"] = trained - sampled
     metrics["perf/sampled_tokens_per_s"] = metrics["rollout/num_sampled_tokens"] / (sampled - started)
+    metrics |= parts.tasks.give_feedback(compute_pass_rates(batch.collected, parts.outcome_key))
+    if parts.baseline_sampling is not None:
+        metrics |= compute_baseline_metrics(batch.collected)
+    parts.replay.add(*batch.useful, step=step, policy_version=policy_version)
+    metrics |= parts.actors.service.recorder.compute_stats()
+    metrics["perf/step_s"] = time.perf_counter() - started
     return StepResult(batch=batch, advantages=advantages[: len(batch.groups)], metrics=metrics)

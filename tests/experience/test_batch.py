@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
-from tunesmith.experience.batch import Batch, BatchSize, gather_batch, merge_rounds
-from tunesmith.experience.table import BoundOperator
+from tunesmith.experience.batch import Batch, BatchSize
+from tunesmith.experience.table import BoundOperator, apply_operators
 from tunesmith.metric import Count
 from tunesmith.types import Group, Task, Trajectory
 
@@ -16,24 +14,19 @@ def group_of(index, *rewards):
     return Group(task=task, trajectories=runs)
 
 
-def teaches(group):
+def has_variance(group):
     return len({run.reward for run in group.trajectories}) > 1
 
 
 def gather(outcomes, *, num_groups, max_tasks, operators=()):
-    """Tasks are tried in order; `outcomes` says which teach. Also returns how many were drawn in each round."""
-    drawn = []
-
-    def draw(num_tasks):
+    """Run tasks in order until the batch is full; `outcomes` says which groups have variance. Also the round sizes."""
+    batch, drawn = Batch(size=BatchSize(num_groups=num_groups, max_tasks=max_tasks)), []
+    while batch.num_missing:
         start = sum(drawn)
-        drawn.append(num_tasks)
-        return [Task(task_id=f"t/{i}", index=i, row={}) for i in range(start, start + num_tasks)]
-
-    async def collect(tasks):
-        return [group_of(task.index, 0, int(outcomes[task.index])) for task in tasks]
-
-    size = BatchSize(num_groups=num_groups, max_tasks=max_tasks)
-    batch = asyncio.run(gather_batch(size, draw=draw, collect=collect, operators=operators, teaches=teaches))
+        drawn.append(batch.num_missing)
+        groups = [group_of(index, 0, int(outcomes[index])) for index in range(start, start + drawn[-1])]
+        kept, metrics = apply_operators(groups, operators)
+        batch.add_round(groups, kept, metrics, is_useful=[has_variance(group) for group in kept])
     return batch, drawn
 
 
@@ -41,7 +34,7 @@ def test_without_a_budget_a_batch_is_what_was_drawn():
     batch, drawn = gather([1, 0, 1], num_groups=3, max_tasks=3)
     assert drawn == [3]
     assert batch.groups == batch.collected and batch.positions == [0, 1, 2]
-    assert batch.metrics["experience/num_useful_groups"] == 2
+    assert batch.compute_metrics()["experience/num_useful_groups"] == 2
 
 
 def test_groups_that_teach_nothing_are_replaced_until_the_batch_is_full():
@@ -49,8 +42,8 @@ def test_groups_that_teach_nothing_are_replaced_until_the_batch_is_full():
     assert drawn == [3, 2, 1]
     assert [group.task.index for group in batch.groups] == [0, 4, 5] and batch.positions == [0, 4, 5]
     assert len(batch.collected) == 6
-    assert batch.metrics["experience/num_rounds"] == 3
-    assert batch.metrics["experience/num_tasks_tried"] == 6
+    assert batch.compute_metrics()["experience/num_rounds"] == 3
+    assert batch.compute_metrics()["experience/num_tasks_tried"] == 6
 
 
 def test_the_budget_ends_the_search():
@@ -66,19 +59,25 @@ def test_groups_that_operators_emptied_are_not_trained():
     operator = BoundOperator(name="drop", apply=drop_first)
     batch, drawn = gather([1] * 9, num_groups=3, max_tasks=9, operators=[operator])
     assert drawn == [3, 1, 1, 1, 1, 1, 1] and len(batch.groups) == 2
-    assert batch.metrics["experience/drop/num_dropped"] == 7
+    assert batch.compute_metrics()["experience/drop/num_dropped"] == 7
     plain, _ = gather([1] * 3, num_groups=3, max_tasks=3, operators=[operator])
     assert plain.positions == [1, 2]
     assert len(plain.is_useful) == len(plain.groups)
 
 
 def test_counts_are_added_and_the_rest_is_averaged_over_groups():
-    merged = merge_rounds([(3, {"a/x": Count(1), "a/rate": 0.0}), (1, {"a/x": Count(2), "a/rate": 1.0})])
-    assert merged == {"a/x": 3.0, "a/rate": 0.25}
+    batch = Batch(size=BatchSize(num_groups=4, max_tasks=8))
+    for groups, metrics in (
+        ([group_of(index, 0) for index in range(3)], {"a/x": Count(1), "a/rate": 0.0}),
+        ([group_of(3, 0)], {"a/x": Count(2), "a/rate": 1.0}),
+    ):
+        batch.add_round(groups, groups, metrics, is_useful=[False] * len(groups))
+    metrics = batch.compute_metrics()
+    assert metrics["a/x"] == 3.0 and metrics["a/rate"] == 0.25
 
 
 def test_advantages_go_back_to_where_their_runs_were_collected():
     collected = [group_of(0, 1, 2), group_of(1, 1, 2, 3)]
     kept = Group(task=collected[1].task, trajectories=collected[1].trajectories[::2])
-    batch = Batch(collected=collected, groups=[kept], positions=[1])
+    batch = Batch(size=BatchSize(num_groups=2, max_tasks=2), collected=collected, groups=[kept], positions=[1])
     assert batch.spread([[0.5, None]]) == [[None, None], [0.5, None, None]]

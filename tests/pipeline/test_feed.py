@@ -248,7 +248,7 @@ def test_bad_input_is_refused_before_a_model_loads(run, monkeypatch, overrides, 
     def fail(*args, **kwargs):
         raise AssertionError("a model was loaded before the input was checked")
 
-    monkeypatch.setattr("tunesmith.pipeline.tune.load_stage", fail)
+    monkeypatch.setattr("tunesmith.pipeline.tune.load_actors", fail)
     with pytest.raises(error, match=message):
         run(*overrides)
 

@@ -10,7 +10,7 @@ import pytest
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
 from tunesmith.config import DatasetSection, ModelSection, RunConfig
 from tunesmith.experience.store import load_rollouts
-from tunesmith.pipeline.tune import compute_total_steps
+from tunesmith.pipeline.rl_plan import compute_total_steps
 
 PLAIN = ("rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192", "monitor.trackers=[]")
 BOTS = {"selector_type": "difficulty_based", "kwargs": {"m": 4, "do_sample": True}}

@@ -362,7 +362,7 @@ def refuse_before_loading(monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("a model was loaded before the input was checked")
 
-    monkeypatch.setattr("tunesmith.pipeline.tune.load_stage", fail)
+    monkeypatch.setattr("tunesmith.pipeline.tune.load_actors", fail)
 
 
 def sync_workflow(task, model):

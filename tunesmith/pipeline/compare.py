@@ -27,9 +27,11 @@ from tunesmith.pipeline.comparison import Comparison, ModelResult, compare_resul
 from tunesmith.pipeline.comparison_plot import check_plot, save_plot
 from tunesmith.pipeline.comparison_table import format_comparison
 from tunesmith.pipeline.export_source import find_model_folder
+from tunesmith.pipeline.held_out import run_held_out
 from tunesmith.pipeline.load_function import load_function
-from tunesmith.pipeline.policy import BuildModel, check_auxiliary, check_policy
-from tunesmith.pipeline.stage import Stage, load_stage, try_held_out
+from tunesmith.pipeline.policy import BuildModel, Policy, check_auxiliary, check_policy
+from tunesmith.pipeline.stage import load_actors
+from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.groups import check_failures
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.storage import load_json, remove_tree, save_json, save_text
@@ -171,7 +173,7 @@ def try_model(
 ) -> Tried:
     """One model's attempts and seconds by set; a set whose part is there is not tried again, and loads no model."""
     tried: Tried = {}
-    stage: Stage | None = None
+    loaded: tuple[Policy, Actors] | None = None
     for number, (name, tasks) in enumerate(sets.items(), start=num_done + 1):
         part = parts[name]
         if part is not None and part.exists():
@@ -180,8 +182,8 @@ def try_model(
             progress.show_done(number, f"{label} on {name}: done before")
             continue
         progress.show_status(f"{label} on {name}: loading")
-        stage = stage or load_stage(config, workflow=workflow, judge=judge, build_model=build_model)
-        attempts, seconds = try_set(config, stage, name, tasks, progress)
+        loaded = loaded or load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
+        attempts, seconds = try_set(config, *loaded, name, tasks, progress)
         tried[name] = attempts, seconds
         if part is not None:
             save_json(part, {"seconds": seconds, "tasks": save_attempts(attempts)})
@@ -190,15 +192,16 @@ def try_model(
 
 
 def try_set(
-    config: RunConfig, stage: Stage, name: str, tasks: Sequence[Task], progress: ConsoleProgress
+    config: RunConfig, policy: Policy, actors: Actors, name: str, tasks: Sequence[Task], progress: ConsoleProgress
 ) -> tuple[list[AttemptedTask], float]:
     """Attempts and seconds."""
     started = time.perf_counter()
-    groups = run_lockstep(try_held_out(config, stage, name, tasks, policy_version=0, monitor=progress), config.rollout)
+    running = run_held_out(config, actors, name, tasks, policy_version=0, status=progress)
+    groups = run_lockstep(running, config.rollout)
     seconds = time.perf_counter() - started
     check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
     renderer = Renderer(
-        stage.policy.tokenizer,
+        policy.tokenizer,
         tool_call_parser=config.model.tool_call_parser,
         reasoning_parser=config.model.reasoning_parser,
     )

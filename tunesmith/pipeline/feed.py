@@ -1,25 +1,19 @@
-"""What feeds a run: its tasks, who selects them, and what the selector hears back.
-
-Within a step tasks are drawn, tried and perhaps drawn again; at its end the selector hears the pass rates of all that
-were tried, before it is asked for the next step's.
-"""
+"""The training tasks of a run and their selectors, built from its config."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.experience.outcomes import compute_pass_rates
 from tunesmith.pipeline.load_function import load_part
-from tunesmith.storage import save_json
+from tunesmith.tasks.feed import TaskFeed
 from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.mixture import Mixture
-from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector, draw_indices
+from tunesmith.tasks.selector import Selector
 from tunesmith.tasks.table import (
     apply_task_operators,
     build_own_selector,
@@ -27,7 +21,7 @@ from tunesmith.tasks.table import (
     check_selector,
     compute_weights,
 )
-from tunesmith.types import Group, Task
+from tunesmith.types import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,42 +32,6 @@ class OwnParts:
     """By training set: a selector, or a class or function that builds one from the tasks."""
     operators: Sequence[Callable[..., Any]] = ()
     """Applied to the groups of a step after those that the config names."""
-
-
-class TaskFeed:
-    """The training tasks of a run and their selector."""
-
-    def __init__(self, tasks: Sequence[Task], selector: Selector, *, outcome_key: str | None) -> None:
-        self.tasks = tasks
-        self.selector = selector
-        self._outcome_key = outcome_key
-        self._drawn: list[int] = []
-        self._selections: list[Selection] = []
-
-    def draw(self, num_tasks: int) -> list[Task]:
-        """The next tasks."""
-        indices = draw_indices(self.selector, num_tasks, num_tasks=len(self.tasks))
-        self._drawn += indices
-        if isinstance(self.selector, ExplainingSelector):
-            self._selections.append(self.selector.explain())
-        return [self.tasks[index] for index in indices]
-
-    def give_feedback(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Tell the selector how the tasks drawn in this step went; groups come in the order of the draws."""
-        rates = compute_pass_rates(groups, self._outcome_key)
-        heard = [(index, rate) for index, rate in zip(self._drawn, rates, strict=True) if rate is not None]
-        self._drawn = []
-        return dict(self.selector.feedback([index for index, _ in heard], [rate for _, rate in heard]) or {})
-
-    def save_selection(self, path: Path) -> None:
-        """Write what was chosen in this step and why, where the selector says so."""
-        told, self._selections = self._selections, []
-        choices = [
-            asdict(choice) | {"task_id": self.tasks[choice.index].task_id} for each in told for choice in each.choices
-        ]
-        if choices:
-            last = told[-1]
-            save_json(path, {"choices": choices, "summary": dict(last.summary), "histogram": list(last.histogram)})
 
 
 def build_feed(config: RunConfig, own: OwnParts) -> tuple[TaskFeed, dict[str, float]]:
@@ -96,7 +54,7 @@ def build_feed(config: RunConfig, own: OwnParts) -> tuple[TaskFeed, dict[str, fl
         sizes = {name: len(each) for name, each in tasks_of.items()}
         weights = compute_weights({name: section.weight for name, section in sets.items()})
         selector = Mixture(selectors, sizes, weights=weights, seed=config.seed)
-    return TaskFeed(tasks, selector, outcome_key=config.experience.outcome_key), metrics
+    return TaskFeed(tasks, selector), metrics
 
 
 def build_set_selector(config: RunConfig, name: str, tasks: Sequence[Task], own: OwnParts, *, knob: str) -> Selector:

@@ -18,7 +18,8 @@ from tunesmith.engine.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.outcomes import compute_pass_rates
 from tunesmith.pipeline.policy import BuildModel, check_policy
-from tunesmith.pipeline.stage import Stage, collect_groups, load_stage
+from tunesmith.pipeline.stage import load_actors
+from tunesmith.rollout.actors import Actors, run_tasks
 from tunesmith.rollout.groups import check_failures
 from tunesmith.storage import load_json_lines, save_text, storage_errors
 from tunesmith.tasks.load import load_tasks
@@ -55,11 +56,11 @@ def measure_pass_rates(
     with storage_errors(part, "write"):
         out.parent.mkdir(parents=True, exist_ok=True)
         num_done = count_done(part, batch_size)
-    stage = load_stage(config, workflow=workflow, judge=judge, build_model=build_model)
+    _, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
 
     async def measure() -> None:
         for start in range(num_done, len(tasks), batch_size):
-            rates = await try_tasks(config, stage, tasks[start : start + batch_size], num_runs=num_runs, step=start)
+            rates = await try_tasks(config, actors, tasks[start : start + batch_size], num_runs=num_runs, step=start)
             append_batch(part, [list(pair) for pair in zip(range(start, start + batch_size), rates, strict=False)])
 
     run_lockstep(measure(), config.rollout)
@@ -79,11 +80,11 @@ def load_training_tasks(config: RunConfig, *, field: str) -> list[Task]:
 
 
 async def try_tasks(
-    config: RunConfig, stage: Stage, tasks: Sequence[Task], *, num_runs: int, step: int
+    config: RunConfig, actors: Actors, tasks: Sequence[Task], *, num_runs: int, step: int
 ) -> list[float | None]:
-    stage.policy.engine.resume(0)
-    groups = await collect_groups(stage, tasks, group_size=num_runs, seed=config.seed, step=step)
-    stage.policy.engine.pause()
+    actors.engine.resume(0)
+    groups = await run_tasks(actors, tasks, group_size=num_runs, seed=config.seed, step=step)
+    actors.engine.pause()
     check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
     return compute_pass_rates(groups, config.experience.outcome_key)
 

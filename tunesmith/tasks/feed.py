@@ -1,0 +1,51 @@
+"""The training tasks of a run and the selector that chooses among them.
+
+Within a step tasks are drawn once or in several rounds. After the step the selector receives the pass rates of all of
+them, before it chooses the tasks of the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tunesmith.storage import save_json
+from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector, draw_indices
+from tunesmith.types import Task
+
+
+class TaskFeed:
+    """Draws tasks and reports their pass rates to the selector."""
+
+    def __init__(self, tasks: Sequence[Task], selector: Selector) -> None:
+        self.tasks = tasks
+        self.selector = selector
+        self._drawn: list[int] = []
+        self._selections: list[Selection] = []
+
+    def draw(self, num_tasks: int) -> list[Task]:
+        """The next tasks."""
+        indices = draw_indices(self.selector, num_tasks, num_tasks=len(self.tasks))
+        self._drawn += indices
+        if isinstance(self.selector, ExplainingSelector):
+            self._selections.append(self.selector.explain())
+        return [self.tasks[index] for index in indices]
+
+    def give_feedback(self, pass_rates: Sequence[float | None]) -> dict[str, float]:
+        """Report the pass rates of the tasks drawn in this step, in the order of the draws; None is not reported."""
+        known = [(index, rate) for index, rate in zip(self._drawn, pass_rates, strict=True) if rate is not None]
+        self._drawn = []
+        return dict(self.selector.feedback([index for index, _ in known], [rate for _, rate in known]) or {})
+
+    def save_selection(self, path: Path) -> None:
+        """Write the choices of this step and their reasons, for selectors that explain them."""
+        selections, self._selections = self._selections, []
+        choices = [
+            asdict(choice) | {"task_id": self.tasks[choice.index].task_id}
+            for selection in selections
+            for choice in selection.choices
+        ]
+        if choices:
+            last = selections[-1]
+            save_json(path, {"choices": choices, "summary": dict(last.summary), "histogram": list(last.histogram)})
