@@ -6,7 +6,6 @@ rules of single keys, on what they made of the file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tunesmith.algorithms.table import ALGORITHMS
@@ -164,5 +163,5 @@ def _section(draft: Draft, *names: str) -> dict[str, Any]:
     place: Any = draft.values
     for name in names:
         place = place.setdefault(name, {})
-    assert isinstance(place, Mapping)
+    assert isinstance(place, dict)
     return place

@@ -14,6 +14,7 @@ from tunesmith.config.finetune import (
     OfflineConfig,
 )
 from tunesmith.config.lora import LoraSection
+from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedModelSection
 from tunesmith.config.pipeline import FunctionStage, PipelineConfig
 from tunesmith.config.preference import PreferenceConfig, PreferenceTrainerSection
 from tunesmith.config.prepare import (
@@ -27,17 +28,14 @@ from tunesmith.config.prepare import (
 )
 from tunesmith.config.run import (
     AlgorithmSection,
-    AuxiliaryModelSection,
     DatasetSection,
     EngineSection,
     EvaluationSection,
     HeldOutSection,
-    ModelSection,
     MonitorSection,
     RolloutSection,
     RunConfig,
     SelectorSection,
-    ServedModelSection,
     TrainerSection,
 )
 from tunesmith.config.section import Section

@@ -5,17 +5,15 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from tunesmith.config.experience import ExperienceSection
+from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedModelSection
 from tunesmith.config.run import (
-    AuxiliaryModelSection,
     DatasetSection,
     EngineSection,
     EvaluationSection,
     HeldOutSection,
-    ModelSection,
     MonitorSection,
     RolloutSection,
     RunConfig,
-    ServedModelSection,
 )
 from tunesmith.config.section import NumThreads, Section
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.run import ModelSection, MonitorSection, TrainerSection
+from tunesmith.config.model import ModelSection
+from tunesmith.config.run import MonitorSection, TrainerSection
 from tunesmith.config.section import LearningRate, NumThreads, Section
 
 REWARD_KEYS = ("num_minibatches", "mismatch_warn", "mismatch_stop")

@@ -4,8 +4,8 @@ The packed weights are a second copy, made again whenever the weights may have c
 weights are packed once, and the adapter's factors are multiplied as they are. Packed weights are in force only inside
 `installed()`, in the sampler's own forward: the trainer and plain calls of the model use the parameters themselves.
 One or two rows of a small layer are multiplied by the parameters themselves, which is faster. Results differ from
-`F.linear` by float rounding. Inputs are cut into pieces of few sizes, because oneDNN keeps about half a MiB of kernels for
-every number of rows it has seen.
+`F.linear` by float rounding. Inputs are cut into pieces of few sizes, because oneDNN keeps about half a MiB of kernels
+for every number of rows it has seen.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ class DemonstrationReader:
         enable_thinking: bool | None = None,
         split_special_tokens: bool = True,
     ) -> None:
+        self._tokenizer = tokenizer
         self._renderer = Renderer(tokenizer, enable_thinking=enable_thinking, split_special_tokens=split_special_tokens)
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._template = ChatTemplate(tokenizer, has_hermes_parser=True, split_special_tokens=split_special_tokens)
