@@ -16,11 +16,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from tunesmith.chat.renderer import Renderer
 from tunesmith.config import EngineSection, ModelSection
-from tunesmith.engine.clock import run_lockstep
 from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.load import load_tokenizer
-from tunesmith.model.render import Renderer
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.groups import run_groups
 from tunesmith.rollout.runner import Agent

@@ -23,7 +23,7 @@ import yaml
 from bots_train import SHARES, name_grade
 
 from tunesmith.api import load_run_file, measure_config
-from tunesmith.pipeline.demo import DemoSettings, finetune, load_agent, save_base
+from tunesmith.pipeline.demo.run import DemoSettings, finetune, load_agent, save_base
 from tunesmith.storage import load_json_lines
 from tunesmith.tasks.arithmetic import Problem, Split, build_problems
 
@@ -56,8 +56,8 @@ def build_run(root: Path, model: Path, *, num_steps: int) -> dict[str, object]:
     return {
         "project": "bots",
         "checkpoint_root_dir": str(root / "runs"),
-        "workflow": "tunesmith.pipeline.demo_agent:solve_problem",
-        "judge": "tunesmith.pipeline.demo_agent:judge_answer",
+        "workflow": "tunesmith.pipeline.demo.agent:solve_problem",
+        "judge": "tunesmith.pipeline.demo.agent:judge_answer",
         "total_steps": num_steps,
         "save_interval_steps": num_steps,
         "model": {"path": str(model), "device": "cpu", "max_model_len": 512, "max_tokens": 48},

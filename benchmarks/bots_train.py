@@ -27,8 +27,8 @@ from report import publish
 
 from tunesmith.api import choose_chat_model, load_functions, load_run_file
 from tunesmith.config import RunConfig
-from tunesmith.pipeline.significance import compute_bootstrap_interval
-from tunesmith.pipeline.tune import run_tuning
+from tunesmith.pipeline.eval.statistics import compute_bootstrap_interval
+from tunesmith.pipeline.rl.tune import run_tuning
 from tunesmith.storage import load_json_lines, save_json
 
 SHARES = {"easy": 0.45, "within reach": 0.15, "hard": 0.40}

@@ -30,9 +30,9 @@ from shapes import SHAPES, build_random_model
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from tunesmith.config import EngineSection
-from tunesmith.engine.clock import run_lockstep
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.model.attention import use_plan_attention
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.types import Sampling
 

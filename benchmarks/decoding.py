@@ -7,9 +7,9 @@ import time
 import numpy as np
 from transformers import PreTrainedModel
 
-from tunesmith.engine.attention import KVCache
-from tunesmith.engine.block import BlockRows
-from tunesmith.engine.runner import probe_layers
+from tunesmith.engine.batch.decode_burst import BlockRows
+from tunesmith.engine.batch.kv_cache import KVCache
+from tunesmith.engine.worker.model_runner import probe_layers
 
 PAGE_SIZE = 16
 
@@ -18,7 +18,7 @@ class Decoding:
     """Requests of one length over a cache of random keys and values."""
 
     def __init__(self, model: PreTrainedModel, *, num_sequences: int, context: int, num_steps: int, mode: str) -> None:
-        from tunesmith.engine.graphs import build_graphs  # needs Triton, which is there on CUDA machines only
+        from tunesmith.engine.cuda.cuda_graphs import build_graphs  # needs Triton, which is there on CUDA machines only
 
         self._num_sequences, self._context = num_sequences, context
         num_pages = -(-(context + num_steps + 1) // PAGE_SIZE)

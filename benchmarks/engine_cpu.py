@@ -35,8 +35,8 @@ from transformers import (
 )
 
 from tunesmith.config import EngineSection
-from tunesmith.engine.clock import run_lockstep
 from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.load import load_model
 from tunesmith.storage import load_json_lines
 from tunesmith.types import Completion, Sampling

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from tunesmith.config import ExportSection
 from tunesmith.model.checkpoint import hidden_progress_bars
-from tunesmith.pipeline.export import ExportReport, run_export
+from tunesmith.pipeline.export.run import ExportReport, run_export
 from tunesmith.storage import load_json_lines
 
 TYPES = ("f32", "f16", "q8_0", "q4_k_m")

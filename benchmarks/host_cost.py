@@ -27,16 +27,16 @@ from agent_load import GROUP, ask, compute_stages, judge
 from report import publish
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase
 
+from tunesmith.chat.renderer import Renderer
 from tunesmith.config import EngineSection, ModelSection
-from tunesmith.engine.block import Block, BlockRows
-from tunesmith.engine.clock import run_lockstep
+from tunesmith.engine.batch.decode_burst import Block, BlockRows
+from tunesmith.engine.batch.input_batch import Slots
+from tunesmith.engine.core.span import Span
+from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_prefill_plan
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.plans import LayeredPlan, build_prefill_plan
-from tunesmith.engine.slots import Slots
-from tunesmith.engine.span import Span
-from tunesmith.model.attention import use_plan_attention
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.load import load_tokenizer
-from tunesmith.model.render import Renderer
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.groups import run_groups
 from tunesmith.rollout.runner import Agent
@@ -58,7 +58,7 @@ class InstantTicket:
 
 
 class InstantBlocks:
-    """Implements `tunesmith.engine.block.BlockDecoder`."""
+    """Implements `tunesmith.engine.batch.decode_burst.BlockDecoder`."""
 
     def __init__(self, engine: LocalEngine, *, max_num_seqs: int, vocab_size: int) -> None:
         self._runner = engine._runner

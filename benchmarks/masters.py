@@ -19,8 +19,8 @@ from report import publish
 from sft import write_rows
 
 from tunesmith.config import FinetuneConfig
-from tunesmith.pipeline.finetune import run_sft
-from tunesmith.pipeline.load_config import build_section
+from tunesmith.pipeline.session.load_config import build_section
+from tunesmith.pipeline.sft.train import run_sft
 from tunesmith.storage import load_json_lines
 from tunesmith.trainer import optimizer
 

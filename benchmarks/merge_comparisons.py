@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tunesmith.pipeline.attempts import load_attempts
-from tunesmith.pipeline.comparison import ModelResult, compare_results, compute_result
-from tunesmith.pipeline.comparison_table import format_comparison
+from tunesmith.pipeline.eval.comparison import ModelResult, compare_results, compute_result
+from tunesmith.pipeline.eval.comparison_table import format_comparison
+from tunesmith.pipeline.eval.sample_scores import load_attempts
 from tunesmith.storage import save_text
 
 

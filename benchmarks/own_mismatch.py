@@ -21,10 +21,10 @@ from shapes import build_random_model
 from transformers import PreTrainedModel
 
 from tunesmith.config import AlgorithmSection, EngineSection, TrainerSection
-from tunesmith.engine.clock import run_lockstep
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.model.attention import use_plan_attention
-from tunesmith.model.residuals import widen_residuals
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.model.forward.fp32_residual import widen_residuals
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Completion, Distribution, Sample, Sampling
 

@@ -22,10 +22,10 @@ import torch
 from host_cost import build_engine
 from report import publish
 
-from tunesmith.engine.clock import run_lockstep
+from tunesmith.chat.messages import parse_messages, parse_tools
+from tunesmith.chat.renderer import Prompt, Renderer
+from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.load import load_tokenizer
-from tunesmith.model.messages import parse_messages, parse_tools
-from tunesmith.model.render import Prompt, Renderer
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Sampling
 

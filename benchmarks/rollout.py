@@ -36,9 +36,9 @@ from shapes import SHAPES, build_random_model
 from transformers import PreTrainedModel
 
 from tunesmith.config import EngineSection
-from tunesmith.engine.clock import run_lockstep
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.model.attention import use_plan_attention
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.load import load_model
 from tunesmith.types import Completion, Sampling
 

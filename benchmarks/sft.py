@@ -26,9 +26,9 @@ from report import publish
 from tunesmith.config import FinetuneConfig
 from tunesmith.model.checkpoint import save_model_files
 from tunesmith.model.load import load_section_model, load_section_tokenizer
-from tunesmith.pipeline.finetune import run_sft
-from tunesmith.pipeline.finetune_plan import FinetunePlan, build_plan
-from tunesmith.pipeline.load_config import build_section
+from tunesmith.pipeline.session.load_config import build_section
+from tunesmith.pipeline.sft.plan import FinetunePlan, build_plan
+from tunesmith.pipeline.sft.train import run_sft
 from tunesmith.storage import load_json_lines
 
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}

@@ -21,7 +21,7 @@ from typing import Any
 from report import publish
 
 from tunesmith.api import choose_chat_model, load_functions, load_run_file
-from tunesmith.pipeline.tune import run_tuning
+from tunesmith.pipeline.rl.tune import run_tuning
 from tunesmith.storage import load_json_lines
 from tunesmith.types import Group
 

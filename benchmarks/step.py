@@ -26,17 +26,17 @@ from shapes import SHAPES, save_random_model
 from tqdm import tqdm
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.engine.clock import run_lockstep
+from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.judges.numeric import score_numeric
 from tunesmith.loop import StepParts, run_step
-from tunesmith.pipeline.load_config import build_config
-from tunesmith.pipeline.stage import load_actors
+from tunesmith.pipeline.session.actors import load_actors
+from tunesmith.pipeline.session.load_config import build_config
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.storage import load_json_lines
-from tunesmith.tasks.feed import TaskFeed
 from tunesmith.tasks.selector import build_sequential
+from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import JudgeOutput, Task, WorkflowOutput
 

@@ -23,9 +23,9 @@ import torch
 from report import publish
 
 from tunesmith.config import RolloutSection, RunConfig
-from tunesmith.engine.clock import run_lockstep
+from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.prepare import prepare_model
-from tunesmith.pipeline.stage import collect_groups, load_stage
+from tunesmith.pipeline.session.actors import collect_groups, load_stage
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.types import Group, Task, WorkflowOutput
 

@@ -29,14 +29,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.experience.trie import Trie
-from tunesmith.model.attention import use_plan_attention
-from tunesmith.model.logprobs import choose_chunk_tokens
-from tunesmith.trainer.compiling import compiled_layers
-from tunesmith.trainer.graphs import RowGraphs, is_small
+from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.model.forward.logprobs import choose_chunk_tokens
+from tunesmith.trainer.compiled_layers import compiled_layers
+from tunesmith.trainer.loss_pass import run_batch
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring import prepare_update
-from tunesmith.trainer.step import run_batch
+from tunesmith.trainer.row_graphs import RowGraphs, is_small
+from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Distribution, Sample
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from exported_models import CONFIGS, TOKENIZERS, build_random_model, build_tokenizer
-from tunesmith.model.gguf_architecture import describe_architecture
-from tunesmith.model.gguf_vocabulary import describe_vocabulary
-from tunesmith.model.gguf_write import GgufHeader, write_gguf
+from tunesmith.pipeline.export.gguf.architecture import describe_architecture
+from tunesmith.pipeline.export.gguf.vocabulary import describe_vocabulary
+from tunesmith.pipeline.export.gguf.writer import GgufHeader, write_gguf
 
 
 def build_header(model: PreTrainedModel, tokenizer: str = "qwen2", **architecture: object) -> GgufHeader:

@@ -11,7 +11,7 @@ PROGRAM = textwrap.dedent(
     import atexit
     from tunesmith.cli import run_guarded
     from tunesmith.errors import TrainingError
-    from tunesmith.model.failures import explain_failure
+    from tunesmith.model.device_errors import explain_failure
 
     def work():
         print("before the failure")

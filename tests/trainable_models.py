@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tiny_models import CONFIGS
-from tunesmith.model.attention import use_plan_attention
-from tunesmith.model.residuals import widen_residuals
+from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.model.forward.fp32_residual import widen_residuals
 from tunesmith.types import Completion, Distribution, Sample
 
 

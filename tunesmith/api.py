@@ -23,15 +23,15 @@ from tunesmith.compat.agentscope_model import build_agentscope_model, has_agents
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.config import EvalConfig, PipelineConfig, RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.compare import run_comparison, run_eval
-from tunesmith.pipeline.comparison import Comparison
-from tunesmith.pipeline.feed import OwnParts
-from tunesmith.pipeline.load_function import load_functions
-from tunesmith.pipeline.pass_rates import PassRates, measure_pass_rates
-from tunesmith.pipeline.pipeline_plan import Choice
-from tunesmith.pipeline.policy import BuildModel
-from tunesmith.pipeline.run_pipeline import run_pipeline
-from tunesmith.pipeline.tune import TuneResult, run_tuning
+from tunesmith.pipeline.eval.compare import run_comparison, run_eval
+from tunesmith.pipeline.eval.comparison import Comparison
+from tunesmith.pipeline.eval.pass_rates import PassRates, measure_pass_rates
+from tunesmith.pipeline.rl.load_tasks import OwnParts
+from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
+from tunesmith.pipeline.session.load_function import load_functions
+from tunesmith.pipeline.session.policy import BuildModel
+from tunesmith.pipeline.stages.plan import Choice
+from tunesmith.pipeline.stages.run import run_pipeline
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.run_files import load_run_file

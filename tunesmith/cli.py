@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunesmith.pipeline.process import leave_threads_behind, run_guarded
+from tunesmith.pipeline.session.process import leave_threads_behind, run_guarded
 
 if TYPE_CHECKING:
-    from tunesmith.pipeline.finetune import FinetuneResult
+    from tunesmith.pipeline.sft.train import FinetuneResult
 
 app = typer.Typer(
     name="tunesmith",
@@ -115,7 +115,7 @@ def prepare_data(
             style=style, paraphrase=paraphrase, pass_rate=pass_rate or [], samples=samples, max_rows=max_rows,
         )  # fmt: skip
         run_files.begin("prepare", settings, f"loading libraries and {settings.data.path}")
-        from tunesmith.pipeline.prepare import format_summary, run_prepare
+        from tunesmith.pipeline.prepare.run import format_summary, run_prepare
 
         report = run_prepare(settings, out_dir=Path(out))
         typer.echo(format_summary(report))
@@ -137,7 +137,7 @@ def finetune(
 
         settings = run_files.load_finetune_file(config, overrides or [])
         run_files.begin("sft", settings, f"{config} is valid, loading libraries")
-        from tunesmith.pipeline.finetune import run_sft
+        from tunesmith.pipeline.sft.train import run_sft
 
         show_training(run_sft(settings, out_dir=Path(out)), "fine-tuned model")
 
@@ -158,7 +158,7 @@ def learn_preferences(
 
         settings = run_files.load_preference_file(config, overrides or [])
         run_files.begin("prefer", settings, f"{config} is valid, loading libraries")
-        from tunesmith.pipeline.prefer import run_preference
+        from tunesmith.pipeline.sft.preference import run_preference
 
         show_training(run_preference(settings, out_dir=Path(out)), "trained model")
 
@@ -197,7 +197,7 @@ def evaluate(
         settings = run_files.load_eval_file(config, chosen)
         run_files.begin("eval", settings, f"{config} is valid, loading libraries", has_models=False)
         from tunesmith.api import evaluate_config
-        from tunesmith.pipeline.comparison_table import format_comparison
+        from tunesmith.pipeline.eval.comparison_table import format_comparison
 
         comparison = evaluate_config(settings, models=models, out=out, has_plot=plot)
         typer.echo(format_comparison(comparison))
@@ -220,7 +220,7 @@ def run_pipeline(
     """Prepare, fine-tune, train, evaluate and export as a pipeline file says; what is done is skipped."""
 
     def work() -> None:
-        from tunesmith.pipeline.pipeline_plan import Choice, load_pipeline, plan_stages
+        from tunesmith.pipeline.stages.plan import Choice, load_pipeline, plan_stages
 
         choice = Choice(only=only, start_from=start_from, is_again=again)
         settings = load_pipeline(config, overrides or [])
@@ -228,7 +228,7 @@ def run_pipeline(
         if not check:
             typer.echo(f"run: {config} is valid, loading libraries for {names}", err=True)
         from tunesmith.api import run_pipeline_config
-        from tunesmith.pipeline.run_pipeline import check_pipeline
+        from tunesmith.pipeline.stages.run import check_pipeline
 
         if check:
             for name, state in check_pipeline(settings, choice=choice).items():
@@ -342,7 +342,7 @@ def export_model(
         given = {"path": model, "formats": formats, "gguf_types": gguf_types, "name": name}
         settings = run_files.load_export_settings(given, overrides or [])
         run_files.begin("export", settings, f"loading libraries and {model}")
-        from tunesmith.pipeline.export import run_export
+        from tunesmith.pipeline.export.run import run_export
 
         report = run_export(settings, out_dir=Path(out))
         typer.echo(f"exported {report.name}, {report.num_parameters} parameters: {report.folder}")
@@ -365,7 +365,7 @@ def demo(
     def work() -> None:
         typer.echo("demo: loading libraries", err=True)
         from tunesmith.api import build_agentscope_chat_model
-        from tunesmith.pipeline.demo import run_demo
+        from tunesmith.pipeline.demo.run import run_demo
 
         typer.echo(json.dumps(run_demo(seed=seed, out=Path(out), build_model=build_agentscope_chat_model)))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tunesmith.algorithms.algorithm import Algorithm, compute_group_advantages, has_advantage
 from tunesmith.experience.batch import Batch, BatchSize
-from tunesmith.experience.experts import ExpertFeed
+from tunesmith.experience.expert_feed import ExpertFeed
 from tunesmith.experience.outcomes import compute_pass_rates
 from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.experience.samples import add_experts, build_samples
@@ -22,7 +22,7 @@ from tunesmith.experience.table import BoundOperator, apply_operators
 from tunesmith.rollout.actors import Actors, RolloutProgress, run_tasks
 from tunesmith.rollout.groups import check_failures, compute_baseline_metrics, compute_rollout_metrics
 from tunesmith.rollout.seeds import derive_round_seed
-from tunesmith.tasks.feed import TaskFeed
+from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import RunAdvantage, Sampling
 

@@ -29,8 +29,9 @@ from tunesmith.config import (
     Section,
     SourceSection,
 )
-from tunesmith.model.source import find_model
-from tunesmith.pipeline.load_config import (
+from tunesmith.model.source.resolve import find_model
+from tunesmith.pipeline.prepare.flags import collect_values
+from tunesmith.pipeline.session.load_config import (
     config_schema,
     describe_options,
     dump_config,
@@ -39,9 +40,8 @@ from tunesmith.pipeline.load_config import (
     load_section,
     load_values,
 )
-from tunesmith.pipeline.load_function import check_function
-from tunesmith.pipeline.prepare_flags import collect_values
-from tunesmith.tasks.place import check_data_path
+from tunesmith.pipeline.session.load_function import check_function
+from tunesmith.tasks.data_path import check_data_path
 
 logger = logging.getLogger(__name__)
 

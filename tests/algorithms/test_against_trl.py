@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from tunesmith.algorithms.aggregate import compute_token_weights
+from tunesmith.algorithms.aggregation import compute_token_weights
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.corrections import compute_correction_weights
 from tunesmith.algorithms.kl import compute_kl
-from tunesmith.algorithms.losses import TokenScores
+from tunesmith.algorithms.losses.clipped import TokenScores
 from tunesmith.algorithms.scores import BatchScores
 from tunesmith.config import AlgorithmSection
 

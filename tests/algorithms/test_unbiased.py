@@ -7,10 +7,14 @@ import itertools
 import torch
 from torch import Tensor
 
-from tunesmith.algorithms.advantages import RunOutcome, compute_dr_grpo_advantages, compute_multi_step_grpo_advantages
-from tunesmith.algorithms.group_baselines import compute_reinforce_advantages, compute_rloo_advantages
-from tunesmith.algorithms.losses import TokenScores, compute_ppo_clip_losses
-from tunesmith.algorithms.reinforce_losses import compute_importance_sampling_losses, compute_reinforce_losses
+from tunesmith.algorithms.advantages.baselines import compute_reinforce_advantages, compute_rloo_advantages
+from tunesmith.algorithms.advantages.group import (
+    RunOutcome,
+    compute_dr_grpo_advantages,
+    compute_multi_step_grpo_advantages,
+)
+from tunesmith.algorithms.losses.clipped import TokenScores, compute_ppo_clip_losses
+from tunesmith.algorithms.losses.reinforce import compute_importance_sampling_losses, compute_reinforce_losses
 
 SEQUENCES = list(itertools.product(range(3), repeat=2))
 REWARDS = [0.1 * first * second - 0.5 * (first == second) + 0.3 * second for first, second in SEQUENCES]

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.algorithms.losses import TokenScores
-from tunesmith.algorithms.mixture import compute_mu
+from tunesmith.algorithms.losses.clipped import TokenScores
+from tunesmith.algorithms.losses.expert_mixture import compute_mu
 from tunesmith.algorithms.scores import BatchScores
 from tunesmith.compat.trinity_differences import LEFT_OUT
 from tunesmith.compat.trinity_yaml import translate_trinity_file
-from tunesmith.pipeline.load_config import build_config
+from tunesmith.pipeline.session.load_config import build_config
 
 
 def translate(**values):

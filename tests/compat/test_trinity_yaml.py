@@ -11,7 +11,7 @@ from tunesmith.compat.trinity_draft import allow_neutral
 from tunesmith.compat.trinity_yaml import RULES, is_trinity_file, translate_trinity_file
 from tunesmith.config import AdaptiveKlSection, CorrectionSection, LoraSection, MaskSection
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.load_config import build_config
+from tunesmith.pipeline.session.load_config import build_config
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "data_augment"
 MATH_AGENT = """

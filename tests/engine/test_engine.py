@@ -7,14 +7,14 @@ import os
 
 import pytest
 import torch
-from engines import GREEDY, build_engine, build_prompts, compute_reference_logits, generate_all
 
+from engines import GREEDY, build_engine, build_prompts, compute_reference_logits, generate_all
 from tiny_models import CONFIGS, build_tiny
 from tunesmith.config import EngineSection
-from tunesmith.engine.clock import run_lockstep
 from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import EngineError
-from tunesmith.model.distribution import truncate_logits
+from tunesmith.model.forward.distribution import truncate_logits
 from tunesmith.model.load import load_model
 from tunesmith.types import Completion, Distribution, Sampling
 

@@ -6,15 +6,15 @@ import copy
 
 import pytest
 import torch
-from engines import build_engine, build_prompts, compute_reference_logits, generate_all
 from torch import nn
 
+from engines import build_engine, build_prompts, compute_reference_logits, generate_all
 from tiny_models import build_tiny
 from tunesmith.config import LoraSection
-from tunesmith.engine.packed import MIN_WEIGHTS, PackedLinears
-from tunesmith.model.attention import use_plan_attention
+from tunesmith.engine.cpu.onednn_linear import MIN_WEIGHTS, PackedLinears
+from tunesmith.model.adapters.lora import add_adapter
+from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.load import load_model
-from tunesmith.model.lora import add_adapter
 from tunesmith.types import Distribution, Sampling
 
 

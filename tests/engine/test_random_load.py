@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
-from engines import build_engine
-from host_blocks import build_block_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tunesmith.engine.clock import run_lockstep
+from engines import build_engine
+from host_blocks import build_block_engine
 from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.types import Completion, Distribution, Sampling
 
 Build = Callable[..., LocalEngine]

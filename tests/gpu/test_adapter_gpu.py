@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.config import EngineSection, LoraSection
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.model.adapter import disabled_adapter
+from tunesmith.model.adapters.adapter import disabled_adapter
 from tunesmith.model.load import load_model
 from tunesmith.types import Completion, Sampling
 

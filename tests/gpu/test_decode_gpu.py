@@ -12,11 +12,11 @@ from torch.nn import functional
 
 from tiny_models import build_tiny
 from tunesmith.config import EngineSection
+from tunesmith.engine.batch.sampler import sample_tokens
+from tunesmith.engine.cuda.custom_ops import Prologue
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.ops import Prologue
-from tunesmith.engine.sampling import sample_tokens
 from tunesmith.errors import EngineError
-from tunesmith.model.attention import use_plan_attention
+from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.types import Distribution, Sampling
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,7 @@ def generate(engine, prompts, samplings):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("distributions", [PLAIN, CUT])
 def test_the_draw_kernel_draws_what_the_sampler_draws(distributions, dtype):
-    from tunesmith.engine.kernels.draw import Rows, draw_tokens
+    from tunesmith.engine.cuda.kernels.draw import Rows, draw_tokens
 
     num_rows, vocabulary = 180, 50_003
     logits = torch.randn(num_rows, vocabulary, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
@@ -99,11 +99,11 @@ def rotate(heads_NHD, cos_ND, sin_ND):
 def test_attention_kernels_equal_a_dense_softmax(
     heads, kv_heads, size, window, softcap, has_prologue, dtype, tolerance
 ):
-    from tunesmith.engine.attention import KVCache, LayerShape
-    from tunesmith.engine.kernels.paged_decode import attend_decoding
-    from tunesmith.engine.kernels.paged_prefill import attend_prefilling, get_tile_tokens
-    from tunesmith.engine.plans import build_prefill_plan
-    from tunesmith.engine.span import Span
+    from tunesmith.engine.batch.kv_cache import KVCache, LayerShape
+    from tunesmith.engine.core.span import Span
+    from tunesmith.engine.cuda.attention_plans import build_prefill_plan
+    from tunesmith.engine.cuda.kernels.paged_decode import attend_decoding
+    from tunesmith.engine.cuda.kernels.paged_prefill import attend_prefilling, get_tile_tokens
 
     torch.manual_seed(0)
     device = torch.device("cuda")
@@ -181,7 +181,7 @@ def test_attention_kernels_equal_a_dense_softmax(
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 def test_row_kernels_equal_their_formulas(dtype, tolerance):
-    from tunesmith.engine.kernels.layer import gate_rows, norm_rows
+    from tunesmith.engine.cuda.kernels.layer import gate_rows, norm_rows
 
     torch.manual_seed(0)
     inputs, weight = torch.randn(3, 70, 1536, device="cuda").to(dtype), torch.randn(1536, device="cuda").to(dtype)

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from tiny_models import CONFIGS, build_tiny
 from tunesmith.config import EngineSection
+from tunesmith.engine.batch.sampler import compute_uniforms, sample_tokens
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.sampling import compute_uniforms, sample_tokens
-from tunesmith.model.attention import use_plan_attention
+from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.types import Completion, Distribution, Sampling
 
 pytestmark = pytest.mark.gpu

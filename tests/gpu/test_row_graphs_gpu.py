@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
-from tunesmith.trainer.compiling import compiled_layers
-from tunesmith.trainer.graphs import RowGraphs, can_record
+from tunesmith.trainer.compiled_layers import compiled_layers
+from tunesmith.trainer.loss_pass import run_batch
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring import prepare_update
-from tunesmith.trainer.step import run_batch
+from tunesmith.trainer.row_graphs import RowGraphs, can_record
+from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Distribution, Sample
 
@@ -46,7 +46,7 @@ def build_samples(seed: int, *, num_groups: int = 8) -> list[Sample]:
 def build_model(has_adapter: bool) -> PreTrainedModel:
     model = build_trainable("qwen3", dtype=torch.bfloat16).cuda()
     if has_adapter:
-        from tunesmith.model.lora import add_adapter  # PEFT takes seconds to import
+        from tunesmith.model.adapters.lora import add_adapter  # PEFT takes seconds to import
 
         add_adapter(model.requires_grad_(False), LoraSection(r=4), base="", dtype=torch.bfloat16)
         for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):

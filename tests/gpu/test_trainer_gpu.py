@@ -16,17 +16,17 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.experience.trie import Trie, build_trie, concatenate_tries
-from tunesmith.model.attention import attend_masked
-from tunesmith.model.logprobs import compute_logprobs
-from tunesmith.trainer import attention
-from tunesmith.trainer.attention import TreePlan, build_mask
-from tunesmith.trainer.compiling import compiled_layers
+from tunesmith.model.forward.attention import attend_masked
+from tunesmith.model.forward.logprobs import compute_logprobs
+from tunesmith.trainer.compiled_layers import compiled_layers
+from tunesmith.trainer.loss_pass import run_batch
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring import prepare_update
-from tunesmith.trainer.step import run_batch
-from tunesmith.trainer.tiles import choose_tile
+from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
+from tunesmith.trainer.tree_attention import plan as attention
+from tunesmith.trainer.tree_attention.plan import TreePlan, build_mask
+from tunesmith.trainer.tree_attention.tile_schedule import choose_tile
 from tunesmith.types import Distribution, Sample
 
 pytestmark = pytest.mark.gpu

@@ -45,7 +45,7 @@ def measure_error(exact, samples: list[Sample]) -> float:
 
 @pytest.mark.parametrize("size", [576, 1024, 3584])
 def test_norms_of_float32_rows_come_out_in_the_type_of_their_weight(size):
-    from tunesmith.engine.kernels.layer import norm_rows
+    from tunesmith.engine.cuda.kernels.layer import norm_rows
 
     torch.manual_seed(0)
     inputs = torch.randn(3, 70, size, device="cuda") * 5
@@ -58,7 +58,7 @@ def test_norms_of_float32_rows_come_out_in_the_type_of_their_weight(size):
 
 @pytest.mark.parametrize("num_rows", [1, 7, 200])
 def test_products_of_16_bits_join_float32_residuals_unrounded_and_in_place(num_rows):
-    from tunesmith.engine.kernels.functions import add_product
+    from tunesmith.engine.cuda.kernels.functions import add_product
 
     torch.manual_seed(0)
     total = torch.randn(1, num_rows, 576, device="cuda")

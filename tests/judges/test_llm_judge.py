@@ -9,11 +9,11 @@ from transcripts import GOOD, TASK
 
 from chat_templates import QWEN25
 from fakes import FakeEngine, build_chat_tokenizer, say
+from tunesmith.chat.renderer import Renderer
 from tunesmith.judges.answers import match_numeric
 from tunesmith.judges.composite import Part, compose
 from tunesmith.judges.llm import build_llm_score, llm_judge, parse_score, quote
 from tunesmith.judges.transcript import read_transcript
-from tunesmith.model.render import Renderer
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Sampling
 

@@ -25,7 +25,6 @@ from transformers import (
 
 from fakes import full_disk
 from tunesmith.errors import StorageError
-from tunesmith.model.attention import use_plan_attention
 from tunesmith.model.checkpoint import (
     find_checkpoints,
     find_last_checkpoint,
@@ -34,6 +33,7 @@ from tunesmith.model.checkpoint import (
     remove_old_checkpoints,
     save_checkpoint,
 )
+from tunesmith.model.forward.attention import use_plan_attention
 
 SIZES = {
     "vocab_size": 32,

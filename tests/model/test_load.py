@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
 from tunesmith.config import ExportSection, LoraSection
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.checkpoint import save_model_files
-from tunesmith.model.fingerprint import compute_fingerprint
+from tunesmith.model.cpu_threads import set_num_threads
+from tunesmith.model.forward.logits import verify_model
 from tunesmith.model.load import (
     check_lengths,
     check_model,
@@ -21,11 +22,10 @@ from tunesmith.model.load import (
     resolve_device,
     resolve_dtype,
 )
-from tunesmith.model.logits import verify_model
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
-from tunesmith.model.source import find_model
-from tunesmith.model.threads import set_num_threads
-from tunesmith.pipeline.export import run_export
+from tunesmith.model.source.fingerprint import compute_fingerprint
+from tunesmith.model.source.resolve import find_model
+from tunesmith.pipeline.export.run import run_export
 
 CPU = torch.device("cpu")
 

@@ -58,7 +58,7 @@ def test_a_tracker_that_is_not_installed_is_an_error_that_names_its_extra(monkey
 
 def test_a_tracker_that_is_not_installed_stops_a_run_before_its_model_loads(tmp_path, pocket_folder, monkeypatch):
     from tunesmith.config import RunConfig
-    from tunesmith.pipeline.rl_plan import build_plan
+    from tunesmith.pipeline.rl.plan import build_plan
 
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?"}\n')
     find = importlib.util.find_spec

@@ -10,7 +10,7 @@ import yaml
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import FinetuneConfig, PreferenceConfig
-from tunesmith.pipeline.load_config import load_config, load_section
+from tunesmith.pipeline.session.load_config import load_config, load_section
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes" / "algorithms").glob("*.yaml"))
 

@@ -11,9 +11,9 @@ import pytest
 
 from tunesmith.config import PrepareSection
 from tunesmith.model.load import load_tokenizer
-from tunesmith.pipeline.demonstrations import DemonstrationReader
-from tunesmith.pipeline.pipeline_plan import load_pipeline, plan_stages
-from tunesmith.pipeline.prepare import run_prepare
+from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.prepare.run import run_prepare
+from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "gsm8k_pipeline"
 

@@ -19,9 +19,9 @@ from tunesmith.config import (
     ModelSection,
     MonitorSection,
 )
-from tunesmith.pipeline.finetune import run_sft
-from tunesmith.pipeline.load_config import load_config
-from tunesmith.pipeline.load_function import load_function
+from tunesmith.pipeline.session.load_config import load_config
+from tunesmith.pipeline.session.load_function import load_function
+from tunesmith.pipeline.sft.train import run_sft
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 
 pytest.importorskip("agentscope")

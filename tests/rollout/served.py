@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chat_templates import CHATML, QWEN25, THINKING
 from fakes import FakeEngine, Script, build_chat_tokenizer, say
-from tunesmith.model.render import Renderer
+from tunesmith.chat.renderer import Renderer
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Distribution, Sampling
 

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from chat_templates import CHATML, QWEN3, QWEN25
 from fakes import FakeEngine, Script, build_chat_tokenizer, say
+from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import ConfigError
-from tunesmith.model.render import Renderer
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Sampling, Turn
 

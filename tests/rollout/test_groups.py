@@ -10,8 +10,8 @@ import pytest
 
 from chat_templates import QWEN25
 from fakes import FakeEngine, build_chat_tokenizer
+from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import RolloutError
-from tunesmith.model.render import Renderer
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.groups import check_failures, compute_rollout_metrics, run_groups
 from tunesmith.rollout.runner import Agent

@@ -11,9 +11,9 @@ import pytest
 
 from chat_templates import CHATML, LLAMA3, QWEN3, QWEN25
 from fakes import FakeEngine, Script, build_chat_tokenizer, say
+from tunesmith.chat.messages import compute_match_keys, parse_messages
+from tunesmith.chat.renderer import Renderer
 from tunesmith.experience.samples import build_samples
-from tunesmith.model.messages import compute_match_keys, parse_messages
-from tunesmith.model.render import Renderer
 from tunesmith.rollout.service import Lease, ModelService
 from tunesmith.types import Group, Sampling, Task, Trajectory, Turn
 

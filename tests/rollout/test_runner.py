@@ -14,7 +14,7 @@ import torch
 
 from chat_templates import GEMMA2, QWEN25
 from fakes import FakeEngine, Script, build_chat_tokenizer, say
-from tunesmith.model.render import Renderer
+from tunesmith.chat.renderer import Renderer
 from tunesmith.rollout.runner import Agent, describe_response, run_trajectory
 from tunesmith.rollout.service import FixedModel, ModelService
 from tunesmith.rollout.watchdog import Watchdog

@@ -14,9 +14,9 @@ from served import ADD, DEFAULTS, SUB, TOOLS, USER, ask, build_service, engine_o
 
 from chat_templates import THINKING
 from fakes import FakeEngine
-from tunesmith.model.messages import Message
-from tunesmith.model.render import Prompt
-from tunesmith.rollout.client import build_client
+from tunesmith.chat.messages import Message
+from tunesmith.chat.renderer import Prompt
+from tunesmith.rollout.openai_server.client import build_client
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Distribution
 

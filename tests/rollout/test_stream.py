@@ -14,7 +14,7 @@ from served import ADD, SUB, TOKENIZERS, TOOLS, USER, ask, build_service, engine
 
 from chat_templates import QWEN25, THINKING
 from fakes import Script
-from tunesmith.rollout.client import build_client
+from tunesmith.rollout.openai_server.client import build_client
 from tunesmith.rollout.service import ModelService
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,7 @@ import torch
 from test_algorithm_gradients import build_batch, score_plainly
 from torch import Tensor
 
-from tunesmith.trainer.scoring import FirstScores
+from tunesmith.trainer.scoring_pass import FirstScores
 from tunesmith.types import Sample
 
 

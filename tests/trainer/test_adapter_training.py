@@ -17,11 +17,11 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
 from tunesmith.errors import ConfigError
+from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.load import load_model
-from tunesmith.model.lora import add_adapter
+from tunesmith.trainer.loss_pass import run_batch
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring import Companions, prepare_update, score_logprobs
-from tunesmith.trainer.step import run_batch
+from tunesmith.trainer.scoring_pass import Companions, prepare_update, score_logprobs
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Distribution, Sample
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
+from tunesmith.trainer.loss_pass import run_batch
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring import Companions, prepare_update
-from tunesmith.trainer.step import run_batch
+from tunesmith.trainer.scoring_pass import Companions, prepare_update
 from tunesmith.types import Distribution, Sample
 
 PACKINGS = [

@@ -17,9 +17,9 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CriticSection, TrainerSection
+from tunesmith.trainer.loss_pass import run_batch
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring import Companions, FirstScores, prepare_update
-from tunesmith.trainer.step import run_batch
+from tunesmith.trainer.scoring_pass import Companions, FirstScores, prepare_update
 from tunesmith.trainer.trainer import Trainer
 
 LABELS, GROUPS = [0.9, -1.1, -0.4, 1.3, 0.6, -0.8], [0, 0, 1, 1, 2, 2]

@@ -13,7 +13,7 @@ from test_trainer import read_parameters, score
 from trainable_models import build_trainable
 from tunesmith.config import AlgorithmSection, CriticSection, TrainerSection
 from tunesmith.errors import ConfigError, TrainingError
-from tunesmith.model.value_head import ValueModel
+from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.critic import Critic, compute_value_losses
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.trainer import Trainer

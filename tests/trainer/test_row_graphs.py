@@ -14,14 +14,14 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError
-from tunesmith.trainer import step
+from tunesmith.trainer import loss_pass as step
 from tunesmith.trainer.batch import build_row, number_distributions, send_inputs
-from tunesmith.trainer.graphs import has_live_graph
 from tunesmith.trainer.metrics import add_parts
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring import prepare_update
-from tunesmith.trainer.tiles import NARROW, build_table, compute_table_size, pad_trie
+from tunesmith.trainer.row_graphs import has_live_graph
+from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
+from tunesmith.trainer.tree_attention.tile_schedule import NARROW, build_table, compute_table_size, pad_trie
 from tunesmith.types import Distribution, Sample
 
 CHUNK_TOKENS = 16

@@ -11,10 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.experience.trie import EMPTY, Trie, build_trie, concatenate_tries
-from tunesmith.model.attention import attend_masked
-from tunesmith.trainer import attention, segments
-from tunesmith.trainer.attention import TreePlan
-from tunesmith.trainer.tiles import PADDING, Tile, build_table, count_places, find_tiles, pad_trie
+from tunesmith.model.forward.attention import attend_masked
+from tunesmith.trainer.tree_attention import cpu as segments
+from tunesmith.trainer.tree_attention import plan as attention
+from tunesmith.trainer.tree_attention.plan import TreePlan
+from tunesmith.trainer.tree_attention.tile_schedule import (
+    PADDING,
+    Tile,
+    build_table,
+    count_places,
+    find_tiles,
+    pad_trie,
+)
 from tunesmith.types import Sample
 
 

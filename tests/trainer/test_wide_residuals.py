@@ -13,16 +13,16 @@ from test_gradients import build_samples
 from trainable_models import build_answered, build_deep
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, EngineSection, LoraSection, TrainerSection
-from tunesmith.engine.clock import run_lockstep
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.model.lora import add_adapter
-from tunesmith.model.residuals import widen_residuals
-from tunesmith.model.value_head import ValueModel
-from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.model.adapters.lora import add_adapter
+from tunesmith.model.forward.fp32_residual import widen_residuals
+from tunesmith.model.value_model import ValueModel
+from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.trainer.loss_pass import run_batch
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring import prepare_update
-from tunesmith.trainer.step import run_batch
+from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Sample, Sampling
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from tunesmith.algorithms.advantages import Advantages, RunOutcome
-from tunesmith.algorithms.aggregate import Aggregation
+from tunesmith.algorithms.advantages.group import Advantages, RunOutcome
+from tunesmith.algorithms.aggregation import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
-from tunesmith.algorithms.losses import TokenLosses, TokenScores
+from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.scores import BatchScores, Need, TokenTerms, keep_advantages
 from tunesmith.algorithms.table import ALGORITHMS, COMPARISONS, ZERO_WITHOUT_DIFFERENCE
 from tunesmith.arguments import bind_arguments, name_nearest

@@ -11,17 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunesmith.algorithms.advantages import (
-    Advantages,
-    compute_bnpo_advantages,
-    compute_dr_grpo_advantages,
-    compute_grpo_advantages,
-    compute_multi_step_grpo_advantages,
-)
-from tunesmith.algorithms.aggregate import Aggregation
-from tunesmith.algorithms.distillation import compute_distillation_terms, compute_jsd_terms
-from tunesmith.algorithms.gigpo import compute_gigpo_advantages
-from tunesmith.algorithms.group_baselines import (
+from tunesmith.algorithms.advantages.baselines import (
     compute_asymre_advantages,
     compute_opmd_advantages,
     compute_raft_advantages,
@@ -29,34 +19,44 @@ from tunesmith.algorithms.group_baselines import (
     compute_reinforce_advantages,
     compute_rloo_advantages,
 )
-from tunesmith.algorithms.losses import (
+from tunesmith.algorithms.advantages.distillation import compute_distillation_terms, compute_jsd_terms
+from tunesmith.algorithms.advantages.gigpo import compute_gigpo_advantages
+from tunesmith.algorithms.advantages.group import (
+    Advantages,
+    compute_bnpo_advantages,
+    compute_dr_grpo_advantages,
+    compute_grpo_advantages,
+    compute_multi_step_grpo_advantages,
+)
+from tunesmith.algorithms.advantages.returns import compute_ppo_terms, compute_reinforce_plus_plus_terms
+from tunesmith.algorithms.advantages.single_run import compute_remax_advantages, keep_rewards
+from tunesmith.algorithms.aggregation import Aggregation
+from tunesmith.algorithms.losses.bounded_ratio import (
+    compute_cispo_losses,
+    compute_gspo_losses,
+    compute_sapo_losses,
+    compute_sppo_losses,
+)
+from tunesmith.algorithms.losses.clipped import (
     TokenLosses,
     compute_ppo_clip_losses,
     compute_sft_is_losses,
     compute_sft_losses,
     compute_sft_phi_losses,
 )
-from tunesmith.algorithms.mixture import (
+from tunesmith.algorithms.losses.expert_mixture import (
     compute_chord_losses,
     compute_chord_terms,
     compute_mix_losses,
     compute_mix_terms,
 )
-from tunesmith.algorithms.preference import compute_dpo_terms, compute_kto_terms, compute_preference_losses
-from tunesmith.algorithms.ratio_losses import (
-    compute_cispo_losses,
-    compute_gspo_losses,
-    compute_sapo_losses,
-    compute_sppo_losses,
-)
-from tunesmith.algorithms.reinforce_losses import (
+from tunesmith.algorithms.losses.preference import compute_dpo_terms, compute_kto_terms, compute_preference_losses
+from tunesmith.algorithms.losses.reinforce import (
     compute_importance_sampling_losses,
     compute_opmd_losses,
     compute_rec_losses,
     compute_reinforce_losses,
 )
-from tunesmith.algorithms.returns import compute_ppo_terms, compute_reinforce_plus_plus_terms
-from tunesmith.algorithms.rewards import compute_remax_advantages, keep_rewards
 from tunesmith.algorithms.scores import Need, TokenTerms, keep_advantages
 from tunesmith.algorithms.sequence_terms import (
     compute_m2po_terms,

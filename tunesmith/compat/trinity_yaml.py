@@ -22,12 +22,6 @@ from tunesmith.compat.trinity_algorithms import (
     read_penalty_args,
     read_penalty_name,
 )
-from tunesmith.compat.trinity_companions import (
-    move_for_critic,
-    read_auxiliary_buffers,
-    read_sample_strategy,
-    read_sample_strategy_args,
-)
 from tunesmith.compat.trinity_differences import settle_differences
 from tunesmith.compat.trinity_draft import (
     ONE_ENGINE,
@@ -39,6 +33,12 @@ from tunesmith.compat.trinity_draft import (
     allow_neutral,
     move,
     walk,
+)
+from tunesmith.compat.trinity_extra_models import (
+    move_for_critic,
+    read_auxiliary_buffers,
+    read_sample_strategy,
+    read_sample_strategy_args,
 )
 from tunesmith.compat.trinity_parts import (
     ADAPTER,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tunesmith.config.companions import CriticSection, ExpertSection, TeacherSection
 from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection, MaskSection
-from tunesmith.config.evaluate import EvalConfig
+from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
 from tunesmith.config.export import ExportSection
+from tunesmith.config.extra_models import CriticSection, ExpertSection, TeacherSection
 from tunesmith.config.finetune import (
     DemonstrationSection,
     FinetuneConfig,

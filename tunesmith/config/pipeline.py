@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tunesmith.config.evaluate import EvalConfig
+from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.export import ExportSection
 from tunesmith.config.finetune import FinetuneConfig
 from tunesmith.config.preference import PreferenceConfig

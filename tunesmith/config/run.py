@@ -10,9 +10,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.companions import CriticSection, ExpertSection, TeacherSection
 from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
+from tunesmith.config.extra_models import CriticSection, ExpertSection, TeacherSection
 from tunesmith.config.lora import refuse_dropout
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection
 from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature

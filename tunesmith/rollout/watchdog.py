@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tunesmith.errors import RolloutError
-from tunesmith.monitor.user_lines import find_running_line
+from tunesmith.user_lines import find_running_line
 
 BLOCKED_LIMIT_S = 5.0
 """The loop is called blocked after this time, or after a quarter of the time that a run may take."""

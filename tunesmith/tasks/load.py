@@ -17,7 +17,7 @@ from datasets.exceptions import DatasetsError
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError, MissingDataError
 from tunesmith.hub import describe_miss, reachable_or_offline
-from tunesmith.tasks.place import check_data_path
+from tunesmith.tasks.data_path import check_data_path
 from tunesmith.types import Task
 
 FORMATS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}

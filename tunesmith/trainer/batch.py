@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.experience.trie import Trie
-from tunesmith.trainer.attention import TreePlan, describe_attention
-from tunesmith.trainer.tiles import PADDING, pad_trie
+from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
+from tunesmith.trainer.tree_attention.tile_schedule import PADDING, pad_trie
 from tunesmith.types import Distribution, Sample
 
 UNTEMPERED = Distribution()

@@ -19,10 +19,10 @@ from torch import Tensor
 from tunesmith.config import CriticSection, TrainerSection
 from tunesmith.errors import TrainingError
 from tunesmith.experience.trie import Trie
-from tunesmith.model.value_head import ValueModel
-from tunesmith.trainer.attention import TreePlan, describe_attention
-from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.model.value_model import ValueModel
+from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.optimizer import MasterAdamW
+from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
 
 
 class Critic:

@@ -24,16 +24,17 @@ from tunesmith.algorithms.scores import Need
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError, ModelError, TrainingError
 from tunesmith.experience.trie import Trie
-from tunesmith.model.attention import PLAN_ATTENTION
-from tunesmith.model.dropout import active_dropout, find_dropouts
-from tunesmith.model.failures import explain_failure, is_device_failure
-from tunesmith.model.logprobs import choose_chunk_tokens
+from tunesmith.model.adapters.dropout import active_dropout, find_dropouts
+from tunesmith.model.device_errors import explain_failure, is_device_failure
+from tunesmith.model.forward.attention import PLAN_ATTENTION
+from tunesmith.model.forward.logprobs import choose_chunk_tokens
 from tunesmith.model.torch_modes import own_modes
-from tunesmith.model.value_head import ValueModel
-from tunesmith.trainer.checkpointing import checkpointed_layers, enable_checkpointing
-from tunesmith.trainer.compiling import can_compile, compiled_layers
+from tunesmith.model.value_model import ValueModel
+from tunesmith.trainer.compiled_layers import can_compile, compiled_layers
 from tunesmith.trainer.critic import Critic
-from tunesmith.trainer.graphs import RowGraphs, can_record, is_small
+from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.lr_schedule import compute_learning_rate
 from tunesmith.trainer.metrics import (
     Total,
     Update,
@@ -45,8 +46,8 @@ from tunesmith.trainer.metrics import (
 )
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.schedule import compute_learning_rate
-from tunesmith.trainer.scoring import (
+from tunesmith.trainer.row_graphs import RowGraphs, can_record, is_small
+from tunesmith.trainer.scoring_pass import (
     Companions,
     FirstScores,
     Preparation,
@@ -55,7 +56,6 @@ from tunesmith.trainer.scoring import (
     score_logprobs,
     spread_logprobs,
 )
-from tunesmith.trainer.step import run_batch
 from tunesmith.types import Sample
 
 logger = logging.getLogger(__name__)

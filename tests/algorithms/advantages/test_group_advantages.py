@@ -1,0 +1,99 @@
+"""Advantages against numbers worked by hand and the golden values of the system that introduced multi_step_grpo."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tunesmith.algorithms.advantages.group import (
+    RunOutcome,
+    compute_grpo_advantages,
+    compute_multi_step_grpo_advantages,
+)
+
+
+def outcomes(*groups: list[float | None]) -> list[list[RunOutcome]]:
+    """Run r of a group made r + 1 model calls."""
+    return [[RunOutcome(reward=reward, num_steps=run + 1) for run, reward in enumerate(group)] for group in groups]
+
+
+GOLDEN = outcomes([1, 0, 0, 1], [0, 0, 0, 0.5])
+
+
+def assert_close(actual: list[list[float | None]], expected: list[list[float]]) -> None:
+    for row, expected_row in zip(actual, expected, strict=True):
+        assert row == pytest.approx(expected_row, abs=1e-6)
+
+
+def test_multi_step_grpo_counts_runs():
+    expected = [[0.866024, -0.866024, -0.866024, 0.866024], [-0.499998, -0.499998, -0.499998, 1.499994]]
+    assert_close(compute_multi_step_grpo_advantages(GOLDEN), expected)
+
+
+def test_step_norm_divides_by_the_number_of_calls():
+    advantages = compute_multi_step_grpo_advantages(GOLDEN, enable_step_norm=True)
+    assert advantages[0] == pytest.approx([0.866024, -0.433012, -0.288675, 0.216506], abs=1e-6)
+
+
+def test_batch_level_deviation_keeps_the_group_mean():
+    advantages = compute_multi_step_grpo_advantages(GOLDEN, std_cal_level="batch")
+    expected = [[1.091551, -1.091551, -1.091551, 1.091551], [-0.272888, -0.272888, -0.272888, 0.818663]]
+    assert_close(advantages, expected)
+
+
+def test_grpo_counts_model_calls():
+    expected = [[0.948681, -0.948681, -0.948681, 0.948681], [-0.774594, -0.774594, -0.774594, 1.161891]]
+    assert_close(compute_grpo_advantages(GOLDEN), expected)
+
+
+def test_grpo_equals_multi_step_grpo_when_every_run_makes_one_call():
+    groups = [[RunOutcome(reward=reward, num_steps=1) for reward in (0.1, 0.7, 0.4)]]
+    assert compute_grpo_advantages(groups) == compute_multi_step_grpo_advantages(groups)
+
+
+@pytest.mark.parametrize("compute", [compute_grpo_advantages, compute_multi_step_grpo_advantages])
+def test_a_group_of_one_has_nothing_to_compare_with_and_is_dropped(compute):
+    assert compute(outcomes([0.7])) == [[None]]
+    assert compute(outcomes([0.7, None, None])) == [[None, None, None]]
+    assert compute(outcomes([None, 0.7]), std_cal_level="batch") == [[None, None]]
+
+
+@pytest.mark.parametrize("compute", [compute_grpo_advantages, compute_multi_step_grpo_advantages])
+def test_group_without_variance_is_dropped(compute):
+    assert compute(outcomes([0.1] * 3, [1, 0])) == [[None] * 3, compute(outcomes([1, 0]))[0]]
+
+
+def test_group_below_the_threshold_is_dropped():
+    groups = outcomes([0.5, 0.51], [0, 1])
+    assert compute_multi_step_grpo_advantages(groups, std_threshold=0.1)[0] == [None, None]
+    assert compute_multi_step_grpo_advantages(groups, std_threshold=0.1)[1] != [None, None]
+
+
+def test_unscored_members_leave_no_trace():
+    with_unscored = compute_multi_step_grpo_advantages(outcomes([1, None, 0, 0]))[0]
+    assert with_unscored[1] is None
+    assert [with_unscored[0], *with_unscored[2:]] == compute_multi_step_grpo_advantages(outcomes([1, 0, 0]))[0]
+
+
+def test_group_without_any_score_does_not_train():
+    assert compute_grpo_advantages(outcomes([None, None])) == [[None, None]]
+
+
+def test_scored_run_without_model_calls_is_no_observation_of_grpo():
+    group = [RunOutcome(reward=1.0, num_steps=0), RunOutcome(reward=0.0, num_steps=3)]
+    assert compute_grpo_advantages([group]) == [[None, None]]
+
+
+@given(st.lists(st.lists(st.none() | st.floats(-5, 5).map(lambda x: round(x, 3)), max_size=6), max_size=4))
+def test_multi_step_grpo_equals_the_textbook(groups):
+    for rewards, row in zip(groups, compute_multi_step_grpo_advantages(outcomes(*groups)), strict=True):
+        scored = [reward for reward in rewards if reward is not None]
+        if len(set(scored)) <= 1:
+            assert row == [None] * len(rewards)
+        else:
+            mean, std = statistics.mean(scored), statistics.stdev(scored)
+            expected = [None if reward is None else (reward - mean) / (std + 1e-6) for reward in rewards]
+            assert row == [None if value is None else pytest.approx(value, abs=1e-9) for value in expected]

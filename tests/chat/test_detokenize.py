@@ -1,0 +1,73 @@
+"""Sampled ids as text, at once and one at a time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from chat_templates import QWEN25
+from rendering import NEXT, USER, build_renderer, extend, make_prompt
+from tunesmith.chat.renderer import Renderer
+
+
+def test_text_hides_special_tokens_but_not_markup():
+    renderer = build_renderer(QWEN25)
+    ids = renderer.encode("a<|im_start|><think>b</think><tool_call>c<|im_end|>")
+    assert renderer.decode(ids) == "a<think>b</think><tool_call>c"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_text_stream_adds_up_to_the_decoded_text(seed):
+    renderer = build_renderer(QWEN25)
+    rng = random.Random(seed)
+    ids = renderer.encode("naive \u00e9t\u00e9 \u4f60\u597d \U0001f600 <tool_call>")
+    ids = [i if rng.random() < 0.8 else rng.randrange(400) for i in ids for _ in range(rng.choice([1, 1, 2]))]
+    stream = renderer.build_text_stream()
+    pieces = [stream.feed(token_id) for token_id in ids]
+    assert "".join(pieces) + stream.finish() == renderer.decode(ids)
+
+
+def test_unfinished_characters_are_held():
+    renderer = build_renderer(QWEN25)
+    first, *rest = renderer.encode("\U0001f600")
+    stream = renderer.build_text_stream()
+    assert [stream.feed(i) for i in (first, *rest)] == [""] * len(rest) + ["\U0001f600"]
+
+
+def build_byte_fallback_tokenizer(*, is_stripped: bool) -> PreTrainedTokenizerFast:
+    """Words begin with a block character and unknown characters are spelled in bytes, as in Llama 2 and Gemma."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefgh", "\u2581a"]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    replace = normalizers.Replace(" ", "\u2581")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), replace]) if is_stripped else replace
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * is_stripped)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    wrapped.chat_template = """{% for m in messages %}{{ m.role[0] + ' ' + m.content + '</s>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'a ' }}{% endif %}"""
+    return wrapped
+
+
+@pytest.mark.parametrize("is_stripped", [True, False])
+@pytest.mark.parametrize("seed", range(30))
+def test_a_text_stream_adds_up_with_byte_fallback(is_stripped, seed):
+    renderer = Renderer(build_byte_fallback_tokenizer(is_stripped=is_stripped))
+    rng = random.Random(seed)
+    ids = renderer.encode("a b c \u4f60\u597d \U0001f600 abc")
+    ids = [i if rng.random() < 0.8 else rng.randrange(3, 268) for i in ids]
+    stream = renderer.build_text_stream()
+    pieces = [stream.feed(token_id) for token_id in ids]
+    assert "".join(pieces) + stream.finish() == renderer.decode(ids)
+
+
+@pytest.mark.parametrize("is_stripped", [True, False])
+def test_prompts_go_on_without_a_new_word_mark(is_stripped):
+    renderer = Renderer(build_byte_fallback_tokenizer(is_stripped=is_stripped))
+    reply = {"role": "assistant", "content": "bad"}
+    _, _, extended = extend(renderer, [USER], "bad", reply, [NEXT], end="</s>")
+    anew = renderer.render(make_prompt(USER, reply, NEXT))
+    assert extended[-12:] == anew[-12:]

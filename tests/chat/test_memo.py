@@ -1,0 +1,73 @@
+"""Functions that remember their results by content."""
+
+from __future__ import annotations
+
+import copy
+
+from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.messages import parse_messages, parse_tools
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+
+class Text(str):
+    """A text that is not plain."""
+
+
+def test_bytes_tell_values_apart_that_python_calls_equal():
+    values = [{"a": 1}, {"a": 1.0}, {"a": True}, {"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": [1]}, {"a": (1,)}]
+    assert len({freeze(value) for value in values}) == len(values)
+    assert freeze({"a": Text("x")}) is None
+    assert freeze(object()) is None
+
+
+def test_equal_values_have_equal_bytes_whoever_made_them():
+    text = "".join(["some ", "words"])
+    shared = {"a": text, "b": [text, "some words"]}
+    assert freeze(shared) == freeze(thaw(freeze(shared))) == freeze({"a": "some words", "b": ["some words", text]})
+
+
+def test_a_remembered_function_computes_once_and_keeps_few():
+    computed = []
+
+    @remember(max_entries=2, max_length=3)
+    def double(text: str) -> str:
+        computed.append(text)
+        return text * 2
+
+    assert [double(text) for text in ("a", "a", "b", "a", "c", "b", "a", "long", "long")][-1] == "longlong"
+    assert computed == ["a", "b", "c", "b", "a", "long", "long"]
+
+
+def test_remembered_keys_are_forgotten_when_they_add_up(monkeypatch):
+    monkeypatch.setattr("tunesmith.chat.memo.MAX_TOTAL_LENGTH", 5)
+    computed = []
+
+    @remember(max_entries=100, max_length=3)
+    def double(text: str) -> str:
+        computed.append(text)
+        return text * 2
+
+    assert [double(text) for text in ("aa", "bb", "aa", "cc", "cc", "aa")][-1] == "aaaa"
+    assert computed == ["aa", "bb", "cc", "aa"]
+
+
+def test_messages_that_were_changed_in_place_are_read_anew():
+    raw = [{"role": "user", "content": [{"type": "text", "text": "one"}]}, {"role": "assistant", "tool_calls": [CALL]}]
+    raw = copy.deepcopy(raw)
+    before = parse_messages(raw)
+    raw[0]["content"][0]["text"] = "two"
+    raw[1]["tool_calls"][0]["function"]["arguments"]["a"] = 1.0
+    after = parse_messages(raw)
+    assert [message.content for message in (before[0], after[0])] == ["one", "two"]
+    assert [message.tool_calls[0].arguments for message in (before[1], after[1])] == ['{"a": 1}', '{"a": 1.0}']
+
+
+def test_tools_that_were_changed_in_place_are_read_anew():
+    raw = [copy.deepcopy(TOOL)]
+    before = parse_tools(raw)
+    raw[0]["function"]["parameters"]["properties"]["a"] = {"type": "integer"}
+    after = parse_tools(raw)
+    assert before[0]["function"]["parameters"]["properties"] == {}
+    assert after[0]["function"]["parameters"]["properties"] == {"a": {"type": "integer"}}

@@ -1,0 +1,170 @@
+"""Templates rendered without the tokenizer, and what follows a reply rendered without what came before."""
+
+from __future__ import annotations
+
+import pytest
+from jinja2 import Environment
+from jinja2.exceptions import TemplateError
+
+from chat_templates import CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25, THINKING
+from fakes import build_chat_tokenizer
+from rendering import CALL, TOOLS, USER, build_renderer, make_prompt
+from tunesmith.chat.messages import Message, ToolCall, parse_messages
+from tunesmith.chat.template import SENTINEL, ChatTemplate
+from tunesmith.chat.template_analysis import is_local
+from tunesmith.chat.template_rendering import JinjaTemplate
+
+TEMPLATES = (CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25, THINKING)
+RESULT = {"role": "tool", "tool_call_id": "call1", "content": "\u20ac <1>"}
+ASKED = {"role": "assistant", "content": "", "reasoning_content": "why", "tool_calls": [CALL]}
+
+
+def render_or_refuse(render, *args, **options) -> str:
+    try:
+        return render(*args, **options)
+    except TemplateError as error:
+        return f"refused: {error}"
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"bos_token": "B"}, {"documents": [{"a": "b"}]}])
+def test_rendering_is_what_the_tokenizer_renders(template, variables):
+    tokenizer = build_chat_tokenizer(template)
+    jinja = JinjaTemplate(tokenizer)
+    assert jinja.is_direct
+    messages = [message.to_template() for message in parse_messages([USER, ASKED, RESULT])]
+    for given in (messages[:1], messages[:2], messages):
+        for tools in ((), TOOLS):
+            options = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": True, **variables}
+            expected = render_or_refuse(tokenizer.apply_chat_template, given, **options)
+            options = {"tools": tools, "variables": variables, "has_generation_prompt": True}
+            assert render_or_refuse(jinja.render, given, **options) == expected
+
+
+def test_a_tokenizer_that_renders_in_its_own_way_is_left_to_it():
+    class Shouting(type(build_chat_tokenizer(CHATML))):
+        def apply_chat_template(self, *args, **kwargs):
+            return super().apply_chat_template(*args, **kwargs).upper()
+
+    tokenizer = build_chat_tokenizer(CHATML)
+    tokenizer.__class__ = Shouting
+    jinja = JinjaTemplate(tokenizer)
+    assert not jinja.is_direct
+    text = jinja.render([USER], tools=(), variables={}, has_generation_prompt=True)
+    assert text == tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|IM_START|>ASSISTANT\n")
+
+
+@pytest.mark.parametrize(("template", "expected"), [(CHATML, True), (QWEN25, True), (QWEN3, False), (GEMMA2, False)])
+def test_templates_that_look_around_are_told_from_those_that_do_not(template, expected):
+    assert is_local(Environment().parse(template)) == expected
+
+
+BODY = "{{ message.content }}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}" + BODY + "{{ messages | length }}{% endfor %}",
+        "{% for m in messages %}{{ messages[-1].content }}{% endfor %}",
+        "{% for m in messages %}{{ messages[1].content }}{% endfor %}",
+        "{% for m in messages %}{{ messages[loop.index0 - 2].content }}{% endfor %}",
+        "{% for m in messages %}{{ messages[loop.index - 1].content }}{% endfor %}",
+        "{% for m in messages %}{{ loop.index0 }}{% endfor %}",
+        "{% for m in messages %}{% if loop.index0 == 1 %}x{% endif %}{% endfor %}",
+        "{% for m in messages %}{{ loop.cycle('a', 'b') }}{% endfor %}",
+        "{% for m in messages %}{% set l = loop %}{{ l.index0 }}{% endfor %}",
+        "{% for m in messages %}{% for c in m.content %}{{ messages[loop.index0 - 1].role }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% for m in messages %}{{ m.role }}{% endfor %}",
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+        "{% for t in tools %}{% for m in messages %}{{ m.content }}{% endfor %}{% endfor %}",
+        "{% for m in messages[1:] %}{{ m.content }}{% endfor %}",
+        "{% set messages = messages %}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{% endfor %}",
+        "{% for m in messages %}{{ raise_exception(m.role) }}{% endfor %}",
+        "{% for m in messages %}{{ m.content | random }}{% endfor %}",
+        "{% macro f(m) %}{{ m.content }}{% endmacro %}{% for m in messages %}{{ f(m) }}{% endfor %}",
+        "{{ messages | tojson }}",
+    ],
+)
+def test_what_may_look_further_is_not_local(source):
+    assert not is_local(Environment().parse(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] | trim }}{% endfor %}",
+        "{% for m in messages %}{% if loop.first or loop.index0 == 0 %}{{ m.role }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{% if loop.last %}{{ messages[loop.index0 + 1] }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{% for c in m.calls %}{{ c.name ~ loop.index }}{% endfor %}{% endfor %}{{ eos_token }}",
+    ],
+)
+def test_what_looks_at_neighbours_is_local(source):
+    assert is_local(Environment().parse(source))
+
+
+def make_history(*, has_system: bool, num_rounds: int, num_results: int) -> list[Message]:
+    messages = [Message(role="system", content="S")] if has_system else []
+    messages.append(Message(role="user", content="q"))
+    for turn in range(num_rounds):
+        calls = tuple(
+            ToolCall(call_id=f"id{turn}{i}", name="calculator", arguments='{"a": 1}') for i in range(num_results)
+        )
+        messages.append(Message(role="assistant", content=f"say {turn}", tool_calls=calls))
+        messages += [
+            Message(role="tool", content=f"r{turn}{i}", tool_call_id=f"id{turn}{i}") for i in range(num_results)
+        ]
+        if not num_results:
+            messages.append(Message(role="user", content=f"and {turn}?"))
+    return messages
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("has_system", [True, False])
+@pytest.mark.parametrize("num_results", [0, 1, 2])
+def test_what_follows_a_reply_is_what_the_whole_conversation_shows(template, has_system, num_results):
+    renders = ChatTemplate(build_chat_tokenizer(template), has_hermes_parser=True)
+    for num_rounds in range(5):
+        history = make_history(has_system=has_system, num_rounds=num_rounds, num_results=num_results)
+        reply = Message(role="assistant", content=SENTINEL)
+        for new in ([Message(role="user", content="next")], [Message(role="user", content="a"), *history[-1:]]):
+            messages = [*history, reply, *new]
+            for tools in ((), TOOLS):
+                try:
+                    expected = renders.find_delta(renders.render(messages, tools=tools))
+                except ValueError:  # the template wants its roles in turn
+                    continue
+                assert renders.render_delta(messages, tools=tools, variables={}) == expected
+
+
+def test_a_conversation_of_many_turns_is_not_rendered_from_its_start():
+    renders = ChatTemplate(build_chat_tokenizer(CHATML), has_hermes_parser=True)
+    history = make_history(has_system=True, num_rounds=3, num_results=0)
+    rendered = []
+    plain = renders._jinja.render
+    renders._jinja.render = lambda messages, **options: rendered.append(len(messages)) or plain(messages, **options)
+    reply, new = Message(role="assistant", content=SENTINEL), Message(role="user", content="next")
+    renders.render_delta([*history, reply, new], tools=(), variables={})
+    renders.render_delta([*history, reply, new], tools=(), variables={})
+    assert rendered == [4]
+
+
+def test_the_encoder_of_a_tokenizer_that_was_used_otherwise_encodes_the_same():
+    renderer = build_renderer(QWEN25)
+    renderer._tokenizer.pad_token = "<|endoftext|>"
+    text = "<|im_start|>user\nwhat is a function?<|im_end|>\n"
+    expected = renderer._tokenizer.encode(text, add_special_tokens=False)
+    assert list(renderer.encode(text)) == expected
+    for options in ({"truncation": True, "max_length": 2}, {"split_special_tokens": True}, {"padding": "max_length"}):
+        renderer._tokenizer(text, **({"max_length": 64} | options))
+        assert list(renderer.encode(text)) == expected
+
+
+def test_other_tools_and_variables_are_rendered_anew():
+    renderer = build_renderer(QWEN3)
+    plain, tooled = make_prompt(USER), make_prompt(USER, tools=TOOLS)
+    assert renderer.render(plain) != renderer.render(tooled) == renderer.render(tooled)
+    renderer = build_renderer(QWEN25)
+    assert renderer.render(plain) != renderer.render(tooled) == renderer.render(tooled)

@@ -1,0 +1,116 @@
+"""Draws follow the shared definition of the distribution and depend on seed and position alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tunesmith.engine.batch.sampler import compute_uniforms, sample_tokens
+from tunesmith.model.forward.distribution import truncate_logits
+from tunesmith.types import Distribution
+
+CPU = torch.device("cpu")
+DISTRIBUTIONS = [
+    Distribution(),
+    Distribution(temperature=0.7),
+    Distribution(temperature=0),
+    Distribution(top_k=5),
+    Distribution(top_p=0.8),
+    Distribution(min_p=0.2),
+    Distribution(temperature=1.3, top_k=20, top_p=0.9, min_p=0.05),
+    Distribution(logit_bias=((3, 2.5), (5, -4.0)), top_p=0.95),
+    Distribution(temperature=0, logit_bias=((7, 50.0),)),
+    Distribution(top_p=0.999, temperature=2.0),
+]
+
+
+def build_logits(num_rows: int, vocab_size: int = 400) -> torch.Tensor:
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 2
+
+
+def test_uniforms_are_those_of_splitmix64() -> None:
+    mixed_zero = 0xE220A8397B1DCDAF  # the generator's first output for state 0, as published
+    state = (mixed_zero + 0x9E3779B97F4A7C15) % 2**64
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+    expected = ((state ^ (state >> 31)) >> 11) / 2**53
+    assert compute_uniforms([0], [0], CPU).tolist() == [expected]
+
+
+def test_uniforms_are_spread_evenly_over_seeds_and_positions() -> None:
+    for seeds, positions in [(range(20_000), [5] * 20_000), ([9] * 20_000, range(20_000))]:
+        counts = torch.histc(compute_uniforms(list(seeds), list(positions), CPU).float(), bins=20, min=0, max=1)
+        chi_square = ((counts - 1000) ** 2 / 1000).sum().item()
+        assert chi_square < 43.8  # 99.9 % of 19 degrees of freedom
+
+
+def test_seeds_of_any_size_are_taken() -> None:
+    values = compute_uniforms([-1, 2**64 - 1, 2**70, 0], [1, 1, 1, 1], CPU).tolist()
+    assert values[0] == values[1]
+    assert values[2] == values[3]
+
+
+def test_mixed_rows_agree_with_the_shared_definition() -> None:
+    logits = build_logits(len(DISTRIBUTIONS))
+    for seed in range(20):
+        draws = sample_tokens(logits.clone(), DISTRIBUTIONS, [seed] * len(DISTRIBUTIONS), range(len(DISTRIBUTIONS)))
+        for row, distribution in enumerate(DISTRIBUTIONS):
+            expected = truncate_logits(logits[row : row + 1], distribution).log_softmax(-1)[0]
+            token_id = draws.token_ids[row]
+            assert expected[token_id] > -math.inf
+            assert draws.logprobs[row] == pytest.approx(expected[token_id].item(), abs=1e-5)
+            if distribution.temperature == 0:
+                assert token_id == expected.argmax().item()
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_a_row_is_drawn_alike_alone_and_in_a_batch(distribution: Distribution) -> None:
+    logits = build_logits(len(DISTRIBUTIONS))
+    row = DISTRIBUTIONS.index(distribution)
+    seeds, positions = [11] * len(DISTRIBUTIONS), range(40, 40 + len(DISTRIBUTIONS))
+    together = sample_tokens(logits.clone(), DISTRIBUTIONS, seeds, positions)
+    alone = sample_tokens(logits[row : row + 1].clone(), [distribution], [11], [40 + row])
+    assert (together.token_ids[row], together.logprobs[row]) == (alone.token_ids[0], alone.logprobs[0])
+
+
+@pytest.mark.parametrize("distribution", [Distribution(), Distribution(temperature=1.5, top_k=6, top_p=0.9)])
+def test_sampled_frequencies_fit_the_distribution(distribution: Distribution) -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5, -2.0, 1.5, -math.inf]])
+    expected = truncate_logits(logits, distribution).softmax(-1)[0]
+    num_draws = 20_000
+    draws = sample_tokens(logits.repeat(num_draws, 1), [distribution] * num_draws, range(num_draws), [3] * num_draws)
+    counts = torch.bincount(torch.tensor(draws.token_ids), minlength=8).double()
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    wanted = expected[possible] * num_draws
+    chi_square = ((counts[possible] - wanted) ** 2 / wanted).sum().item()
+    assert chi_square < 22.5  # 99.9 % of six degrees of freedom, the most any case has
+
+
+def test_top_p_beyond_the_first_candidates_sorts_the_vocabulary() -> None:
+    logits = build_logits(2, vocab_size=3000) * 0.01
+    distribution = Distribution(top_p=0.5)
+    expected = truncate_logits(logits, distribution).log_softmax(-1)
+    draws = sample_tokens(logits.clone(), [distribution, Distribution(top_p=0.001)], [1, 2], [0, 0])
+    assert draws.logprobs[0] == pytest.approx(expected[0, draws.token_ids[0]].item(), abs=1e-4)
+    assert draws.logprobs[1] > -2
+
+
+def test_the_last_token_can_be_drawn_and_nothing_beyond_it() -> None:
+    logits = torch.full((4000, 3), -math.inf)
+    logits[:, 2] = 0.0
+    draws = sample_tokens(logits, [Distribution()] * 4000, range(4000), [0] * 4000)
+    assert set(draws.token_ids) == {2}
+    assert set(draws.logprobs) == {0.0}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_rows_that_are_not_finite_are_marked_and_others_are_not_touched(value: float) -> None:
+    logits = build_logits(3)
+    expected = sample_tokens(logits.clone(), [Distribution()] * 3, [1, 2, 3], [0, 0, 0])
+    logits[1, 5] = value
+    draws = sample_tokens(logits, [Distribution()] * 3, [1, 2, 3], [0, 0, 0])
+    assert draws.is_finite == [True, False, True]
+    assert (draws.token_ids[0], draws.token_ids[2]) == (expected.token_ids[0], expected.token_ids[2])

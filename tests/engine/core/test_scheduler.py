@@ -1,0 +1,168 @@
+"""Who computes what in which step."""
+
+from __future__ import annotations
+
+from tunesmith.engine.core.block_manager import PagePool
+from tunesmith.engine.core.request import Request
+from tunesmith.engine.core.scheduler import Schedule, Scheduler
+from tunesmith.types import Sampling
+
+
+def build_scheduler(
+    *,
+    num_pages: int = 100,
+    max_num_seqs: int = 8,
+    max_batched_tokens: int = 100,
+    has_prefix_cache: bool = True,
+    keeps_runs: bool = False,
+) -> Scheduler:
+    return Scheduler(
+        PagePool(num_pages),
+        page_size=4,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        has_prefix_cache=has_prefix_cache,
+        keeps_runs=keeps_runs,
+    )
+
+
+def build_request(request_id: int, prompt: range | list[int], order: tuple[int, ...] = ()) -> Request:
+    return Request(request_id=request_id, prompt_ids=tuple(prompt), sampling=Sampling(max_tokens=100), order=order)
+
+
+def run_step(scheduler: Scheduler) -> Schedule:
+    """Schedule, and sample token 7 where a token is sampled."""
+    step = scheduler.schedule()
+    scheduler.commit(step.work)
+    for item in step.work:
+        if item.samples:
+            item.request.append(7, -1.0, 0)
+    return step
+
+
+def describe(step: Schedule) -> list[tuple[int, int, int]]:
+    return [(item.request.request_id, item.start, item.stop) for item in step.work]
+
+
+def test_requests_are_admitted_by_order_then_by_arrival() -> None:
+    scheduler = build_scheduler(max_num_seqs=3)
+    for request_id, order in enumerate([(2,), (1,), (1,), (0, 5)]):
+        scheduler.add(build_request(request_id, [request_id], order))
+    assert describe(run_step(scheduler)) == [(3, 0, 1), (1, 0, 1), (2, 0, 1)]
+
+
+def test_prompts_are_prefilled_in_chunks_beside_decoding_requests() -> None:
+    scheduler = build_scheduler(max_batched_tokens=5)
+    scheduler.add(build_request(0, range(10, 13)))
+    scheduler.add(build_request(1, range(20, 29)))
+    steps = [describe(run_step(scheduler)) for _ in range(4)]
+    assert steps == [
+        [(0, 0, 3), (1, 0, 2)],
+        [(0, 3, 4), (1, 2, 6)],
+        [(0, 4, 5), (1, 6, 9)],
+        [(0, 5, 6), (1, 9, 10)],
+    ]
+
+
+def test_equal_prompts_compute_their_full_pages_once() -> None:
+    scheduler = build_scheduler()
+    for request_id in range(3):
+        scheduler.add(build_request(request_id, range(10, 20)))
+    assert describe(run_step(scheduler)) == [(0, 0, 10), (1, 8, 10), (2, 8, 10)]
+    assert [request.num_cached_tokens for request in scheduler.running] == [0, 8, 8]
+    assert len({tuple(request.pages[:2]) for request in scheduler.running}) == 1
+    assert len({request.pages[2] for request in scheduler.running}) == 3
+
+
+def test_pages_of_a_chunk_are_shared_from_the_step_that_fills_the_last_of_them() -> None:
+    scheduler = build_scheduler(max_batched_tokens=7)
+    scheduler.add(build_request(0, range(10, 20)))
+    scheduler.add(build_request(1, range(10, 20)))
+    assert describe(run_step(scheduler)) == [(0, 0, 7)]
+    assert describe(run_step(scheduler)) == [(0, 7, 10), (1, 8, 10)]
+    assert [request.num_cached_tokens for request in scheduler.running] == [0, 8]
+
+
+def test_the_last_token_of_a_prompt_is_computed_even_when_its_page_is_known() -> None:
+    scheduler = build_scheduler()
+    scheduler.add(build_request(0, range(10, 18)))
+    run_step(scheduler)
+    scheduler.remove(scheduler.running[0])
+    scheduler.add(build_request(1, range(10, 18)))
+    assert describe(run_step(scheduler)) == [(1, 4, 8)]
+
+
+def test_an_agents_next_turn_finds_the_sampled_tokens_too() -> None:
+    scheduler = build_scheduler()
+    first = build_request(0, range(10, 15))
+    scheduler.add(first)
+    for _ in range(4):
+        run_step(scheduler)
+    scheduler.remove(first)
+    assert first.token_ids == [*range(10, 15), 7, 7, 7, 7]
+    scheduler.add(build_request(1, [*first.token_ids, 30]))
+    assert describe(run_step(scheduler)) == [(1, 8, 10)]
+
+
+def test_without_a_prefix_cache_every_prompt_is_computed() -> None:
+    scheduler = build_scheduler(has_prefix_cache=False)
+    scheduler.add(build_request(0, range(10, 20)))
+    scheduler.add(build_request(1, range(10, 20)))
+    assert describe(run_step(scheduler)) == [(0, 0, 10), (1, 0, 10)]
+
+
+def test_when_pages_run_out_the_lowest_priority_starts_again_with_its_sampled_tokens() -> None:
+    scheduler = build_scheduler(num_pages=4, has_prefix_cache=False)
+    scheduler.add(build_request(0, range(10, 14), order=(1,)))
+    scheduler.add(build_request(1, range(20, 24), order=(0,)))
+    run_step(scheduler)
+    for _ in range(4):
+        assert len(run_step(scheduler).work) == 2
+    late, early = scheduler.running[1], scheduler.running[0]
+    step = run_step(scheduler)
+    assert step.num_preemptions == 1
+    assert describe(step) == [(1, 8, 9)]
+    assert scheduler.waiting == [late]
+    assert late.token_ids == [10, 11, 12, 13, 7, 7, 7, 7, 7]
+    assert late.logprobs == [-1.0] * 5
+    scheduler.remove(early)
+    assert describe(run_step(scheduler)) == [(0, 0, 9)]
+
+
+def test_a_request_that_the_whole_cache_cannot_hold_is_stuck() -> None:
+    scheduler = build_scheduler(num_pages=2)
+    scheduler.add(build_request(0, range(9)))
+    scheduler.add(build_request(1, range(20, 28)))
+    assert [request.request_id for request in scheduler.schedule().stuck] == [0]
+    alone = scheduler.running[0]
+    scheduler.commit([])
+    alone.num_computed = 8
+    alone.append(7, -1.0, 0)
+    assert scheduler.schedule().stuck == [alone]
+    assert not scheduler.has_requests
+    assert scheduler.pool.num_available == 2
+
+
+def test_a_restart_forgets_all_pages_and_keeps_all_requests() -> None:
+    scheduler = build_scheduler()
+    scheduler.add(build_request(0, range(10, 20)))
+    run_step(scheduler)
+    scheduler.add(build_request(1, range(10, 20)))
+    scheduler.restart(1)
+    assert scheduler.pool.num_available == 100
+    assert describe(run_step(scheduler)) == [(0, 0, 11), (1, 8, 10)]
+    assert describe(run_step(scheduler)) == [(0, 11, 12), (1, 10, 11)]
+
+
+def test_pages_of_requests_that_grow_side_by_side_stay_neighbours() -> None:
+    scheduler = build_scheduler(num_pages=400, keeps_runs=True)
+    for request_id in range(4):
+        scheduler.add(build_request(request_id, range(10, 21)))
+    for _ in range(100):
+        run_step(scheduler)
+    for request in scheduler.running:
+        assert len(request.pages) == 28
+        assert len(request.find_runs()) <= 3
+        assert [page for run in request.runs for page in range(run.first, run.first + run.num_pages)] == request.pages
+    scheduler.restart(1)
+    assert all(not request.find_runs() for request in scheduler.waiting)

@@ -1,0 +1,189 @@
+"""Decoding in blocks, one of them ahead, gives what decoding token by token gives."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from engines import GREEDY, build_engine, build_prompts, generate_all
+from host_blocks import HostBlocks, build_block_engine
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.errors import EngineError
+from tunesmith.types import Completion, Distribution, Sampling
+
+
+def get_blocks(engine: LocalEngine) -> HostBlocks:
+    blocks = engine._runner._blocks
+    assert isinstance(blocks, HostBlocks)
+    return blocks
+
+
+def strip(completions: list[Completion]) -> list[tuple[tuple[int, ...], str]]:
+    return [(completion.sampled_ids, completion.stop_reason) for completion in completions]
+
+
+@pytest.mark.parametrize("block", [1, 3, 16])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_tokens=1),
+        Sampling(max_tokens=13),
+        Sampling(max_tokens=40, stop_token_ids=(11, 12, 13, 14)),
+        Sampling(max_tokens=40, stop=("a", "e")),
+        Sampling(max_tokens=9, distribution=Distribution(top_k=4, top_p=0.9)),
+        Sampling(max_tokens=9, distribution=Distribution(logit_bias=((5, 3.0),))),
+    ],
+)
+def test_tokens_and_ends_do_not_depend_on_blocks(block: int, sampling: Sampling) -> None:
+    prompts = build_prompts(3, 17, 30, 4)
+    expected = generate_all(build_engine(), prompts, sampling)
+    engine = build_block_engine(decode_block=block)
+    completions = generate_all(engine, prompts, sampling)
+    assert strip(completions) == strip(expected)
+    for ours, theirs in zip(completions, expected, strict=True):
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+    assert engine._desk.scheduler.pool.num_available == engine._runner.num_pages
+    assert not engine.has_work
+
+
+def test_a_block_is_queued_before_the_last_one_is_read() -> None:
+    engine = build_block_engine(decode_block=4)
+    generate_all(engine, build_prompts(5, 9), Sampling(max_tokens=20))
+    assert get_blocks(engine).most_unread == 2
+    assert all(ticket.is_read for ticket in get_blocks(engine).tickets)
+
+
+def test_a_group_computes_its_prompt_once_and_starts_together() -> None:
+    engine = build_block_engine()
+    completions = generate_all(engine, build_prompts(22) * 8, Sampling(max_tokens=5))
+    stats = engine.compute_stats()
+    assert stats["engine/num_prefill_tokens"] == 22 + 7 * 2
+    assert sorted(completion.num_cached_tokens for completion in completions) == [0] + [20] * 7
+    assert len(get_blocks(engine).tickets) == 1
+
+
+def test_pausing_reads_what_is_in_flight_and_the_rest_comes_from_the_new_weights() -> None:
+    engine = build_block_engine(decode_block=3)
+    model = engine._runner.model
+    sampling = Sampling(max_tokens=12, distribution=GREEDY)
+
+    async def run() -> Completion:
+        received: list[int] = []
+        call = engine.generate(build_prompts(9)[0], sampling, on_tokens=lambda ids, _: received.extend(ids))
+        task = asyncio.ensure_future(call)
+        while not received:
+            await asyncio.sleep(0)
+            await engine.generate([1], Sampling(max_tokens=1))
+        engine.pause()
+        assert all(ticket.is_read for ticket in get_blocks(engine).tickets)
+        assert not engine.has_work
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.7).add_(0.05)
+        engine.resume(1)
+        return await task
+
+    completion = run_lockstep(run())
+    num_old = completion.policy_versions.count(0)
+    assert 0 < num_old < 12
+    assert completion.policy_versions == (0,) * num_old + (1,) * (12 - num_old)
+    ids = torch.tensor([[*build_prompts(9)[0], *completion.sampled_ids]])
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits[0, 8 + num_old : -1].argmax(-1)
+    assert list(completion.sampled_ids[num_old:]) == expected.tolist()
+
+
+def test_a_row_that_is_not_finite_fails_alone_and_its_pages_are_clean() -> None:
+    engine = build_block_engine(decode_block=4)
+    with torch.no_grad():
+        engine._runner.model.get_input_embeddings().weight[13] = torch.nan
+
+    async def run(prompts: list[list[int]]) -> list[Completion | BaseException]:
+        sampling = Sampling(max_tokens=6, distribution=GREEDY)
+        return await asyncio.gather(*[engine.generate(p, sampling) for p in prompts], return_exceptions=True)
+
+    good, bad, other = run_lockstep(run([[1, 2, 3], [4, 13, 5], [6, 7]]))
+    assert isinstance(bad, EngineError)
+    assert "are not finite" in str(bad)
+    assert isinstance(good, Completion)
+    assert isinstance(other, Completion)
+    assert all(keys[:-1].isfinite().all() for keys in engine._runner.cache.keys)
+    (after,) = run_lockstep(run([[1, 2, 3]]))
+    assert isinstance(after, Completion)
+    assert after.sampled_ids == good.sampled_ids
+
+
+def test_requests_that_leave_in_flight_give_their_pages_back() -> None:
+    engine = build_block_engine(decode_block=4, max_model_len=400)
+
+    async def run() -> Completion:
+        received = asyncio.Event()
+        calls = [engine.generate([1, 2], Sampling(max_tokens=300), on_tokens=lambda *_: received.set())]
+        calls += [engine.generate([3], Sampling(max_tokens=300, deadline_s=0.2))]
+        leaving, expiring = map(asyncio.ensure_future, calls)
+        await received.wait()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        return await expiring
+
+    completion = run_lockstep(run())
+    assert completion.stop_reason == "deadline"
+    alone = generate_all(build_engine(max_model_len=400), [[3]], Sampling(max_tokens=len(completion.sampled_ids)))
+    assert completion.sampled_ids == alone[0].sampled_ids
+    run_lockstep(engine.generate([9], Sampling(max_tokens=1)))
+    assert engine._desk.scheduler.pool.num_available == engine._runner.num_pages
+    assert not engine._desk.calls
+
+
+def test_a_failing_launch_reaches_every_caller_and_the_engine_goes_on() -> None:
+    engine = build_block_engine(decode_block=4)
+    head = engine._runner.model.get_output_embeddings()
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    async def run() -> list[Completion | BaseException]:
+        calls = [engine.generate(prompt, Sampling(max_tokens=6)) for prompt in build_prompts(3, 50, 7)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    hook = head.register_forward_hook(fail)
+    failed = run_lockstep(run())
+    assert all(isinstance(error, EngineError) and "lower engine.kv_cache_gib" in str(error) for error in failed)
+    hook.remove()
+    assert [len(dataclasses.asdict(whole)["sampled_ids"]) for whole in run_lockstep(run())] == [6] * 3
+
+
+@pytest.mark.parametrize("is_biased", [(True, False, False), (False, True, False), (False, True, True)])
+def test_a_prompt_is_shared_whichever_way_its_requests_are_computed(is_biased: tuple[bool, ...]) -> None:
+    """Requests with a logit bias are computed in a forward of their own."""
+    prompt = build_prompts(22)[0]
+    samplings = [
+        Sampling(max_tokens=6, distribution=Distribution(temperature=0, logit_bias=((5, 0.5),) if biased else ()))
+        for biased in is_biased
+    ]
+
+    async def run(engine: LocalEngine) -> list[Completion]:
+        calls = [engine.generate(prompt, sampling, order=(i,)) for i, sampling in enumerate(samplings)]
+        return await asyncio.gather(*calls)
+
+    completions = run_lockstep(run(build_block_engine()))
+    for ours, theirs in zip(completions, run_lockstep(run(build_engine(has_prefix_cache=False))), strict=True):
+        assert ours.sampled_ids == theirs.sampled_ids
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+
+def test_a_page_whose_last_token_a_block_computes_is_not_shared_before() -> None:
+    first = build_prompts(32)[0]
+    prompts = [first, [*first, 7, 8, 9]]
+    sampling = Sampling(max_tokens=6, distribution=GREEDY)
+    expected = generate_all(build_engine(has_prefix_cache=False), prompts, sampling)
+    completions = generate_all(build_block_engine(max_batched_tokens=31, page_size=4), prompts, sampling)
+    for ours, theirs in zip(completions, expected, strict=True):
+        assert ours.sampled_ids == theirs.sampled_ids
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)

@@ -1,0 +1,45 @@
+"""Commands that tests start and kill, and what their runs logged."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+
+class Zygote:
+    """Starts `tunesmith` commands in `folder` without importing everything again."""
+
+    def __init__(self, folder: Path) -> None:
+        script = Path(__file__).parent / "zygote.py"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)], cwd=folder, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout.readline().strip() == "ready"
+
+    def run(self, arguments: list[str], *, kill_after_s: float | None = None) -> int:
+        self.process.stdin.write(json.dumps(arguments) + "\n")
+        self.process.stdin.flush()
+        pid = int(self.process.stdout.readline())
+        timer = None
+        if kill_after_s is not None:
+            timer = threading.Timer(kill_after_s, os.kill, (pid, signal.SIGKILL))
+            timer.start()
+        status = int(self.process.stdout.readline())
+        if timer is not None:
+            timer.cancel()
+        return status
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(timeout=30)
+
+
+def read_metrics(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]

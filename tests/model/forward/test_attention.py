@@ -1,0 +1,108 @@
+"""Planned attention gives what the model's own forward gives; without a plan nothing changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from tiny_models import CONFIGS, build_tiny
+from tunesmith.errors import ModelError
+from tunesmith.model.forward.attention import CausalPlan, run_body, use_plan_attention
+from tunesmith.model.forward.logits import compute_logits, verify_model
+
+CPU = torch.device("cpu")
+LENGTHS = [9, 14, 1]
+
+
+def build_rows() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, 97, (length,), generator=generator) for length in LENGTHS]
+
+
+def run_rows(model: PreTrainedModel, rows: list[torch.Tensor]) -> torch.Tensor:
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    return run_body(model, torch.cat(rows)[None], positions[None], CausalPlan([len(row) for row in rows], CPU))
+
+
+def build_planned(name: str) -> PreTrainedModel:
+    model = copy.deepcopy(build_tiny(name))
+    use_plan_attention(model)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_side_by_side_rows_equal_eager_forwards_of_each(name: str) -> None:
+    rows = build_rows()
+    expected = torch.cat([build_tiny(name)(input_ids=row[None]).logits[0] for row in rows])
+    model = build_planned(name)
+    verify_model(model)
+    torch.testing.assert_close(compute_logits(model, run_rows(model, rows)[0]), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_without_a_plan_a_padded_batch_is_unchanged(name: str) -> None:
+    rows = build_rows()
+    ids, mask = torch.zeros(3, 14, dtype=torch.long), torch.zeros(3, 14, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, -len(row) :] = row
+        mask[index, -len(row) :] = 1
+    arguments = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    eager, planned = build_tiny(name), build_planned(name)
+    assert planned.generate(**arguments).tolist() == eager.generate(**arguments).tolist()
+    torch.testing.assert_close(
+        planned(input_ids=ids, attention_mask=mask).logits[mask.bool()],
+        eager(input_ids=ids, attention_mask=mask).logits[mask.bool()],
+        atol=2e-5,
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_gradients_are_the_same_with_and_without_checkpointing(name: str) -> None:
+    def collect_gradients(model: PreTrainedModel) -> list[torch.Tensor]:
+        run_rows(model, build_rows()).pow(2).sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    plain, checkpointed = build_planned(name).train(), build_planned(name).train()
+    checkpointed.gradient_checkpointing_enable()
+    for one, other in zip(collect_gradients(plain), collect_gradients(checkpointed), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_plan_refuses_attention_dropout_in_training() -> None:
+    model = build_planned("llama").train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ModelError, match="attention_dropout"):
+        run_rows(model, build_rows())
+
+
+def test_a_model_whose_logits_we_cannot_make_is_refused() -> None:
+    class ScaledLlama(type(build_tiny("llama"))):
+        def forward(self, *args, **kwargs):
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = outputs.logits * 1.5
+            return outputs
+
+    model = build_planned("llama")
+    model.__class__ = ScaledLlama
+    with pytest.raises(ModelError, match="differ from the model's own"):
+        verify_model(model)
+
+
+def test_a_layer_that_hides_its_window_is_refused() -> None:
+    model = build_planned("gemma3")
+    model.model.layers[0].self_attn.sliding_window = None
+    with pytest.raises(ModelError, match="does not tell its window"):
+        verify_model(model)
+
+
+def test_verification_leaves_the_mode_alone() -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**CONFIGS["llama"].to_dict(), "num_hidden_layers": 1}))
+    use_plan_attention(model)
+    model.train()
+    verify_model(model)
+    assert model.training

@@ -1,0 +1,115 @@
+"""A run that is killed at any moment goes on to the same metrics and the same weights, bit for bit on a CPU."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from killed_runs import Zygote, read_metrics
+from tunesmith.experience.store import load_rollouts
+from tunesmith.model.prepare import prepare_model
+
+NUM_STEPS = 6
+NUM_KILLS = 10
+AGENT = textwrap.dedent(
+    """
+    from tunesmith import JudgeOutput, WorkflowOutput
+
+    async def workflow(task, model):
+        messages = [{"role": "user", "content": task["question"]}]
+        first = await model(messages)
+        messages += [
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "How many?"},
+        ]
+        second = await model(messages)
+        return WorkflowOutput(response=second.choices[0].message.content)
+
+    async def judge(task, response):
+        return JudgeOutput(reward=float(len(response) % 5), metrics={"length": float(len(response))})
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    prepare_model("pocket", folder / "pocket")
+    (folder / "agent.py").write_text(AGENT)
+    questions = [f"Tom has {n} apples and buys {n + 3} more. How many apples does Tom have now?" for n in range(12)]
+    (folder / "data").mkdir()
+    for split in ("train", "test"):
+        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
+    config = {
+        "workflow": "agent.py:workflow",
+        "judge": "agent.py:judge",
+        "checkpoint_root_dir": "runs",
+        "total_steps": NUM_STEPS,
+        "save_interval_steps": 2,
+        "model": {"path": "pocket", "max_model_len": 128, "max_tokens": 12, "device": "cpu"},
+        "train_dataset": {
+            "path": "data",
+            "task_selector": {"selector_type": "difficulty_based", "args": {"m": 4, "tau": 0.1, "do_sample": True}},
+        },
+        "experience": {"refill_budget": 2, "replay": {"num_groups": 1}},
+        "steps_per_file": 2,
+        "eval_datasets": {"held_out": {"path": "data", "split": "test"}},
+        "algorithm": {"batch_size": 3, "group_size": 4},
+        "engine": {"kv_cache_tokens": 8192},
+        "rollout": {"chat_model": "openai"},
+        "trainer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2},
+        "evaluation": {"interval_steps": 3, "at_start": True, "max_tasks": 4},
+    }
+    (folder / "run.yaml").write_text(json.dumps(config))
+    zygote = Zygote(folder)
+    yield folder, zygote
+    zygote.close()
+
+
+def test_killed_runs_end_like_one_that_was_never_killed(workplace):
+    folder, zygote = workplace
+    assert zygote.run(["tune", "run.yaml", "--set", "name=whole"]) == 0, (folder / "zygote.log").read_text()
+    rng = random.Random(0)
+    num_killed = 0
+    while True:
+        kill_after_s = rng.uniform(0.0, 4.0) if num_killed < NUM_KILLS else None
+        status = zygote.run(["tune", "run.yaml", "--resume", "--set", "name=killed"], kill_after_s=kill_after_s)
+        if status == 0 and num_killed >= NUM_KILLS:
+            break
+        if status == 0:  # it was quicker than the kill: begin another life
+            assert_same_run(folder / "runs/AgentScope/whole", folder / "runs/AgentScope/killed")
+            subprocess.run(["rm", "-r", str(folder / "runs/AgentScope/killed")], check=True)
+            continue
+        assert status == -signal.SIGKILL, (folder / "zygote.log").read_text()
+        num_killed += 1
+    assert_same_run(folder / "runs/AgentScope/whole", folder / "runs/AgentScope/killed")
+
+
+def assert_same_run(whole: Path, killed: Path) -> None:
+    assert read_metrics(killed) == read_metrics(whole)
+    last = f"global_step_{NUM_STEPS}"
+    expected, found = (load_file(run / last / "model.safetensors") for run in (whole, killed))
+    assert expected.keys() == found.keys()
+    assert all((expected[name] == found[name]).all() for name in expected)
+    for step in range(1, NUM_STEPS + 1):
+        name = f"rollouts/step_{step:06d}.parquet"
+        one, other = load_rollouts(whole / name), load_rollouts(killed / name)
+        assert [[t.turns for t in g.trajectories] for g in one] == [[t.turns for t in g.trajectories] for g in other]
+
+
+def test_a_finished_run_resumes_to_nothing_more_and_a_used_name_is_refused(workplace):
+    folder, zygote = workplace
+    arguments = ["tune", "run.yaml", "--set", "name=again", "--set", "total_steps=2"]
+    assert zygote.run(arguments) == 0
+    before = read_metrics(folder / "runs/AgentScope/again")
+    assert zygote.run(arguments) == 1
+    assert "already holds a run" in (folder / "zygote.log").read_text()
+    assert zygote.run([*arguments, "--resume"]) == 0
+    assert read_metrics(folder / "runs/AgentScope/again") == before

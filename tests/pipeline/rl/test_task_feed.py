@@ -1,0 +1,289 @@
+"""What feeds a run: selectors that hear back, several data sets, operators, refills, and going on after a stop."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tunesmith import (
+    AlgorithmConfig,
+    DatasetConfig,
+    JudgeOutput,
+    TaskSelectorConfig,
+    TunerModelConfig,
+    WorkflowOutput,
+    tune,
+)
+from tunesmith.errors import ConfigError, DataError
+from tunesmith.experience.store import load_rollouts
+from tunesmith.model.checkpoint import RUN_STATE
+
+PLAIN = ("rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192")
+RECIPE = Path(__file__).parent.parent.parent / "recipes" / "data_augment"
+
+
+async def ask(task, model):
+    completion = await model([{"role": "user", "content": task["question"]}])
+    return WorkflowOutput(response=completion.choices[0].message.content)
+
+
+async def judge_parity(task, response):
+    """Tasks below 2 are always solved, those above 5 never, the rest by chance."""
+    by_chance = float(sum(map(ord, response)) % 2)
+    solved = 1.0 if task["number"] < 2 else 0.0 if task["number"] > 5 else by_chance
+    return JudgeOutput(reward=solved, metrics={"length": float(len(response))})
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [{"question": f"Tom has {n} apples.", "number": n, "answer": str(n), "easy": 1 - n / 7} for n in range(8)]
+    rows = [row | {"qwen2.5_7b_pass_rate": row["easy"] * 0.9, "qwen3_30b_pass_rate": row["easy"]} for row in rows]
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+@pytest.fixture
+def run(tmp_path, data, pocket_folder):
+    """Calls tune() with small settings; arguments and overrides may be given."""
+
+    def call(*overrides, **arguments):
+        defaults = {
+            "workflow_func": ask,
+            "judge_func": judge_parity,
+            "train_dataset": DatasetConfig(path=data, total_steps=2),
+            "model": TunerModelConfig(model_path=pocket_folder, max_model_len=128, max_tokens=4),
+            "algorithm": AlgorithmConfig(group_size=2, batch_size=2, learning_rate=1e-3),
+            "experiment_name": "x",
+        }
+        paths = (f"checkpoint_root_dir={tmp_path / 'runs'}",)
+        return tune(**(defaults | arguments), overrides=(*PLAIN, *paths, *overrides))
+
+    return call
+
+
+def read_metrics(result):
+    rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+
+
+def read_tasks(result, step):
+    return [group.task.index for group in load_rollouts(result.folder / f"rollouts/step_{step:06d}.parquet")]
+
+
+def test_a_selector_from_python_decides_hears_back_and_says_why(run, data):
+    selector = TaskSelectorConfig(
+        selector_type="difficulty_based",
+        feature_keys=["easy"],
+        kwargs={"tau": 0, "target_reward": 1.0, "m": 4, "prior_count": 100},
+    )
+    result = run(train_dataset=DatasetConfig(path=data, total_steps=2, task_selector=selector))
+    assert read_tasks(result, 1) == [0, 1]
+    assert result.metrics["selector/num_feedback"] == 2
+    told = json.loads((result.folder / "selection/step_000001.json").read_text())
+    assert [choice["task_id"] for choice in told["choices"]] == ["train/0", "train/1"]
+    assert "near the target 1" in told["choices"][0]["reason"] and sum(told["histogram"]) == 8
+
+
+def test_a_dict_and_a_name_are_understood(run, data):
+    chosen = {"selector_type": "sequential"}
+    first = run(train_dataset=DatasetConfig(path=data, total_steps=2, task_selector=chosen))
+    assert [read_tasks(first, step) for step in (1, 2)] == [[0, 1], [2, 3]]
+    named = DatasetConfig(path=data, total_steps=1, task_selector="offline_easy2hard")
+    with pytest.raises(ConfigError, match="takes at least 1 of feature_keys"):
+        run(train_dataset=named, experiment_name="y")
+
+
+class LastFirst:
+    """A user's selector: from the last task to the first; it remembers what it heard."""
+
+    def __init__(self, tasks, *, seed):
+        self.next, self.heard = len(tasks) - 1, []
+
+    def select(self, batch_size):
+        self.next -= batch_size
+        return [self.next + offset + 1 for offset in range(batch_size)][::-1]
+
+    def feedback(self, indices, pass_rates):
+        self.heard += list(zip(indices, pass_rates, strict=True))
+        return {"mine/heard": float(len(self.heard))}
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+@pytest.mark.parametrize("kind", ["class", "object", "path"])
+def test_a_users_selector_comes_as_a_class_an_object_or_a_path(run, data, kind):
+    given = {"class": LastFirst, "object": LastFirst(range(8), seed=0), "path": f"{__name__}:LastFirst"}[kind]
+    result = run(train_dataset=DatasetConfig(path=data, total_steps=2, task_selector=given))
+    assert [read_tasks(result, step) for step in (1, 2)] == [[7, 6], [5, 4]]
+    assert result.metrics["mine/heard"] == 4
+    assert "LastFirst" in (result.folder / "config.yaml").read_text()
+
+
+def test_several_training_sets_are_mixed_by_weight(run, data):
+    sets = {
+        "few": DatasetConfig(path=data, weight=1.0, total_steps=2, task_selector="sequential"),
+        "many": DatasetConfig(path=data, split="test", weight=3.0, task_selector="sequential"),
+    }
+    result = run(train_dataset=sets, algorithm=AlgorithmConfig(algorithm_type="reinforce", group_size=1, batch_size=4))
+    groups = [g for step in (1, 2) for g in load_rollouts(result.folder / f"rollouts/step_{step:06d}.parquet")]
+    assert sorted(group.task.task_id for group in groups) == sorted(
+        ["few/0", "few/1", *(f"many/{index}" for index in range(6))]
+    )
+
+
+def test_operators_on_tasks_say_what_they_counted(run, capfd):
+    result = run(
+        "train_dataset.operators=[{name: difficulty_score, args: {feature_keys: [easy]}}, "
+        "{name: priority_order, args: {weights: {difficulty_score: 1.0}, top_k: 4}}]",
+        "train_dataset.task_selector.selector_type=sequential",
+    )
+    assert [read_tasks(result, step) for step in (1, 2)] == [[7, 6], [5, 4]]
+    assert "tasks/priority_order/num_removed 4" in "".join(capfd.readouterr())
+
+
+def test_operators_filter_what_trains_and_rollouts_keep_what_happened(run):
+    result = run(
+        "experience.operators=[{name: dapo_dynamic_sampling}]",
+        "train_dataset.task_selector.selector_type=sequential",
+    )
+    assert read_metrics(result)[0]["experience/dapo_dynamic_sampling/num_filtered_groups"] == 2
+    assert read_metrics(result)[0]["train/num_updates"] == 0
+    assert read_tasks(result, 1) == [0, 1]
+
+
+def test_shaping_by_a_metric_of_the_judge_changes_what_trains_and_not_what_is_kept(run):
+    """Rewards that are all alike teach nothing; with a bonus of 2 for each second run they do."""
+    numbers = itertools.count()
+
+    async def judge(task, response):
+        return JudgeOutput(reward=1.0, metrics={"odd": float(next(numbers) % 2)})
+
+    result = run(
+        "experience.operators=[{name: reward_shaping_mapper, args: {reward_shaping_configs: "
+        "[{stats_key: odd, op_type: ADD, weight: 2}]}}]",
+        judge_func=judge,
+    )
+    metrics = read_metrics(result)[0]
+    assert metrics["experience/reward_shaping_mapper/num_skipped"] == 0
+    assert metrics["experience/reward_shaping_mapper/reward_diff_mean"] == 1
+    assert metrics["algorithm/num_trained_groups"] > 0 and metrics["train/grad_norm"] > 0
+    groups = load_rollouts(result.folder / "rollouts/step_000001.parquet")
+    assert {trajectory.reward for group in groups for trajectory in group.trajectories} == {1.0}
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        "{name: reward_shaping_mapper, args: {reward_shaping_configs: [{stats_key: lengt, op_type: ADD, weight: 1}]}}",
+        "{name: dapo_dynamic_sampling, args: {metric_key: lengt}}",
+    ],
+)
+def test_a_metric_that_no_run_reports_ends_the_run_with_its_name(run, operator):
+    with pytest.raises(ConfigError, match="'lengt', which none of 4 runs reports .did you mean 'length'"):
+        run(f"experience.operators=[{operator}]")
+
+
+def test_an_operator_may_be_an_object(run):
+    def drop_all(groups):
+        return [type(group)(task=group.task, trajectories=()) for group in groups], {"seen": len(groups)}
+
+    result = run(operators=[drop_all])
+    assert result.metrics["experience/drop_all/seen"] == 2
+    assert result.metrics["train/num_updates"] == 0
+
+
+def test_groups_that_teach_nothing_are_replaced_within_the_budget(run):
+    result = run("experience.refill_budget=4", "train_dataset.task_selector.selector_type=sequential", "total_steps=1")
+    metrics = read_metrics(result)[0]
+    tried = read_tasks(result, 1)
+    assert len(tried) == metrics["experience/num_tasks_tried"] > 2
+    assert tried[:4] == [0, 1, 2, 3] and len(tried) <= 8
+    assert metrics["algorithm/num_trained_groups"] == metrics["experience/num_useful_groups"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (
+            ("train_dataset.task_selector.selector_type=dificulty_based",),
+            ConfigError,
+            "did you mean 'difficulty_based'",
+        ),
+        (("train_dataset.task_selector.args.m=4",), ConfigError, "unknown argument 'm'"),
+        (("train_dataset.operators=[{name: length_filter, args: {field: nothing}}]",), DataError, "no 'nothing'"),
+        (("experience.operators=[{name: reward_filter, args: {limit: 1}}]",), ConfigError, "unknown argument 'limit'"),
+        (("experience.operators=[{name: 'no.such.place'}]",), ConfigError, "experience.operators: no module"),
+        (
+            ("eval_datasets.t.path=d", "eval_datasets.t.weight=2"),
+            ConfigError,
+            r"eval_datasets\.t\.weight has no effect",
+        ),
+        (("eval_datasets.t.path=d", "eval_datasets.t.operators=[{name: x}]"), ConfigError, "operators has no effect"),
+        (("experience.refill_budget=1.4",), ConfigError, "no task beyond a batch of 2: raise it to 1.5"),
+        (("experience.replay.capacity=9",), ConfigError, "experience.replay: has no effect with num_groups=0"),
+        (("experience.replay={num_groups: 2, capacity: 1}",), ConfigError, "capacity=1 is less than num_groups=2"),
+        (("algorithm.correction.cap=3",), ConfigError, r"correction\.cap=3.0 has no effect.*experience\.replay"),
+        (
+            ("algorithm.algorithm_type=opmd", "algorithm.correction.cap=3", "experience.replay.num_groups=2"),
+            ConfigError,
+            "cap=3.0 has no effect on 'opmd'",
+        ),
+        (("train_dataset.operators=x",), ConfigError, r"train_dataset\.operators must be a list, got 'x'"),
+        (("train_dataset.weight=2",), ConfigError, r"train_dataset\.weight has no effect"),
+        (("train_datasets.b.path=d",), ConfigError, "train_dataset and train_datasets are both given"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_loads(run, monkeypatch, overrides, error, message):
+    def fail(*args, **kwargs):
+        raise AssertionError("a model was loaded before the input was checked")
+
+    monkeypatch.setattr("tunesmith.pipeline.rl.tune.load_actors", fail)
+    with pytest.raises(error, match=message):
+        run(*overrides)
+
+
+def test_a_run_that_stops_and_goes_on_selects_refills_and_replays_as_one_that_did_not(run, data):
+    shaping = "{stats_key: length, op_type: ADD, weight: 0.1}"
+    settings = (
+        "train_dataset.task_selector.selector_type=difficulty_based",
+        "train_dataset.task_selector.args={m: 4, tau: 0.1, do_sample: true, max_repeats: 1}",
+        "experience.refill_budget=2",
+        "experience.replay={num_groups: 2, sigma: 1.0}",
+        f"experience.operators=[{{name: reward_shaping_mapper, args: {{reward_shaping_configs: [{shaping}]}}}}]",
+        "trainer.mismatch_stop=100",
+    )
+    whole = run(*settings, "total_steps=4")
+    run(*settings, "total_steps=2", experiment_name="parts")
+    parts = run(*settings, "total_steps=4", experiment_name="parts", continue_from_checkpoint=True)
+    assert read_metrics(parts) == read_metrics(whole)
+    assert read_metrics(whole)[3]["experience/num_replayed_groups"] == 2
+    for step in range(1, 5):
+        name = f"selection/step_{step:06d}.json"
+        assert (parts.folder / name).read_text() == (whole.folder / name).read_text()
+    states = [json.loads((each.checkpoint / RUN_STATE).read_text()) for each in (whole, parts)]
+    assert states[0] == states[1] and states[0]["selector"]["capability"] is not None
+
+
+def test_the_recipes_difficulty_file_trains(run, data, monkeypatch, pocket_folder):
+    monkeypatch.setenv("TUNESMITH_TRAIN_DATA", data)
+    monkeypatch.setenv("TUNESMITH_EVAL_DATA", data)
+    monkeypatch.setenv("TUNESMITH_MODEL", pocket_folder)
+    result = run(
+        "model.max_model_len=128", "model.max_tokens=4", "total_steps=2", "evaluation.at_start=false",
+        config_path=RECIPE / "config_difficulty.yaml", train_dataset=None, model=None,
+    )  # fmt: skip
+    assert "selector/capability" in result.metrics
+    assert "experience/pass_rate_calculator/valid_ratio" in result.metrics
+    saved = yaml.safe_load((result.folder / "config.yaml").read_text())
+    assert saved["train_dataset"]["task_selector"]["args"]["target_reward"] == 0.8

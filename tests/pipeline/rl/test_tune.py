@@ -1,0 +1,458 @@
+"""`tune()` from end to end on the untrained pocket model: what is honoured, what is refused, what is left on disk."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import openai
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+from tunesmith.engine.event_loop import shutdown as leftovers
+from tunesmith.errors import ConfigError, DataError, ModelError, RolloutError, StorageError
+from tunesmith.experience.store import load_rollouts
+from tunesmith.monitor.console import LINE_METRICS
+
+PLAIN = ("rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192")
+
+
+async def ask(task, model):
+    completion = await model([{"role": "user", "content": task["question"]}])
+    return WorkflowOutput(response=completion.choices[0].message.content)
+
+
+async def judge_length(task, response):
+    return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split in ("train", "test"):
+        rows = [{"question": f"Tom has {n} apples. How many?", "answer": str(n)} for n in range(6)]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+@pytest.fixture
+def run(tmp_path, data, pocket_folder):
+    """Calls tune() with small settings; arguments and overrides may be given."""
+
+    def call(*overrides, **arguments):
+        defaults = {
+            "workflow_func": ask,
+            "judge_func": judge_length,
+            "train_dataset": DatasetConfig(path=data, total_steps=1),
+            "model": TunerModelConfig(model_path=pocket_folder, max_model_len=128, max_tokens=6),
+            "algorithm": AlgorithmConfig(group_size=4, batch_size=2, learning_rate=1e-3),
+            "experiment_name": "x",
+        }
+        paths = (f"checkpoint_root_dir={tmp_path / 'runs'}",)
+        return tune(**(defaults | arguments), overrides=(*PLAIN, *paths, *overrides))
+
+    return call
+
+
+def read_metrics(result):
+    return [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_turns(result, step=1):
+    groups = load_rollouts(result.folder / f"rollouts/step_{step:06d}.parquet")
+    return [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+
+
+def test_a_run_leaves_what_it_promises(run, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    result = run(eval_dataset=DatasetConfig(path=str(tmp_path / "data"), split="test"), project_name="p")
+    assert result.folder == tmp_path / "runs/p/x"
+    assert result.checkpoint == result.folder / "global_step_1"
+    AutoModelForCausalLM.from_pretrained(result.checkpoint)
+    AutoTokenizer.from_pretrained(result.checkpoint)
+    assert (result.folder / "config.yaml").exists()
+    assert list((result.folder / "monitor/tensorboard").iterdir())
+    rows = read_metrics(result)
+    assert [(row["step"], row["kind"]) for row in rows] == [(1, "train"), (1, "eval")]
+    assert rows[0]["rollout/reward_mean"] == result.metrics["rollout/reward_mean"]
+    assert rows[1]["eval/eval_taskset/reward"] == result.evaluations["eval_taskset"].mean
+    details = json.loads((result.folder / "eval/step_000001.json").read_text())
+    assert len(details["eval_taskset"]["tasks"]) == 6
+    assert result.metrics["mismatch/max_log_ratio"] < 1e-4
+    assert LINE_METRICS.keys() <= result.metrics.keys()
+
+
+def test_sampling_settings_are_honoured(run, pocket_folder):
+    model = TunerModelConfig(model_path=pocket_folder, max_model_len=128, max_tokens=3, temperature=0.7, top_p=0.8)
+    turns = read_turns(run(model=model))
+    assert {(turn.distribution.temperature, turn.distribution.top_p) for turn in turns} == {(0.7, 0.8)}
+    assert max(len(turn.sampled_ids) for turn in turns) == 3
+
+
+def test_without_a_judge_the_workflow_gives_the_reward(run):
+    async def workflow(task, model):
+        output = await ask(task, model)
+        return WorkflowOutput(reward=float(len(output.response)), metrics={"half": 0.5})
+
+    result = run(workflow_func=workflow, judge_func=None)
+    assert result.metrics["rollout/reward_max"] > 0
+    assert result.metrics["rollout/half/mean"] == 0.5
+
+
+def test_failed_rollouts_are_counted_and_are_no_reward(run):
+    async def workflow(task, model, logger):
+        output = await ask(task, model)
+        if task["question"].startswith("Tom has 0"):
+            raise RuntimeError("the tool broke")
+        return output
+
+    result = run(
+        workflow_func=workflow,
+        algorithm=AlgorithmConfig(group_size=2, batch_size=6, learning_rate=1e-3),
+    )
+    assert result.metrics["rollout/num_failed_workflow"] == 2
+    assert result.metrics["rollout/num_trajectories"] == 12
+    groups = load_rollouts(result.folder / "rollouts/step_000001.parquet")
+    failed = [t for g in groups for t in g.trajectories if t.failure is not None]
+    assert [t.failure.message for t in failed] == ["RuntimeError: the tool broke"] * 2
+    assert all(t.reward is None for t in failed)
+
+
+def test_a_run_in_which_most_rollouts_fail_raises_and_names_the_cause(run):
+    async def workflow(task, model):
+        return WorkflowOutput(response=task["no_such_field"])
+
+    with pytest.raises(RolloutError, match=r"no_such_field.*fields of the task: question, answer"):
+        run(workflow_func=workflow)
+
+
+def test_failures_are_told_with_their_line_and_kept_also_of_a_step_that_stops_the_run(run, tmp_path, capsys):
+    def use_the_tool(number):
+        raise RuntimeError(f"the tool broke\nover {number}")
+
+    async def workflow(task, model):
+        output = await ask(task, model)
+        if task["answer"] in broken:
+            use_the_tool(task["answer"])
+        return WorkflowOutput(response=output.response, metrics={"length": 2.5})
+
+    broken = "0"
+    one_of_six = AlgorithmConfig(group_size=2, batch_size=6, learning_rate=1e-3)
+    run("monitor.console_metrics=[rollout/*/mean,rollout/none]", workflow_func=workflow, algorithm=one_of_six)
+    told = capsys.readouterr().err
+    assert "failed: 2 x workflow: RuntimeError: the tool broke over 0" in told
+    assert "test_tune.py:" in told and "in use_the_tool" in told
+    assert "length/mean 2.5" in told and "none -" in told
+    broken = "0123"
+    with pytest.raises(RolloutError, match=r"8 x workflow: RuntimeError: the tool broke over \d \(.*in use_the_tool\)"):
+        run(workflow_func=workflow, algorithm=one_of_six, experiment_name="y")
+    groups = load_rollouts(tmp_path / "runs/AgentScope/y/rollouts/step_000001.parquet")
+    failures = [t.failure for g in groups for t in g.trajectories if t.failure is not None]
+    assert len(failures) == 8 and sum(len(group.trajectories) for group in groups) == 12
+    assert {failure.message for failure in failures} >= {"RuntimeError: the tool broke\nover 0"}
+    assert failures[0].line.endswith("in use_the_tool")
+
+
+async def ask_without_gradients(task, model):
+    with torch.no_grad():
+        return await ask(task, model)
+
+
+async def ask_in_inference_mode(task, model):
+    with torch.inference_mode():
+        return await ask(task, model)
+
+
+async def switch_gradients_off(task, model):
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    return await ask(task, model)
+
+
+async def switch_gradients_off_in_a_task(task, model):
+    async def switch():
+        torch.set_grad_enabled(False)
+        return await ask(task, model)
+
+    return await asyncio.create_task(switch())
+
+
+@pytest.mark.parametrize(
+    "workflow",
+    [ask_without_gradients, ask_in_inference_mode, switch_gradients_off, switch_gradients_off_in_a_task],
+)
+def test_torchs_modes_in_user_code_change_nothing_of_training(run, workflow):
+    expected = run(experiment_name="plain")
+    found = run(workflow_func=workflow)
+    assert expected.metrics["train/grad_norm"] > 0
+    assert found.metrics["train/grad_norm"] == expected.metrics["train/grad_norm"]
+    weights = [load_file(result.checkpoint / "model.safetensors") for result in (expected, found)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+    assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+
+
+def test_a_run_returns_though_user_code_keeps_a_thread(run, caplog, monkeypatch):
+    monkeypatch.setattr(leftovers, "GRACE_S", 0.1)
+    release = threading.Event()
+
+    async def workflow(task, model):
+        asyncio.get_running_loop().run_in_executor(None, release.wait, 300)
+        return await ask(task, model)
+
+    assert run(workflow_func=workflow).checkpoint is not None
+    release.set()
+    assert "user code still runs" in caplog.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_and_says_how_it_goes_on(run, data, capsys, number):
+    async def workflow(task, model):
+        if due:
+            os.kill(os.getpid(), due.pop())
+        return await ask(task, model)
+
+    due = []
+    run(workflow_func=workflow)
+    due.append(number)
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+        longer = DatasetConfig(path=data, total_steps=2)
+        run(workflow_func=workflow, train_dataset=longer, continue_from_checkpoint=True)
+    assert re.search(r"the last checkpoint is .*global_step_1: the same command with --resume", capsys.readouterr().err)
+
+
+def test_a_workflow_that_hangs_ends_at_its_deadline(run):
+    async def workflow(task, model):
+        await asyncio.sleep(3600)
+
+    with pytest.raises(RolloutError, match=r"timeout_s=0\.2"):
+        run("rollout.timeout_s=0.2", workflow_func=workflow)
+
+
+async def chat_on(task, model):
+    """Ask until the prompt itself no longer fits."""
+    messages = [{"role": "user", "content": task["question"]}]
+    for _ in range(20):
+        completion = await model(messages)
+        messages += [
+            {"role": "assistant", "content": completion.choices[0].message.content or ""},
+            {"role": "user", "content": "Go on."},
+        ]
+    raise AssertionError("a context of 64 tokens held 20 turns")
+
+
+def test_a_full_context_ends_a_turn_and_not_the_run(run, pocket_folder):
+    async def chatter(task, model):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await chat_on(task, model)
+        assert caught.value.code == "context_length_exceeded"
+        return WorkflowOutput(response="done", reward=float(len(task["question"]) % 2))
+
+    model = TunerModelConfig(model_path=pocket_folder, max_model_len=64, max_tokens=30)
+    result = run(workflow_func=chatter, judge_func=None, model=model)
+    assert result.metrics["rollout/num_failed"] == 0
+    assert result.metrics["rollout/num_stop_context"] > 0
+    assert result.metrics["rollout/num_overlong"] == 8
+
+
+def test_an_agent_that_goes_on_when_its_context_is_full_has_failed(run, pocket_folder):
+    model = TunerModelConfig(model_path=pocket_folder, max_model_len=64, max_tokens=30)
+    with pytest.raises(RolloutError, match=r"maximum context length is 64 tokens.* raise model\.max_model_len"):
+        run(workflow_func=chat_on, judge_func=None, model=model)
+
+
+def test_a_local_auxiliary_model_helps_and_is_not_trained(run, pocket_folder):
+    seen = []
+
+    async def judge(task, response, auxiliary_models):
+        completion = await auxiliary_models["helper"]([{"role": "user", "content": response or "?"}], max_tokens=4)
+        seen.append(completion.choices[0].message.content)
+        return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
+
+    helper = TunerModelConfig(model_path=pocket_folder, max_model_len=128, temperature=0.5)
+    result = run(judge_func=judge, auxiliary_models={"helper": helper})
+    assert len(seen) == 8
+    assert len(read_turns(result)) == 8
+
+
+def test_a_workflow_may_be_a_partial_a_method_or_an_object(run):
+    class Asker:
+        async def method(self, task, model, suffix):
+            return await ask({"question": task["question"] + suffix}, model)
+
+        async def __call__(self, task, model):
+            return await ask(task, model)
+
+    for number, workflow in enumerate((functools.partial(Asker().method, suffix=" Say it."), Asker())):
+        result = run(workflow_func=workflow, experiment_name=f"x{number}")
+        assert result.metrics["rollout/num_failed"] == 0
+
+
+def test_what_a_run_prints_of_its_result_is_short(run, data):
+    result = run(eval_dataset=DatasetConfig(path=data, split="test"))
+    assert len(str(result)) < 1000
+    assert "mean=" in str(result) and "num_steps=1" in str(result)
+    assert len(result.evaluations["eval_taskset"].groups) == 6
+
+
+def test_an_error_of_tune_has_no_other_error_before_it(run):
+    with pytest.raises(DataError) as caught:
+        run(train_dataset=DatasetConfig(path="/no/such/folder"))
+    assert caught.value.__context__ is None
+
+
+def test_tune_works_where_an_event_loop_is_running(run):
+    async def main():
+        return run()
+
+    assert asyncio.run(main()).num_steps == 1
+
+
+def test_kl_keeps_a_reference_model_and_reports_zero_before_the_first_update(run):
+    result = run("algorithm.kl_coef=0.1")
+    assert result.metrics["train/kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_groups_trained_again_are_corrected_and_no_mismatch(run, data):
+    """The second step's replayed groups are of another policy; what the newest sampled is still scored alike."""
+    overrides = ("experience.replay.num_groups=2", "trainer.learning_rate=0.03", "trainer.mismatch_stop=1e-3")
+    result = run(*overrides, train_dataset=DatasetConfig(path=data, total_steps=2))
+    first, second = read_metrics(result)
+    assert "correction/mean_weight" not in first
+    assert second["experience/num_replayed_groups"] == 2
+    assert second["correction/mean_weight"] != 1 and second["correction/truncated_frac"] > 0
+    assert second["mismatch/max_log_ratio"] < 1e-4
+
+
+def test_turns_may_have_advantages_of_their_own(run):
+    async def workflow(task, model):
+        first = await ask(task, model)
+        return await ask({"question": f"{task['question']} {first.response}"}, model)
+
+    result = run(workflow_func=workflow, algorithm=AlgorithmConfig(algorithm_type="gigpo", group_size=4, batch_size=2))
+    assert result.metrics["train/num_updates"] == 1
+    rows = pq.read_table(result.folder / "rollouts/step_000001.parquet").to_pylist()
+    advantages = [row["turn_advantages"] for row in rows]
+    assert all(len(row) == 2 for row in advantages) and any(first != second for first, second in advantages)
+
+
+def test_a_second_run_of_one_name_is_refused_and_continued_on_request(run, data):
+    first = run()
+    with pytest.raises(ConfigError, match="continue_from_checkpoint"):
+        run()
+    longer = run(train_dataset=DatasetConfig(path=data, total_steps=2), continue_from_checkpoint=True)
+    assert longer.num_steps == 2
+    assert [row["step"] for row in read_metrics(longer)] == [1, 2]
+    assert longer.folder == first.folder
+
+
+def refuse_before_loading(monkeypatch):
+    def fail(*args, **kwargs):
+        raise AssertionError("a model was loaded before the input was checked")
+
+    monkeypatch.setattr("tunesmith.pipeline.rl.tune.load_actors", fail)
+
+
+def sync_workflow(task, model):
+    return None
+
+
+async def greedy_arguments(task, model, **rest):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "overrides", "error", "message"),
+    [
+        ({"workflow_func": sync_workflow}, (), ValueError, "must be async"),
+        ({"workflow_func": greedy_arguments}, (), ValueError, r"\*\*kwargs parameter is not allowed"),
+        ({"train_dataset": None}, (), ConfigError, "train_dataset is missing"),
+        ({"train_dataset": DatasetConfig(path="/no/such/folder")}, (), DataError, "/no/such/folder"),
+        ({}, ("train_dataset.split=validation",), DataError, "validation"),
+        ({}, ("train_dataset.required_fields=[solution]",), DataError, "solution"),
+        ({"model": TunerModelConfig(model_path="/no/model", max_model_len=64)}, (), ModelError, "/no/model"),
+        ({}, ("model.max_model_len=999999",), ModelError, "max_model_len"),
+        ({"algorithm": AlgorithmConfig(algorithm_type="grop")}, (), ConfigError, "grpo"),
+        ({}, ("algorithm.loss_args.clip_rnge_low=0.1",), ConfigError, "clip_range_low"),
+        ({}, ("algoritm.group_size=2",), ConfigError, "algorithm"),
+        ({"monitor_type": "nothing"}, (), ConfigError, "trackers"),
+        ({}, ("model.device=cuda:77",), ModelError, "cuda:77"),
+        ({}, ("model.device=cpu", "trainer.has_row_graphs=true"), ConfigError, "has_row_graphs needs a GPU"),
+        ({}, ("trainer.has_row_graphs=true", "trainer.has_compiled_layers=false"), ConfigError, "has_compiled_layers"),
+    ],
+)
+def test_bad_input_is_one_clear_error_before_a_model_loads(run, monkeypatch, arguments, overrides, error, message):
+    refuse_before_loading(monkeypatch)
+    with pytest.raises(error, match=message):
+        run(*overrides, **arguments)
+
+
+def test_an_unwritable_folder_is_refused_before_a_model_loads(run, monkeypatch, tmp_path):
+    refuse_before_loading(monkeypatch)
+    (tmp_path / "blocked").write_text("a file where a folder should be")
+    with pytest.raises(StorageError, match="blocked"):
+        run(f"checkpoint_root_dir={tmp_path / 'blocked' / 'runs'}")
+
+
+def test_a_tokenizer_without_chat_template_is_refused(run, monkeypatch, tmp_path, pocket_folder):
+    import shutil
+
+    refuse_before_loading(monkeypatch)
+    bare = tmp_path / "bare"
+    shutil.copytree(pocket_folder, bare)
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"model\.chat_template"):
+        run(model=TunerModelConfig(model_path=str(bare), max_model_len=64))
+
+
+def test_the_run_folder_is_made_where_it_is_promised(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run("checkpoint_root_dir=./checkpoints", experiment_name=None)
+    assert result.folder.parent == Path(tmp_path / "checkpoints/AgentScope")
+    assert result.folder.name.startswith("Experiment-20")
+
+
+AGENT_ELSEWHERE = """
+import json, sys, urllib.request
+base_url, api_key, model, question = sys.argv[1:]
+body = json.dumps({"model": model, "messages": [{"role": "user", "content": question}]}).encode()
+headers = {"authorization": f"Bearer {api_key}", "content-type": "application/json"}
+request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"] or "")
+"""
+
+
+def test_an_agent_in_another_process_is_recorded_over_http(run):
+    async def workflow(task, model):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", AGENT_ELSEWHERE, model.base_url, model.api_key, model.model_name, task["question"],
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        output, _ = await process.communicate()
+        assert process.returncode == 0
+        return WorkflowOutput(response=output.decode())
+
+    result = run("rollout.http_port=0", workflow_func=workflow)
+    assert result.metrics["rollout/num_failed"] == 0
+    assert len(read_turns(result)) == 8
+    assert all(turn.sampled_ids for turn in read_turns(result))
+
+
+def test_a_port_in_use_is_named(run):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"rollout\.http_port"):
+        run(f"rollout.http_port={taken.getsockname()[1]}")

@@ -1,0 +1,120 @@
+"""Runs that go back to an earlier checkpoint, end to end: they make the same numbers again and delete nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+from tunesmith.config import FinetuneConfig
+from tunesmith.errors import StorageError, TunesmithError
+from tunesmith.experience.store import load_rollouts
+from tunesmith.model.checkpoint import new_folder
+from tunesmith.monitor.metrics_file import load_metrics
+from tunesmith.pipeline.sft.folder import open_finetune_folder
+
+NUM_STEPS = 4
+
+
+async def ask(task, model):
+    completion = await model([{"role": "user", "content": task["question"]}])
+    return WorkflowOutput(response=completion.choices[0].message.content)
+
+
+async def judge(task, response):
+    return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
+
+
+@pytest.fixture
+def run(tmp_path, pocket_folder):
+    """Calls tune() with a checkpoint every step, a replay buffer, and rollouts merged by two steps."""
+    rows = [{"question": f"Tom has {n} apples. How many?"} for n in range(6)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def call(*overrides, **arguments):
+        defaults = {
+            "workflow_func": ask,
+            "judge_func": judge,
+            "train_dataset": DatasetConfig(path=str(tmp_path / "train.jsonl"), total_steps=NUM_STEPS),
+            "model": TunerModelConfig(model_path=pocket_folder, max_model_len=128, max_tokens=4),
+            "algorithm": AlgorithmConfig(group_size=4, batch_size=2, learning_rate=1e-3),
+            "experiment_name": "x",
+        }
+        fixed = (
+            "rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192", "save_interval_steps=1",
+            "experience.replay.num_groups=1", "steps_per_file=2", "trainer.mismatch_stop=100",
+            f"checkpoint_root_dir={tmp_path / 'runs'}",
+        )  # fmt: skip
+        return tune(**(defaults | arguments), overrides=(*fixed, *overrides))
+
+    return call
+
+
+def test_a_damaged_checkpoint_is_gone_back_from_and_the_numbers_come_again(run, capsys):
+    whole = run()
+    before = load_metrics(whole.folder / "metrics.jsonl", has_times=False)
+    assert {path.name for path in (whole.folder / "rollouts").iterdir()} == {
+        "steps_000001-000002.parquet", "steps_000003-000004.parquet"
+    }  # fmt: skip
+    weights = whole.checkpoint / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-3] ^= 64
+    weights.write_bytes(content)
+    with pytest.raises(StorageError, match=r"global_step_4/model\.safetensors is damaged.*--resume-from 3"):
+        run(continue_from_checkpoint=True)
+    again = run("resume_from_step=3", continue_from_checkpoint=True)
+    assert load_metrics(again.folder / "metrics.jsonl", has_times=False) == before
+    (old,) = again.folder.glob("old-*")
+    assert f"resumed from step 3: what was made after it has been moved to {old}" in capsys.readouterr().err
+    assert (old / "global_step_4").is_dir()
+    for step in range(1, NUM_STEPS + 1):
+        name = f"rollouts/step_{step:06d}.parquet"
+        one = load_rollouts(again.folder / name)
+        assert one
+        if step > 2:
+            other = load_rollouts(old / name)
+            assert [[t.turns for t in g.trajectories] for g in one] == [
+                [t.turns for t in g.trajectories] for g in other
+            ]
+
+
+def test_a_run_whose_checkpoints_are_gone_begins_anew_only_when_told(run):
+    whole = run()
+    for checkpoint in whole.folder.glob("global_step_*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(StorageError, match=r"global_step_4 is missing or not complete; .*--resume-from 0"):
+        run(continue_from_checkpoint=True)
+    assert len(load_metrics(whole.folder / "metrics.jsonl")) == NUM_STEPS
+    anew = run("resume_from_step=0", continue_from_checkpoint=True)
+    (old,) = anew.folder.glob("old-*")
+    for root in (anew.folder, old):
+        assert len(load_metrics(root / "metrics.jsonl")) == NUM_STEPS
+        assert list((root / "monitor/tensorboard").iterdir())
+
+
+def test_a_failed_model_load_leaves_the_name_free(run, tmp_path, pocket_folder):
+    broken = tmp_path / "broken"
+    shutil.copytree(pocket_folder, broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises((TunesmithError, OSError, ValueError)):
+        run(model=TunerModelConfig(model_path=str(broken), max_model_len=128, max_tokens=4))
+    assert not (tmp_path / "runs/AgentScope/x").exists()
+    assert run().num_steps == NUM_STEPS
+
+
+def test_a_fine_tuning_names_the_checkpoint_before_a_damaged_one(tmp_path):
+    config = FinetuneConfig.model_validate(
+        {"model": {"path": "m"}, "train_dataset": {"path": "d"}, "trainer": {"learning_rate": 1e-5}}
+    )
+    with open_finetune_folder(config, tmp_path / "sft"):
+        for step in (2, 4):
+            with new_folder(tmp_path / f"sft/global_step_{step}", {"step": step}) as temporary:
+                (temporary / "weights").write_text(f"weights of {step}")
+    (tmp_path / "sft/global_step_4/weights").write_text("weights of 5")
+    with pytest.raises(StorageError, match=r"is damaged.*move global_step_4 out of .* to go on from global_step_2"):
+        open_finetune_folder(config, tmp_path / "sft")
+    (tmp_path / "sft/global_step_4").rename(tmp_path / "aside")
+    with open_finetune_folder(config, tmp_path / "sft") as folder:
+        assert folder.committed_step == 2

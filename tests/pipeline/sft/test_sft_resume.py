@@ -1,0 +1,76 @@
+"""A fine-tuning that is killed at any moment goes on to the same metrics and the same weights, bit for bit on a CPU."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+
+import pytest
+from safetensors.numpy import load_file
+
+from conversation_examples import ROW
+from killed_runs import Zygote, read_metrics
+from tunesmith.model.prepare import prepare_model
+
+NUM_KILLS = 6
+WEIGHTS = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finetune")
+    prepare_model("pocket", folder / "pocket")
+    rows = [
+        ROW | {"messages": [*ROW["messages"][:4], {"role": "assistant", "content": f"{n} it is."}]} for n in range(24)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "model": {"path": "pocket", "max_model_len": 256, "device": "cpu"},
+        "train_dataset": {"path": "rows.jsonl"},
+        "eval_fraction": 0.2,
+        "num_epochs": 3,
+        "max_tokens_per_batch": 300,
+        "evaluation_interval_steps": 3,
+        "save_interval_steps": 2,
+        "trainer": {"learning_rate": 3e-3, "warmup_steps": 2},
+        "monitor": {"trackers": []},
+    }
+    (folder / "full.yaml").write_text(json.dumps(config))
+    config["model"]["lora"] = {"r": 4, "dropout": 0.2}
+    config["max_steps"] = 10
+    (folder / "adapter.yaml").write_text(json.dumps(config))
+    zygote = Zygote(folder)
+    yield folder, zygote
+    zygote.close()
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_killed_fine_tunings_end_like_one_that_was_never_killed(workplace, kind):
+    folder, zygote = workplace
+    whole, killed = folder / f"{kind}-whole", folder / f"{kind}-killed"
+    assert zygote.run(["sft", f"{kind}.yaml", "--out", whole.name]) == 0, (folder / "zygote.log").read_text()
+    rng = random.Random(0)
+    num_killed = 0
+    while True:
+        kill_after_s = rng.uniform(0.0, 3.0) if num_killed < NUM_KILLS else None
+        status = zygote.run(["sft", f"{kind}.yaml", "--out", killed.name], kill_after_s=kill_after_s)
+        if status == 0:
+            assert_same(whole, killed, WEIGHTS[kind])
+            if num_killed >= NUM_KILLS:
+                return
+            shutil.rmtree(killed)  # it was quicker than the kill: begin another life
+        else:
+            assert status == -signal.SIGKILL, (folder / "zygote.log").read_text()
+            num_killed += 1
+
+
+def assert_same(whole, killed, weights):
+    assert read_metrics(killed) == read_metrics(whole)
+    one, other = (json.loads((run / "model" / "DONE.json").read_text())["figures"] for run in (whole, killed))
+    assert one == other
+    expected, found = (load_file(run / "model" / weights) for run in (whole, killed))
+    assert expected.keys() == found.keys()
+    assert all((expected[name] == found[name]).all() for name in expected)
+    assert {path.name for path in killed.iterdir()} == {path.name for path in whole.iterdir()}

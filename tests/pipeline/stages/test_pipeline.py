@@ -1,0 +1,404 @@
+"""`tunesmith run`: stages in order, what is skipped, what is gone on with, what is made anew, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from tunesmith.cli import app
+from tunesmith.errors import ConfigError
+from tunesmith.monitor.metrics_file import load_metrics
+from tunesmith.pipeline.stages.folder import PipelineFolder, is_same_stage
+from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
+
+MAKER = """
+import json
+from pathlib import Path
+
+from tunesmith.model.checkpoint import save_model_files
+from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+from tunesmith.pipeline.prepare.calculator_agent import calculator_agent
+
+def make(out_dir, num_rows):
+    if Path("fail").exists():
+        raise ValueError("the maker is out of order")
+    for split, first in (("train", 10), ("test", 50)):
+        rows = [
+            {"question": f"Tom has {n} apples and buys 7. How many in the end?",
+             "answer": f"We add what Tom has and buys: <<{n}+7={n + 7}>>{n + 7} apples.\\n#### {n + 7}"}
+            for n in range(first, first + num_rows)
+        ]
+        (out_dir / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    (out_dir / "model").mkdir()
+    tokenizer = build_pocket_tokenizer()
+    save_model_files(out_dir / "model", build_pocket_model(tokenizer, hidden_size=96, num_layers=1), tokenizer)
+    return {"rows": 2 * num_rows, "about": "apples"}
+
+async def agent(task, model):
+    with Path("asked").open("a") as file:
+        file.write("x")
+    if Path("stop").exists() and len(Path("asked").read_text()) > 6:
+        raise KeyboardInterrupt
+    return await calculator_agent(task, model)
+
+def fill(out_dir):
+    if (out_dir / "half").exists():
+        raise ValueError("the folder is not new")
+    (out_dir / "half").write_text("")
+    if Path("fail").exists():
+        raise ValueError("not now")
+"""
+LOADED = {"max_model_len": 512, "device": "cpu"}
+SERVED = LOADED | {"max_tokens": 4}
+AGENT = {
+    "workflow": "tunesmith.pipeline.prepare.calculator_agent:calculator_agent",
+    "judge": "tunesmith.judges.composite:gsm8k_judge",
+    "engine": {"kv_cache_tokens": 8192},
+    "rollout": {"chat_model": "openai"},
+}
+QUIET = {"trackers": [], "has_progress": False}
+STAGES = {
+    "make": {"kind": "function", "function": "maker.py:make", "args": {"num_rows": "${variables.num_rows}"}},
+    "prepare": {"data": {"path": "stage:make/train.jsonl"}, "eval_data": {"path": "stage:make/test.jsonl"}},
+    "sft": {
+        "model": {"path": "stage:make/model", **LOADED},
+        "train_dataset": {"path": "stage:prepare/train.jsonl"},
+        "trainer": {"learning_rate": 1e-3},
+        "max_tokens_per_batch": 1024,
+        "monitor": QUIET,
+    },
+    "rl": {
+        "model": {"path": "stage:sft", **SERVED},
+        "train_dataset": {"path": "stage:prepare/train.jsonl"},
+        "algorithm": {"batch_size": 2, "group_size": 2},
+        "total_steps": 1,
+        "monitor": QUIET,
+        **AGENT,
+    },
+    "eval": {
+        "models": {"base": "stage:make/model", "sft": "stage:sft", "rl": "stage:rl"},
+        "model": SERVED,
+        "eval_datasets": {"test": {"path": "stage:prepare/eval.jsonl"}},
+        "evaluation": {"max_tasks": 2},
+        "has_progress": False,
+        **AGENT,
+    },
+    "export": {"path": "stage:rl"},
+}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "maker.py").write_text(MAKER)
+    write(tmp_path, STAGES)
+    return tmp_path
+
+
+def write(place, stages, **more):
+    config = {"folder": "out", "variables": {"num_rows": 3}, "stages": stages} | more
+    (place / "pipeline.yaml").write_text(json.dumps(config))
+
+
+def run(*arguments, expected_status=0):
+    result = CliRunner().invoke(app, ["run", "pipeline.yaml", *arguments])
+    assert result.exit_code == expected_status, result.output
+    return result.output
+
+
+def read_words(output):
+    """What was said of each stage: its name -> skipped, begins ..."""
+    lines = [line.partition(" ")[2] for line in output.splitlines() if line.startswith("stage ")]
+    words: dict[str, list[str]] = {}
+    for line in lines:
+        name, _, word = line.partition(" ")[2].partition(": ")
+        words.setdefault(name, []).append(word.partition(" in ")[0])
+    return words
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A pipeline that ran once, to be copied; and what it said."""
+    place = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        (place / "maker.py").write_text(MAKER)
+        write(place, STAGES)
+        output = run()
+    return place, output
+
+
+@pytest.fixture
+def copied(whole, tmp_path, monkeypatch):
+    """A pipeline that ran in this very folder, as far as its files know."""
+    original, _ = whole
+    for name in ("maker.py", "pipeline.yaml"):
+        shutil.copy(original / name, tmp_path / name)
+    shutil.copytree(original / "out", tmp_path / "out")
+    for path in (tmp_path / "out").rglob("*.json"):
+        path.write_text(path.read_text().replace(str(original), str(tmp_path)))
+    for path in (tmp_path / "out").rglob("config.yaml"):
+        path.write_text(path.read_text().replace(str(original), str(tmp_path)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_all_stages_run_in_order_and_leave_what_they_promise(whole):
+    place, output = whole
+    assert list(read_words(output)) == list(STAGES)
+    assert all(words == ["begins", "done"] for words in read_words(output).values())
+    out = place / "out"
+    AutoModelForCausalLM.from_pretrained(out / "export" / "hf")
+    assert (out / "prepare" / "eval.jsonl").read_text().count("\n") == 3
+    assert [record["step"] for record in load_metrics(out / "rl" / "metrics.jsonl")] == [1]
+    assert list(json.loads((out / "eval/comparison.json").read_text())["test"]["models"]) == ["base", "sft", "rl"]
+
+
+def test_the_report_has_time_tokens_device_and_figures_of_each_stage(whole):
+    place, output = whole
+    text = (place / "out/report.md").read_text()
+    assert text in output
+    report = {each["name"]: each for each in json.loads((place / "out/report.json").read_text())["stages"]}
+    assert list(report) == list(STAGES)
+    assert all(each["state"] == "done" and each["done"]["seconds"] > 0 for each in report.values())
+    done = {name: each["done"] for name, each in report.items()}
+    assert done["make"]["figures"] == {"rows": 6, "about": "apples"}
+    assert {name: done[name]["device"] for name in ("sft", "rl", "eval")} == dict.fromkeys(
+        ("sft", "rl", "eval"), "cpu, 1 thread"
+    )
+    (step,) = [row for row in load_metrics(place / "out/rl/metrics.jsonl") if row["kind"] == "train"]
+    assert done["rl"]["tokens"] == step["rollout/num_sampled_tokens"]
+    assert done["rl"]["figures"]["mean reward of the last tenth of the steps"] == step["rollout/reward_mean"]
+    assert done["sft"]["tokens"] > 0
+    comparison = json.loads((place / "out/eval/comparison.json").read_text())
+    assert done["eval"]["tokens"] == sum(model["num_sampled_tokens"] for model in comparison["test"]["models"].values())
+    assert "### test: 2 tasks, 1 run of each" in text
+    assert "| mean (95 % interval) | base " in text
+
+
+def test_what_is_done_is_skipped(copied):
+    before = (copied / "out/rl/metrics.jsonl").read_bytes()
+    assert all(words == ["done before, skipped"] for words in read_words(run()).values())
+    assert (copied / "out/rl/metrics.jsonl").read_bytes() == before
+
+
+def test_a_changed_stage_and_all_that_was_made_from_it_are_made_anew(copied):
+    words = read_words(run("--set", "stages.rl.trainer.learning_rate=0.002"))
+    assert {name: each[0] for name, each in words.items()} == {
+        "make": "done before, skipped",
+        "prepare": "done before, skipped",
+        "sft": "done before, skipped",
+        "rl": "begins anew; what it made before is",
+        "eval": "begins anew; what it made before is",
+        "export": "begins anew; what it made before is",
+    }
+    (aside,) = (copied / "out").glob("rl.old-*")
+    assert (aside / "metrics.jsonl").exists()
+
+
+def test_what_changes_no_result_changes_no_stage(copied):
+    words = read_words(run("--set", "stages.rl.monitor.log_interval_steps=7"))
+    assert all(each == ["done before, skipped"] for each in words.values())
+
+
+def test_a_longer_training_run_goes_on_from_its_last_commit(copied):
+    words = read_words(run("--set", "stages.rl.total_steps=2"))
+    assert words["rl"] == ["goes on", "done"]
+    assert words["eval"][0].startswith("begins anew")
+    steps = [row for row in load_metrics(copied / "out/rl/metrics.jsonl") if row["kind"] == "train"]
+    assert [row["step"] for row in steps] == [1, 2]
+
+
+def test_a_stage_that_is_killed_half_way_goes_on_from_its_last_commit_to_the_same_numbers(copied):
+    arguments = [
+        "--set", "stages.rl.workflow=maker.py:agent", "--set", "stages.rl.total_steps=2",
+        "--set", "stages.rl.save_interval_steps=1", "--only", "rl",
+    ]  # fmt: skip
+    run(*arguments)
+    expected = load_metrics(copied / "out/rl/metrics.jsonl", has_times=False)
+    assert [row["step"] for row in expected] == [1, 2]
+    (copied / "asked").unlink()
+    (copied / "stop").write_text("")
+    run(*arguments, "--again", expected_status=130)
+    assert (copied / "out/rl/global_step_1").exists()
+    assert not (copied / "out/rl/global_step_2").exists()
+    (copied / "stop").unlink()
+    (copied / "asked").unlink()
+    assert read_words(run(*arguments)) == {"rl": ["goes on", "done"]}
+    assert len((copied / "asked").read_text()) == 4, "one step of two tasks, two runs each"
+    assert load_metrics(copied / "out/rl/metrics.jsonl", has_times=False) == expected
+    done = PipelineFolder(copied / "out").load_done("rl")
+    assert (done.num_attempts, done.num_killed) == (2, 0)
+
+
+def test_one_stage_can_be_run_alone_and_made_again(copied):
+    assert read_words(run("--only", "eval")) == {"eval": ["done before, skipped"]}
+    words = read_words(run("--only", "eval", "--again"))
+    assert words == {"eval": ["begins anew; what it made before is", "done"]}
+    words = read_words(run("--from", "eval"))
+    assert words == {"eval": ["done before, skipped"], "export": ["done before, skipped"]}
+    remade = read_words(run("--only", "sft", "--again"))
+    assert list(remade) == ["sft"]
+    assert run("--check").splitlines() == [
+        "make: is done, and is skipped",
+        "prepare: is done, and is skipped",
+        "sft: is done, and is skipped",
+        "rl: is made anew",
+        "eval: is made anew",
+        "export: is made anew",
+    ]
+
+
+def test_a_check_writes_nothing_and_says_what_would_run(place):
+    assert run("--check").splitlines() == [f"{name}: is made" for name in STAGES]
+    assert not (place / "out").exists()
+
+
+def test_a_stage_that_failed_or_was_killed_is_tried_again_in_its_place(place):
+    write(place, {"fill": {"kind": "function", "function": "maker.py:fill"}})
+    (place / "fail").write_text("")
+    assert "not now" in run(expected_status=1)
+    assert run("--check").strip() == "fill: was begun, and goes on"
+    (place / "fail").unlink()
+    folder = PipelineFolder(place / "out")
+    folder.begin(*plan_stages(load_pipeline("pipeline.yaml")))  # as a killed attempt leaves it
+    assert read_words(run()) == {"fill": ["goes on", "done"]}
+    done = folder.load_done("fill")
+    assert (done.num_attempts, done.num_killed) == (3, 1)
+    assert "in 3 attempts, 1 killed and not counted" in (place / "out/report.md").read_text()
+
+
+def test_only_settings_that_may_change_in_a_run_let_it_go_on(copied):
+    folder = PipelineFolder(copied / "out")
+    start = folder.load_start("rl")
+
+    def plan(*overrides):
+        return next(each for each in plan_stages(load_pipeline("pipeline.yaml", overrides)) if each.name == "rl")
+
+    assert is_same_stage(start, plan())
+    assert is_same_stage(start, plan("stages.rl.total_steps=5", "stages.rl.save_interval_steps=1"))
+    assert not is_same_stage(start, plan("stages.rl.total_steps=5", "stages.rl.seed=1"))
+    assert not is_same_stage(
+        folder.load_start("eval"), plan_stages(load_pipeline("pipeline.yaml", ["stages.eval.seed=1"]))[4]
+    )
+
+
+def test_two_commands_do_not_write_one_pipeline(place):
+    from tunesmith.pipeline.session.run_folder import take_lock
+    from tunesmith.storage import RunPaths
+
+    (place / "out").mkdir()
+    with take_lock(RunPaths(place / "out")):
+        assert "is being written by process" in run(expected_status=1)
+
+
+def test_a_stage_that_is_needed_and_not_done_is_named(place):
+    assert "stage 'sft' needs 'make', which is not done" in run("--only", "sft", expected_status=1)
+    assert "there is no stage 'stf'" in run("--only", "stf", expected_status=1)
+    assert "--only and --from are both given" in run("--only", "sft", "--from", "sft", expected_status=1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["stages.rl.model.path=stage:stf"], "stages.rl: stage:stf: 'stf' is no stage; earlier are make, prepare, sft"),
+        (["stages.sft.model.path=stage:rl"], "stages.sft: stage:rl: 'rl' comes no earlier"),
+        (["stages.rl.model.path=stage:prepare"], "a stage of kind prepare leaves no model; name a file"),
+        (["stages.export.path=stage:make/../../x"], "leads out of the stage's folder"),
+        (
+            ["stages.rl.algorithm.group_sze=3"],
+            "stages.rl.algorithm.group_sze is not a known key: did you mean 'group_size'?",
+        ),
+        (["stages.rl.algorithm.group_size=many"], "stages.rl.algorithm.group_size must be a valid integer"),
+        (["stages.rl.name=mine"], "stages.rl: name cannot be set"),
+        (["stages.more.path=x"], "stages.more names no kind; kind must be one of prepare, sft, rl, eval, export"),
+        (["stages.more.kind=train"], "stages.more is of kind 'train'"),
+        (["stages.eval.judge=tunesmith.judges.composite:gsm8k_jugde"], "stages.eval: judge="),
+        (["stages.make.function=maker.py:mak"], "stages.make: function="),
+        (["stages.rl.eval_datasets.x.path=none.jsonl"], "stages.rl: "),
+        (["stages.sft.model.path=/no/model"], "stages.sft: "),
+        (["stages.prepare.data.path=/no/data"], "stages.prepare: "),
+        (["folder=null"], "folder must be a valid string"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(place, overrides, message):
+    output = run(*(part for each in overrides for part in ("--set", each)), expected_status=1)
+    assert message in output
+    assert not (place / "out").exists()
+
+
+def test_a_tracker_or_a_plot_without_its_package_is_said_before_anything_runs(place, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("wandb", "matplotlib") else find(name)
+    )
+    assert "stages.rl: monitor.trackers: wandb" in run("--set", "stages.rl.monitor.trackers=[wandb]", expected_status=1)
+    assert "stages.eval: a plot needs matplotlib" in run("--set", "stages.eval.has_plot=true", expected_status=1)
+
+
+def test_a_file_that_a_stage_did_not_make_is_named(copied):
+    output = run("--set", "stages.export.path=stage:make/modell", expected_status=1)
+    assert "stages.export: stage 'make' made no 'modell'" in output
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize(
+    ("stage", "damage", "message"),
+    [
+        ("make", lambda out: (out / "make/test.jsonl").unlink(), "stages.prepare: stage 'make' made no 'test.jsonl'"),
+        ("make", lambda out: shutil.rmtree(out / "make/model"), "stages.sft: stage 'make' made no 'model'"),
+        ("make", lambda out: shutil.rmtree(out / "make"), "make is gone"),
+        ("prepare", lambda out: cut(out / "prepare/train.jsonl"), "train.jsonl is damaged: it has"),
+        ("prepare", lambda out: shutil.rmtree(out / "prepare"), "prepare is not a complete"),
+        ("sft", lambda out: shutil.rmtree(out / "sft"), "model is not a complete"),
+        ("sft", lambda out: cut(out / "sft/model/model.safetensors"), "model.safetensors is damaged: it has"),
+        ("rl", lambda out: (out / "rl/global_step_1/config.json").unlink(), "config.json is damaged: it has 0 bytes"),
+        ("eval", lambda out: (out / "eval/comparison.json").unlink(), "comparison.json: No such file"),
+        ("eval", lambda out: cut(out / "eval/comparison.json"), "comparison.json: it is not JSON"),
+        ("export", lambda out: cut(out / "export/hf/model.safetensors"), "model.safetensors is damaged: it has"),
+    ],
+)
+def test_a_stage_that_is_done_and_damaged_is_seen_before_anything_runs(copied, stage, damage, message):
+    damage(copied / "out")
+    for arguments in (["--check"], ["--check", "--from", stage], []):
+        output = run(*arguments, expected_status=1)
+        assert message in output and f"stage '{stage}' " in output
+        assert f"--only {stage} --again" in output
+    assert run("--check", "--only", stage, "--again").strip() == f"{stage}: is made anew"
+
+
+def test_damage_is_of_interest_where_it_is_needed(copied):
+    shutil.rmtree(copied / "out/sft/model")
+    assert run("--check", "--from", "export").strip() == "export: is done, and is skipped"
+    assert run("--check", "--only", "rl").strip() == "rl: is done, and is skipped"
+    output = run("--check", "--only", "rl", "--again", expected_status=1)
+    assert "stage 'sft' is done, but what it left is not whole" in output
+
+
+def test_a_record_that_is_damaged_is_named(copied):
+    record = copied / "out/stages/sft/DONE.json"
+    record.write_text('{"mark": "x"}')
+    assert f"{record} is damaged or of another version" in run("--check", expected_status=1)
+
+
+def test_names_of_stages_are_names_of_folders():
+    with pytest.raises(ConfigError, match="cannot name a stage"):
+        load_pipeline_of({"stages": {"kind": "function", "function": "a:b"}})
+    with pytest.raises(ConfigError, match="cannot name a stage"):
+        load_pipeline_of({"../x": {"kind": "function", "function": "a:b"}})
+
+
+def load_pipeline_of(stages):
+    from tunesmith.config import PipelineConfig
+    from tunesmith.pipeline.session.load_config import build_section
+
+    return build_section(PipelineConfig, {"folder": "out", "stages": stages})

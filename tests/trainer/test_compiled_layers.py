@@ -1,0 +1,173 @@
+"""Compiled layers and losses: traced as on a GPU, run by torch's own kernels."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from trainable_models import build_deep, build_trainable
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.algorithms.scores import TokenInputs
+from tunesmith.config import AlgorithmSection, TrainerSection
+from tunesmith.model.forward.attention import CausalPlan, run_body
+from tunesmith.trainer import compiled_layers as compiling
+from tunesmith.trainer import loss_pass as step
+from tunesmith.trainer.batch import SentInputs
+from tunesmith.trainer.optimizer import MasterAdamW
+
+
+@pytest.fixture
+def compile_function(monkeypatch):
+    """`compiling.compile_function` without code generation, which takes minutes on a CPU."""
+    torch._dynamo.reset()
+    counters.clear()
+    function = lru_cache(lambda function: torch.compile(function, dynamic=True, backend="aot_eager"))
+    monkeypatch.setattr(compiling, "compile_function", function)
+    return function
+
+
+def add_gradients(model, num_tokens: int) -> torch.Tensor:
+    ids = torch.arange(num_tokens)[None] * 7 % 97
+    hidden = run_body(model, ids, torch.arange(num_tokens)[None], CausalPlan([num_tokens], torch.device("cpu")))
+    (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+    return hidden.detach()
+
+
+def run_layers(model, num_tokens: int) -> list[torch.Tensor]:
+    hidden = add_gradients(model, num_tokens)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    return [hidden, *gradients]
+
+
+def test_one_graph_serves_all_layers_and_lengths(compile_function):
+    model = build_trainable("qwen3")
+    expected = [run_layers(model, num_tokens) for num_tokens in (12, 30)]
+    with compiling.compiled_layers(model):
+        ours = [run_layers(model, num_tokens) for num_tokens in (12, 30)]
+    for all_ours, all_expected in zip(ours, expected, strict=True):
+        for a, b in zip(all_ours, all_expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert counters["stats"]["unique_graphs"] == 2, "one for the layers, one for the last norm"
+    assert not counters["graph_break"]
+
+
+def test_models_with_float32_residuals_and_without_are_compiled_each_for_itself(compile_function):
+    for is_wide, num_graphs in ((True, 2), (False, 4), (True, 4)):
+        model = build_deep("qwen3", is_wide=is_wide)
+        expected = run_layers(model, 12)
+        with compiling.compiled_layers(model):
+            ours = run_layers(model, 12)
+        for a, b in zip(ours, expected, strict=True):
+            assert (a - b).norm() <= 0.02 * b.norm()
+        assert counters["stats"]["unique_graphs"] == num_graphs
+    assert not counters["graph_break"]
+
+
+def test_layers_are_compiled_whole_though_an_update_has_begun(compile_function):
+    model = build_deep("qwen3", is_wide=False)
+    optimizer = MasterAdamW(model, TrainerSection())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    gradients = []
+    for is_compiled in (False, True):
+        add_gradients(model, 12)
+        with compiling.compiled_layers(model) if is_compiled else nullcontext():
+            add_gradients(model, 30)
+        gradients.append([parameter.grad for parameter in model.get_decoder().parameters()])
+        optimizer.clear_gradients()
+    assert counters["stats"]["unique_graphs"] == 2, "one for the layers, one for the last norm"
+    assert not counters["graph_break"]
+    for expected, ours in zip(*gradients, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_layers_are_as_before_even_after_an_error():
+    model = build_trainable("llama")
+    with pytest.raises(KeyError), compiling.compiled_layers(model):
+        assert all("forward" in vars(layer) for layer in model.get_decoder().layers)
+        raise KeyError
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_only_a_model_on_a_gpu_is_compiled():
+    assert not compiling.can_compile(build_trainable())
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_compiled_loss_equals_the_plain_one(compile_function, entropy_coef):
+    algorithm = resolve_algorithm(AlgorithmSection(entropy_coef=entropy_coef))
+    compiled = compile_function(step._compute_loss)
+    for num_sites, num_events in ((7, 9), (12, 30), (8, 8)):
+        results = []
+        for compute in (step._compute_loss, compiled):
+            torch.manual_seed(num_events)
+            logprobs = (-torch.rand(num_sites) - 1).requires_grad_()
+            entropies = torch.rand(num_sites).requires_grad_(entropy_coef > 0)
+            draws = [torch.randn(num_events) for _ in range(4)]
+            inputs = TokenInputs(
+                weights_E=draws[0].abs(), correction_E=torch.ones(num_events), advantages_E=draws[1],
+                old_logprobs_E=-draws[2].abs() - 1, sampler_logprobs_E=-draws[3].abs() - 1,
+                is_newest_E=torch.ones(num_events),
+            )  # fmt: skip
+            sites = torch.randint(num_sites, (num_events,))
+            loss, totals = compute(logprobs, entropies, sites, inputs, algorithm, 0.1)
+            loss.backward()
+            sums = {name: total for name, (_, total) in totals.items()}
+            results.append({"loss": loss.detach(), "gradient": logprobs.grad} | sums)
+        assert list(results[0]) == list(results[1])
+        for name in results[0]:
+            torch.testing.assert_close(results[1][name], results[0][name], rtol=1e-5, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_one_graph_serves_all_chunks_and_weights_of_kl_though_sizes_begin_equal(compile_function, kind):
+    algorithm = resolve_algorithm(AlgorithmSection(algorithm_type=kind))
+    names = (
+        "weights_E", "correction_E", "advantages_E", "old_logprobs_E", "sampler_logprobs_E", "is_newest_E",
+        "reference_logprobs_E",
+    )  # fmt: skip
+    with compiling.compiled_layers(build_trainable("llama")):
+        compiled = compile_function(step.measure_loss)
+        for num_sites, num_events, kl_coef in ((8, 8, 0.1), (7, 9, 0.2), (12, 30, 0.3), (30, 31, 0.1), (31, 31, 0.0)):
+            torch.manual_seed(num_events)
+            is_whole = num_sites in (12, 31)  # one chunk is the whole row
+            row, first = (
+                torch.rand(len(names), num_events if is_whole else 3 * num_events),
+                0 if is_whole else num_events,
+            )
+            sent = SentInputs(names=names, values_FE=row).select(slice(first, first + num_events))
+            sites = torch.arange(num_events) % num_sites
+            scores = (-torch.rand(num_sites) - 1).requires_grad_(), torch.rand(num_sites)
+            found = []
+            for measure in (compiled, step.measure_loss):
+                scores[0].grad = None
+                loss, found_names, totals = measure(*scores, sites, sent, algorithm, torch.tensor(kl_coef))
+                loss.backward()
+                found.append((found_names, loss.detach(), totals.detach(), scores[0].grad))
+            (our_names, *ours), (expected_names, *expected) = found
+            assert our_names == expected_names
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_another_weight_of_the_kl_compiles_nothing_anew(compile_function):
+    """`kl_adaptive` replaces the algorithm after every update."""
+    algorithm = resolve_algorithm(AlgorithmSection(kl_coef=0.1, kl_estimator="k3"))
+    compiled = compile_function(step._compute_loss)
+    names = ("weights_E", "correction_E", "advantages_E", "old_logprobs_E", "sampler_logprobs_E", "is_newest_E")
+    inputs = TokenInputs(**dict.fromkeys(names, torch.ones(9)), reference_logprobs_E=torch.zeros(9))
+    losses = []
+    for kl_coef in (0.1, 0.2, 0.3):
+        algorithm = replace(algorithm, kl_coef=kl_coef)
+        logprobs, sites = -torch.ones(7), torch.arange(9) % 7
+        losses.append(compiled(logprobs, torch.ones(7), sites, inputs, algorithm, torch.tensor(kl_coef))[0].item())
+    assert counters["stats"]["unique_graphs"] == 1
+    assert losses[2] - losses[1] == pytest.approx(losses[1] - losses[0])
+    assert losses[1] != losses[0]

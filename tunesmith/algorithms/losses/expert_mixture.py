@@ -1,0 +1,112 @@
+"""Reinforcement learning and imitation in one update: the policy's own runs beside demonstrations of experts.
+
+The loss is (1 - mu) times the policy loss of what the policy sampled plus mu times the imitation loss of what experts
+did. Each kind is aggregated by itself, so how many demonstrations there are changes their noise and not their weight.
+
+Axes: E trained tokens of one update, N tokens that are computed together.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from torch import Tensor
+
+from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores, compute_ppo_clip_losses
+from tunesmith.algorithms.scores import BatchScores, TokenTerms
+from tunesmith.metric import Count
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def compute_mix_terms(scores: BatchScores, *, mu: Share = 0.1) -> TokenTerms:
+    """Weight mu on experts' tokens and 1 - mu on the policy's, throughout (Zhang et al., 2025, CHORD)."""
+    return _weigh(scores, mu)
+
+
+def compute_chord_terms(
+    scores: BatchScores,
+    *,
+    mu_peak: Share = 0.1,
+    mu_valley: Share = 0.1,
+    mu_warmup_steps: NonNegativeInt = 0,
+    mu_decay_steps: NonNegativeInt = 0,
+) -> TokenTerms:
+    """As `compute_mix_terms` with mu from `compute_mu` (Zhang et al., 2025, CHORD).
+
+    The defaults are those of CHORD-phi: a constant 0.1. CHORD-mu began at 0.9 and fell to 0.05.
+    """
+    mu = compute_mu(
+        scores.step, peak=mu_peak, valley=mu_valley, num_warmup_steps=mu_warmup_steps, num_decay_steps=mu_decay_steps
+    )
+    return _weigh(scores, mu)
+
+
+def compute_mu(step: int, *, peak: float, valley: float, num_warmup_steps: int, num_decay_steps: int) -> float:
+    """Weight of imitation at step 0, 1, ...: a line from 0 to `peak`, then half a cosine to `valley`, which it keeps.
+
+    Without steps to decay over it keeps `peak`.
+    """
+    if step < num_warmup_steps:
+        return peak * step / num_warmup_steps
+    if num_decay_steps == 0:
+        return peak
+    progress = min((step - num_warmup_steps) / num_decay_steps, 1.0)
+    return valley + (peak - valley) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def compute_mix_losses(
+    scores: TokenScores,
+    *,
+    clip_range_low: Share = 0.2,
+    clip_range_high: NonNegativeFloat = 0.2,
+    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0,
+) -> TokenLosses:
+    """PPO's clipped loss on the policy's tokens, cross entropy on experts'."""
+    return _mix(scores, torch.ones_like(scores.logprobs_N), clip_range_low, clip_range_high, clip_ratio_c)
+
+
+def compute_chord_losses(
+    scores: TokenScores,
+    *,
+    clip_range_low: Share = 0.2,
+    clip_range_high: NonNegativeFloat = 0.2,
+    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0,
+) -> TokenLosses:
+    """As `compute_mix_losses` with each expert token's cross entropy times p (1 - p) (Zhang et al., 2025, CHORD-phi).
+
+    p is the policy's own probability of the token, held constant: what it knows already and what it finds absurd pull
+    little, so that imitation does not tear down what was learned.
+    """
+    probabilities_N = scores.logprobs_N.detach().exp()
+    phi_N = probabilities_N * (1 - probabilities_N)
+    return _mix(scores, phi_N, clip_range_low, clip_range_high, clip_ratio_c)
+
+
+def _weigh(scores: BatchScores, mu: float) -> TokenTerms:
+    is_expert_E = scores.is_expert_Q[scores.sequence_E]
+    metrics = {
+        "expert/mu": mu,
+        "expert/num_sequences": Count(scores.is_expert_Q.sum()),
+        "expert/num_tokens": Count(is_expert_E.sum()),
+    }
+    return TokenTerms(advantages_E=scores.advantages_E, weights_E=np.where(is_expert_E, mu, 1 - mu), metrics=metrics)
+
+
+def _mix(
+    scores: TokenScores, imitation_weights_N: Tensor, clip_range_low: float, clip_range_high: float, clip_ratio_c: float
+) -> TokenLosses:
+    """Metrics of the clip count the policy's tokens only."""
+    own = compute_ppo_clip_losses(
+        scores, clip_range_low=clip_range_low, clip_range_high=clip_range_high, clip_ratio_c=clip_ratio_c
+    )
+    if scores.is_expert_N is None:
+        return own
+    is_expert_N = scores.is_expert_N.bool()
+    losses_N = torch.where(is_expert_N, -imitation_weights_N * scores.logprobs_N, own.losses_N)
+    metrics = {name: values.masked_fill(is_expert_N, 0.0) for name, values in own.metrics.items()}
+    return TokenLosses(losses_N=losses_N, metrics=metrics)

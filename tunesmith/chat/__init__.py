@@ -1,0 +1,1 @@
+"""Text of a conversation and its token ids: messages, chat templates, reply parsers, detokenizing."""

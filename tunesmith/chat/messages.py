@@ -1,0 +1,215 @@
+"""Chat messages as one frozen type, whatever shape a client sent them in.
+
+In: the `messages` and `tools` of an OpenAI chat request. Out: `Message`s, the dicts a chat template reads, and match
+keys. Two conversations with equal match keys are the same conversation, although clients re-render what they were
+sent: null for empty content, text parts for text, other spacing of JSON arguments, other tool call ids, no reasoning.
+Input that a text model cannot read is a `ValueError` that names the message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tunesmith.chat.memo import freeze, remember, thaw
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+"""Role in a request -> role in a template."""
+
+TEXT_PART_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Type of a content part that holds text -> the field it is in."""
+
+MatchKey = tuple[Any, ...]
+
+NUM_KNOWN_ARGUMENTS, MAX_KNOWN_CHARACTERS = 16384, 4096
+"""Arguments of tool calls whose JSON is remembered, and how long they may be; later calls read each again."""
+NUM_KNOWN_TOOL_LISTS, MAX_KNOWN_TOOL_BYTES = 64, 1_000_000
+"""Lists of tools that are remembered, and how long they may be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One function call of an assistant message."""
+
+    call_id: str | None
+    name: str
+    arguments: str
+    """JSON text; what a client sends back may be malformed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    """system, user, assistant or tool."""
+    content: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    """Of a tool message: which call it answers."""
+    name: str | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: arguments are objects, absent fields are absent."""
+        fields: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            fields["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            fields["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+                for call in self.tool_calls
+                for arguments in (load_arguments(call.arguments),)
+            ]
+        if self.tool_call_id is not None:
+            fields["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            fields["name"] = self.name
+        return fields
+
+
+def load_arguments(text: str) -> Any:
+    """JSON arguments as an object; text that is not JSON stays text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def parse_messages(raw: Any) -> tuple[Message, ...]:
+    """Read the `messages` of a request."""
+    if not isinstance(raw, list) or not raw:
+        raise ValueError("messages must be a non-empty list")
+    return tuple(_parse_message(fields, f"messages[{index}]") for index, fields in enumerate(raw))
+
+
+def _parse_message(fields: Any, where: str) -> Message:
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where} must be an object, got {type(fields).__name__}")
+    role = ROLES.get(str(fields.get("role")))
+    if role is None:
+        raise ValueError(f"{where}.role is {fields.get('role')!r}; allowed: {', '.join(ROLES)}")
+    content = _parse_content(fields.get("content"), where)
+    name = _get_text(fields, "name", where)
+    if role != "assistant":
+        call_id = _get_text(fields, "tool_call_id", where)
+        return Message(role=role, content=content, tool_call_id=call_id, name=name)
+    if fields.get("function_call"):
+        raise ValueError(f"{where}.function_call is not supported; send tool_calls")
+    raw_calls = fields.get("tool_calls") or []
+    if not isinstance(raw_calls, list):
+        raise ValueError(f"{where}.tool_calls must be a list")
+    calls = tuple(_parse_tool_call(call, where) for call in raw_calls)
+    reasoning = _get_text(fields, "reasoning_content", where) or _get_text(fields, "reasoning", where)
+    return Message(role=role, content=content, reasoning=reasoning, tool_calls=calls, name=name)
+
+
+def _get_text(fields: Mapping[str, Any], key: str, where: str) -> str | None:
+    value = fields.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{where}.{key} must be text, got {type(value).__name__}")
+    return value
+
+
+def _parse_content(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{where}.content must be text, null or a list of text parts, got {type(content).__name__}")
+    texts = []
+    for part in content:
+        kind = str(part.get("type")) if isinstance(part, dict) else type(part).__name__
+        field = TEXT_PART_FIELDS.get(kind)
+        if field is None:
+            raise ValueError(f"{where}.content has a part of type {kind!r}; this model reads text parts only")
+        texts.append(_get_text(part, field, where) or "")
+    return "\n".join(texts)
+
+
+def _parse_tool_call(call: Any, where: str) -> ToolCall:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}.tool_calls must hold objects with function.name and function.arguments")
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = "{}"
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(call_id=_get_text(call, "id", where), name=function["name"], arguments=arguments)
+
+
+def parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
+    """Read the `tools` of a request as a template shows them; `strict` says nothing to the model and is dropped."""
+    frozen = freeze(raw)
+    return _parse_tools(raw) if frozen is None else _parse_known_tools(frozen)
+
+
+@remember(max_entries=NUM_KNOWN_TOOL_LISTS, max_length=MAX_KNOWN_TOOL_BYTES)
+def _parse_known_tools(frozen: bytes) -> tuple[dict[str, Any], ...]:
+    return _parse_tools(thaw(frozen))
+
+
+def _parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
+    if raw is None:
+        return ()
+    if not isinstance(raw, list):
+        raise ValueError("tools must be a list")
+    tools = []
+    for index, tool in enumerate(raw):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"tools[{index}] must be {{type: function, function: {{name, ...}}}}")
+        shown = {key: value for key, value in function.items() if key != "strict" and value is not None}
+        tools.append({"type": "function", "function": shown})
+    return tuple(tools)
+
+
+def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
+    """One key a message; a tool call is known by its position in the conversation, not by its id."""
+    keys: list[MatchKey] = []
+    position_of: dict[str | None, int] = {}
+    num_calls = next_answer = 0
+    for message in messages:
+        text = message.content.strip()
+        if message.role == "assistant":
+            next_answer = num_calls
+            for call in message.tool_calls:
+                position_of[call.call_id] = num_calls
+                num_calls += 1
+            calls = tuple((call.name, _canonical_json(call.arguments)) for call in message.tool_calls)
+            keys.append((message.role, text, calls))
+        elif message.role == "tool":
+            position = position_of.get(message.tool_call_id, next_answer) if message.tool_call_id else next_answer
+            next_answer = position + 1
+            keys.append((message.role, text, position))
+        else:
+            keys.append((message.role, text, message.name))
+    return tuple(keys)
+
+
+@remember(max_entries=NUM_KNOWN_ARGUMENTS, max_length=MAX_KNOWN_CHARACTERS)
+def _canonical_json(text: str) -> str:
+    try:
+        value = _CANONICAL_DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return text.strip()
+    return json.dumps(value, sort_keys=True)
+
+
+def _parse_number(text: str) -> int | float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+_CANONICAL_DECODER = json.JSONDecoder(parse_float=_parse_number)

@@ -1,0 +1,111 @@
+"""What a chat template lacks, said in words.
+
+A template without tools, without tool calls or without a system role still serves an agent: tools are described in the
+system message, calls and results are text blocks, and a system message joins the user's. The wording is the one that
+hermes-style models are trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.messages import (
+    MAX_KNOWN_CHARACTERS,
+    MAX_KNOWN_TOOL_BYTES,
+    NUM_KNOWN_ARGUMENTS,
+    NUM_KNOWN_TOOL_LISTS,
+    Message,
+    ToolCall,
+    load_arguments,
+)
+
+TOOLS_PROMPT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def put_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Describe tools in the system message, for templates that cannot."""
+    listed = list(tools)
+    frozen = freeze(listed)
+    prompt = _describe_tools(listed) if frozen is None else _describe_known_tools(frozen)
+    if messages and messages[0].role == "system":
+        first = replace(messages[0], content=f"{messages[0].content}\n\n{prompt}".lstrip())
+        return [first, *messages[1:]]
+    return [Message(role="system", content=prompt), *messages]
+
+
+@remember(max_entries=NUM_KNOWN_TOOL_LISTS, max_length=MAX_KNOWN_TOOL_BYTES)
+def _describe_known_tools(frozen: bytes) -> str:
+    return _describe_tools(thaw(frozen))
+
+
+def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return TOOLS_PROMPT.format(tools=lines)
+
+
+def put_calls_in_text(messages: Sequence[Message]) -> list[Message]:
+    """Write tool calls and tool results as text blocks, for templates that cannot show them.
+
+    Results that follow each other share one user message.
+    """
+    shown: list[Message] = []
+    was_result = False
+    for message in messages:
+        is_result = message.role == "tool"
+        if is_result:
+            text = f"<tool_response>\n{message.content}\n</tool_response>"
+            if was_result:
+                text = f"{shown.pop().content}\n{text}"
+            shown.append(Message(role="user", content=text))
+        elif message.tool_calls:
+            blocks = [message.content] if message.content else []
+            blocks += [_format_call(call) for call in message.tool_calls]
+            content = "\n".join(blocks)
+            shown.append(Message(role=message.role, content=content, reasoning=message.reasoning, name=message.name))
+        else:
+            shown.append(message)
+        was_result = is_result
+    return shown
+
+
+def _format_call(call: ToolCall) -> str:
+    name, arguments = json.dumps(call.name, ensure_ascii=False), _format_arguments(call.arguments)
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+@remember(max_entries=NUM_KNOWN_ARGUMENTS, max_length=MAX_KNOWN_CHARACTERS)
+def _format_arguments(arguments: str) -> str:
+    return json.dumps(load_arguments(arguments), ensure_ascii=False)
+
+
+def put_system_in_user(messages: Sequence[Message]) -> list[Message]:
+    """Put each system message at the head of the user message after it, for templates without a system role."""
+    shown: list[Message] = []
+    pending: list[str] = []
+    for message in messages:
+        if message.role == "system":
+            pending.append(message.content)
+        elif message.role == "user" and pending:
+            shown.append(replace(message, content="\n\n".join([*pending, message.content])))
+            pending = []
+        else:
+            shown.append(message)
+    if pending:
+        shown.append(Message(role="user", content="\n\n".join(pending)))
+    return shown

@@ -1,0 +1,231 @@
+"""Decode attention over runs of neighbouring pages: views of the cache, nothing is copied.
+
+Each request has one new token. Its context is a few runs of pages, each of which is one view of a head's keys; scores
+of all runs lie side by side, so that the softmax is that of the whole context. Requests that share their first pages
+form a group: the shared pages are multiplied with the queries of all of them at once, and read once.
+
+Axes: T tokens, R requests, H query heads, K key-value heads, G query heads of one key-value head, P pages, Z tokens of
+a page, S tokens of a run, N = R x G queries of a head, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tunesmith.engine.core.span import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens that are neighbours in the cache, and who attends to them."""
+
+    rows: tuple[int, int]
+    """Requests, as the group counts them."""
+    columns: tuple[int, int]
+    """Places among the scores."""
+    slot: int
+    """Where in the cache the first token is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Requests with shared pages, or one request."""
+
+    members: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Tokens each of them attends to."""
+    segments: tuple[Segment, ...]
+    """The first is attended to by all members."""
+
+
+def find_groups(spans: Sequence[Span], *, page_size: int, sliding_window: int | None) -> list[Group]:
+    """Group spans of one new token by shared pages; those whose window hides the first page are alone."""
+    members_of: dict[object, list[int]] = {}
+    for index, span in enumerate(spans):
+        is_whole = sliding_window is None or span.stop <= sliding_window
+        members_of.setdefault(span.pages[0] if is_whole else (index,), []).append(index)
+    groups = []
+    for members in members_of.values():
+        if len(members) == 1:
+            span = spans[members[0]]
+            low = 0 if sliding_window is None else max(0, span.stop - sliding_window)
+            segments = tuple(_cut_runs(span, (0, 1), low=low, start=low, stop=span.stop, page_size=page_size))
+            groups.append(Group((members[0],), (span.stop - low,), segments))
+        else:
+            ordered, shared = _share(spans, members, num_pages=0, first=0, page_size=page_size)
+            groups.append(Group(tuple(ordered), tuple(spans[index].stop for index in ordered), tuple(shared)))
+    return groups
+
+
+def _share(
+    spans: Sequence[Span], members: list[int], *, num_pages: int, first: int, page_size: int
+) -> tuple[list[int], list[Segment]]:
+    """Order members that share more than `num_pages`, so that whoever shares pages is side by side from `first` on."""
+    one = spans[members[0]]
+    start = num_pages * page_size
+    if len(members) == 1:
+        rows = (first, first + 1)
+        return members, list(_cut_runs(one, rows, low=0, start=start, stop=one.stop, page_size=page_size))
+    num_pages = min(_count_shared(one, spans[index]) for index in members[1:])
+    stop = min(num_pages * page_size, min(spans[index].stop for index in members))
+    rows = (first, first + len(members))
+    segments = list(_cut_runs(one, rows, low=0, start=start, stop=stop, page_size=page_size))
+    children: dict[int, list[int]] = {}
+    for index in members:
+        page = spans[index].pages[num_pages] if spans[index].stop > num_pages * page_size else -1
+        children.setdefault(page, []).append(index)
+    ordered: list[int] = []
+    for page, child in children.items():
+        if page >= 0:
+            child, cut = _share(spans, child, num_pages=num_pages, first=first + len(ordered), page_size=page_size)
+            segments += cut
+        ordered += child
+    return ordered, segments
+
+
+def _count_shared(one: Span, other: Span) -> int:
+    """Pages that two requests begin with in common."""
+    num_pages = 0
+    for run, twin in zip(one.runs, other.runs, strict=False):
+        if run.first != twin.first:
+            break
+        num_pages += min(run.num_pages, twin.num_pages)
+        if run.num_pages != twin.num_pages:
+            break
+    return num_pages
+
+
+def _cut_runs(
+    span: Span, rows: tuple[int, int], *, low: int, start: int, stop: int, page_size: int
+) -> Iterator[Segment]:
+    """The runs' tokens from `start` up to `stop`; the scores begin with token `low`."""
+    first = 0
+    for run in span.runs:
+        last = first + run.num_pages * page_size
+        begin, end = max(first, start), min(last, stop)
+        if begin < end:
+            yield Segment(rows, (begin - low, end - low), run.first * page_size + begin - first)
+        first = last
+
+
+class _Layout:
+    """Groups, and the order of requests in which members are side by side."""
+
+    def __init__(self, groups: list[Group], device: torch.device) -> None:
+        self.groups = groups
+        order = [member for group in groups for member in group.members]
+        self.order: Tensor | None = None
+        self.places: Tensor | None = None
+        if order != sorted(order):
+            self.order = torch.tensor(order, device=device)
+            self.places = self.order.argsort()
+
+
+class RunBatch:
+    """Requests with one new token each, side by side in the step's row."""
+
+    def __init__(self, spans: Sequence[Span], *, page_size: int, device: torch.device) -> None:
+        self.first, self.last = spans[0].first, spans[-1].first + 1
+        self._spans = spans
+        self._longest = max(span.stop for span in spans)
+        self._page_size = page_size
+        self._device = device
+        self._layouts: dict[int | None, _Layout] = {}
+
+    def attend(
+        self,
+        query_THD: Tensor,
+        keys_KPZD: Tensor,
+        values_KPZD: Tensor,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Take and return the batch's own tokens [T, H, D]."""
+        num_kv_heads, head_size, num_rows = keys_KPZD.shape[0], keys_KPZD.shape[-1], len(self._spans)
+        num_groups = query_THD.shape[1] // num_kv_heads
+        layout = self._get_layout(sliding_window)
+        query_THD = query_THD * (scaling if softcap is None else scaling / softcap)
+        if layout.order is not None:
+            query_THD = query_THD[layout.order]
+        query_RKGD = query_THD.reshape(num_rows, num_kv_heads, num_groups, head_size)
+        query_KND = query_RKGD.transpose(0, 1).reshape(num_kv_heads, num_rows * num_groups, head_size)
+        keys_KSD, values_KSD = (
+            keys_KPZD.view(num_kv_heads, -1, head_size),
+            values_KPZD.view(num_kv_heads, -1, head_size),
+        )
+        output_KND = torch.empty_like(query_KND)
+        first = 0
+        for group in layout.groups:
+            num_queries = len(group.members) * num_groups
+            _attend_group(
+                group,
+                query_KND.narrow(1, first, num_queries),
+                keys_KSD,
+                values_KSD,
+                output_KND.narrow(1, first, num_queries),
+                num_groups=num_groups,
+                softcap=softcap,
+            )
+            first += num_queries
+        output_RKGD = output_KND.view(num_kv_heads, num_rows, num_groups, head_size).transpose(0, 1)
+        output_THD = output_RKGD.reshape(num_rows, -1, head_size)
+        return output_THD if layout.places is None else output_THD[layout.places]
+
+    def _get_layout(self, sliding_window: int | None) -> _Layout:
+        if sliding_window is not None and sliding_window >= self._longest:
+            sliding_window = None
+        if sliding_window not in self._layouts:
+            groups = find_groups(self._spans, page_size=self._page_size, sliding_window=sliding_window)
+            self._layouts[sliding_window] = _Layout(groups, self._device)
+        return self._layouts[sliding_window]
+
+
+def _attend_group(
+    group: Group,
+    query_KND: Tensor,
+    keys_KSD: Tensor,
+    values_KSD: Tensor,
+    output_KND: Tensor,
+    *,
+    num_groups: int,
+    softcap: float | None,
+) -> None:
+    """Write what the group's queries see to `output_KND`."""
+    scores = _compute_scores(group, query_KND, keys_KSD, num_groups=num_groups)
+    if softcap is not None:
+        scores = scores.tanh_().mul_(softcap)
+    longest = scores.shape[2]
+    for row, length in enumerate(group.lengths):
+        if length < longest:
+            scores[:, row * num_groups : (row + 1) * num_groups, length:] = -math.inf
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(values_KSD.dtype)
+    for index, segment in enumerate(group.segments):
+        first, last = segment.rows[0] * num_groups, segment.rows[1] * num_groups
+        begin, end = segment.columns
+        values = values_KSD[:, segment.slot : segment.slot + end - begin]
+        if index == 0:
+            torch.bmm(weights[:, :, begin:end], values, out=output_KND)
+        else:
+            output_KND[:, first:last].baddbmm_(weights[:, first:last, begin:end], values)
+
+
+def _compute_scores(group: Group, query_KND: Tensor, keys_KSD: Tensor, *, num_groups: int) -> Tensor:
+    """Scores [K, N, longest context]; what lies behind a shorter context is not set."""
+    num_kv_heads, num_queries, _ = query_KND.shape
+    if len(group.segments) == 1:
+        segment = group.segments[0]
+        keys = keys_KSD[:, segment.slot : segment.slot + segment.columns[1]]
+        return query_KND.bmm(keys.transpose(1, 2))
+    scores = query_KND.new_empty(num_kv_heads, num_queries, max(group.lengths))
+    for segment in group.segments:
+        first, last = segment.rows[0] * num_groups, segment.rows[1] * num_groups
+        begin, end = segment.columns
+        keys = keys_KSD[:, segment.slot : segment.slot + end - begin]
+        torch.bmm(query_KND[:, first:last], keys.transpose(1, 2), out=scores[:, first:last, begin:end])
+    return scores

@@ -1,0 +1,1 @@
+"""Scheduling of sequences and delivery of their tokens: policy only, no tensors."""

@@ -1,0 +1,112 @@
+"""One request while it is in the engine: its tokens so far, what is computed of them, and the pages it holds.
+
+The scheduler alone changes `pages`, `row`, `num_computed` and the digests; the engine alone appends tokens. Everything
+else is fixed when the request arrives.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tunesmith.engine.core.span import PageRun, extend_runs
+from tunesmith.types import Completion, Sampling, StopReason
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """Mutable state of one call of `generate`."""
+
+    request_id: int
+    """Counts arrivals."""
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    order: tuple[int, ...] = ()
+    deadline_at: float | None = None
+    """Seconds on the monotonic clock after which the request ends."""
+    max_model_len: int = sys.maxsize
+    priority: tuple[tuple[int, ...], int] = field(init=False)
+    """Ascending: who is admitted first and preempted last."""
+    limit: int = field(init=False)
+    """Prompt and sampled tokens at which `max_tokens` or the model's context ends the request."""
+    token_ids: list[int] = field(init=False)
+    """Prompt and sampled tokens."""
+    logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    """Pages of the cache in order of position."""
+    runs: list[PageRun] = field(default_factory=list)
+    """The same pages as runs, as far as `find_runs` has looked."""
+    row: int | None = None
+    """Line of the page table while the request runs."""
+    num_computed: int = 0
+    """Tokens whose keys and values are in the pages."""
+    is_launched: bool = False
+    """It is in a block that nobody has read yet; while it is, the scheduler leaves it alone."""
+    digests: list[bytes] = field(default_factory=list)
+    """Of the full pages of `token_ids`, as far as they were needed."""
+    num_published: int = 0
+    """Full pages that others can find."""
+    num_cached_tokens: int | None = None
+    """Tokens found in the prefix cache at first admission."""
+
+    def __post_init__(self) -> None:
+        self.priority = (self.order, self.request_id)
+        self.token_ids = list(self.prompt_ids)
+        self.limit = min(len(self.prompt_ids) + self.sampling.max_tokens, self.max_model_len)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    def find_runs(self) -> list[PageRun]:
+        """The pages as runs; pages that came since the last call are added to those found before."""
+        num_known = sum(run.num_pages for run in self.runs)
+        if num_known < len(self.pages):
+            extend_runs(self.runs, self.pages[num_known:])
+        return self.runs
+
+    def append(self, token_id: int, logprob: float, policy_version: int) -> None:
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        self.policy_versions.append(policy_version)
+
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], policy_version: int) -> None:
+        """Append a block of tokens."""
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.policy_versions += [policy_version] * len(token_ids)
+
+    def complete(self, stop_reason: StopReason) -> Completion:
+        return Completion(
+            sampled_ids=tuple(self.token_ids[len(self.prompt_ids) :]),
+            logprobs=tuple(self.logprobs),
+            policy_versions=tuple(self.policy_versions),
+            stop_reason=stop_reason,
+            num_cached_tokens=self.num_cached_tokens or 0,
+        )
+
+
+def check_sampling(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int) -> None:
+    """Refuse a request that would break a batch, with what came and what is allowed."""
+    distribution = sampling.distribution
+    if not prompt_ids:
+        raise ValueError("the prompt has no tokens; give at least one")
+    if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
+        raise ValueError(f"prompt token ids must lie in [0, {vocab_size}); got {min(prompt_ids)} to {max(prompt_ids)}")
+    if sampling.max_tokens < 1:
+        raise ValueError(f"max_tokens={sampling.max_tokens} must be at least 1")
+    if not 0 <= distribution.temperature < math.inf:
+        raise ValueError(f"temperature={distribution.temperature} must be 0 (greedy) or above")
+    if not 0 < distribution.top_p <= 1 or not 0 <= distribution.min_p <= 1 or distribution.top_k < 0:
+        raise ValueError(
+            f"top_p={distribution.top_p} must lie in (0, 1], min_p={distribution.min_p} in [0, 1], "
+            f"top_k={distribution.top_k} must be 0 (all) or above"
+        )
+    for token_id, bias in distribution.logit_bias:
+        if not 0 <= token_id < vocab_size or not math.isfinite(bias):
+            raise ValueError(
+                f"logit_bias of token {token_id} is {bias}; ids lie in [0, {vocab_size}), values are finite"
+            )

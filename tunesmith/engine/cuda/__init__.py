@@ -1,0 +1,1 @@
+"""Decoding on a CUDA device: CUDA graphs, fused layers, attention kernels."""

@@ -1,0 +1,1 @@
+"""The event loop that agents and engines share: when engines step, calls in threads, signals, shutdown."""

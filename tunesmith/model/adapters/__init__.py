@@ -1,0 +1,1 @@
+"""Adapters: checked against their base, LoRA through PEFT, dropout."""

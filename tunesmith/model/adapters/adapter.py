@@ -1,0 +1,122 @@
+"""Whether an adapter fits its base, before weights are loaded.
+
+Shapes are compared with the base's architecture, and the adapters saved here also know their base's weights by a
+fingerprint. PEFT itself is not imported: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from tunesmith.config import LoraSection
+from tunesmith.errors import ModelError
+from tunesmith.model.source.adapter_files import ADAPTER_WEIGHTS, BASE_FINGERPRINT, AdapterFiles
+from tunesmith.model.source.fingerprint import compute_fingerprint
+from tunesmith.storage import load_json
+
+KEY_PREFIX = "base_model.model."
+"""What PEFT puts before the name of a module in its files."""
+
+# PEFT imports bitsandbytes where it is installed, which on a CPU warns of kernels that it would like to download.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def check_adapter(adapter: AdapterFiles, config: PretrainedConfig) -> None:
+    """Refuse an adapter that was made for a base of other layers than this configuration describes."""
+    skeleton = build_skeleton(config)
+    for name, (num_inputs, num_outputs) in read_layer_shapes(adapter).items():
+        found = find_linear_shape(skeleton, name)
+        if found != (num_inputs, num_outputs):
+            has = "has no such layer" if found is None else f"has {found[0]} -> {found[1]}"
+            raise ModelError(
+                f"the adapter {str(adapter.folder)!r} is for another base than {adapter.base!r}: it changes {name} "
+                f"({num_inputs} -> {num_outputs}), and this base {has}"
+            )
+
+
+def build_skeleton(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model's layers without memory for their weights."""
+    with torch.device("meta"):
+        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return skeleton
+
+
+def check_fingerprint(adapter: AdapterFiles) -> None:
+    """Refuse a base whose weights are laid out as those of the adapter's own base, and are others."""
+    if not (adapter.folder / BASE_FINGERPRINT).is_file():
+        return
+    known, found = load_json(adapter.folder / BASE_FINGERPRINT), compute_fingerprint(adapter.base)
+    if found is not None and known["layout"] == found["layout"] and known["rows"] != found["rows"]:
+        raise ModelError(
+            f"the adapter {str(adapter.folder)!r} is for another base than {adapter.base!r}: that model has the same "
+            "layers but other weights; set model.base_path to the model that the adapter was trained on"
+        )
+
+
+def check_same_adapter(adapter: AdapterFiles, lora: LoraSection) -> None:
+    """Refuse settings of a new adapter that the loaded one contradicts."""
+    defaults = LoraSection()
+    for key, value in (("r", adapter.r), ("alpha", adapter.alpha)):
+        asked = getattr(lora, key)
+        if asked not in (value, getattr(defaults, key)):
+            raise ModelError(f"model.lora.{key}={asked:g}, but the adapter {str(adapter.folder)!r} has {value:g}")
+    if isinstance(lora.target_modules, tuple) and set(lora.target_modules) != set(adapter.target_modules):
+        raise ModelError(
+            f"model.lora.target_modules={list(lora.target_modules)}, but the adapter {str(adapter.folder)!r} has "
+            f"{adapter.target_modules}"
+        )
+
+
+def read_layer_shapes(adapter: AdapterFiles) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of each linear layer that the adapter changes, by the layer's name in the base."""
+    num_inputs: dict[str, int] = {}
+    num_outputs: dict[str, int] = {}
+    try:
+        with safe_open(adapter.folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - this is no mapping
+                name, _, kind = key.removeprefix(KEY_PREFIX).rpartition(".lora_")
+                if kind == "A.weight":
+                    num_inputs[name] = file.get_slice(key).get_shape()[1]
+                elif kind == "B.weight":
+                    num_outputs[name] = file.get_slice(key).get_shape()[0]
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"the adapter {str(adapter.folder)!r} cannot be read: {error}") from error
+    if not num_inputs or num_inputs.keys() != num_outputs.keys():
+        raise ModelError(f"the adapter {str(adapter.folder)!r} does not hold the two factors of each layer it changes")
+    return {name: (num_inputs[name], num_outputs[name]) for name in num_inputs}
+
+
+def find_linear_shape(model: nn.Module, name: str) -> tuple[int, int] | None:
+    """Inputs and outputs of the linear layer of that name, if there is one."""
+    module = dict(model.named_modules()).get(name)
+    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
+    """Whether an adapter is live in the model: its weights alone are trained and saved."""
+    return bool(getattr(model, "peft_config", None))
+
+
+@contextmanager
+def disabled_adapter(model: PreTrainedModel) -> Iterator[None]:
+    """The model as it is without its adapter: the base, bit for bit. A model without one stays as it is."""
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if hasattr(module, "enable_adapters") and not isinstance(module, PreTrainedModel)
+    ]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)

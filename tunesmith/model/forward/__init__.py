@@ -1,0 +1,1 @@
+"""From token ids to logprobs: the attention interface, logits, distributions."""

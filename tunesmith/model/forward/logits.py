@@ -1,0 +1,134 @@
+"""From hidden states to logits, without the model's own forward.
+
+`run_body` gives hidden states of every token; logits are made here for the few positions that need them. What an
+architecture does to its logits after the head is read from its config. `verify_model` compares the two ways once, so
+that an architecture we would get wrong is refused when it is loaded. On a GPU the product of 16-bit hidden states and
+weights comes out in float32: logits rounded to bfloat16 would move logprobs more than all attention kernels together.
+
+Axes: N positions, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from tunesmith.errors import ModelError
+from tunesmith.model.forward.attention import CausalPlan, get_layer_index, run_body
+
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def compute_logits(model: PreTrainedModel, hidden_NC: Tensor) -> Tensor:
+    """Logits [N, V], scaled and capped as the architecture does; float32 on a GPU, else in the model's own type."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ModelError(f"{type(model).__name__} has no language-model head; load it as a causal language model")
+    config = model.config.get_text_config()
+    logits_NV = _WideProduct.apply(hidden_NC, head.weight) if is_plain_head(head, hidden_NC) else head(hidden_NC)
+    if scale := getattr(config, "logit_scale", None):
+        logits_NV = logits_NV * scale
+    if scale := getattr(config, "lm_head_multiplier", None):
+        logits_NV = logits_NV * scale
+    if divisor := getattr(config, "logits_scaling", None):
+        logits_NV = logits_NV / divisor
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits_NV = torch.tanh(logits_NV / cap) * cap
+    return logits_NV
+
+
+def is_plain_head(head: nn.Module, hidden_NC: Tensor) -> bool:
+    """A matrix of 16-bit numbers on a GPU and nothing else: no bias, adapter or quantised weight."""
+    if not (hidden_NC.is_cuda and hidden_NC.dtype in (torch.bfloat16, torch.float16)):
+        return False
+    if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
+        return False
+    return head.weight.dtype == hidden_NC.dtype
+
+
+def get_transform(model: PreTrainedModel) -> tuple[float, float]:
+    """The factor that `compute_logits` gives to what the head says, and the cap that follows (0: none)."""
+    config = model.config.get_text_config()
+    scale = (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    return scale / divisor, getattr(config, "final_logit_softcapping", None) or 0.0
+
+
+class _WideProduct(torch.autograd.Function):
+    """hidden @ weight.T of 16-bit numbers, not rounded to 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden_NC, weight_VC)
+        return torch.mm(hidden_NC, weight_VC.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NV: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden_NC, weight_VC = ctx.saved_tensors
+        grad_NV = grad_NV.to(hidden_NC.dtype)
+        needs_hidden, needs_weight = ctx.needs_input_grad
+        return grad_NV @ weight_VC if needs_hidden else None, grad_NV.t() @ hidden_NC if needs_weight else None
+
+
+class _WitnessPlan(CausalPlan):
+    """Remembers which layers attended, and with which sliding window."""
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        super().__init__(lengths, device)
+        self.window_of_layer: dict[int, int | None] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        self.window_of_layer[get_layer_index(module)] = kwargs["sliding_window"]
+        return super().attend(module, query, key, value, **kwargs)
+
+
+@torch.no_grad()
+def verify_model(model: PreTrainedModel) -> None:
+    """Raise ModelError unless planned attention and our head reproduce the model's own logits on two short rows."""
+    config = model.config.get_text_config()
+    if unknown := set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES:
+        raise ModelError(f"{type(model).__name__} has layers of type {', '.join(sorted(unknown))}: not supported")
+    ids = torch.arange(1, 8, device=model.device) * 7 % config.vocab_size
+    rows = [ids[:3], ids[3:]]
+    positions = torch.cat([torch.arange(len(row), device=model.device) for row in rows])
+    plan = _WitnessPlan([len(row) for row in rows], model.device)
+    is_training = model.training
+    model.eval()
+    ours = compute_logits(model, run_body(model, ids[None], positions[None], plan)[0]).float()
+    theirs = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows]).float()
+    model.train(is_training)
+    _check_windows(model, plan.window_of_layer)
+    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    if not theirs.isfinite().all():
+        raise ModelError(explain_not_finite(model))
+    error = ((ours - theirs).norm() / theirs.norm().clamp_min(1e-6)).item()
+    if not error < tolerance:
+        raise ModelError(
+            f"{type(model).__name__}: logits made from hidden states differ from the model's own by {error:.1e} "
+            f"(at most {tolerance:.0e}); this architecture is not supported"
+        )
+
+
+def explain_not_finite(model: PreTrainedModel) -> str:
+    """Why a model's own logits are not finite: its weights, or its type."""
+    broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
+    if broken:
+        named = ", ".join(broken[:3]) + (" and others" if len(broken) > 3 else "")
+        return f"the model's weights are not finite ({named}): its training failed or its files are damaged"
+    return f"the model's logits are not finite in {model.dtype}, though its weights are: try model.dtype=float32"
+
+
+def _check_windows(model: PreTrainedModel, window_of_layer: dict[int, int | None]) -> None:
+    """Every layer must attend through the plan, and name its window when its type says that it slides."""
+    config = model.config.get_text_config()
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    for layer, layer_type in enumerate(layer_types):
+        if layer not in window_of_layer:
+            raise ModelError(f"{type(model).__name__}: layer {layer} does not attend through the attention interface")
+        if layer_type == "sliding_attention" and window_of_layer[layer] is None:
+            raise ModelError(f"{type(model).__name__}: layer {layer} slides but does not tell its window")

@@ -1,0 +1,50 @@
+"""A fingerprint of a model's weights, to tell two models of one shape apart.
+
+It is made of the names, types and shapes of all tensors, and of the first row of each, so it takes milliseconds. Models
+whose layouts differ cannot be compared; those of one layout are the same when their rows are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from safetensors import safe_open
+
+from tunesmith.model.source.resolve import find_exported
+
+
+def compute_fingerprint(path: str) -> dict[str, str] | None:
+    """Digests `layout` and `rows` of a folder or of a hub model in the cache; None where there are no safetensors."""
+    folder = find_folder(path)
+    files = [] if folder is None else sorted(folder.glob("model*.safetensors"))
+    if not files:
+        return None
+    layout, rows = hashlib.sha256(), hashlib.sha256()
+    entries: dict[str, tuple[str, bytes]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - this is no mapping
+                part = weights.get_slice(name)
+                shape = part.get_shape()
+                row = part[:1] if shape else weights.get_tensor(name)
+                entries[name] = (f"{part.get_dtype()} {shape}", row.contiguous().flatten().view(torch.uint8).numpy())
+    for name, (kind, row_bytes) in sorted(entries.items()):
+        layout.update(f"{name} {kind}\n".encode())
+        rows.update(row_bytes)
+    return {"layout": layout.hexdigest(), "rows": rows.hexdigest()}
+
+
+def find_folder(path: str) -> Path | None:
+    """Where the files of a model are on this machine."""
+    place = Path(find_exported(path)).expanduser()
+    if place.is_dir():
+        return place
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None

@@ -1,0 +1,54 @@
+"""A critic: the body of a language model with one number in place of the vocabulary.
+
+The number at a token predicts the return of everything that is sampled after it. The head begins at zero, so an
+untrained critic says nothing: values are 0, and advantages are returns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tunesmith.model.forward.attention import AttentionPlan, run_body
+from tunesmith.model.load import load_model
+
+
+class ValueModel(nn.Module):
+    """A decoder and a linear head [C -> 1]."""
+
+    def __init__(self, body: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(body.config.get_text_config().hidden_size, 1, dtype=body.dtype, device=body.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def compute_values(
+        self, input_ids_1T: Tensor, position_ids_1T: Tensor, plan: AttentionPlan, node_E: Tensor
+    ) -> Tensor:
+        """Values [E] at the given tokens of the row, in float32 or wider."""
+        hidden_TC = run_body(self.body, input_ids_1T, position_ids_1T, plan, decoder=self.body)[0]
+        values_E = self.head(hidden_TC.index_select(0, node_E))[:, 0]
+        return values_E.to(torch.promote_types(values_E.dtype, torch.float32))
+
+
+def load_value_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    base_path: str | None = None,
+    has_wide_residuals: bool = False,
+) -> ValueModel:
+    """The body of the causal language model at `path`, a copy of its own, with a head of zeros."""
+    model = load_model(
+        path,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        base_path=base_path,
+        has_wide_residuals=has_wide_residuals,
+    )
+    return ValueModel(model.get_decoder()).eval()

@@ -1,0 +1,1 @@
+"""Evaluation: held-out tasks, statistics, models side by side."""

@@ -1,0 +1,68 @@
+"""A comparison in words: Markdown tables that read well on a terminal too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tunesmith.pipeline.eval.comparison import Comparison, Contrast, Estimate, SetComparison
+
+UNLIKELY = 1e-4
+
+
+def format_comparison(comparison: Comparison) -> str:
+    """Two tables for each task set: the models, and their differences."""
+    return "\n".join(format_set(each) for each in comparison.values())
+
+
+def format_set(comparison: SetComparison) -> str:
+    """A row for each number; and for each pair of models and number in which any task differs."""
+    results = list(comparison.results.values())
+    num_tasks = max(len(result.tasks) for result in results)
+    num_runs = max(len(task.attempts) for result in results for task in result.tasks)
+    title = f"### {comparison.name}: {num_tasks} tasks, {num_runs} {'run' if num_runs == 1 else 'runs'} of each"
+    names = {name: None for result in results for name in result.estimates}
+    rows = [format_row(name, [result.estimates.get(name) for result in results]) for name in names]
+    rows.append(["failed runs", *(f"{result.num_failures} of {result.num_runs}" for result in results)])
+    parts = [title, "", format_table(["mean (95 % interval)", *(result.label for result in results)], rows)]
+    contrasts = [each for each in comparison.contrasts if each.difference.num_better or each.difference.num_worse]
+    if contrasts:
+        header = ["difference", "of", "mean", "95 % interval", "better / worse / tasks", "p", "exact test"]
+        parts += ["", format_table(header, [format_contrast(each) for each in contrasts])]
+    return "\n".join([*parts, ""])
+
+
+def format_row(name: str, found: Sequence[Estimate | None]) -> list[str]:
+    """One number of all models, in percent where it is a share for each of them."""
+    is_share = all(each is None or each.is_share for each in found)
+    return [name.replace("_", " "), *(format_estimate(each, is_share=is_share) for each in found)]
+
+
+def format_estimate(found: Estimate | None, *, is_share: bool) -> str:
+    if found is None:
+        return "-"
+    low, high = found.interval
+    if is_share:
+        return f"{found.mean:.1%} ({low:.1%} - {high:.1%})"
+    return f"{found.mean:.4g} ({low:.4g} - {high:.4g})"
+
+
+def format_contrast(contrast: Contrast) -> list[str]:
+    found = contrast.difference
+    low, high = found.interval
+    p_value = f"< {UNLIKELY:g}" if found.p_value < UNLIKELY else f"{found.p_value:.4f}"
+    return [
+        f"{contrast.before} -> {contrast.after}",
+        contrast.name.replace("_", " "),
+        f"{found.mean:+.4f}",
+        f"{low:+.4f} to {high:+.4f}",
+        f"{found.num_better} / {found.num_worse} / {found.num_tasks}",
+        p_value,
+        found.test,
+    ]
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ["-" * width for width in widths], *rows]
+    return "\n".join("| " + " | ".join(f"{c:<{w}}" for c, w in zip(line, widths, strict=True)) + " |" for line in lines)

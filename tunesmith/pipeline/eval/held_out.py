@@ -1,0 +1,60 @@
+"""Held-out tasks run with the weights as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tunesmith.config import RunConfig
+from tunesmith.pipeline.eval.results import EvaluationResult, compute_evaluation
+from tunesmith.pipeline.session.policy import build_sampling
+from tunesmith.rollout.actors import Actors, RolloutProgress, StatusLine, run_tasks
+from tunesmith.rollout.seeds import derive_seed
+from tunesmith.types import Group, Task
+
+
+async def evaluate_all(
+    config: RunConfig,
+    actors: Actors,
+    eval_tasks: Mapping[str, Sequence[Task]],
+    *,
+    policy_version: int,
+    status: StatusLine | None = None,
+) -> dict[str, EvaluationResult]:
+    """Run every held-out set. Seeds do not depend on the step, so evaluations of a run sample the same draws."""
+    results = {}
+    for name, tasks in eval_tasks.items():
+        groups = await run_held_out(config, actors, name, tasks, policy_version=policy_version, status=status)
+        results[name] = compute_evaluation(
+            name,
+            groups,
+            policy_version=policy_version,
+            seed=config.seed,
+            outcome_key=config.experience.outcome_key,
+        )
+    return results
+
+
+async def run_held_out(
+    config: RunConfig,
+    actors: Actors,
+    name: str,
+    tasks: Sequence[Task],
+    *,
+    policy_version: int,
+    status: StatusLine | None = None,
+) -> list[Group]:
+    """Run one held-out set; its engine and recorder counters are discarded, so they do not count as training."""
+    actors.engine.resume(policy_version)
+    groups = await run_tasks(
+        actors,
+        tasks,
+        group_size=config.evaluation.num_samples,
+        seed=derive_seed(config.seed, "evaluation", name),
+        step=0,
+        sampling=build_sampling(config.model, temperature=config.evaluation.temperature),
+        progress=RolloutProgress(status=status),
+    )
+    actors.engine.pause()
+    actors.engine.compute_stats()
+    actors.service.recorder.compute_stats()
+    return groups

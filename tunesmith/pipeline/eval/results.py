@@ -1,0 +1,94 @@
+"""Held-out tasks tried with the workflow as it is used, and what the rewards say.
+
+A task's score is the mean reward of its runs; the interval is a bootstrap over tasks. A failed run has no reward: it is
+left out of the mean and counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunesmith.experience.outcomes import compute_outcome
+from tunesmith.pipeline.eval.sample_scores import compute_pass_curve
+from tunesmith.pipeline.eval.statistics import Interval, compute_bootstrap_interval
+from tunesmith.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """Scores of one task set under one policy version."""
+
+    name: str
+    policy_version: int
+    groups: list[Group] = field(repr=False)
+    mean: float | None
+    """Mean over tasks of the mean reward of a task's runs; None when every run failed."""
+    interval: Interval | None
+    """95 % bootstrap interval of the mean over tasks."""
+    num_failures: int
+    metric_means: dict[str, float]
+    """Mean over runs of what the workflow and the judge reported."""
+    pass_at_k: Mapping[int, float]
+    """Mean over tasks of the chance that one of k runs has outcome 1; empty unless tasks were tried several times and
+    every outcome is 0 or 1."""
+
+    def to_metrics(self) -> dict[str, float]:
+        prefix = f"eval/{self.name}"
+        metrics = {f"{prefix}/num_tasks": float(len(self.groups)), f"{prefix}/num_failures": float(self.num_failures)}
+        if self.mean is not None and self.interval is not None:
+            low, high = self.interval
+            metrics |= {f"{prefix}/reward": self.mean, f"{prefix}/reward_low": low, f"{prefix}/reward_high": high}
+        metrics |= {f"{prefix}/pass@{k}": value for k, value in self.pass_at_k.items()}
+        return metrics | {f"{prefix}/{key}": value for key, value in self.metric_means.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Summary and one record a task, as written to `eval/step_N.json`."""
+        tasks = [
+            {
+                "task_id": group.task.task_id,
+                "rewards": [trajectory.reward for trajectory in group.trajectories],
+                "failures": [t.failure.message for t in group.trajectories if t.failure is not None],
+                "responses": [trajectory.response_text for trajectory in group.trajectories],
+                "num_sampled_tokens": [
+                    sum(len(turn.sampled_ids) for turn in trajectory.turns) for trajectory in group.trajectories
+                ],
+            }
+            for group in self.groups
+        ]
+        return {
+            "name": self.name,
+            "policy_version": self.policy_version,
+            "mean": self.mean,
+            "interval_95": self.interval,
+            "num_failures": self.num_failures,
+            "metrics": self.metric_means,
+            "pass_at_k": dict(self.pass_at_k),
+            "tasks": tasks,
+        }
+
+
+def compute_evaluation(
+    name: str, groups: Sequence[Group], *, policy_version: int, seed: int = 0, outcome_key: str | None = None
+) -> EvaluationResult:
+    """Summarise the groups of one task set; `outcome_key` names the metric that says whether a run passed."""
+    scores = [statistics.fmean(t.reward for t in g.scored if t.reward is not None) for g in groups if g.scored]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    reported: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        if trajectory.failure is None:
+            for key, value in trajectory.metrics.items():
+                reported.setdefault(key, []).append(value)
+    curve = compute_pass_curve([[compute_outcome(run, outcome_key) for run in group.scored] for group in groups])
+    return EvaluationResult(
+        name=name,
+        policy_version=policy_version,
+        groups=list(groups),
+        mean=statistics.fmean(scores) if scores else None,
+        interval=compute_bootstrap_interval(scores, seed=seed) if scores else None,
+        num_failures=sum(trajectory.failure is not None for trajectory in trajectories),
+        metric_means={key: statistics.fmean(values) for key, values in reported.items()},
+        pass_at_k={k: statistics.fmean(values) for k, values in curve.items()},
+    )

@@ -1,0 +1,1 @@
+"""GGUF files: architecture, vocabulary, weights."""

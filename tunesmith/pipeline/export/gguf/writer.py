@@ -1,0 +1,166 @@
+"""A loaded model and its tokenizer as one GGUF file, through the `gguf` package: the only file that imports it.
+
+Matrices are stored as f32, f16 or q8_0; vectors (norms, biases) stay f32, as llama.cpp has them. One tensor at a time
+is converted, so memory holds the model and one tensor more. Other quantisations start from an f32 file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, LlamaFileType
+from gguf import get_tensor_name_map as build_name_map
+from gguf.quants import quantize
+from transformers import PreTrainedModel
+
+from tunesmith.errors import ModelError
+from tunesmith.pipeline.export.gguf.architecture import GgufArchitecture
+from tunesmith.pipeline.export.gguf.vocabulary import GgufVocabulary
+
+F32, F16, Q8_0 = GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.Q8_0
+MATRIX_TYPES = {"f32": F32, "f16": F16, "q8_0": Q8_0}
+FILE_TYPES = {"f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "q8_0": LlamaFileType.MOSTLY_Q8_0}
+QUANTIZATION_VERSION = 2
+ROPE_FACTORS = "rope_freqs.weight"
+ATTENTION_ROWS = re.compile(r"\.(attn_q|attn_k)\.(weight|bias)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufHeader:
+    """What a file says before its tensors."""
+
+    name: str
+    license: str | None
+    architecture: GgufArchitecture
+    vocabulary: GgufVocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One tensor to be written."""
+
+    name: str
+    source: torch.Tensor
+    storage: GGMLQuantizationType
+    num_rotated_heads: int
+    """Heads whose rows are reordered into rotated pairs; 0 leaves the rows as they are."""
+
+
+def write_gguf(path: Path, model: PreTrainedModel, header: GgufHeader, *, file_type: str) -> None:
+    """Write the whole file at `path`; raises OSError where the disk does, ModelError for what f16 cannot hold."""
+    slots = list(plan_tensors(model, header.architecture, MATRIX_TYPES[file_type]))
+    writer = GGUFWriter(path=None, arch=header.architecture.name)
+    try:
+        add_header(writer, header, file_type=file_type)
+        for slot in slots:
+            add_slot(writer, slot)
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for slot in slots:
+            writer.write_tensor_data(convert_tensor(slot))
+        writer.flush()
+    finally:
+        writer.close()
+
+
+def add_header(writer: GGUFWriter, header: GgufHeader, *, file_type: str) -> None:
+    """Everything that is not a tensor."""
+    writer.add_type("model")
+    writer.add_name(header.name)
+    if header.license is not None:
+        writer.add_license(header.license)
+    writer.add_file_type(FILE_TYPES[file_type])
+    if file_type not in {"f32", "f16"}:
+        writer.add_quantization_version(QUANTIZATION_VERSION)
+    for key, value in header.architecture.fields.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{header.architecture.name}.{key}", value)
+    add_vocabulary(writer, header.vocabulary)
+
+
+def add_vocabulary(writer: GGUFWriter, vocabulary: GgufVocabulary) -> None:
+    """The tokenizer; `gpt2` is GGUF's word for byte-level BPE."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
+    writer.add_token_list(list(vocabulary.tokens))
+    writer.add_token_types(list(vocabulary.token_types))
+    writer.add_token_merges(list(vocabulary.merges))
+    for role, index in vocabulary.special_ids.items():
+        getattr(writer, f"add_{role}_token_id")(index)
+    writer.add_add_bos_token(vocabulary.has_bos)
+    writer.add_add_eos_token(vocabulary.has_eos)
+    templates = dict(vocabulary.chat_templates)
+    if set(templates) == {"default"}:
+        writer.add_chat_template(templates["default"])
+    elif templates:
+        writer.add_chat_template([{"name": name, "template": text} for name, text in templates.items()])
+
+
+def plan_tensors(
+    model: PreTrainedModel, architecture: GgufArchitecture, matrix_type: GGMLQuantizationType
+) -> Iterator[Slot]:
+    """Every tensor of the file in the model's order; raises for one that GGUF has no name for."""
+    known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+    names = build_name_map(known[architecture.name], architecture.num_layers)
+    if architecture.rope_factors is not None:
+        yield Slot(name=ROPE_FACTORS, source=torch.tensor(architecture.rope_factors), storage=F32, num_rotated_heads=0)
+    for key, tensor in model.state_dict().items():
+        if architecture.has_tied_embeddings and key == "lm_head.weight":
+            continue
+        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise ModelError(f"GGUF has no name for the model's tensor {key}; leave gguf out of formats")
+        yield Slot(
+            name=name,
+            source=tensor,
+            storage=choose_storage(tensor, matrix_type),
+            num_rotated_heads=count_rotated_heads(name, architecture),
+        )
+
+
+def choose_storage(tensor: torch.Tensor, matrix_type: GGMLQuantizationType) -> GGMLQuantizationType:
+    """Vectors are f32; a matrix whose rows do not divide into quantised blocks is f16, as llama.cpp does it."""
+    if tensor.dim() == 1:
+        return F32
+    block_size, _ = GGML_QUANT_SIZES[matrix_type]
+    return matrix_type if tensor.shape[-1] % block_size == 0 else F16
+
+
+def count_rotated_heads(name: str, architecture: GgufArchitecture) -> int:
+    match = ATTENTION_ROWS.search(name)
+    if match is None or not architecture.is_rotated_in_pairs:
+        return 0
+    return architecture.num_heads if match[1] == "attn_q" else architecture.num_kv_heads
+
+
+def add_slot(writer: GGUFWriter, slot: Slot) -> None:
+    """Announce a tensor; its data follow later, in the same order."""
+    block_size, block_bytes = GGML_QUANT_SIZES[slot.storage]
+    num_bytes = slot.source.numel() // block_size * block_bytes
+    writer.add_tensor_info(slot.name, list(slot.source.shape), np.dtype(np.float32), num_bytes, raw_dtype=slot.storage)
+
+
+def convert_tensor(slot: Slot) -> np.ndarray:
+    """The tensor's values as they are stored."""
+    values = slot.source.detach().to(device="cpu", dtype=torch.float32)
+    if slot.num_rotated_heads:
+        values = pair_rotated_rows(values, num_heads=slot.num_rotated_heads)
+    largest = values.abs().max().item()
+    if not math.isfinite(largest):
+        raise ModelError(f"{slot.name} has values that are not finite; the model is broken")
+    if slot.storage == F16 and largest > torch.finfo(torch.float16).max:
+        raise ModelError(f"{slot.name} has values up to {largest:g}, beyond f16; set gguf_types to f32")
+    return np.ascontiguousarray(quantize(values.contiguous().numpy(), slot.storage))
+
+
+def pair_rotated_rows(values: torch.Tensor, *, num_heads: int) -> torch.Tensor:
+    """Rows of each head from halves (0, 1, .., d/2, d/2+1, ..) to pairs (0, d/2, 1, d/2+1, ..); [heads * d, ...]."""
+    halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
+    return halves.transpose(1, 2).reshape(values.shape)

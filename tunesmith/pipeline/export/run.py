@@ -1,0 +1,243 @@
+"""A trained model as others load it: a Hugging Face folder, a PEFT adapter, GGUF files.
+
+    hf/        weights, configs, tokenizer, chat template, model card     adapter/   as PEFT saved it, with a card
+    gguf/      NAME-TYPE.gguf, one for each type, with a card             DONE.json  settings, files and figures, last
+
+What cannot be written is said before weights load. All is written under a temporary name, loaded back and compared with
+the source, then renamed: a folder without that suffix is a whole export. The same command again finds it and is done.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.config import ExportSection
+from tunesmith.errors import ConfigError, ModelError, StorageError
+from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint
+from tunesmith.model.checkpoint import DONE, SMALL_FILES_BYTES, check_complete, new_folder, save_model_files
+from tunesmith.model.cpu_threads import set_num_threads
+from tunesmith.model.load import check_vocabulary, load_config, load_model, load_tokenizer
+from tunesmith.model.source.adapter_files import BASE_FINGERPRINT
+from tunesmith.pipeline.export.gguf.files import GgufPlan, check_gguf_files, plan_gguf, write_gguf_files
+from tunesmith.pipeline.export.model_card import Card, write_card
+from tunesmith.pipeline.export.verify import build_prompts, check_hf_folder, compute_logits
+from tunesmith.pipeline.session.trained_model import ExportSource, find_source
+from tunesmith.storage import (
+    check_free_space,
+    load_json,
+    remove_tree,
+    storage_errors,
+)
+
+BYTES = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
+"""Of one weight in the hf folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """What an export leaves."""
+
+    folder: Path
+    name: str
+    num_parameters: int
+    hf: Path | None
+    adapter: Path | None
+    gguf: Mapping[str, Path]
+    """Files by type."""
+    checks: Mapping[str, Mapping[str, float]]
+    """Figures of the comparison with the source, by file or folder; empty without verification."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPlan:
+    """What is known before weights load."""
+
+    settings: ExportSection
+    source: ExportSource
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    dtype: torch.dtype
+    gguf: GgufPlan | None
+
+
+def run_export(settings: ExportSection, *, out_dir: Path) -> ExportReport:
+    """Export into the new folder `out_dir`; one that holds this very export is returned as it is."""
+    root = Path(out_dir).expanduser().absolute()
+    source = find_source(settings)
+    if (root / DONE).is_file():
+        return load_report(root, settings, source)
+    if root.exists() and (not root.is_dir() or any(root.iterdir())):
+        raise StorageError(f"{root} already holds something else: choose another folder, or remove it")
+    set_num_threads(settings.num_cpu_threads)
+    plan = build_plan(settings, source)
+    record: dict[str, Any] = {"settings": list_settings(settings), "source": source.describe()}
+    remove_abandoned(root)
+    with new_folder(root, record) as temporary:
+        record["figures"] = write_all(plan, temporary)
+    return build_report(root, record["figures"])
+
+
+def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
+    """Check everything that needs no weights."""
+    if "adapter" in settings.formats and source.adapter is None:
+        raise ConfigError(
+            f"formats holds adapter, but path={settings.path!r} is a whole model: export it as hf, or give the folder "
+            "that holds adapter_config.json"
+        )
+    places: dict[str, Any] = {"base_path": settings.base_path, "trust_remote_code": settings.trust_remote_code}
+    config = load_config(source.path, **places)
+    if source.adapter is not None:
+        check_adapter(source.adapter, config)
+        check_fingerprint(source.adapter)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"path={settings.path!r} holds quantised weights; export the model that they were made from")
+    tokenizer = load_tokenizer(source.path, chat_template=settings.chat_template, **places)
+    gguf = None
+    if "gguf" in settings.formats:
+        gguf = plan_gguf(settings, source, config, tokenizer)
+    return ExportPlan(
+        settings=settings,
+        source=source,
+        config=config,
+        tokenizer=tokenizer,
+        dtype=choose_dtype(settings, config),
+        gguf=gguf,
+    )
+
+
+def choose_dtype(settings: ExportSection, config: PretrainedConfig) -> torch.dtype:
+    """The type of the exported weights; a model that does not say how it is stored counts as float32."""
+    dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if dtype is None:
+        return torch.float32
+    if dtype not in BYTES:
+        raise ModelError(f"the model's weights are stored as {dtype}; set dtype to float32, bfloat16 or float16")
+    return dtype
+
+
+def write_all(plan: ExportPlan, folder: Path) -> dict[str, Any]:
+    """Write every format, compare, then the cards; return the figures."""
+    settings, source = plan.settings, plan.source
+    figures: dict[str, Any] = {"name": source.name, "formats": list(settings.formats), "gguf": {}, "checks": {}}
+    if "adapter" in settings.formats:
+        copy_adapter(source, plan.tokenizer, folder / "adapter")
+    model = load_model(
+        source.path,
+        dtype=plan.dtype,
+        device=torch.device("cpu"),
+        trust_remote_code=settings.trust_remote_code,
+        base_path=settings.base_path,
+    )
+    check_vocabulary(model, plan.tokenizer)
+    check_finite(model)
+    figures["num_parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    check_free_space(folder, estimate_bytes(plan, num_parameters=figures["num_parameters"]))
+    if "hf" in settings.formats:
+        save_model_files(folder / "hf", model, plan.tokenizer)
+    if plan.gguf is not None:
+        figures["gguf"] = write_gguf_files(plan.gguf, model, folder / "gguf")
+    if settings.has_verification:
+        figures["checks"] = check_all(plan, model, folder)
+    del model
+    card = Card(settings=settings, source=source, config=plan.config, dtype=plan.dtype, figures=figures)
+    for name in settings.formats:
+        write_card(folder / name / "README.md", card, folder_format=name)
+    return figures
+
+
+def check_all(plan: ExportPlan, model: PreTrainedModel, folder: Path) -> dict[str, dict[str, float]]:
+    """Compare what was written with the model in memory, which is float32 afterwards where GGUF is compared."""
+    prompts = build_prompts(plan.tokenizer)
+    checks: dict[str, dict[str, float]] = {}
+    if "hf" in plan.settings.formats:
+        checks["hf"] = check_hf_folder(
+            folder / "hf",
+            plan.tokenizer,
+            prompts,
+            compute_logits(model, prompts),
+            trust_remote_code=plan.settings.trust_remote_code,
+        )
+    if plan.gguf is not None:
+        expected = compute_logits(model.float(), prompts)
+        checks |= check_gguf_files(plan.gguf, folder / "gguf", plan.tokenizer, prompts, expected)
+    return checks
+
+
+def copy_adapter(source: ExportSource, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """PEFT's own files, and the tokenizer with its chat template."""
+    assert source.adapter is not None
+    with storage_errors(folder, "write"):
+        folder.mkdir()
+        for file in sorted(source.adapter.folder.iterdir()):
+            if file.name.startswith("adapter_") or file.name == BASE_FINGERPRINT:
+                shutil.copyfile(file, folder / file.name)
+        tokenizer.save_pretrained(folder)
+
+
+def check_finite(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise ModelError(
+                f"the weights {name} are not finite in {parameter.dtype}; the training failed, or set dtype to float32"
+            )
+
+
+def estimate_bytes(plan: ExportPlan, *, num_parameters: int) -> int:
+    """About what will be written, the f32 file that quantisation starts from included."""
+    num_bytes = BYTES[plan.dtype] if "hf" in plan.settings.formats else 0.0
+    if plan.gguf is not None:
+        num_bytes += plan.gguf.bytes_per_parameter
+    return int(num_bytes * num_parameters) + SMALL_FILES_BYTES
+
+
+def remove_abandoned(root: Path) -> None:
+    """Remove what killed exports to this place left; those of living processes stay."""
+    for path in root.parent.iterdir() if root.parent.is_dir() else ():
+        name, _, process_id = path.name.rpartition(".tmp-")
+        if name == root.name and process_id.isdigit() and not is_running(int(process_id)):
+            remove_tree(path)
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return process_id != os.getpid()
+
+
+def list_settings(settings: ExportSection) -> dict[str, Any]:
+    """What tells one export from another besides its source: not how fast it was made, or how its path was written."""
+    return settings.model_dump(mode="json", exclude={"path", "base_path", "num_cpu_threads"})
+
+
+def load_report(root: Path, settings: ExportSection, source: ExportSource) -> ExportReport:
+    """The report of an export that is there; another one than asked for, or a damaged one, is an error."""
+    record = load_json(root / DONE)
+    if record.get("settings") != list_settings(settings) or record.get("source") != source.describe():
+        raise StorageError(f"{root} already holds another export: choose another folder, or remove it")
+    check_complete(root)
+    return build_report(root, record["figures"])
+
+
+def build_report(root: Path, figures: Mapping[str, Any]) -> ExportReport:
+    formats = figures["formats"]
+    return ExportReport(
+        folder=root,
+        name=figures["name"],
+        num_parameters=figures["num_parameters"],
+        hf=root / "hf" if "hf" in formats else None,
+        adapter=root / "adapter" if "adapter" in formats else None,
+        gguf={kind: root / "gguf" / file for kind, file in figures["gguf"].items()},
+        checks=figures["checks"],
+    )

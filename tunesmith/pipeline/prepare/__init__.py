@@ -1,0 +1,1 @@
+"""Questions with worked solutions become conversations of an agent."""

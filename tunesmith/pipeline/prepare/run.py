@@ -1,0 +1,225 @@
+"""Preparing data: questions with worked solutions become conversations of the calculator agent.
+
+    train.jsonl   a line for each conversation: question, answer, solution, num_steps, messages, tools, pass rates
+    eval.jsonl    the held-out questions, every one with a readable answer     report.json  what was left out, and why
+    DONE.json     settings and sizes, written last
+
+Rows are read, checked by the calculator, kept apart from the evaluation set, rewritten, measured, and written whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config import ParaphraseSection, PrepareSection, SourceSection
+from tunesmith.errors import ConfigError, DataError
+from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.prepare.folder import (
+    EVALUATION,
+    PARAPHRASES,
+    REPORT,
+    TRAIN,
+    find_report,
+    hash_sources,
+    open_work_folder,
+    save_folder,
+)
+from tunesmith.pipeline.prepare.model_stats import add_pass_rates, check_pass_rate_models, drop_long_rows, load_reader
+from tunesmith.pipeline.prepare.rows import (
+    Candidate,
+    Losses,
+    add_paraphrases,
+    compute_format_report,
+    keep_apart,
+    read_evaluation_rows,
+    read_training_rows,
+)
+from tunesmith.tasks.load import check_required_fields, load_preview, load_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareReport:
+    """What preparing leaves."""
+
+    folder: Path
+    num_train: int
+    """Rows of train.jsonl."""
+    num_eval: int
+    """Rows of eval.jsonl, 0 without an evaluation set."""
+    content: Mapping[str, Any]
+    """All of report.json."""
+
+    @property
+    def train_path(self) -> Path:
+        return self.folder / TRAIN
+
+    @property
+    def eval_path(self) -> Path | None:
+        """None without an evaluation set."""
+        return self.folder / EVALUATION if self.content["eval"] is not None else None
+
+    @property
+    def report_path(self) -> Path:
+        return self.folder / REPORT
+
+
+def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareReport:
+    """Write the prepared rows to the new folder `out_dir`; one that holds this very preparation is returned as it is.
+
+    Raises ConfigError, DataError or ModelError for bad input before any weights load, and StorageError where the folder
+    holds something else or cannot be written.
+    """
+    folder = Path(out_dir).expanduser().absolute()
+    content = find_report(folder, settings)
+    if content is None:
+        content = prepare_folder(settings, folder)
+    evaluation = content["eval"]
+    return PrepareReport(
+        folder=folder,
+        num_train=content["train"]["num_kept"],
+        num_eval=0 if evaluation is None else evaluation["num_kept"],
+        content=content,
+    )
+
+
+def prepare_folder(settings: PrepareSection, folder: Path) -> dict[str, Any]:
+    """Do the work; returns the report."""
+    reader = check_settings(settings)
+    sources = hash_sources(settings)
+    rows = load_source(settings.data, settings, default_split="train", knob="data")
+    held_out = None
+    if settings.eval_data is not None:
+        held_out = load_source(settings.eval_data, settings, default_split="test", knob="eval_data")
+    work = open_work_folder(folder)
+    losses, eval_losses = Losses(), Losses()
+    evaluation = None if held_out is None else read_evaluation_rows(held_out, settings, eval_losses)
+    candidates = read_training_rows(rows, settings, losses)
+    candidates, report = refine(candidates, evaluation, settings, reader=reader, work=work, losses=losses)
+    if not candidates:
+        raise DataError(f"no row of {settings.data.path!r} is left; dropped: {losses.counts}")
+    train = [candidate.build_row(settings.style) for candidate in candidates]
+    content = {
+        "train": {"num_rows": len(rows), "num_kept": len(train), **losses.to_json()},
+        "eval": describe_evaluation(evaluation, len(held_out or []), eval_losses),
+        "style": settings.style,
+        "format": compute_format_report(train),
+        "num_steps": dict(sorted(Counter(str(row["num_steps"]) for row in train).items())),
+        **report,
+    }
+    eval_rows = None if evaluation is None else [candidate.build_row(settings.style) for candidate in evaluation]
+    save_folder(folder, settings, train=train, evaluation=eval_rows, report=content, sources=sources)
+    return content
+
+
+def refine(
+    candidates: list[Candidate],
+    evaluation: Sequence[Candidate] | None,
+    settings: PrepareSection,
+    *,
+    reader: DemonstrationReader | None,
+    work: Path,
+    losses: Losses,
+) -> tuple[list[Candidate], dict[str, Any]]:
+    """Gate, paraphrases, gate again, lengths, pass rates; each with its part of the report, None where it was not asked
+    for."""
+    questions = None if evaluation is None else [candidate.question for candidate in evaluation]
+    report: dict[str, Any] = {"contamination": None, "paraphrase": None, "tokens": None, "pass_rate": None}
+    overlaps: list[dict[str, Any]] = []
+    if questions is not None:
+        candidates, overlaps = keep_apart(candidates, questions, settings.contamination, losses)
+    if settings.paraphrase is not None:
+        added, report["paraphrase"] = add_paraphrases(
+            candidates, settings.paraphrase, cache_path=str(work / PARAPHRASES)
+        )
+        if questions is not None:
+            added, more = keep_apart(added, questions, settings.contamination, losses)
+            overlaps += more
+        candidates = sorted([*candidates, *added], key=lambda each: (each.index, each.paraphrase is not None))
+    if questions is not None:
+        report["contamination"] = describe_overlaps(overlaps, settings)
+    if reader is not None and settings.tokens is not None:
+        candidates, report["tokens"] = drop_long_rows(candidates, settings.tokens, reader, settings.style, losses)
+    if settings.pass_rate is not None and candidates:
+        candidates, report["pass_rate"] = add_pass_rates(candidates, settings, work=work, losses=losses)
+    return candidates, report
+
+
+def check_settings(settings: PrepareSection) -> DemonstrationReader | None:
+    """Find what is wrong with models and keys before data is read; returns the reader that counts tokens."""
+    if settings.paraphrase is not None:
+        check_key(settings.paraphrase)
+    if settings.pass_rate is not None:
+        check_pass_rate_models(settings.pass_rate)
+    return None if settings.tokens is None else load_reader(settings.tokens)
+
+
+def check_key(section: ParaphraseSection) -> None:
+    if section.api_key_env is not None and section.api_key_env not in os.environ:
+        raise ConfigError(f"paraphrase.api_key_env: the environment has no {section.api_key_env}")
+
+
+def load_source(
+    section: SourceSection, settings: PrepareSection, *, default_split: str, knob: str
+) -> list[dict[str, Any]]:
+    """All rows, or the first `max_rows`, each with a question and a solution."""
+    split = section.split
+    if split is None and not Path(section.path).expanduser().is_file():
+        split = default_split
+    if settings.max_rows is None:
+        rows = load_rows(section.path, name=section.name, split=split)
+    else:
+        rows = load_preview(section.path, name=section.name, split=split, num_rows=settings.max_rows)
+    if not rows:
+        raise DataError(f"{knob}: {section.path!r} (split {split!r}) has no rows")
+    try:
+        check_required_fields(rows, (settings.question_field, settings.answer_field), path=section.path)
+    except DataError as error:
+        hint = "set question_field and answer_field to the fields that hold the question and the worked solution"
+        raise DataError(f"{knob}: {str(error).partition('. Mend')[0]}. Mend the data, or {hint}") from error
+    return rows
+
+
+def describe_evaluation(evaluation: Sequence[Candidate] | None, num_rows: int, losses: Losses) -> dict[str, Any] | None:
+    if evaluation is None:
+        return None
+    num_unverified = sum(not candidate.is_verified for candidate in evaluation)
+    return {"num_rows": num_rows, "num_kept": len(evaluation), "num_unverified": num_unverified, **losses.to_json()}
+
+
+def describe_overlaps(overlaps: Sequence[Mapping[str, Any]], settings: PrepareSection) -> dict[str, Any]:
+    counts = Counter(overlap["kind"] for overlap in overlaps)
+    return {
+        "action": settings.contamination.action,
+        "ngram_words": settings.contamination.ngram_words,
+        "num_exact": counts["exact"],
+        "num_ngram": counts["ngram"],
+        "overlaps": list(overlaps),
+    }
+
+
+def format_summary(report: PrepareReport) -> str:
+    """What was kept and left out, in a few lines."""
+    content = report.content
+    lines = [describe_set("train", content["train"])]
+    if content["eval"] is not None:
+        lines.append(describe_set("eval", content["eval"]))
+    gate = content["contamination"]
+    if gate is not None:
+        lines.append(
+            f"contamination: {gate['num_exact']} exact, {gate['num_ngram']} by n-gram (action: {gate['action']})"
+        )
+    form = content["format"]
+    lines.append(f"format: {form['num_valid']} of {form['num_rows']} rows valid, means {form['means']}")
+    asked = ("paraphrase", "tokens", "pass_rate")
+    lines += [f"{name}: {content[name]}" for name in asked if content[name] is not None]
+    return "\n".join([*lines, f"prepared data: {report.folder}"])
+
+
+def describe_set(name: str, counts: Mapping[str, Any]) -> str:
+    dropped = ", ".join(f"{reason} {count}" for reason, count in counts["dropped"].items()) or "none"
+    return f"{name}: {counts['num_kept']} rows of {counts['num_rows']}; dropped: {dropped}"

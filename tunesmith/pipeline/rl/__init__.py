@@ -1,0 +1,1 @@
+"""Reinforcement learning from a config to its last checkpoint."""

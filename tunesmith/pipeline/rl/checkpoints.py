@@ -1,0 +1,77 @@
+"""Checkpoints of a training run: what is saved, what is restored, and which files of steps they commit.
+
+A step's files are written before the checkpoint that commits it, so a run that is killed resumes from its last commit
+and produces the same numbers again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from tunesmith.config import RunConfig
+from tunesmith.errors import StorageError
+from tunesmith.experience.step_files import JSON_STEPS, StepFiles
+from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
+from tunesmith.loop import StepParts
+from tunesmith.model.checkpoint import load_checkpoint, remove_old_checkpoints, save_checkpoint
+from tunesmith.pipeline.session.policy import Policy
+from tunesmith.pipeline.session.resume_point import advise
+from tunesmith.pipeline.session.run_folder import RunFolder
+from tunesmith.storage import RunPaths, save_json
+from tunesmith.types import Group, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
+    """Bring everything back to the last commit; return its step, 0 without one."""
+    if folder.checkpoint is None:
+        return 0
+    try:
+        state = load_checkpoint(folder.checkpoint, policy.model)
+    except StorageError as error:
+        raise StorageError(f"{error}; {advise(folder.paths, before=folder.checkpoint)}") from error
+    parts.trainer.load_state_dict(state.trainer_state)
+    parts.tasks.selector.load_state_dict(state.run_state["selector"])
+    parts.replay.load_state_dict(state.run_state["replay"], lambda step: load_rollouts(folder.paths.rollouts(step)))
+    return int(state.run_state["step"])
+
+
+def commit(config: RunConfig, policy: Policy, parts: StepParts, folder: RunFolder, *, step: int) -> None:
+    """Write the step's checkpoint; from here on the run never goes back behind it, so files of steps are merged."""
+    save_checkpoint(
+        folder.paths.checkpoint(step),
+        policy.model,
+        policy.tokenizer,
+        trainer_state=parts.trainer.state_dict(),
+        run_state={
+            "step": step,
+            "selector": parts.tasks.selector.state_dict(),
+            "replay": parts.replay.state_dict(),
+        },
+    )
+    save_json(folder.paths.last_commit, {"step": step})
+    merge_steps(folder.paths, committed_step=step, steps_per_file=config.steps_per_file)
+    if config.keep_checkpoints is not None:
+        remove_old_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints)
+
+
+def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) -> None:
+    """Bound the number of files; what cannot be read or written stays in files of single steps."""
+    for any_step, form in ((paths.rollouts(0), ROLLOUT_STEPS), (paths.selection(0), JSON_STEPS)):
+        try:
+            StepFiles(any_step.parent, form).merge(committed_step=committed_step, steps_per_file=steps_per_file)
+        except StorageError as error:
+            logger.warning("steps are not merged into one file: %s", error)
+
+
+def save_unfinished(path: Path, finished: Sequence[Trajectory]) -> None:
+    """Keep the trajectories of a step that stops the run."""
+    by_task: dict[str, list[Trajectory]] = {}
+    for trajectory in finished:
+        by_task.setdefault(trajectory.task.task_id, []).append(trajectory)
+    if by_task:
+        groups = [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in by_task.values()]
+        save_rollouts(path, groups)

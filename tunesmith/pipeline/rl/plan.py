@@ -1,0 +1,118 @@
+"""What is known of a training run before its models load, with every check that needs no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
+from tunesmith.config import RunConfig
+from tunesmith.errors import ConfigError
+from tunesmith.experience.expert_feed import ExpertFeed
+from tunesmith.experience.replay import ReplayBuffer
+from tunesmith.experience.table import BoundOperator, build_operators
+from tunesmith.model.load import load_section_tokenizer
+from tunesmith.monitor.trackers import check_trackers
+from tunesmith.pipeline.rl.learning_check import check_sampling_differs
+from tunesmith.pipeline.rl.load_experts import build_experts
+from tunesmith.pipeline.rl.load_tasks import OwnParts, build_feed
+from tunesmith.pipeline.session.extra_models import check_companions
+from tunesmith.pipeline.session.load_function import load_part
+from tunesmith.pipeline.session.policy import check_auxiliary, check_trained
+from tunesmith.tasks.load import load_tasks
+from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.types import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is known before a model loads."""
+
+    algorithm: Algorithm
+    feed: TaskFeed
+    task_counts: dict[str, float]
+    """What operators on tasks counted."""
+    operators: list[BoundOperator]
+    replay: ReplayBuffer
+    experts: ExpertFeed | None
+    """Demonstrations that are trained beside the policy's own runs."""
+    eval_tasks: dict[str, list[Task]]
+    total_steps: int
+
+
+def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
+    """Check everything that needs no weights."""
+    algorithm = resolve_algorithm(config.algorithm)
+    if algorithm.is_supervised:
+        raise ConfigError(
+            f"algorithm.algorithm_type={algorithm.name!r} does not learn from rewards; choose another, or use "
+            "`tunesmith sft` on demonstrations and `tunesmith prefer` on preferences"
+        )
+    check_refill(config)
+    check_sampling_differs(config, algorithm)
+    operators = build_operators(
+        config.experience, load=partial(load_part, knob="experience.operators"), own=own.operators
+    )
+    feed, counted = build_feed(config, own)
+    eval_tasks = {
+        name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
+        for name, dataset in config.eval_datasets.items()
+    }
+    check_trained(config.model, config.trainer)
+    check_companions(algorithm, config.algorithm, config.model)
+    check_trackers(config.monitor.trackers)
+    for name, section in config.auxiliary_models.items():
+        check_auxiliary(name, section)
+    return Plan(
+        algorithm=algorithm,
+        feed=feed,
+        task_counts=counted,
+        operators=operators,
+        replay=ReplayBuffer(config.experience.replay, seed=config.seed),
+        experts=build_expert_feed(config),
+        eval_tasks=eval_tasks,
+        total_steps=compute_total_steps(config, num_tasks=len(feed.tasks)),
+    )
+
+
+def check_refill(config: RunConfig) -> None:
+    """Refuse a budget for refills that allows not one task more than the batch."""
+    budget, batch_size = config.experience.refill_budget, config.algorithm.batch_size
+    if budget > 1 and int(budget * batch_size) == batch_size:
+        raise ConfigError(
+            f"experience.refill_budget={budget:g} allows no task beyond a batch of {batch_size}: raise it to "
+            f"{1 + 1 / batch_size:.4g} or more"
+        )
+
+
+def build_expert_feed(config: RunConfig) -> ExpertFeed | None:
+    """The demonstrations that the config names."""
+    if config.algorithm.expert is None:
+        return None
+    return build_experts(
+        config.algorithm.expert,
+        load_section_tokenizer(config.model),
+        enable_thinking=config.model.enable_thinking,
+        split_special_tokens=config.model.split_special_tokens,
+        max_model_len=config.model.max_model_len,
+        num_runs=config.algorithm.batch_size * config.algorithm.group_size,
+        seed=config.seed,
+    )
+
+
+def compute_total_steps(config: RunConfig, *, num_tasks: int) -> int:
+    """`total_steps`, or the whole batches in `total_epochs` passes over the tasks, at least one."""
+    if config.total_steps is not None:
+        return config.total_steps
+    return max(1, config.total_epochs * num_tasks // config.algorithm.batch_size)
+
+
+def describe_repetition(config: RunConfig, *, num_tasks: int) -> str | None:
+    """A note where a batch holds more tasks than there are, so that one step tries some of them several times."""
+    batch_size = config.algorithm.batch_size
+    if num_tasks >= batch_size:
+        return None
+    return (
+        f"{num_tasks} training tasks are fewer than algorithm.batch_size={batch_size}: each step repeats tasks to fill "
+        "its batch, every repetition a group of its own"
+    )

@@ -1,0 +1,207 @@
+"""A training run from its config to its last checkpoint.
+
+Everything that needs no weights is checked first. Then the models load, and each step is run, written, logged,
+evaluated and committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tunesmith.config import RunConfig
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.errors import TunesmithError
+from tunesmith.experience.batch import BatchSize
+from tunesmith.experience.store import save_rollouts
+from tunesmith.loop import StepParts, run_step
+from tunesmith.model.checkpoint import estimate_checkpoint_bytes, find_last_checkpoint
+from tunesmith.model.torch_modes import own_modes
+from tunesmith.monitor.monitor import Monitor
+from tunesmith.pipeline.eval.held_out import evaluate_all
+from tunesmith.pipeline.eval.results import EvaluationResult
+from tunesmith.pipeline.rl.checkpoints import commit, restore, save_unfinished
+from tunesmith.pipeline.rl.learning_check import LearningLog, check_room
+from tunesmith.pipeline.rl.load_tasks import OwnParts
+from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition
+from tunesmith.pipeline.session.actors import load_actors
+from tunesmith.pipeline.session.extra_models import load_companions
+from tunesmith.pipeline.session.policy import BuildModel, Policy, build_sampling
+from tunesmith.pipeline.session.run_folder import RunFolder, open_run_folder
+from tunesmith.rollout.actors import Actors, RolloutProgress
+from tunesmith.rollout.failures import list_causes
+from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.storage import check_free_space, save_json
+from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import Group, JudgeType, WorkflowType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneResult:
+    """What a finished run leaves. Its repr is short: it leaves `metrics` and the runs of evaluations out."""
+
+    folder: Path
+    checkpoint: Path | None
+    """The last checkpoint: a folder that transformers loads."""
+    num_steps: int
+    has_learned: bool
+    """Whether any step of this call changed the weights; True too when there was none to make."""
+    metrics: dict[str, float] = field(repr=False)
+    """Of the last step."""
+    evaluations: dict[str, EvaluationResult]
+    """The last evaluation of each held-out set."""
+
+
+def run_tuning(
+    config: RunConfig,
+    *,
+    workflow: WorkflowType,
+    judge: JudgeType | None,
+    build_model: BuildModel,
+    own: OwnParts = OwnParts(),
+) -> TuneResult:
+    """Train; raises when the run fails."""
+    check_workflow_function(workflow)
+    if judge is not None:
+        check_judge_function(judge)
+    plan = build_plan(config, own)
+    with (
+        own_modes(),
+        open_run_folder(config) as folder,
+        Monitor(
+            folder.paths.root,
+            config.monitor,
+            total_steps=plan.total_steps,
+            committed_step=folder.committed_step,
+            run_settings=config.model_dump(mode="json"),
+        ) as monitor,
+    ):
+        policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
+        check_room(
+            policy.service.recorder.renderer,
+            max_model_len=config.model.max_model_len,
+            kv_cache_tokens=config.engine.kv_cache_tokens,
+        )
+        parts = build_parts(config, plan, policy, actors)
+        check_free_space(folder.paths.root, estimate_checkpoint_bytes(policy.model, parts.trainer.state_dict()))
+        try:
+            return run_lockstep(train(config, plan, policy, parts, folder, monitor), config.rollout)
+        except (KeyboardInterrupt, SystemExit):
+            monitor.show_line(describe_interruption(config, folder))
+            raise
+
+
+def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -> StepParts:
+    """What every step of the run works with: the trainer of the policy's own weights, the actors, the data."""
+    extra = load_companions(plan.algorithm, config.algorithm, config.model, policy=policy.model)
+    trainer = Trainer(
+        policy.model,
+        config.trainer,
+        config.algorithm,
+        max_model_len=config.model.max_model_len,
+        num_total_steps=plan.total_steps,
+        reference_model=extra.reference,
+        teacher_model=extra.teacher,
+        critic_model=extra.critic,
+    )
+    batch_size, has_baselines = config.algorithm.batch_size, "baselines" in plan.algorithm.needs
+    return StepParts(
+        tasks=plan.feed,
+        actors=actors,
+        operators=plan.operators,
+        algorithm=plan.algorithm,
+        trainer=trainer,
+        replay=plan.replay,
+        experts=plan.experts,
+        size=BatchSize(num_groups=batch_size, max_tasks=int(config.experience.refill_budget * batch_size)),
+        group_size=config.algorithm.group_size,
+        seed=config.seed,
+        max_failure_rate=config.rollout.max_failure_rate,
+        outcome_key=config.experience.outcome_key,
+        baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
+    )
+
+
+def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
+    """What an interrupted run left, and how it goes on."""
+    checkpoint = find_last_checkpoint(folder.paths.root)
+    if checkpoint is None:
+        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
+    name = "" if config.name is not None else f", with name={folder.paths.root.name},"
+    return (
+        f"interrupted; the last checkpoint is {checkpoint}: the same command with --resume "
+        f"(continue_from_checkpoint=true){name} goes on from there"
+    )
+
+
+async def train(
+    config: RunConfig, plan: Plan, policy: Policy, parts: StepParts, folder: RunFolder, monitor: Monitor
+) -> TuneResult:
+    """All steps of a run, from its last commit or from the start."""
+    first_step = restore(folder, policy, parts)
+    if (repetition := describe_repetition(config, num_tasks=len(plan.feed.tasks))) is not None:
+        monitor.show_line(repetition)
+    if folder.old is not None:
+        monitor.show_line(f"resumed from step {first_step}: what was made after it has been moved to {folder.old}")
+    for name, number in plan.task_counts.items():
+        monitor.show_line(f"{name} {number:g}")
+    evaluations: dict[str, EvaluationResult] = {}
+    if first_step == 0 and config.evaluation.at_start:
+        evaluations = await evaluate(config, plan, parts.actors, folder, monitor, step=0)
+    metrics: dict[str, float] = {}
+    learning = LearningLog(monitor.show_line)
+    for step in range(first_step + 1, plan.total_steps + 1):
+        progress = RolloutProgress(status=monitor)
+        try:
+            result = await run_step(parts, step=step, progress=progress)
+        except TunesmithError:
+            save_unfinished(folder.paths.rollouts(step), progress.finished)
+            raise
+        metrics = result.metrics
+        save_rollouts(folder.paths.rollouts(step), result.batch.collected, result.batch.spread(result.advantages))
+        parts.tasks.save_selection(folder.paths.selection(step))
+        learning.add(step, metrics, result.batch.collected)
+        monitor.log(step, "train", metrics)
+        show_causes(monitor, result.batch.collected)
+        is_last = step == plan.total_steps
+        if is_last or is_due(step, config.evaluation.interval_steps):
+            evaluations = await evaluate(config, plan, parts.actors, folder, monitor, step=step) or evaluations
+        if is_last or is_due(step, config.save_interval_steps):
+            commit(config, policy, parts, folder, step=step)
+    learning.close()
+    checkpoint = folder.paths.checkpoint(plan.total_steps)
+    return TuneResult(
+        folder=folder.paths.root,
+        checkpoint=checkpoint if checkpoint.exists() else folder.checkpoint,
+        num_steps=max(plan.total_steps, first_step),
+        has_learned=learning.has_learned,
+        metrics=metrics,
+        evaluations=evaluations,
+    )
+
+
+def show_causes(monitor: Monitor, groups: Sequence[Group]) -> None:
+    """Say why rollouts failed, the first of each kind."""
+    for cause in list_causes(groups):
+        monitor.show_line(f"  failed: {cause}")
+
+
+async def evaluate(
+    config: RunConfig, plan: Plan, actors: Actors, folder: RunFolder, monitor: Monitor, *, step: int
+) -> dict[str, EvaluationResult]:
+    """Try every held-out set; write and log what came of it."""
+    if not plan.eval_tasks:
+        return {}
+    results = await evaluate_all(config, actors, plan.eval_tasks, policy_version=step, status=monitor)
+    save_json(folder.paths.evaluation(step), {name: result.to_json() for name, result in results.items()})
+    merged: dict[str, float] = {}
+    for result in results.values():
+        merged |= result.to_metrics()
+    monitor.log(step, "eval", merged)
+    show_causes(monitor, [group for result in results.values() for group in result.groups])
+    return results
+
+
+def is_due(step: int, interval_steps: int) -> bool:
+    return interval_steps > 0 and step % interval_steps == 0

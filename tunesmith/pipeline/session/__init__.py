@@ -1,0 +1,1 @@
+"""What every command needs: run files, user functions, run folders, models ready to act."""

@@ -1,0 +1,33 @@
+"""Loading what acts in a run: the policy, its auxiliary models and the user's functions."""
+
+from __future__ import annotations
+
+from tunesmith.config import RunConfig
+from tunesmith.model.cpu_threads import set_num_threads
+from tunesmith.pipeline.session.policy import BuildModel, Policy, load_auxiliary, load_policy
+from tunesmith.rollout.actors import Actors
+from tunesmith.rollout.runner import Agent
+from tunesmith.types import JudgeType, WorkflowType
+
+
+def load_actors(
+    config: RunConfig, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel
+) -> tuple[Policy, Actors]:
+    """Load the models of a run; the policy's engine and endpoint are those of the actors."""
+    set_num_threads(config.num_cpu_threads)
+    policy = load_policy(config.model, config.engine, build_model=build_model)
+    auxiliaries = {
+        name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
+        for name, section in config.auxiliary_models.items()
+    }
+    actors = Actors(
+        engine=policy.engine,
+        service=policy.service,
+        auxiliary_models={name: auxiliary.source for name, auxiliary in auxiliaries.items()},
+        auxiliary_engines=[each.engine for each in auxiliaries.values() if each.engine is not None],
+        agent=Agent(workflow=workflow, judge=judge, timeout_s=config.rollout.timeout_s),
+        max_concurrency=config.rollout.max_concurrency,
+        http_port=config.rollout.http_port,
+        max_body_bytes=int(config.rollout.max_body_mib * 2**20),
+    )
+    return policy, actors

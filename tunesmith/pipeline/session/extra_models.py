@@ -1,0 +1,121 @@
+"""The models beside the policy that an algorithm needs: checked before any weights are read, then loaded.
+
+The reference is a frozen copy of the starting model, the teacher a frozen model of its own; the critic learns. All are
+on the policy's device and in its type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.algorithms.algorithm import Algorithm
+from tunesmith.config import AlgorithmSection, CriticSection, ModelSection
+from tunesmith.errors import ConfigError, ModelError
+from tunesmith.model.load import (
+    check_model,
+    check_types,
+    check_vocabulary,
+    load_model,
+    load_section_tokenizer,
+    load_tokenizer,
+)
+from tunesmith.model.value_model import ValueModel, load_value_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompanionModels:
+    """What the trainer is given besides the policy; None where the algorithm needs none."""
+
+    reference: PreTrainedModel | None = None
+    teacher: PreTrainedModel | None = None
+    critic: ValueModel | None = None
+
+
+def check_companions(algorithm: Algorithm, section: AlgorithmSection, model: ModelSection) -> None:
+    """Raise where the section lacks what the algorithm needs, gives what it does not, or names an unfit model."""
+    for key, need, given in (("teacher", "teacher", section.teacher), ("expert", "experts", section.expert)):
+        if need in algorithm.needs and given is None:
+            raise ConfigError(f"algorithm_type={algorithm.name!r} needs algorithm.{key}.path")
+        if need not in algorithm.needs and given is not None:
+            raise ConfigError(f"algorithm.{key} has no effect with algorithm_type={algorithm.name!r}: leave it out")
+    if "values" not in algorithm.needs and section.critic != CriticSection():
+        raise ConfigError(f"algorithm.critic has no effect with algorithm_type={algorithm.name!r}: leave it out")
+    others = {
+        "algorithm.teacher.path": None if section.teacher is None else section.teacher.path,
+        "algorithm.critic.path": section.critic.path,
+    }
+    for knob, path in others.items():
+        if path is not None:
+            check_same_vocabulary(path, model, knob=knob)
+
+
+def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
+    """Refuse a model that would read the policy's token ids as other tokens, or that is too short."""
+    own = load_section_tokenizer(model).get_vocab()
+    try:
+        config = check_model(path, max_model_len=model.max_model_len, trust_remote_code=model.trust_remote_code)
+        check_types(model, config)
+        other = load_other_tokenizer(path, model).get_vocab()
+    except ModelError as error:
+        raise ModelError(f"{knob}: {error}") from error
+    differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+    if differing:
+        raise ConfigError(
+            f"{knob}={path!r} has another vocabulary than model.path={model.path!r}: {len(differing)} tokens differ, "
+            f"such as {differing[0]!r}; choose a model of the same family"
+        )
+    num_embeddings = config.get_text_config().vocab_size
+    if max(own.values()) >= num_embeddings:
+        raise ConfigError(
+            f"{knob}={path!r} has {num_embeddings} embeddings, but the tokenizer has ids up to {max(own.values())}"
+        )
+
+
+def load_other_tokenizer(path: str, model: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer beside another model; its chat template is of no account."""
+    return load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
+
+
+def load_companions(
+    algorithm: Algorithm, section: AlgorithmSection, model: ModelSection, *, policy: PreTrainedModel
+) -> CompanionModels:
+    """Load what the algorithm needs."""
+    has_wide_residuals = model.residual_dtype == "float32"
+    teacher = critic = None
+    if section.teacher is not None:
+        teacher = load_model(
+            section.teacher.path,
+            dtype=policy.dtype,
+            device=policy.device,
+            trust_remote_code=model.trust_remote_code,
+            has_wide_residuals=has_wide_residuals,
+        ).requires_grad_(False)
+        check_vocabulary(teacher, load_section_tokenizer(model))
+    if "values" in algorithm.needs:
+        critic = load_value_model(
+            section.critic.path or model.path,
+            dtype=policy.dtype,
+            device=policy.device,
+            trust_remote_code=model.trust_remote_code,
+            base_path=model.base_path if section.critic.path is None else None,
+            has_wide_residuals=has_wide_residuals,
+        )
+    reference = load_reference(model, policy=policy) if "reference" in algorithm.needs else None
+    return CompanionModels(reference=reference, teacher=teacher, critic=critic)
+
+
+def load_reference(model: ModelSection, *, policy: PreTrainedModel) -> PreTrainedModel:
+    """The starting model again, frozen; where an adapter is trained, the policy, of which the base is scored."""
+    if model.lora is not None:
+        return policy
+    return load_model(
+        model.path,
+        dtype=policy.dtype,
+        device=policy.device,
+        trust_remote_code=model.trust_remote_code,
+        base_path=model.base_path,
+        lora=model.lora,
+        has_wide_residuals=model.residual_dtype == "float32",
+    ).requires_grad_(False)

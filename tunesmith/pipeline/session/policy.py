@@ -1,0 +1,153 @@
+"""A model ready to be sampled: weights, tokenizer, engine and endpoint, and the models that help it.
+
+The engine holds the very module that the trainer updates. What can be wrong is found before weights are read:
+`check_policy` reads configurations only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.chat.renderer import Renderer
+from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection, TrainerSection
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.errors import ConfigError
+from tunesmith.model.load import (
+    check_section,
+    check_vocabulary,
+    load_section_model,
+    load_section_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
+from tunesmith.rollout.chat_model import Endpoint
+from tunesmith.rollout.service import FixedModel, ModelService, ModelSource
+from tunesmith.types import Distribution, Sampling
+
+BuildModel = Callable[[Endpoint, Mapping[str, Any]], Any]
+"""Makes what a workflow gets as `model` from an endpoint and the request fields that every call sends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """One local model with its sampler and its endpoint."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    engine: LocalEngine
+    service: ModelService
+    sampling: Sampling
+    """What rollouts are sampled with where a request names nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auxiliary:
+    """A model that helps and is not trained; `engine` is None when it lives elsewhere."""
+
+    source: ModelSource
+    engine: LocalEngine | None
+
+
+def check_policy(section: ModelSection) -> None:
+    """Raise for whatever is wrong with a model's path, lengths, tokenizer or device, reading no weights."""
+    check_section(section)
+
+
+def check_trained(section: ModelSection, trainer: TrainerSection) -> None:
+    """As `check_policy`, for a model that is to be trained."""
+    check_policy(section)
+    device = resolve_device(section.device)
+    is_quantized = section.lora is not None and section.lora.quantization != "none"
+    is_wide = resolve_dtype(section.dtype, device) == torch.float32
+    if trainer.has_row_graphs and (device.type == "cpu" or is_quantized or is_wide):
+        raise ConfigError("trainer.has_row_graphs needs a GPU and unquantised weights of 16 bits: leave it out")
+
+
+def load_policy(
+    section: ModelSection, engine_section: EngineSection, *, build_model: BuildModel, has_recording: bool = True
+) -> Policy:
+    """Load a model and put an engine and an endpoint around it."""
+    tokenizer = load_section_tokenizer(section)
+    model = load_section_model(section)
+    check_vocabulary(model, tokenizer)
+    engine = LocalEngine(model, tokenizer, engine_section, max_model_len=section.max_model_len)
+    renderer = Renderer(
+        tokenizer,
+        tool_call_parser=section.tool_call_parser,
+        reasoning_parser=section.reasoning_parser,
+        enable_thinking=section.enable_thinking,
+        split_special_tokens=section.split_special_tokens,
+    )
+    sampling = build_sampling(section)
+    service = ModelService(
+        engine,
+        renderer,
+        model_name=section.path,
+        sampling=sampling,
+        build_model=lambda endpoint: build_model(endpoint, {}),
+        has_recording=has_recording,
+    )
+    return Policy(model=model, tokenizer=tokenizer, engine=engine, service=service, sampling=sampling)
+
+
+def build_sampling(section: ModelSection, *, temperature: float | None = None) -> Sampling:
+    """A model's default sampling, at another temperature if one is given."""
+    distribution = Distribution(
+        temperature=section.temperature if temperature is None else temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+    )
+    return Sampling(distribution=distribution, max_tokens=section.max_tokens)
+
+
+def check_auxiliary(name: str, section: AuxiliaryModelSection) -> None:
+    if section.base_url is None:
+        check_policy(_to_model_section(section))
+    elif section.api_key_env is not None and section.api_key_env not in os.environ:
+        raise ConfigError(f"auxiliary_models.{name}.api_key_env: the environment has no {section.api_key_env}")
+
+
+def load_auxiliary(
+    section: AuxiliaryModelSection, engine_section: EngineSection, *, device: str, build_model: BuildModel
+) -> Auxiliary:
+    """A second local model on `device`, or a client of an OpenAI-compatible server."""
+    if section.base_url is None:
+        local = _to_model_section(section).model_copy(update={"device": device})
+        policy = load_policy(local, engine_section, build_model=build_model, has_recording=False)
+        return Auxiliary(source=policy.service, engine=policy.engine)
+    api_key = "EMPTY" if section.api_key_env is None else os.environ[section.api_key_env]
+    endpoint = Endpoint(
+        base_url=section.base_url,
+        api_key=api_key,
+        model_name=section.path,
+        client=openai.AsyncOpenAI(base_url=section.base_url, api_key=api_key, max_retries=2),
+    )
+    options: dict[str, Any] = {
+        "temperature": section.temperature,
+        "top_p": section.top_p,
+        "max_tokens": section.max_tokens,
+    }
+    if section.enable_thinking is not None:
+        options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": section.enable_thinking}}
+    return Auxiliary(source=FixedModel(build_model(endpoint, options)), engine=None)
+
+
+def _to_model_section(section: AuxiliaryModelSection) -> ModelSection:
+    return ModelSection(
+        path=section.path,
+        max_model_len=section.max_model_len,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        max_tokens=section.max_tokens,
+        enable_thinking=section.enable_thinking,
+        tool_call_parser=section.tool_call_parser,
+        reasoning_parser=section.reasoning_parser,
+    )

@@ -1,0 +1,1 @@
+"""Pipeline files: stages in order, skipped where done, resumed where begun."""

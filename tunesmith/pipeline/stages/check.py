@@ -1,0 +1,90 @@
+"""What can be wrong with a stage and is known before the first one runs.
+
+A setting that refers to an earlier stage cannot be looked at yet; all others are: functions, data sets, models and the
+packages that trackers, plots and formats need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from tunesmith.config import (
+    DatasetSection,
+    EvalConfig,
+    FunctionStage,
+    ModelSection,
+    OfflineConfig,
+    PrepareSection,
+    RunConfig,
+    SourceSection,
+)
+from tunesmith.errors import TunesmithError
+from tunesmith.monitor.trackers import check_trackers
+from tunesmith.pipeline.eval.compare import find_model
+from tunesmith.pipeline.eval.comparison_plot import check_plot
+from tunesmith.pipeline.session.load_function import load_function, load_functions
+from tunesmith.pipeline.session.policy import check_policy
+from tunesmith.pipeline.stages.plan import PlannedStage, read_reference
+from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.tasks.load import load_preview
+
+
+def check_stage(stage: PlannedStage) -> None:
+    """Raise for whatever is wrong with a stage; the error names it."""
+    try:
+        check_settings(stage)
+    except (TunesmithError, ValueError) as error:
+        error.args = (f"stages.{stage.name}: {error}", *error.args[1:])
+        raise
+
+
+def check_settings(stage: PlannedStage) -> None:
+    settings = stage.resolve(lambda reference: f"stage:{reference.stage}/{reference.file or ''}".rstrip("/"))
+    if isinstance(settings, EvalConfig):
+        models = {label: find_model(path) for label, path in settings.models.items()}
+        check_run(settings.to_run_config(), models=models)
+        if settings.has_plot:
+            check_plot()
+    elif isinstance(settings, RunConfig):
+        check_run(settings, models={"model.path": settings.model.path})
+        check_trackers(settings.monitor.trackers)
+    elif isinstance(settings, OfflineConfig):
+        check_models(settings.model, [settings.model.path])
+        check_trackers(settings.monitor.trackers)
+    elif isinstance(settings, PrepareSection):
+        check_source(settings.data, default_split="train")
+        if settings.eval_data is not None:
+            check_source(settings.eval_data, default_split="test")
+    elif isinstance(settings, FunctionStage):
+        load_function(settings.function, knob="function")
+
+
+def check_run(config: RunConfig, *, models: Mapping[str, str]) -> None:
+    workflow, judge = load_functions(config)
+    check_workflow_function(workflow)
+    if judge is not None:
+        check_judge_function(judge)
+    check_models(config.model, models.values())
+    check_data([*config.training_sets.values(), *config.eval_datasets.values()])
+
+
+def check_models(section: ModelSection, paths: Iterable[str]) -> None:
+    if section.base_path is not None and read_reference(section.base_path) is not None:
+        return
+    for path in paths:
+        if read_reference(path) is None:
+            check_policy(section.model_copy(update={"path": path}))
+
+
+def check_data(datasets: Iterable[DatasetSection]) -> None:
+    for dataset in datasets:
+        if read_reference(dataset.path) is None:
+            load_preview(dataset.path, name=dataset.name, split=dataset.split, num_rows=1)
+
+
+def check_source(source: SourceSection, *, default_split: str) -> None:
+    if read_reference(source.path) is None:
+        is_file = Path(source.path).expanduser().is_file()
+        split = source.split or (None if is_file else default_split)
+        load_preview(source.path, name=source.name, split=split, num_rows=1)

@@ -1,0 +1,191 @@
+"""Running one stage of each kind, and what is told of it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from tunesmith.config import (
+    EvalConfig,
+    ExportSection,
+    FinetuneConfig,
+    FunctionStage,
+    OfflineConfig,
+    PreferenceConfig,
+    PrepareSection,
+    RunConfig,
+    Section,
+)
+from tunesmith.errors import ConfigError
+from tunesmith.model.load import resolve_device
+from tunesmith.monitor.metrics_file import load_metrics
+from tunesmith.pipeline.eval.compare import run_eval
+from tunesmith.pipeline.eval.comparison import ModelResult
+from tunesmith.pipeline.eval.comparison_table import format_comparison
+from tunesmith.pipeline.export.run import run_export
+from tunesmith.pipeline.prepare.run import run_prepare
+from tunesmith.pipeline.rl.tune import run_tuning
+from tunesmith.pipeline.session.load_function import load_function, load_functions
+from tunesmith.pipeline.session.policy import BuildModel
+from tunesmith.pipeline.sft.preference import run_preference
+from tunesmith.pipeline.sft.train import FinetuneResult, run_sft
+from tunesmith.storage import RunPaths, remove_tree, storage_errors
+
+Kind = TypeVar("Kind", bound=Section)
+TABLES = "tables"
+"""The figure that is Markdown of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a stage leaves besides its files."""
+
+    model: Path | None = None
+    tokens: int | None = None
+    device: str | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """For the report."""
+
+
+ChooseModel = Callable[[RunConfig], BuildModel]
+"""What workflows of a run get as `model`."""
+
+
+def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: ChooseModel) -> Outcome:
+    """Run a stage whose references are resolved; it goes on with what an earlier attempt left in `out_dir`."""
+    if kind == "prepare":
+        return run_prepare_stage(expect(settings, PrepareSection), out_dir)
+    if kind == "sft":
+        config = expect(settings, FinetuneConfig)
+        return describe_finetuning(config, run_sft(config, out_dir=out_dir))
+    if kind == "prefer":
+        preferences = expect(settings, PreferenceConfig)
+        return describe_finetuning(preferences, run_preference(preferences, out_dir=out_dir))
+    if kind == "rl":
+        return run_rl_stage(expect(settings, RunConfig), out_dir, choose_model)
+    if kind == "eval":
+        return run_eval_stage(expect(settings, EvalConfig), out_dir, choose_model)
+    if kind == "export":
+        return run_export_stage(expect(settings, ExportSection), out_dir)
+    return run_function_stage(expect(settings, FunctionStage), out_dir)
+
+
+def expect(settings: Section, kind: type[Kind]) -> Kind:
+    assert isinstance(settings, kind)
+    return settings
+
+
+def run_prepare_stage(settings: PrepareSection, out_dir: Path) -> Outcome:
+    report = run_prepare(settings, out_dir=out_dir)
+    dropped = {f"dropped: {reason}": count for reason, count in report.content["train"].get("dropped", {}).items()}
+    return Outcome(figures={"training rows": report.num_train, "held-out rows": report.num_eval} | dropped)
+
+
+def describe_finetuning(config: OfflineConfig, result: FinetuneResult) -> Outcome:
+    figures = {
+        "rows": result.num_rows,
+        "steps": result.num_steps,
+        "loss": result.loss,
+        "evaluation loss": result.eval_loss,
+        "kept the weights of step": result.best_step,
+        "rows left out as too long": result.num_dropped_rows,
+    }
+    return Outcome(
+        model=result.folder,
+        tokens=result.num_trained_tokens * config.num_epochs,
+        device=describe_device(config.model.device, config.num_cpu_threads),
+        figures={name: figure for name, figure in figures.items() if figure is not None},
+    )
+
+
+def run_rl_stage(config: RunConfig, out_dir: Path, choose_model: ChooseModel) -> Outcome:
+    place = {
+        "checkpoint_root_dir": str(out_dir.parent.parent),
+        "project": out_dir.parent.name,
+        "name": out_dir.name,
+        "continue_from_checkpoint": True,
+    }
+    config = config.model_copy(update=place)
+    workflow, judge = load_functions(config)
+    result = run_tuning(config, workflow=workflow, judge=judge, build_model=choose_model(config))
+    assert result.checkpoint is not None, "the last step is always saved"
+    return Outcome(
+        model=result.checkpoint,
+        device=describe_device(config.model.device, config.num_cpu_threads),
+        **describe_training(RunPaths(result.folder)),
+    )
+
+
+def describe_training(paths: RunPaths) -> dict[str, Any]:
+    """Tokens and figures of all steps of a run, as its metrics say."""
+    records = load_metrics(paths.metrics)
+    steps = [record for record in records if record["kind"] == "train"]
+    rewards = [record["rollout/reward_mean"] for record in steps if record.get("rollout/reward_mean") is not None]
+    figures: dict[str, Any] = {"steps": len(steps)}
+    if rewards:
+        tenth = max(1, len(rewards) // 10)
+        figures["mean reward of the first tenth of the steps"] = sum(rewards[:tenth]) / tenth
+        figures["mean reward of the last tenth of the steps"] = sum(rewards[-tenth:]) / tenth
+    for name, key in (("seconds of rollouts", "perf/rollout_s"), ("seconds of training", "perf/train_s")):
+        figures[name] = sum(record.get(key) or 0.0 for record in steps)
+    figures["failed rollouts"] = int(sum(record["rollout/num_failed"] for record in steps))
+    figures["largest mismatch of sampler and trainer (KL)"] = max(record.get("mismatch/kl") or 0.0 for record in steps)
+    return {"tokens": int(sum(record["rollout/num_sampled_tokens"] for record in steps)), "figures": figures}
+
+
+def run_eval_stage(config: EvalConfig, out_dir: Path, choose_model: ChooseModel) -> Outcome:
+    comparison = run_eval(config, out_dir=out_dir, build_model=choose_model(config.to_run_config()))
+    figures: dict[str, Any] = {TABLES: format_comparison(comparison)}
+    num_tokens = 0
+    for name, of_set in comparison.items():
+        for label, result in of_set.results.items():
+            num_tokens += result.num_sampled_tokens
+            figures[f"{label} on {name}"] = describe_result(result)
+    return Outcome(
+        tokens=num_tokens, device=describe_device(config.model.device, config.num_cpu_threads), figures=figures
+    )
+
+
+def describe_result(result: ModelResult) -> str:
+    return f"{result.num_runs} runs, {result.num_sampled_tokens} tokens, {result.seconds:.1f} s"
+
+
+def run_export_stage(settings: ExportSection, out_dir: Path) -> Outcome:
+    report = run_export(settings, out_dir=out_dir)
+    figures: dict[str, Any] = {"parameters": report.num_parameters}
+    for place, checks in report.checks.items():
+        figures |= {f"{place}: {name}": figure for name, figure in checks.items()}
+    for written in (report.hf, report.adapter, *report.gguf.values()):
+        if written is not None:
+            figures[f"MB of {written.relative_to(report.folder)}"] = round(count_bytes(written) / 1e6, 1)
+    return Outcome(model=report.hf, device="cpu", figures=figures)
+
+
+def count_bytes(place: Path) -> int:
+    files = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
+    return sum(path.stat().st_size for path in files)
+
+
+def run_function_stage(settings: FunctionStage, out_dir: Path) -> Outcome:
+    """A step of the user's own, in a folder that is new each time it is tried."""
+    function = load_function(settings.function, knob="function")
+    if out_dir.exists():
+        remove_tree(out_dir)
+    with storage_errors(out_dir, "write"):
+        out_dir.mkdir(parents=True)
+    told = function(out_dir, **settings.args)
+    if told is not None and not isinstance(told, Mapping):
+        raise ConfigError(f"function={settings.function!r} must return a mapping or nothing, got {type(told).__name__}")
+    return Outcome(figures={str(name): figure for name, figure in (told or {}).items()})
+
+
+def describe_device(device: str, num_cpu_threads: int) -> str:
+    """Where a model was, in words."""
+    found = resolve_device(device)
+    if found.type == "cuda":
+        return torch.cuda.get_device_name(found)
+    return f"{found.type}, {num_cpu_threads} {'thread' if num_cpu_threads == 1 else 'threads'}"

@@ -1,0 +1,73 @@
+"""One report of a pipeline: what each stage took and what came of it, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tunesmith.monitor.console import format_duration
+from tunesmith.pipeline.eval.comparison_table import format_table
+from tunesmith.pipeline.stages.commands import TABLES
+from tunesmith.pipeline.stages.folder import REPORT_JSON, REPORT_TABLE, Done, PipelineFolder
+from tunesmith.pipeline.stages.plan import PlannedStage
+from tunesmith.storage import save_json, save_text
+
+
+def save_report(folder: PipelineFolder, stages: Sequence[PlannedStage]) -> Path:
+    """Write report.json and report.md from what the stages left; returns the latter."""
+    done = {stage.name: folder.load_done(stage.name) for stage in stages}
+    records = [
+        {
+            "name": stage.name,
+            "kind": stage.kind,
+            "state": folder.find_state(stage),
+            "settings": stage.values,
+            "done": None if (each := done[stage.name]) is None else asdict(each),
+        }
+        for stage in stages
+    ]
+    save_json(folder.root / REPORT_JSON, {"pipeline": folder.root.name, "stages": records})
+    path = folder.root / REPORT_TABLE
+    save_text(path, format_report(folder, stages, done))
+    return path
+
+
+def format_report(folder: PipelineFolder, stages: Sequence[PlannedStage], done: Mapping[str, Done | None]) -> str:
+    header = ["stage", "kind", "state", "time", "tokens", "device"]
+    rows = [[stage.name, stage.kind, folder.find_state(stage), *format_costs(done[stage.name])] for stage in stages]
+    parts = [f"# {folder.root.name}", "", format_table(header, rows)]
+    for stage in stages:
+        each = done[stage.name]
+        if each is not None:
+            parts += ["", f"## {stage.name}", "", *format_stage(each)]
+    return "\n".join(parts) + "\n"
+
+
+def format_costs(done: Done | None) -> list[str]:
+    """Time, tokens, device."""
+    if done is None:
+        return ["-", "-", "-"]
+    time = format_duration(done.seconds)
+    if done.num_attempts > 1:
+        killed = f", {done.num_killed} killed and not counted" if done.num_killed else ""
+        time += f" in {done.num_attempts} attempts{killed}"
+    return [time, "-" if done.tokens is None else f"{done.tokens:,}", done.device or "-"]
+
+
+def format_stage(done: Done) -> list[str]:
+    lines = [f"- {name}: {format_figure(figure)}" for name, figure in done.figures.items() if name != TABLES]
+    if done.model is not None:
+        lines.append(f"- model: `{done.model}`")
+    lines.append(f"- ended: {done.ended}")
+    if TABLES in done.figures:
+        lines += ["", done.figures[TABLES].rstrip()]
+    return lines
+
+
+def format_figure(figure: Any) -> str:
+    if isinstance(figure, float):
+        return f"{figure:.5g}"
+    return figure if isinstance(figure, str) else json.dumps(figure, ensure_ascii=False)

@@ -1,0 +1,1 @@
+"""The OpenAI-compatible endpoint: requests in, recorded completions out."""

@@ -1,0 +1,304 @@
+"""One admitted request -> its answer, at once or as a stream.
+
+Both read the reply with the same parser, so that the deltas of a stream add up to the message that is sent at once.
+A request for several choices samples them together. The session records each; a reply is remembered once it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from starlette.types import Send
+
+from tunesmith.chat.messages import Message
+from tunesmith.chat.parsers import CALL_CLOSE, Delta, ReplyParser, join_deltas
+from tunesmith.chat.renderer import Renderer
+from tunesmith.errors import EngineError
+from tunesmith.rollout.openai_server.request import ChatRequest, TextRequest
+from tunesmith.rollout.openai_server.response import (
+    END_OF_STREAM,
+    Heading,
+    build_delta,
+    build_error,
+    build_finish_reason,
+    build_logprobs,
+    build_message,
+    build_usage,
+    encode_event,
+)
+from tunesmith.rollout.recorder import Call, Session, SessionClosedError
+from tunesmith.types import Completion, OnTokens
+
+
+class AnyStreamedChoice(Protocol):
+    """One choice of an answer on its way out."""
+
+    def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+        """The chunk that these tokens complete, if they complete one."""
+        ...
+
+    def finish(self, completion: Completion) -> list[dict[str, Any]]:
+        """The last chunks: what was held back, then why the choice ended."""
+        ...
+
+
+class AnyAnswer(Protocol):
+    """How the choices of one request are sampled and told, whatever kind of request it is."""
+
+    heading: Heading
+    chunk_kind: str
+    """Type of the objects of its stream."""
+
+    @property
+    def request(self) -> ChatRequest | TextRequest: ...
+
+    @property
+    def num_choices(self) -> int: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    async def sample(self, choice: int, on_tokens: OnTokens | None = None) -> Completion: ...
+
+    def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
+
+    def stream_choice(self, index: int) -> AnyStreamedChoice: ...
+
+
+class Answer:
+    """How the choices of one chat request are sampled and read."""
+
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(
+        self, session: Session, renderer: Renderer, request: ChatRequest, call: Call, *, model_name: str
+    ) -> None:
+        self.session = session
+        self.renderer = renderer
+        self.request = request
+        self.call = call
+        self.heading = Heading(completion_id=f"chatcmpl-{session.key[:8]}-{call.index}", model=model_name)
+        self._prefix_text = ""
+        self._prefix_ids: tuple[int, ...] = ()
+        if request.tool_choice == "required":
+            self._prefix_text, self._prefix_ids = renderer.build_call_prefix(self._find_forced(), call.prompt_ids)
+        self._is_single_call = request.is_single_call and request.has_callable_tools
+
+    @property
+    def num_choices(self) -> int:
+        return self.request.num_choices
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.call.prompt_ids + self._prefix_ids
+
+    def _find_forced(self) -> str | None:
+        """The tool to call: the one that is named, or the only one."""
+        tools = self.request.prompt.tools
+        only = tools[0]["function"]["name"] if len(tools) == 1 else None
+        return self.request.forced_tool or only
+
+    async def sample(self, choice: int, on_tokens: OnTokens | None = None) -> Completion:
+        """Sample one choice. Where one call is asked for, sampling ends with it."""
+        sampling = self.request.sampling
+        if self._is_single_call:
+            sampling = replace(sampling, stop=(*sampling.stop, CALL_CLOSE))
+        return await self.session.generate(
+            self.call, choice, sampling, seed=self.request.seed, prefix_ids=self._prefix_ids, on_tokens=on_tokens
+        )
+
+    def build_parser(self) -> ReplyParser:
+        return self.renderer.build_parser(
+            self.call.prompt_ids,
+            new_call_id=self.session.build_call_id,
+            has_tools=self.request.has_callable_tools,
+            is_single_call=self._is_single_call,
+            stop=self.request.sampling.stop,
+            prefix=self._prefix_text,
+        )
+
+    def read(self, completion: Completion) -> tuple[Message, str]:
+        """The message that was sampled, and why it ended."""
+        parser = self.build_parser()
+        text = self.renderer.decode(completion.sampled_ids, also_hidden=self.request.sampling.stop_token_ids)
+        message = parser.read(text)
+        reason = build_finish_reason(completion, has_calls=bool(message.tool_calls), is_stopped=parser.is_stopped)
+        return message, reason
+
+    def build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """One choice of an answer that is sent at once."""
+        message, reason = self.read(completion)
+        self.session.remember(self.call, index, message)
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": build_message(message),
+            "finish_reason": reason,
+            "logprobs": None,
+        }
+        if self.request.has_logprobs:
+            tokens = zip(completion.sampled_ids, completion.logprobs, strict=True)
+            choice["logprobs"] = build_logprobs([(self.renderer.format_token(i), logprob) for i, logprob in tokens])
+        if self.request.has_token_ids:
+            choice["token_ids"] = list(completion.sampled_ids)
+        return choice
+
+    def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The answer that is sent at once."""
+        body = self.heading.to_json("chat.completion")
+        body["choices"] = [self.build_choice(index, completion) for index, completion in enumerate(completions)]
+        body["usage"] = build_usage(self.num_prompt_tokens, completions)
+        if self.request.has_token_ids:
+            body["prompt_token_ids"] = list(self.prompt_ids)
+        return body
+
+    def stream_choice(self, index: int) -> StreamedChoice:
+        return StreamedChoice(self, index)
+
+
+async def answer_at_once(answer: AnyAnswer) -> dict[str, Any]:
+    """Sample every choice, then tell."""
+    num_choices = answer.num_choices
+    if num_choices == 1:
+        completions = [await answer.sample(0)]
+    else:
+        tasks = [asyncio.ensure_future(answer.sample(choice)) for choice in range(num_choices)]
+        try:
+            completions = await asyncio.gather(*tasks)
+        finally:
+            await _cancel_all(tasks)
+    return answer.build_body(completions)
+
+
+async def _cancel_all(tasks: Sequence[asyncio.Future[Completion]]) -> None:
+    pending = [task for task in tasks if not task.done()]
+    for task in pending:
+        task.cancel()
+    if pending:
+        await asyncio.wait(pending)
+
+
+class StreamedChoice:
+    """One choice on its way out, as its tokens come."""
+
+    def __init__(self, answer: Answer, index: int) -> None:
+        self._answer = answer
+        self._index = index
+        self._parser = answer.build_parser()
+        self._text = answer.renderer.build_text_stream(also_hidden=answer.request.sampling.stop_token_ids)
+        self._deltas: list[Delta] = []
+        self._num_calls = 0
+        self._is_first = True
+        self._tokens: list[tuple[int, float]] = []
+
+    def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+        """The chunk that these tokens complete, if they complete one."""
+        self._tokens += zip(token_ids, logprobs, strict=True)
+        text = "".join(map(self._text.feed, token_ids))
+        delta = self._parser.feed(text) if text else Delta()
+        return self._build_chunk(delta) if delta or self._is_first else None
+
+    def finish(self, completion: Completion) -> list[dict[str, Any]]:
+        """The last chunks: what was held back, then why the choice ended."""
+        deltas = [self._parser.feed(self._text.finish()), self._parser.finish()]
+        chunks = [self._build_chunk(delta) for delta in deltas if delta]
+        message = join_deltas(self._deltas)
+        self._answer.session.remember(self._answer.call, self._index, message)
+        last = self._build_chunk(Delta())
+        last["choices"][0]["finish_reason"] = build_finish_reason(
+            completion, has_calls=bool(message.tool_calls), is_stopped=self._parser.is_stopped
+        )
+        return [*chunks, last]
+
+    def _build_chunk(self, delta: Delta) -> dict[str, Any]:
+        request = self._answer.request
+        choice: dict[str, Any] = {
+            "index": self._index,
+            "delta": build_delta(delta, num_calls=self._num_calls, is_first=self._is_first),
+            "finish_reason": None,
+            "logprobs": None,
+        }
+        if request.has_logprobs and self._tokens:
+            texts = [(self._answer.renderer.format_token(token_id), logprob) for token_id, logprob in self._tokens]
+            choice["logprobs"] = build_logprobs(texts)
+        chunk = self._answer.heading.to_json(self._answer.chunk_kind)
+        chunk["choices"] = [choice]
+        if request.has_token_ids:
+            choice["token_ids"] = [token_id for token_id, _ in self._tokens]
+            if self._is_first:
+                chunk["prompt_token_ids"] = list(self._answer.prompt_ids)
+        self._deltas.append(delta)
+        self._num_calls += len(delta.tool_calls)
+        self._is_first = False
+        self._tokens = []
+        return chunk
+
+
+Event = tuple[int, tuple[Sequence[int], Sequence[float]] | None]
+"""Index of a choice, and its next tokens with their logprobs; None when the choice is done."""
+
+
+async def answer_in_stream(answer: AnyAnswer, send: Send) -> None:
+    """Tell each choice as it is sampled, as server-sent events.
+
+    Nothing is sent before the first token, so that a request that fails at once gets an error status.
+    """
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    tasks = [_start_choice(answer, index, events) for index in range(answer.num_choices)]
+    choices = [answer.stream_choice(index) for index in range(len(tasks))]
+    write = _EventWriter(send)
+    num_open = len(tasks)
+    try:
+        while num_open:
+            index, tokens = await events.get()
+            if tokens is not None:
+                chunk = choices[index].add_tokens(*tokens)
+                chunks = [] if chunk is None else [chunk]
+            else:
+                chunks = choices[index].finish(tasks[index].result())
+                num_open -= 1
+            for chunk in chunks:
+                await write.send_event(chunk)
+        if answer.request.has_stream_usage:
+            usage = build_usage(answer.num_prompt_tokens, [task.result() for task in tasks])
+            await write.send_event(answer.heading.to_json(answer.chunk_kind) | {"choices": [], "usage": usage})
+    except (EngineError, SessionClosedError) as error:
+        if not write.is_started:
+            raise
+        await write.send_event(build_error(f"{type(error).__name__}: {error}", status=500))
+    finally:
+        await _cancel_all(tasks)
+    await write.finish()
+
+
+def _start_choice(answer: AnyAnswer, index: int, events: asyncio.Queue[Event]) -> asyncio.Future[Completion]:
+    def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        events.put_nowait((index, (token_ids, logprobs)))
+
+    task = asyncio.ensure_future(answer.sample(index, add_tokens))
+    task.add_done_callback(lambda _: events.put_nowait((index, None)))
+    return task
+
+
+class _EventWriter:
+    """Sends server-sent events; the response starts with the first."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_started = False
+
+    async def send_event(self, event: dict[str, Any]) -> None:
+        if not self.is_started:
+            self.is_started = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": encode_event(event), "more_body": True})
+
+    async def finish(self) -> None:
+        await self._send({"type": "http.response.body", "body": END_OF_STREAM, "more_body": False})

@@ -1,0 +1,326 @@
+"""The body of a chat completion or completion request, read and checked.
+
+In: JSON from any client, and the trajectory's sampling defaults. Out: a `ChatRequest` or a `TextRequest`. What a
+request names wins over the defaults. An option that would change the result and cannot be honoured is a `ValueError`;
+keys that change nothing (user, metadata, store) and keys that nobody knows are ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tunesmith.chat.messages import parse_messages, parse_tools
+from tunesmith.chat.renderer import Prompt
+from tunesmith.types import MIN_TEMPERATURE, Distribution, Sampling
+
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Options that are not supported -> values that ask for nothing; null always does."""
+
+SAMPLING_FIELDS = frozenset({
+    "temperature", "top_p", "top_k", "min_p", "logit_bias", "max_tokens", "max_completion_tokens", "stop",
+    "stop_token_ids", "ignore_eos",
+})  # fmt: skip
+"""Options that say how a completion is sampled."""
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_NUMBER = 2**63
+MAX_SHOWN_CHARS = 80
+
+ToolChoice = Literal["auto", "none", "required"]
+
+
+class RequestError(ValueError):
+    """A request that cannot be honoured; `param` is the field at fault."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """One chat completion request."""
+
+    prompt: Prompt
+    sampling: Sampling
+    seed: int | None
+    num_choices: int
+    tool_choice: ToolChoice
+    forced_tool: str | None
+    """The tool that must be called, when there is one."""
+    is_single_call: bool
+    """At most one tool call may be returned."""
+    is_stream: bool
+    has_stream_usage: bool
+    has_logprobs: bool
+    has_token_ids: bool
+    model: str | None
+
+    @property
+    def has_callable_tools(self) -> bool:
+        return bool(self.prompt.tools) and self.tool_choice != "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest:
+    """One completion request: prompts that the client rendered."""
+
+    prompts: tuple[str | tuple[int, ...], ...]
+    """As text or as token ids; each is completed `num_choices` times."""
+    adds_special_tokens: bool
+    """Texts get what the tokenizer puts around each text, such as a token at its beginning."""
+    sampling: Sampling
+    seed: int | None
+    num_choices: int
+    is_stream: bool
+    has_stream_usage: bool
+    has_logprobs: bool
+    has_token_ids: bool
+    model: str | None
+
+
+def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
+    """Read the body of a completion request."""
+    if not isinstance(body, dict):
+        raise RequestError("the request body must be a JSON object")
+    _refuse_unsupported(body)
+    prompts = _parse_prompts(body.get("prompt"))
+    num_choices = _bounded(body, "n", int, 1, low=1, high=MAX_CHOICES)
+    if len(prompts) * num_choices > MAX_CHOICES:
+        asked = f"{len(prompts)} prompts with n={num_choices}"
+        raise RequestError(f"{asked} ask for more than {MAX_CHOICES} completions at once", param="n")
+    if _get(body, "logprobs", int, 0) != 0:
+        raise RequestError(
+            "logprobs of other tokens are not supported; logprobs=0 gives the sampled ones", param="logprobs"
+        )
+    return TextRequest(
+        prompts=prompts,
+        adds_special_tokens=_get(body, "add_special_tokens", bool, True),
+        sampling=_parse_sampling(body, defaults),
+        seed=_get(body, "seed", int, None),
+        num_choices=num_choices,
+        is_stream=_get(body, "stream", bool, False),
+        has_stream_usage=_asks_for_usage(body),
+        has_logprobs=body.get("logprobs") is not None,
+        has_token_ids=_get(body, "return_token_ids", bool, False),
+        model=_get(body, "model", str, None),
+    )
+
+
+def _parse_prompts(raw: Any) -> tuple[str | tuple[int, ...], ...]:
+    """A text, a list of token ids, or a list of either."""
+    prompts = raw if isinstance(raw, list) and not all(type(each) is int for each in raw) else [raw]
+    for prompt in prompts:
+        if not prompt or not (isinstance(prompt, str) or _are_ids(prompt)):
+            raise RequestError(
+                "prompt must be text, token ids, or a list of either, none of them empty", param="prompt"
+            )
+    return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_NUMBER for each in value)
+
+
+def parse_request(body: Any, defaults: Sampling, *, template_reads: Callable[[str], bool]) -> ChatRequest:
+    """Read a request body; `template_reads` tells whether the chat template knows a variable."""
+    if not isinstance(body, dict):
+        raise RequestError("the request body must be a JSON object")
+    _refuse_unsupported(body)
+    prompt = Prompt(
+        messages=_checked("messages", parse_messages, body.get("messages")),
+        tools=_checked("tools", parse_tools, body.get("tools")),
+        variables=_parse_variables(body, template_reads),
+    )
+    tool_choice, forced_tool = _parse_tool_choice(body.get("tool_choice"), prompt.tools)
+    return ChatRequest(
+        prompt=prompt,
+        sampling=_parse_sampling(body, defaults),
+        seed=_get(body, "seed", int, None),
+        num_choices=_bounded(body, "n", int, 1, low=1, high=MAX_CHOICES),
+        tool_choice=tool_choice,
+        forced_tool=forced_tool,
+        is_single_call=bool(prompt.tools)
+        and (forced_tool is not None or _get(body, "parallel_tool_calls", bool, True) is False),
+        is_stream=_get(body, "stream", bool, False),
+        has_stream_usage=_asks_for_usage(body),
+        has_logprobs=_get(body, "logprobs", bool, False),
+        has_token_ids=_get(body, "return_token_ids", bool, False),
+        model=_get(body, "model", str, None),
+    )
+
+
+def _refuse_unsupported(body: Mapping[str, Any]) -> None:
+    for key in NEUTRAL_VALUES.keys() & body.keys():
+        value = body[key]
+        if value is not None and value not in NEUTRAL_VALUES[key]:
+            raise RequestError(f"{key}={_show(value)} is not supported by this endpoint; leave it out", param=key)
+
+
+def _asks_for_usage(body: Mapping[str, Any]) -> bool:
+    options = body.get("stream_options") or {}
+    return isinstance(options, dict) and bool(options.get("include_usage"))
+
+
+def _checked(param: str, parse: Callable[[Any], Any], raw: Any) -> Any:
+    try:
+        return parse(raw)
+    except ValueError as error:
+        raise RequestError(str(error), param=param) from error
+
+
+def _parse_variables(body: Mapping[str, Any], template_reads: Callable[[str], bool]) -> tuple[tuple[str, Any], ...]:
+    variables = dict(_get(body, "chat_template_kwargs", dict, {}))
+    effort = _get(body, "reasoning_effort", str, None)
+    if effort is not None:
+        if not template_reads("reasoning_effort"):
+            raise RequestError("reasoning_effort is not read by this model's chat template", param="reasoning_effort")
+        variables["reasoning_effort"] = effort
+    if not all(isinstance(name, str) and name.isidentifier() for name in variables):
+        raise RequestError("chat_template_kwargs must name template variables", param="chat_template_kwargs")
+    reserved = variables.keys() & {"messages", "tools", "conversation", "tokenize", "add_generation_prompt"}
+    if reserved:
+        raise RequestError(f"chat_template_kwargs cannot set {sorted(reserved)}", param="chat_template_kwargs")
+    return tuple(sorted(variables.items()))
+
+
+def _parse_tool_choice(choice: Any, tools: tuple[Mapping[str, Any], ...]) -> tuple[ToolChoice, str | None]:
+    names = [tool["function"]["name"] for tool in tools]
+    if choice is None or choice in ("auto", "none"):
+        return choice or "auto", None
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if name not in names:
+            raise RequestError(f"tool_choice names {name!r}; tools has {names}", param="tool_choice")
+        return "required", name
+    if choice != "required":
+        raise RequestError(f"tool_choice={choice!r}; allowed: auto, none, required, a named tool", param="tool_choice")
+    if not tools:
+        raise RequestError("tool_choice='required' needs tools", param="tool_choice")
+    return "required", None
+
+
+def _parse_sampling(body: Mapping[str, Any], defaults: Sampling) -> Sampling:
+    if SAMPLING_FIELDS.isdisjoint(body):
+        return defaults
+    old = defaults.distribution
+    distribution = Distribution(
+        temperature=_parse_temperature(body, old.temperature),
+        top_p=_bounded(body, "top_p", float, old.top_p, low=0.0, high=1.0, is_low_open=True),
+        top_k=max(0, _bounded(body, "top_k", int, old.top_k, low=-1, high=math.inf)),
+        min_p=_bounded(body, "min_p", float, old.min_p, low=0.0, high=1.0),
+        logit_bias=_parse_logit_bias(body.get("logit_bias")) if body.get("logit_bias") else old.logit_bias,
+    )
+    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    stop = body.get("stop")
+    return replace(
+        defaults,
+        distribution=distribution,
+        max_tokens=_bounded(body, limit, int, defaults.max_tokens, low=1, high=math.inf),
+        stop=defaults.stop if stop is None else _parse_stop(stop),
+        stop_token_ids=_parse_stop_token_ids(body, defaults),
+        ignore_eos=_get(body, "ignore_eos", bool, defaults.ignore_eos),
+    )
+
+
+def _parse_stop(stop: Any) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise RequestError(f"stop must be text or a list of at most {MAX_STOPS} non-empty texts", param="stop")
+    return tuple(stops)
+
+
+def _parse_stop_token_ids(body: Mapping[str, Any], defaults: Sampling) -> tuple[int, ...]:
+    ids = _get(body, "stop_token_ids", list, list(defaults.stop_token_ids))
+    if not all(type(token_id) is int for token_id in ids):
+        raise RequestError("stop_token_ids must be a list of token ids", param="stop_token_ids")
+    return tuple(ids)
+
+
+def _parse_logit_bias(raw: Any) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = sorted((int(token_id), float(bias)) for token_id, bias in raw.items())
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RequestError("logit_bias must map token ids to numbers", param="logit_bias") from error
+    if not all(token_id >= 0 and math.isfinite(bias) for token_id, bias in pairs):
+        raise RequestError("logit_bias must map token ids to finite numbers", param="logit_bias")
+    return tuple(pairs)
+
+
+def _get(body: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+    value = body.get(key)
+    if value is None:
+        return default
+    if kind in (int, float):
+        if type(value) in (int, kind) and abs(value) < MAX_NUMBER:
+            return kind(value)
+    elif isinstance(value, kind):
+        return value
+    raise RequestError(f"{key} must be {kind.__name__}, got {_show(value)}", param=key)
+
+
+def _parse_temperature(body: Mapping[str, Any], default: float) -> float:
+    value: float = _bounded(body, "temperature", float, default, low=0.0, high=math.inf)
+    if 0 < value < MIN_TEMPERATURE:
+        raise RequestError(f"temperature={value} must be 0 or at least {MIN_TEMPERATURE}", param="temperature")
+    return value
+
+
+def _bounded(
+    body: Mapping[str, Any],
+    key: str,
+    kind: type,
+    default: Any,
+    *,
+    low: float,
+    high: float,
+    is_low_open: bool = False,
+) -> Any:
+    value = _get(body, key, kind, default)
+    if not low <= value <= high or (is_low_open and value == low):
+        raise RequestError(f"{key}={value} is outside of {'(' if is_low_open else '['}{low}, {high}]", param=key)
+    return value
+
+
+def _show(value: Any) -> str:
+    return textwrap.shorten(repr(value), MAX_SHOWN_CHARS)

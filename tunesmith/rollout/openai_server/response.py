@@ -1,0 +1,115 @@
+"""Answers of the endpoint as JSON: completions, chunks of a stream, errors."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tunesmith.chat.messages import Message, ToolCall
+from tunesmith.chat.parsers import Delta
+from tunesmith.types import Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heading:
+    """What every part of one answer repeats."""
+
+    completion_id: str
+    model: str
+
+    def to_json(self, kind: str) -> dict[str, Any]:
+        return {"id": self.completion_id, "object": kind, "created": int(time.time()), "model": self.model}
+
+
+def build_finish_reason(completion: Completion, *, has_calls: bool, is_stopped: bool) -> str:
+    """Why the choice ended, in the API's words; `is_stopped` says that a stop string was met in the text."""
+    if completion.stop_reason in ("eos", "stop") or is_stopped:
+        return "tool_calls" if has_calls else "stop"
+    return "length"
+
+
+def build_message(message: Message) -> dict[str, Any]:
+    """An assistant message as clients read it."""
+    fields: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if message.tool_calls and not message.content else message.content,
+        "refusal": None,
+    }
+    if message.reasoning is not None:
+        fields["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        fields["tool_calls"] = [_build_call(call) for call in message.tool_calls]
+    return fields
+
+
+def _build_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def build_delta(delta: Delta, *, num_calls: int, is_first: bool) -> dict[str, Any]:
+    """What a chunk adds to a message that already has `num_calls` tool calls."""
+    fields: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
+    if delta.content:
+        fields["content"] = delta.content
+    if delta.reasoning:
+        fields["reasoning_content"] = delta.reasoning
+    if delta.tool_calls:
+        fields["tool_calls"] = [
+            {"index": index, **_build_call(call)} for index, call in enumerate(delta.tool_calls, start=num_calls)
+        ]
+    return fields
+
+
+def build_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    """Logprobs of sampled tokens, with their texts."""
+    content = [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def build_text_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    """Logprobs of sampled tokens in the form of completions."""
+    ends = itertools.accumulate(len(text) for text, _ in tokens)
+    return {
+        "tokens": [text for text, _ in tokens],
+        "token_logprobs": [logprob for _, logprob in tokens],
+        "top_logprobs": None,
+        "text_offset": [0, *ends][: len(tokens)],
+    }
+
+
+def build_usage(num_prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Token counts of a request with all its choices."""
+    num_sampled = sum(len(completion.sampled_ids) for completion in completions)
+    num_cached = min((completion.num_cached_tokens for completion in completions), default=0)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt_tokens + num_sampled,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+def build_error(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """An error as the API words it; without a code of its own it has its status."""
+    kinds = {401: "authentication_error", 404: "not_found_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
+
+
+def encode_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def encode_event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode_json(value) + b"\n\n"
+
+
+END_OF_STREAM = b"data: [DONE]\n\n"

@@ -1,0 +1,1 @@
+"""Attention over packed rows of token trees, forward and backward."""

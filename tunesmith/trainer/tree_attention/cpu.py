@@ -1,0 +1,116 @@
+"""Tree attention on a CPU: the row is cut into segments, and each sees the whole path above it.
+
+A segment is a run of nodes without a branch. Its queries are scored against all keys of its path, of which only later
+ones of its own are hidden; a long run that hangs from others is cut, so that these stay few. What is computed is close
+to what is needed. A run from a root is one causal call.
+
+Axes: N tokens of a segment, P tokens of its path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tunesmith.experience.trie import Trie
+from tunesmith.model.forward.attention import attend_masked
+
+MAX_HANGING_TOKENS = 128
+"""Longest segment that hangs from another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How a layer scores pairs of tokens."""
+
+    scaling: float | None
+    window: int | None
+    """A token sees itself and at most `window - 1` of its ancestors."""
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of nodes, and the segment it hangs from (None: it begins with a root)."""
+
+    start: int
+    end: int
+    parent: int | None
+
+
+def cut_segments(trie: Trie) -> list[Segment]:
+    """Segments in depth-first order; they tile the row."""
+    is_single_child_T = (np.diff(trie.depth_T) == 1) & (np.diff(trie.subtree_end_T) == 0)
+    starts = [0, *(np.flatnonzero(~is_single_child_T) + 1).tolist()]
+    segments: list[Segment] = []
+    path: list[int] = []
+    for run_start, run_end in zip(starts, [*starts[1:], trie.num_tokens], strict=True):
+        depth = trie.depth_T[run_start]
+        while path and trie.depth_T[segments[path[-1]].start] >= depth:
+            path.pop()
+        length = MAX_HANGING_TOKENS if path else run_end - run_start
+        for start in range(run_start, run_end, length):
+            parent = path[-1] if path else None
+            path.append(len(segments))
+            segments.append(Segment(start=start, end=min(start + length, run_end), parent=parent))
+    return segments
+
+
+class SegmentAttention:
+    """Attention over the segments of one row; keeps their masks for the next layer."""
+
+    def __init__(self, trie: Trie) -> None:
+        self.segments = cut_segments(trie)
+        self._masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """Take query [1, H, T, D], key and value [1, K, T, D]; return [1, H, T, D]."""
+        lengths = [segment.end - segment.start for segment in self.segments]
+        pieces = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+        paths: list[tuple[Tensor, Tensor]] = []
+        outputs = []
+        for segment, (query_N, key_P, value_P) in zip(self.segments, pieces, strict=True):
+            if segment.parent is not None:
+                above_key, above_value = paths[segment.parent]
+                key_P, value_P = torch.cat([above_key, key_P], 2), torch.cat([above_value, value_P], 2)
+            paths.append((key_P, value_P))
+            outputs.append(self._attend_segment(query_N, key_P, value_P, scoring))
+        return torch.cat(outputs, 2)
+
+    def _attend_segment(self, query_N: Tensor, key_P: Tensor, value_P: Tensor, scoring: Scoring) -> Tensor:
+        num_tokens, num_keys, window = query_N.shape[2], key_P.shape[2], scoring.window
+        if window is not None and num_keys > num_tokens + window - 1:
+            num_keys = num_tokens + window - 1
+            key_P, value_P = key_P[:, :, -num_keys:], value_P[:, :, -num_keys:]
+        if window is not None and num_keys <= window:
+            window = None
+        if scoring.softcap is not None:
+            mask_NP = self._build_mask(num_tokens, num_keys, window, torch.bool)
+            return attend_masked(query_N, key_P, value_P, mask_NP, scaling=scoring.scaling, softcap=scoring.softcap)
+        is_path = window is None and num_keys == num_tokens
+        return scaled_dot_product_attention(
+            query_N,
+            key_P,
+            value_P,
+            attn_mask=None if is_path else self._build_mask(num_tokens, num_keys, window, query_N.dtype),
+            is_causal=is_path,
+            scale=scoring.scaling,
+            enable_gqa=query_N.shape[1] != key_P.shape[1],
+        )
+
+    def _build_mask(self, num_tokens: int, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Mask [N, P] of a segment whose last token sees the last key; additive unless boolean is asked for."""
+        name = (num_tokens, num_keys, window, dtype)
+        if name not in self._masks:
+            distance_NP = torch.arange(num_keys - num_tokens, num_keys)[:, None] - torch.arange(num_keys)[None]
+            is_seen_NP = distance_NP >= 0
+            if window is not None:
+                is_seen_NP &= distance_NP < window
+            if dtype != torch.bool:
+                is_seen_NP = torch.zeros_like(is_seen_NP, dtype=dtype).masked_fill_(~is_seen_NP, -torch.inf)
+            self._masks[name] = is_seen_NP
+        return self._masks[name]

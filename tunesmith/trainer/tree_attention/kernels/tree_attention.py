@@ -1,0 +1,145 @@
+"""Attention over a forest of token paths, forward and backward, as operators that torch.compile takes as they are.
+
+Axes: T tokens of the row (a multiple of the tile), H query heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from tunesmith.trainer.tree_attention.kernels.tree_kernels import add_shares, attend, grade_keys, grade_queries
+from tunesmith.trainer.tree_attention.tile_schedule import TILES, Tile, count_places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launch:
+    """Sizes and settings that all kernels of one call share."""
+
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    size: int
+    is_wide: bool
+    tile: Tile
+
+    def get_options(self, scaling: float, softcap: float, window: int) -> dict[str, Any]:
+        return {
+            "GROUPS": self.num_heads // self.num_kv_heads,
+            "SIZE": self.size,
+            "SIZE_PAD": max(16, triton.next_power_of_2(self.size)),
+            "HAS_SOFTCAP": softcap > 0,
+            "HAS_WINDOW": window > 0,
+            "PRECISION": "ieee" if self.is_wide else "tf32",
+            "num_warps": self.tile.num_warps,
+        }
+
+
+def _measure(query: Tensor, key: Tensor, steps: int) -> _Launch:
+    num_heads, num_tokens, size = query.shape[1:]
+    return _Launch(
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=key.shape[1],
+        size=size,
+        is_wide=query.dtype == torch.float32,
+        tile=TILES[steps],
+    )
+
+
+@torch.library.custom_op("tunesmith::tree_attention", mutates_args=())
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, table: Tensor, steps: int, window: int, scaling: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Take query [1, H, T, D], key and value [1, K, T, D]; return the output [1, T, H, D] and its log-sums [H, T].
+
+    `table` is `tiles.build_table` for the tile of so many `steps`; `window` and `softcap` 0 mean none.
+    """
+    query, key, value = (_align(x) for x in (query, key, value))
+    launch = _measure(query, key, steps)
+    tile, num_tokens, num_heads = launch.tile, launch.num_tokens, launch.num_heads
+    output = query.new_empty((1, num_tokens, num_heads, launch.size))
+    log_sums = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=query.device)
+    attend[(num_tokens // tile.rows, num_heads)](
+        query, key, value, output, log_sums, table, scaling, softcap, window, num_tokens,
+        query.stride(2), query.stride(1), key.stride(2), key.stride(1), value.stride(2), value.stride(1),
+        HEADS=num_heads, TILE_M=tile.rows, TILE_N=tile.steps, num_stages=tile.num_stages,
+        **launch.get_options(scaling, softcap, window),
+    )  # fmt: skip
+    return output, log_sums
+
+
+@tree_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *options: object) -> tuple[Tensor, Tensor]:
+    num_heads, num_tokens, size = query.shape[1:]
+    output = query.new_empty((1, num_tokens, num_heads, size))
+    return output, query.new_empty((num_heads, num_tokens), dtype=torch.float32)
+
+
+@torch.library.custom_op("tunesmith::tree_attention_backward", mutates_args=())
+def tree_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor, table: Tensor,
+    steps: int, window: int, scaling: float, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value from that of the output [1, T, H, D]; their memory is token by token."""
+    grad, query, key, value = (_align(x) for x in (grad, query, key, value))
+    launch = _measure(query, key, steps)
+    tile, num_tokens, num_heads, num_kv_heads = launch.tile, launch.num_tokens, launch.num_heads, launch.num_kv_heads
+    options = launch.get_options(scaling, softcap, window)
+    deltas = torch.empty_like(log_sums)
+    num_rows = num_tokens // tile.rows
+    grad_query, grad_key, grad_value = (make_grad(x) for x in (query, key, value))
+    shared = (
+        scaling, softcap, window, num_tokens, query.stride(2), query.stride(1), key.stride(2), key.stride(1),
+        value.stride(2), value.stride(1), grad.stride(1), grad.stride(2),
+    )  # fmt: skip
+    grade_queries[(num_rows, num_heads)](
+        query, key, value, output, grad, log_sums, deltas, grad_query, table, *shared,
+        HEADS=num_heads, TILE_M=tile.rows, TILE_N=tile.steps, num_stages=tile.num_backward_stages, **options,
+    )  # fmt: skip
+    num_places, size = count_places(num_rows), launch.size
+    sums = torch.empty((num_places, num_kv_heads, 2, tile.rows, size), dtype=torch.float32, device=query.device)
+    grade_keys[(num_rows + num_places, num_kv_heads)](
+        query, key, value, grad, log_sums, deltas, grad_key, grad_value, sums, table, *shared,
+        KV_HEADS=num_kv_heads, TILE_M=tile.steps, TILE_N=tile.rows, num_stages=tile.num_backward_stages, **options,
+    )  # fmt: skip
+    add_shares[(num_places, num_kv_heads)](
+        sums, grad_key, grad_value, table, scaling, num_tokens, num_places,
+        KV_HEADS=num_kv_heads, SIZE=size, SIZE_PAD=options["SIZE_PAD"], TILE_N=tile.rows,
+    )  # fmt: skip
+    return grad_query, grad_key, grad_value
+
+
+@tree_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: object) -> tuple[Tensor, Tensor, Tensor]:
+    return make_grad(query), make_grad(key), make_grad(value)
+
+
+def _align(x: Tensor) -> Tensor:
+    """Kernels read heads whose last axis is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def make_grad(x: Tensor) -> Tensor:
+    """Shape [1, heads, T, D] over memory [T, heads, D]."""
+    num_heads, num_tokens, size = x.shape[1:]
+    return x.new_empty((1, num_tokens, num_heads, size)).transpose(1, 2)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, table, *options = inputs
+    ctx.save_for_backward(query, key, value, *output, table)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _run_backward(ctx: Any, grad: Tensor, grad_log_sums: Tensor | None) -> tuple[Tensor | None, ...]:
+    grads = tree_attention_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return *grads, None, None, None, None, None
+
+
+tree_attention.register_autograd(_run_backward, setup_context=_keep_inputs)

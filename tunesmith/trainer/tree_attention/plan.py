@@ -1,0 +1,150 @@
+"""How the tokens of a packed row attend: each to itself and its ancestors in the row's trie.
+
+Node q sees node k exactly when k <= q < subtree_end[k]; a sliding window counts in depth. A CPU goes segment by segment
+(`segments.py`). On a GPU one kernel reads the same rule, over tiles that are listed when the row is built (`tiles.py`);
+long paths without branches go to cuDNN one by one, and float64 through a dense mask.
+
+Axes: T tokens of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from tunesmith.experience.trie import Trie
+from tunesmith.model.forward.attention import attend_masked
+from tunesmith.trainer.tree_attention.cpu import Scoring, SegmentAttention
+from tunesmith.trainer.tree_attention.tile_schedule import (
+    NARROW,
+    PADDING,
+    TILES,
+    Tile,
+    build_table,
+    choose_tile,
+    compute_table_size,
+    pad_trie,
+)
+
+MIN_PATH_TOKENS = 4096
+"""Paths at least so long on average are faster one by one."""
+MAX_PATH_HEAD = 128
+"""Largest head size of the kernels for single paths."""
+
+
+class TreePlan:
+    """The `AttentionPlan` of one row. On a GPU the row may be longer than the trie: filled up to `tiles.PADDING`."""
+
+    def __init__(
+        self, trie: Trie, device: torch.device, *, tile: Tile = NARROW, windows: Sequence[int | None] = ()
+    ) -> None:
+        """`tile` and `windows` are the model's (`describe_attention`); other tables are made when needed."""
+        self._trie = trie
+        self._device = device
+        self._max_depth = int(trie.depth_T.max(initial=0))
+        self._segments = SegmentAttention(trie) if device.type == "cpu" else None
+        self._path_starts = None if device.type == "cpu" else find_long_paths(trie)
+        self._tables: dict[tuple[int | None, int], Tensor] = {}
+        if device.type != "cpu":
+            self._tables = {(window, tile.steps): self._build_table(window, tile) for window in windows}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """See `AttentionPlan.attend`."""
+        if self._segments is not None:
+            num_tokens, num_nodes = query.shape[2], self._trie.num_tokens
+            assert num_tokens == num_nodes, f"this plan is for {num_nodes} tokens, not {num_tokens}"
+            window = None if sliding_window is None or sliding_window > self._max_depth else sliding_window
+            scoring = Scoring(scaling=scaling, window=window, softcap=softcap)
+            return self._segments.attend(query, key, value, scoring).transpose(1, 2)
+        if query.dtype == torch.float64 or value.shape[-1] != query.shape[-1]:
+            trie = self._trie if query.shape[2] == self._trie.num_tokens else pad_trie(self._trie)
+            mask = build_mask(trie, sliding_window).to(self._device)
+            return attend_masked(query, key, value, mask, scaling=scaling, softcap=softcap).transpose(1, 2)
+        num_tokens = query.shape[2]
+        if num_added := -num_tokens % PADDING:
+            query, key, value = (functional.pad(x, (0, 0, 0, num_added)) for x in (query, key, value))
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        output = self._attend_tiles(query, key, value, scaling, sliding_window, softcap)
+        return output[:, :num_tokens] if num_added else output
+
+    def _attend_tiles(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        from tunesmith.trainer.tree_attention.kernels.path_attention import (
+            path_attention,  # there on CUDA machines only
+        )
+        from tunesmith.trainer.tree_attention.kernels.tree_attention import tree_attention  # needs Triton, the same
+
+        is_plain = window is None and softcap is None and query.dtype != torch.float32
+        if self._path_starts is not None and is_plain and query.shape[-1] <= MAX_PATH_HEAD:
+            return path_attention(query, key, value, self._path_starts, scaling)[0]
+        tile = choose_tile(query.shape[-1], is_wide=query.dtype == torch.float32)
+        name = (window, tile.steps)
+        if name not in self._tables:
+            self._tables[name] = self._build_table(window, tile)
+        table = self._tables[name]
+        return tree_attention(query, key, value, table, tile.steps, window or 0, scaling, softcap or 0.0)[0]
+
+    def reserve_tables(self) -> None:
+        """Give each table the memory of the largest that a row of this length can have."""
+        for (window, steps), table in self._tables.items():
+            room = table.new_zeros(compute_table_size(self._trie.num_tokens, TILES[steps]))
+            room[: len(table)] = table
+            self._tables[window, steps] = room
+
+    def copy_tables(self, other: TreePlan) -> None:
+        """Take over the tables of a row of the same length, in the memory of this one's."""
+        for name, table in other._tables.items():
+            self._tables[name][: len(table)].copy_(table)
+
+    def _build_table(self, window: int | None, tile: Tile) -> Tensor:
+        table = torch.from_numpy(build_table(pad_trie(self._trie), window, tile))
+        return table.pin_memory().to(self._device, non_blocking=True)
+
+
+def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
+    """The tile and the windows of the model's layers, as `TreePlan` takes them."""
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    window = getattr(config, "sliding_window", None)
+    is_wide = torch.finfo(model.dtype).bits >= 32
+    return {"tile": choose_tile(size, is_wide=is_wide), "windows": (None,) if window is None else (None, window)}
+
+
+def find_long_paths(trie: Trie) -> Tensor | None:
+    """Where the paths begin, if the trie has no branch and its paths are long enough to go one by one."""
+    starts = np.flatnonzero(trie.depth_T == 0)
+    has_branch = ((np.diff(trie.depth_T) != 1) | (np.diff(trie.subtree_end_T) != 0))[trie.depth_T[1:] > 0].any()
+    if has_branch or trie.num_tokens < MIN_PATH_TOKENS * len(starts):
+        return None
+    return torch.from_numpy(starts)
+
+
+def build_mask(trie: Trie, window: int | None) -> Tensor:
+    """Which node [T, T] sees which: row q, column k."""
+    node_T = torch.arange(trie.num_tokens)
+    depth_T, subtree_end_T = torch.from_numpy(trie.depth_T), torch.from_numpy(trie.subtree_end_T)
+    is_seen = (node_T[None] <= node_T[:, None]) & (node_T[:, None] < subtree_end_T[None])
+    return is_seen if window is None else is_seen & (depth_T[:, None] - depth_T[None] < window)
