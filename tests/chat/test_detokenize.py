@@ -25,7 +25,7 @@ def test_a_text_stream_adds_up_to_the_decoded_text(seed):
     rng = random.Random(seed)
     ids = renderer.encode("naive \u00e9t\u00e9 \u4f60\u597d \U0001f600 <tool_call>")
     ids = [i if rng.random() < 0.8 else rng.randrange(400) for i in ids for _ in range(rng.choice([1, 1, 2]))]
-    stream = renderer.build_text_stream()
+    stream = renderer.build_incremental_detokenizer()
     pieces = [stream.feed(token_id) for token_id in ids]
     assert "".join(pieces) + stream.finish() == renderer.decode(ids)
 
@@ -33,7 +33,7 @@ def test_a_text_stream_adds_up_to_the_decoded_text(seed):
 def test_unfinished_characters_are_held():
     renderer = build_renderer(QWEN25)
     first, *rest = renderer.encode("\U0001f600")
-    stream = renderer.build_text_stream()
+    stream = renderer.build_incremental_detokenizer()
     assert [stream.feed(i) for i in (first, *rest)] == [""] * len(rest) + ["\U0001f600"]
 
 
@@ -59,7 +59,7 @@ def test_a_text_stream_adds_up_with_byte_fallback(is_stripped, seed):
     rng = random.Random(seed)
     ids = renderer.encode("a b c \u4f60\u597d \U0001f600 abc")
     ids = [i if rng.random() < 0.8 else rng.randrange(3, 268) for i in ids]
-    stream = renderer.build_text_stream()
+    stream = renderer.build_incremental_detokenizer()
     pieces = [stream.feed(token_id) for token_id in ids]
     assert "".join(pieces) + stream.finish() == renderer.decode(ids)
 

@@ -1,10 +1,10 @@
-"""Functions that remember their results by content."""
+"""Functions that memoize their results by content."""
 
 from __future__ import annotations
 
 import copy
 
-from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
 from tunesmith.chat.messages import parse_messages, parse_tools
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -17,21 +17,25 @@ class Text(str):
 
 def test_bytes_tell_values_apart_that_python_calls_equal():
     values = [{"a": 1}, {"a": 1.0}, {"a": True}, {"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": [1]}, {"a": (1,)}]
-    assert len({freeze(value) for value in values}) == len(values)
-    assert freeze({"a": Text("x")}) is None
-    assert freeze(object()) is None
+    assert len({build_cache_key(value) for value in values}) == len(values)
+    assert build_cache_key({"a": Text("x")}) is None
+    assert build_cache_key(object()) is None
 
 
 def test_equal_values_have_equal_bytes_whoever_made_them():
     text = "".join(["some ", "words"])
     shared = {"a": text, "b": [text, "some words"]}
-    assert freeze(shared) == freeze(thaw(freeze(shared))) == freeze({"a": "some words", "b": ["some words", text]})
+    assert (
+        build_cache_key(shared)
+        == build_cache_key(load_cache_key(build_cache_key(shared)))
+        == build_cache_key({"a": "some words", "b": ["some words", text]})
+    )
 
 
 def test_a_remembered_function_computes_once_and_keeps_few():
     computed = []
 
-    @remember(max_entries=2, max_length=3)
+    @memoize(max_entries=2, max_length=3)
     def double(text: str) -> str:
         computed.append(text)
         return text * 2
@@ -44,7 +48,7 @@ def test_remembered_keys_are_forgotten_when_they_add_up(monkeypatch):
     monkeypatch.setattr("tunesmith.chat.memo.MAX_TOTAL_LENGTH", 5)
     computed = []
 
-    @remember(max_entries=100, max_length=3)
+    @memoize(max_entries=100, max_length=3)
     def double(text: str) -> str:
         computed.append(text)
         return text * 2

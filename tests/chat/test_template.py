@@ -11,7 +11,7 @@ from fakes import build_chat_tokenizer
 from rendering import CALL, TOOLS, USER, build_renderer, make_prompt
 from tunesmith.chat.messages import Message, ToolCall, parse_messages
 from tunesmith.chat.template import SENTINEL, ChatTemplate
-from tunesmith.chat.template_analysis import is_local
+from tunesmith.chat.template_analysis import is_rendered_from_neighbors
 from tunesmith.chat.template_rendering import JinjaTemplate
 
 TEMPLATES = (CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25, THINKING)
@@ -57,7 +57,7 @@ def test_a_tokenizer_that_renders_in_its_own_way_is_left_to_it():
 
 @pytest.mark.parametrize(("template", "expected"), [(CHATML, True), (QWEN25, True), (QWEN3, False), (GEMMA2, False)])
 def test_templates_that_look_around_are_told_from_those_that_do_not(template, expected):
-    assert is_local(Environment().parse(template)) == expected
+    assert is_rendered_from_neighbors(Environment().parse(template)) == expected
 
 
 BODY = "{{ message.content }}"
@@ -89,7 +89,7 @@ BODY = "{{ message.content }}"
     ],
 )
 def test_what_may_look_further_is_not_local(source):
-    assert not is_local(Environment().parse(source))
+    assert not is_rendered_from_neighbors(Environment().parse(source))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_may_look_further_is_not_local(source):
     ],
 )
 def test_what_looks_at_neighbours_is_local(source):
-    assert is_local(Environment().parse(source))
+    assert is_rendered_from_neighbors(Environment().parse(source))
 
 
 def make_history(*, has_system: bool, num_rounds: int, num_results: int) -> list[Message]:

@@ -32,11 +32,11 @@ def engine_of(service: ModelService) -> FakeEngine:
 
 async def ask(service: ModelService, messages=USER, **fields):
     """One call in a session of its own; the completion and the recorded turns."""
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     try:
-        completion = await lease.model.client.chat.completions.create(model="m", messages=messages, **fields)
+        completion = await bound.model.client.chat.completions.create(model="m", messages=messages, **fields)
         if fields.get("stream"):
             completion = [chunk async for chunk in completion]
     finally:
-        turns = service.close(lease)
+        turns = service.close(bound)
     return completion, turns

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.anyio
 
 async def complete(service: ModelService, **fields) -> tuple[openai.types.Completion, tuple[Turn, ...]]:
     """One request in a session of its own; the completion, or the chunks of it, and the recorded turns."""
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     try:
-        completion = await lease.model.client.completions.create(model="m", **fields)
+        completion = await bound.model.client.completions.create(model="m", **fields)
         if fields.get("stream"):
             completion = [chunk async for chunk in completion]
     finally:
-        turns = service.close(lease)
+        turns = service.close(bound)
     return completion, turns
 
 
@@ -120,9 +120,9 @@ async def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(prompt):
 
 async def test_a_closed_session_and_another_model_are_refused():
     service = build_service("x")
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     with pytest.raises(openai.NotFoundError, match="serves 'm'"):
-        await lease.model.client.completions.create(model="gpt", prompt="a")
-    service.close(lease)
+        await bound.model.client.completions.create(model="gpt", prompt="a")
+    service.close(bound)
     with pytest.raises(openai.AuthenticationError):
-        await lease.model.client.completions.create(model="m", prompt="a")
+        await bound.model.client.completions.create(model="m", prompt="a")

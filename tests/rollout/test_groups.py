@@ -16,7 +16,7 @@ from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.groups import check_failures, compute_rollout_metrics, run_groups
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
-from tunesmith.rollout.watchdog import watch_loop
+from tunesmith.rollout.watchdog import watch_event_loop
 from tunesmith.types import Distribution, Failure, Group, Sampling, Task, Trajectory, Turn, WorkflowOutput
 
 TOKENIZER = build_chat_tokenizer(QWEN25)
@@ -179,7 +179,7 @@ async def test_the_watchdog_names_what_blocks_the_loop(caplog):
     def block_here():
         time.sleep(0.5)
 
-    with watch_loop(logging.getLogger("test"), limit_s=0.1):
+    with watch_event_loop(logging.getLogger("test"), limit_s=0.1):
         await asyncio.sleep(0.2)
         assert not caplog.records
         block_here()

@@ -14,7 +14,7 @@ from fakes import FakeEngine, Script, build_chat_tokenizer, say
 from tunesmith.chat.messages import compute_match_keys, parse_messages
 from tunesmith.chat.renderer import Renderer
 from tunesmith.experience.samples import build_samples
-from tunesmith.rollout.service import Lease, ModelService
+from tunesmith.rollout.service import BoundModel, ModelService
 from tunesmith.types import Group, Sampling, Task, Trajectory, Turn
 
 pytestmark = pytest.mark.anyio
@@ -111,19 +111,19 @@ def test_results_answer_calls_by_id_and_not_by_place():
 # Going on, branching, counting
 
 
-async def ask(lease: Lease, messages, **options):
-    return (await lease.model(messages, **options)).choices[0].message
+async def ask(bound: BoundModel, messages, **options):
+    return (await bound.model(messages, **options)).choices[0].message
 
 
 async def test_counts_of_calls():
     service = build_service("a")
-    lease = service.open(seed=1)
-    first = await ask(lease, [USER])
+    bound = service.open(seed=1)
+    first = await ask(bound, [USER])
     history = [USER, first]
-    await ask(lease, [*history, USER])
-    await ask(lease, [*history, USER])
-    await ask(lease, [{"role": "system", "content": "new"}, *history, USER])
-    turns = service.close(lease)
+    await ask(bound, [*history, USER])
+    await ask(bound, [*history, USER])
+    await ask(bound, [{"role": "system", "content": "new"}, *history, USER])
+    turns = service.close(bound)
     assert [goes_on(turn, turns[0]) for turn in turns[1:]] == [True, True, False]
     assert service.recorder.compute_stats() == {
         "rollout/num_calls": 4, "rollout/num_extended": 2, "rollout/num_unextended": 0, "rollout/num_repeats": 1,
@@ -134,22 +134,22 @@ async def test_counts_of_calls():
 
 async def test_a_conversation_goes_on_from_its_longest_recorded_part():
     service = build_service("a", "b", "c")
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     history = [USER]
     for _ in range(3):
-        history += [await ask(lease, history), USER]
-    turns = service.close(lease)
+        history += [await ask(bound, history), USER]
+    turns = service.close(bound)
     assert goes_on(turns[1], turns[0])
     assert goes_on(turns[2], turns[1])
 
 
 async def test_other_tools_are_another_conversation():
     service = build_service("a")
-    lease = service.open(seed=1)
-    history = [USER, await ask(lease, [USER], tools=TOOLS), USER]
-    await ask(lease, history, tools=TOOLS[:1])
-    await ask(lease, history, tools=TOOLS)
-    turns = service.close(lease)
+    bound = service.open(seed=1)
+    history = [USER, await ask(bound, [USER], tools=TOOLS), USER]
+    await ask(bound, history, tools=TOOLS[:1])
+    await ask(bound, history, tools=TOOLS)
+    turns = service.close(bound)
     assert [goes_on(turn, turns[0]) for turn in turns[1:]] == [False, True]
 
 
@@ -157,11 +157,11 @@ async def test_of_equal_answers_the_last_one_is_gone_on_from():
     tokenizer = TOKENIZERS[QWEN25]
     spellings = iter([tokenizer.encode("the"), tokenizer.encode("t") + tokenizer.encode("he"), tokenizer.encode("x")])
     service = build_service(script=lambda *_: [*next(spellings), tokenizer.eos_token_id])
-    lease = service.open(seed=1)
-    await ask(lease, [USER])
-    reply = await ask(lease, [USER])
-    await ask(lease, [USER, reply, USER])
-    turns = service.close(lease)
+    bound = service.open(seed=1)
+    await ask(bound, [USER])
+    reply = await ask(bound, [USER])
+    await ask(bound, [USER, reply, USER])
+    turns = service.close(bound)
     assert turns[0].sampled_ids != turns[1].sampled_ids
     assert goes_on(turns[2], turns[1])
     assert not goes_on(turns[2], turns[0])
@@ -169,12 +169,12 @@ async def test_of_equal_answers_the_last_one_is_gone_on_from():
 
 async def test_answers_cut_short_are_gone_on_from():
     service = build_service("one two three")
-    lease = service.open(seed=1)
-    short = await ask(lease, [USER], max_tokens=4)
-    stopped = await ask(lease, [USER, short, USER], stop=["two"])
+    bound = service.open(seed=1)
+    short = await ask(bound, [USER], max_tokens=4)
+    stopped = await ask(bound, [USER, short, USER], stop=["two"])
     assert stopped.content == "one "
-    await ask(lease, [USER, short, USER, stopped, USER])
-    turns = service.close(lease)
+    await ask(bound, [USER, short, USER, stopped, USER])
+    turns = service.close(bound)
     assert [turn.stop_reason for turn in turns] == ["length", "stop", "eos"]
     assert goes_on(turns[1], turns[0])
     assert goes_on(turns[2], turns[1])
@@ -196,9 +196,9 @@ async def test_turns_are_in_order_of_arrival():
         return [30] * (9 if order[-2] == 0 else 2)
 
     service = build_service(script=script)
-    lease = service.open(seed=1, order=(5,))
-    await asyncio.gather(ask(lease, [USER], max_tokens=9), ask(lease, [USER, USER], max_tokens=2))
-    turns = service.close(lease)
+    bound = service.open(seed=1, order=(5,))
+    await asyncio.gather(ask(bound, [USER], max_tokens=9), ask(bound, [USER, USER], max_tokens=2))
+    turns = service.close(bound)
     assert [len(turn.sampled_ids) for turn in turns] == [9, 2]
     assert [order for *_, order in service.recorder.engine.requests] == [(5, 0, 0), (5, 1, 0)]
 
@@ -206,9 +206,9 @@ async def test_turns_are_in_order_of_arrival():
 async def test_versions_are_recorded():
     service = build_service(script=lambda *_: [30, 31, 32])
     service.recorder.engine.policy_version = 4
-    lease = service.open(seed=1)
-    await ask(lease, [USER], max_tokens=3)
-    (turn,) = service.close(lease)
+    bound = service.open(seed=1)
+    await ask(bound, [USER], max_tokens=3)
+    (turn,) = service.close(bound)
     assert turn.policy_versions == (4, 4, 4)
 
 
@@ -239,10 +239,10 @@ def reshape(message: dict, rng: random.Random) -> dict:
     return message
 
 
-async def call_model(lease: Lease, history: list[dict], rng: random.Random) -> dict | None:
+async def call_model(bound: BoundModel, history: list[dict], rng: random.Random) -> dict | None:
     """One request in one of the ways that clients have; None when it brought nothing to go on from."""
     fields = {"model": "m", "messages": history, "tools": TOOLS, "max_tokens": rng.choice([3, 60, 300])}
-    create = lease.model.client.chat.completions.create
+    create = bound.model.client.chat.completions.create
     way = rng.random()
     if way < 0.2:
         stream = await create(**fields, stream=True)
@@ -267,11 +267,11 @@ async def call_model(lease: Lease, history: list[dict], rng: random.Random) -> d
     return rng.choice(completion.choices).message.model_dump(exclude_unset=True)
 
 
-async def run_agent(lease: Lease, rng: random.Random) -> None:
+async def run_agent(bound: BoundModel, rng: random.Random) -> None:
     """Calls tools, retries, asks in parallel, gives up on streams, edits and drops messages."""
     history = [{"role": "system", "content": "S"}, dict(USER)]
     for _ in range(rng.randrange(1, 7)):
-        message = await call_model(lease, list(history), rng)
+        message = await call_model(bound, list(history), rng)
         if message is None or rng.random() < 0.1:
             continue
         message = reshape(message, rng)
@@ -317,9 +317,9 @@ def build_random_script(template: str) -> Script:
 @pytest.mark.parametrize("seed", range(12))
 async def test_every_sampled_token_is_recorded_once_and_trained_once(template, seed):
     service = build_service(script=build_random_script(template), template=template)
-    lease = service.open(seed=seed)
-    await run_agent(lease, random.Random(seed))
-    turns = service.close(lease)
+    bound = service.open(seed=seed)
+    await run_agent(bound, random.Random(seed))
+    turns = service.close(bound)
 
     sampled = Counter((prompt, tuple(ids)) for prompt, ids in service.recorder.engine.ledger if ids)
     assert Counter((turn.prompt_ids, turn.sampled_ids) for turn in turns) == sampled

@@ -16,8 +16,8 @@ from chat_templates import GEMMA2, QWEN25
 from fakes import FakeEngine, Script, build_chat_tokenizer, say
 from tunesmith.chat.renderer import Renderer
 from tunesmith.rollout.runner import Agent, describe_response, run_trajectory
-from tunesmith.rollout.service import FixedModel, ModelService
-from tunesmith.rollout.watchdog import Watchdog
+from tunesmith.rollout.service import ExternalModel, ModelService
+from tunesmith.rollout.watchdog import EventLoopWatchdog
 from tunesmith.types import Failure, JudgeOutput, Sampling, Task, Trajectory, WorkflowOutput
 
 pytestmark = pytest.mark.anyio
@@ -80,7 +80,7 @@ async def test_functions_get_what_their_signature_asks_for():
         seen["judge"] = (auxiliary_models, logger)
         return JudgeOutput(reward=1.0)
 
-    await run(workflow, judge, auxiliary_models={"helper": FixedModel("it")})
+    await run(workflow, judge, auxiliary_models={"helper": ExternalModel("it")})
     assert seen["workflow"] == seen["judge"]
     assert seen["workflow"][0] == {"helper": "it"}
     assert isinstance(seen["workflow"][1], logging.Logger)
@@ -523,10 +523,10 @@ async def test_calls_after_the_workflow_has_returned_are_refused_and_counted_whi
     late = []
     trajectory = await run(workflow, judge, service=service)
     assert (trajectory.reward, len(trajectory.turns), outcomes) == (1.0, 1, ["refused"])
-    lease = service.open(seed=0)
-    service.close(lease)
+    bound = service.open(seed=0)
+    service.close(bound)
     with pytest.raises(openai.AuthenticationError):
-        await ask(lease.model)
+        await ask(bound.model)
     assert service.recorder.compute_stats()["rollout/num_late_calls"] == 2
     assert len(service.recorder.engine.requests) == 1
 
@@ -552,7 +552,7 @@ async def test_time_that_another_run_blocked_is_not_a_runs_own():
         await asyncio.sleep(0.2)
         return await answer(task, model)
 
-    watchdog = Watchdog(asyncio.get_running_loop(), logging.getLogger("test"), 60)
+    watchdog = EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test"), 60)
 
     def start(workflow, timeout_s):
         agent = Agent(workflow=workflow, timeout_s=timeout_s)

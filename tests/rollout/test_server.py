@@ -140,10 +140,10 @@ async def test_seeds_come_from_session_call_and_choice():
     service = build_service("x")
     seeds = []
     for session_seed in (1, 1, 2):
-        lease = service.open(seed=session_seed)
+        bound = service.open(seed=session_seed)
         for fields in ({}, {}, {"seed": 5}, {"seed": 5}):
-            await lease.model(USER, **fields)
-        service.close(lease)
+            await bound.model(USER, **fields)
+        service.close(bound)
         seeds.append([sampling.seed for _, sampling, _ in engine_of(service).requests[-4:]])
     assert seeds[0] == seeds[1]
     assert seeds[0][2] == seeds[0][3]
@@ -167,12 +167,12 @@ async def test_a_context_that_fills_up_ends_the_turn_and_not_the_run():
 @pytest.mark.parametrize("max_model_len", [3, 10])
 async def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(max_model_len, stream):
     service = build_service("x", max_model_len=max_model_len)
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     with pytest.raises(openai.BadRequestError, match=f"maximum context length is {max_model_len} tokens") as caught:
-        await lease.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
+        await bound.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
     assert caught.value.body["type"] == "invalid_request_error"
-    assert service.close(lease) == ()
+    assert service.close(bound) == ()
     assert service.recorder.compute_stats()["rollout/num_overlong"] == 1
 
 
@@ -188,7 +188,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatc
 async def test_long_texts_are_tokenized_beside_the_event_loop():
     """A heart that beats meanwhile: without the thread it would stand still from the first beat to the last."""
     service = build_service("fine", max_model_len=10**6)
-    lease, beats = service.open(seed=1), 0
+    bound, beats = service.open(seed=1), 0
 
     async def beat():
         nonlocal beats
@@ -198,11 +198,11 @@ async def test_long_texts_are_tokenized_beside_the_event_loop():
 
     heart = asyncio.ensure_future(beat())
     text = "".join(random.Random(0).choices("the user asks\n", k=200_000))
-    calls = [lease.model([{"role": "user", "content": content}]) for content in (text, "hi", text)]
+    calls = [bound.model([{"role": "user", "content": content}]) for content in (text, "hi", text)]
     completions = await asyncio.gather(*calls)
     heart.cancel()
     assert [completion.id.rpartition("-")[2] for completion in completions] == ["0", "1", "2"]
-    long, _, again = [turn.prompt_ids for turn in service.close(lease)]
+    long, _, again = [turn.prompt_ids for turn in service.close(bound)]
     expected = service.recorder.renderer.render(Prompt(messages=(Message(role="user", content=text),)))
     assert long == again == expected
     assert beats > 20
@@ -211,9 +211,9 @@ async def test_long_texts_are_tokenized_beside_the_event_loop():
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_bodies_beyond_the_limit_are_refused(is_told):
     service = build_service("x")
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     body = json.dumps({"messages": USER, "user": "u" * 3000}).encode()
-    headers = {"authorization": f"Bearer {lease.session.key}"}
+    headers = {"authorization": f"Bearer {bound.session.key}"}
 
     async def send_in_pieces():
         for start in range(0, len(body), 1000):
@@ -275,17 +275,17 @@ async def test_what_changes_nothing_is_ignored():
 
 async def test_another_model_is_not_found():
     service = build_service("x")
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     with pytest.raises(openai.NotFoundError, match="serves 'm'"):
-        await lease.model.client.chat.completions.create(model="gpt", messages=USER)
+        await bound.model.client.chat.completions.create(model="gpt", messages=USER)
 
 
 async def test_unknown_and_closed_keys_are_refused():
     service = build_service("x")
-    lease = service.open(seed=1)
-    service.close(lease)
+    bound = service.open(seed=1)
+    service.close(bound)
     with pytest.raises(openai.AuthenticationError, match="no open trajectory"):
-        await lease.model(USER)
+        await bound.model(USER)
     response = await service._http_client.post("http://x/v1/chat/completions", json={})
     assert response.status_code == 401
     assert "no API key" in response.json()["error"]["message"]
@@ -294,20 +294,20 @@ async def test_unknown_and_closed_keys_are_refused():
 
 async def test_the_key_may_be_in_the_path():
     service = build_service("x")
-    lease = service.open(seed=1)
-    url = f"http://x/t/{lease.session.key}/v1"
+    bound = service.open(seed=1)
+    url = f"http://x/t/{bound.session.key}/v1"
     client = build_client(base_url=url, api_key="whatever", http_client=service._http_client)
     await client.chat.completions.create(model="m", messages=USER)
     assert [model.id for model in (await client.models.list()).data] == ["m"]
-    assert len(service.close(lease)) == 1
+    assert len(service.close(bound)) == 1
 
 
 async def test_malformed_bodies_are_refused():
     service = build_service("x")
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     for body in (b"{", b"[]", b"\xff", b'{"messages": 3}'):
         response = await service._http_client.post(
-            "http://x/v1/chat/completions", content=body, headers={"authorization": f"Bearer {lease.session.key}"}
+            "http://x/v1/chat/completions", content=body, headers={"authorization": f"Bearer {bound.session.key}"}
         )
         assert response.status_code == 400, body
 
@@ -335,11 +335,11 @@ async def test_an_engine_error_is_a_500_and_is_remembered():
         raise RuntimeError("out of memory")
 
     service = build_service(script=fail)
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     with pytest.raises(openai.InternalServerError, match="RuntimeError: out of memory"):
-        await lease.model(USER)
-    assert lease.session.engine_error == "RuntimeError: out of memory"
-    (turn,) = service.close(lease)
+        await bound.model(USER)
+    assert bound.session.engine_error == "RuntimeError: out of memory"
+    (turn,) = service.close(bound)
     assert (turn.sampled_ids, turn.stop_reason) == ((40,), "cancelled")
     assert engine_of(service).ledger[0][1] == [40]
 
@@ -399,15 +399,15 @@ async def test_whatever_is_sent_the_answer_is_an_answer_or_a_400():
     rng = random.Random(0)
     statuses = Counter()
     for _ in range(600):
-        lease = service.open(seed=1)
+        bound = service.open(seed=1)
         response = await service._http_client.post(
             "http://x/v1/chat/completions",
             content=json.dumps(build_junk_body(rng)).encode(),
-            headers={"authorization": f"Bearer {lease.session.key}"},
+            headers={"authorization": f"Bearer {bound.session.key}"},
         )
         statuses[response.status_code] += 1
-        assert lease.session.engine_error is None
-        service.close(lease)
+        assert bound.session.engine_error is None
+        service.close(bound)
     assert set(statuses) <= {200, 400, 404}
     assert min(statuses[200], statuses[400]) > 100
 
@@ -427,8 +427,8 @@ async def test_the_short_way_and_the_long_way_answer_alike():
         seen = []
         for is_copy in (False, True):
             service = build_service(f"both {ADD}")
-            lease = service.open(seed=1)
-            client = lease.model.client.copy() if is_copy else lease.model.client
+            bound = service.open(seed=1)
+            client = bound.model.client.copy() if is_copy else bound.model.client
             copied = {key: list(value) if key == "tools" else value for key, value in fields.items()}
             fields = fields | {key: value for key, value in copied.items() if key == "tools"}
             try:
@@ -438,5 +438,5 @@ async def test_the_short_way_and_the_long_way_answer_alike():
                 seen.append((type(error), error.body, error.status_code, error.body["message"] in error.message))
             except TypeError:
                 seen.append(TypeError)
-            service.close(lease)
+            service.close(bound)
         assert seen[0] == seen[1]

@@ -91,14 +91,14 @@ async def test_a_stream_without_usage_has_none():
 async def test_text_comes_while_it_is_sampled():
     service = build_service("abc def")
     num_tokens = len(TOKENIZERS[QWEN25].encode("abc def"))
-    lease = service.open(seed=1)
-    stream = await lease.model.client.chat.completions.create(model="m", messages=USER, stream=True)
+    bound = service.open(seed=1)
+    stream = await bound.model.client.chat.completions.create(model="m", messages=USER, stream=True)
     async for chunk in stream:
         if chunk.choices[0].delta.content:
             assert len(engine_of(service).ledger[0][1]) < num_tokens
             break
     await stream.close()
-    service.close(lease)
+    service.close(bound)
 
 
 async def test_streams_of_several_choices_interleave():
@@ -143,9 +143,9 @@ def sample_until_cancelled() -> tuple[Script, asyncio.Event, asyncio.Event]:
 async def test_a_client_that_goes_away_cancels_its_request(how, stream):
     script, begun, stopped = sample_until_cancelled()
     service = build_service(script=script)
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     async with reach(service, how) as (http_client, url):
-        client = build_client(base_url=url, api_key=lease.session.key, http_client=http_client)
+        client = build_client(base_url=url, api_key=bound.session.key, http_client=http_client)
         request = asyncio.ensure_future(client.chat.completions.create(model="m", messages=USER, stream=stream))
         await begun.wait()
         if stream:
@@ -154,7 +154,7 @@ async def test_a_client_that_goes_away_cancels_its_request(how, stream):
             request.cancel()
         await stopped.wait()
     ((_, sampled_ids),) = engine_of(service).ledger
-    (turn,) = service.close(lease)
+    (turn,) = service.close(bound)
     assert turn.stop_reason == "cancelled"
     assert turn.sampled_ids == tuple(sampled_ids)
     assert 3 <= len(sampled_ids) < 370
@@ -164,15 +164,15 @@ async def test_a_client_that_goes_away_cancels_its_request(how, stream):
 async def test_closing_a_session_ends_what_is_in_flight(stream):
     script, begun, stopped = sample_until_cancelled()
     service = build_service(script=script)
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
 
     async def consume():
-        answer = await lease.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
+        answer = await bound.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
         return [chunk async for chunk in answer]
 
     request = asyncio.ensure_future(consume())
     await begun.wait()
-    (turn,) = service.close(lease)
+    (turn,) = service.close(bound)
     assert turn.stop_reason == "cancelled"
     with pytest.raises(openai.APIError, match=r"no open trajectory|SessionClosed"):
         await request
@@ -183,11 +183,11 @@ async def test_closing_a_session_ends_what_is_in_flight(stream):
 async def test_over_http_the_answers_are_the_same():
     service = build_service(f"both {ADD}")
     async with service.serve() as url:
-        lease = service.open(seed=1)
-        assert lease.model.base_url == url
-        async with build_client(base_url=url, api_key=lease.session.key) as client:
+        bound = service.open(seed=1)
+        assert bound.model.base_url == url
+        async with build_client(base_url=url, api_key=bound.session.key) as client:
             completion = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS)
             assert completion.choices[0].message.tool_calls[0].function.name == "add"
             stream = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, stream=True)
             assert join_chunks([chunk async for chunk in stream])["content"] == "both"
-        assert len(service.close(lease)) == 2
+        assert len(service.close(bound)) == 2

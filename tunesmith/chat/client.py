@@ -14,7 +14,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """Code of the error that answers a prompt which leaves no room for a token."""
 
 
-async def ask_model(
+async def create_chat_completion(
     model: Any,
     messages: Sequence[Mapping[str, Any]],
     *,

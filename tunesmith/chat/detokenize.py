@@ -1,6 +1,6 @@
 """Sampled ids -> text: whole, or one token at a time.
 
-Special tokens are hidden, except those that mark reasoning and tool calls. The pieces of a `TextStream` add up to what
+Special tokens are hidden, except those that mark reasoning and tool calls. The pieces of a `IncrementalDetokenizer` add up to what
 `decode` gives for all ids at once: a token whose bytes end inside a character is held until the character is whole.
 """
 
@@ -24,13 +24,13 @@ class Detokenizer:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._hidden_ids = frozenset(hidden_ids)
 
-    def decode(self, ids: Sequence[int], *, also_hidden: Collection[int] = ()) -> str:
-        """Text of the ids; `also_hidden` are left out too."""
-        hidden = self._hidden_ids.union(also_hidden) if also_hidden else self._hidden_ids
+    def decode(self, ids: Sequence[int], *, extra_hidden_ids: Collection[int] = ()) -> str:
+        """Text of the ids; `extra_hidden_ids` are left out too."""
+        hidden = self._hidden_ids.union(extra_hidden_ids) if extra_hidden_ids else self._hidden_ids
         return self._decode([token_id for token_id in ids if token_id not in hidden])
 
-    def build_stream(self, *, also_hidden: Collection[int] = ()) -> TextStream:
-        return TextStream(self, self._hidden_ids.union(also_hidden))
+    def build_incremental(self, *, extra_hidden_ids: Collection[int] = ()) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self, self._hidden_ids.union(extra_hidden_ids))
 
     def _decode(self, ids: Sequence[int]) -> str:
         if self._backend is not None:  # what the tokenizer does, without its look at the type of each id
@@ -46,7 +46,7 @@ class Detokenizer:
         return isinstance(token, str) and len(token) == 6 and token.startswith("<0x")
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Decodes a growing list of ids. The ids since the last whole character are decoded after those before them."""
 
     def __init__(self, detokenizer: Detokenizer, hidden_ids: frozenset[int]) -> None:

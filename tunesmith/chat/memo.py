@@ -1,4 +1,4 @@
-"""What a value holds, as a key: pure functions that remember what they made of it.
+"""What a value holds, as a key: pure functions that memoize what they made of it.
 
 Requests of one group, and the requests of one conversation, repeat most of what they hold. What is remembered is found
 by content, so a value that was changed in place is another value. Few and short keys are kept, and the oldest go; when
@@ -21,7 +21,7 @@ MAX_TOTAL_LENGTH = 2**24
 """Characters or bytes of the keys of one function, so that memory does not grow with the length of a run."""
 
 
-def freeze(value: Any) -> bytes | None:
+def build_cache_key(value: Any) -> bytes | None:
     """Bytes that only values of the same types, content and order have; None where a type is not Python's own."""
     try:
         return marshal.dumps(value, FORMAT)
@@ -29,12 +29,12 @@ def freeze(value: Any) -> bytes | None:
         return None
 
 
-def thaw(frozen: bytes) -> Any:
+def load_cache_key(frozen: bytes) -> Any:
     """A new value that holds what the frozen one held."""
     return marshal.loads(frozen)
 
 
-def remember(*, max_entries: int, max_length: int) -> Callable[[Callable[[Key], Result]], Callable[[Key], Result]]:
+def memoize(*, max_entries: int, max_length: int) -> Callable[[Callable[[Key], Result]], Callable[[Key], Result]]:
     """Remember the results of a pure function of one text or of bytes; keys of more than `max_length` are not kept.
 
     Results are shared by all callers and must not be changed.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
 
 ROLES = {
     "system": "system",
@@ -30,9 +30,9 @@ TEXT_PART_FIELDS = {"text": "text", "input_text": "text", "output_text": "text",
 
 MatchKey = tuple[Any, ...]
 
-NUM_KNOWN_ARGUMENTS, MAX_KNOWN_CHARACTERS = 16384, 4096
+NUM_CACHED_ARGUMENTS, MAX_ARGUMENTS_CHARACTERS = 16384, 4096
 """Arguments of tool calls whose JSON is remembered, and how long they may be; later calls read each again."""
-NUM_KNOWN_TOOL_LISTS, MAX_KNOWN_TOOL_BYTES = 64, 1_000_000
+NUM_CACHED_TOOL_LISTS, MAX_TOOL_LIST_BYTES = 64, 1_000_000
 """Lists of tools that are remembered, and how long they may be."""
 
 
@@ -151,13 +151,13 @@ def _parse_tool_call(call: Any, where: str) -> ToolCall:
 
 def parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
     """Read the `tools` of a request as a template shows them; `strict` says nothing to the model and is dropped."""
-    frozen = freeze(raw)
-    return _parse_tools(raw) if frozen is None else _parse_known_tools(frozen)
+    frozen = build_cache_key(raw)
+    return _parse_tools(raw) if frozen is None else _parse_tools_cached(frozen)
 
 
-@remember(max_entries=NUM_KNOWN_TOOL_LISTS, max_length=MAX_KNOWN_TOOL_BYTES)
-def _parse_known_tools(frozen: bytes) -> tuple[dict[str, Any], ...]:
-    return _parse_tools(thaw(frozen))
+@memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
+def _parse_tools_cached(frozen: bytes) -> tuple[dict[str, Any], ...]:
+    return _parse_tools(load_cache_key(frozen))
 
 
 def _parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
@@ -198,7 +198,7 @@ def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
     return tuple(keys)
 
 
-@remember(max_entries=NUM_KNOWN_ARGUMENTS, max_length=MAX_KNOWN_CHARACTERS)
+@memoize(max_entries=NUM_CACHED_ARGUMENTS, max_length=MAX_ARGUMENTS_CHARACTERS)
 def _canonical_json(text: str) -> str:
     try:
         value = _CANONICAL_DECODER.decode(text)

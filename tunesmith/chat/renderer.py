@@ -18,8 +18,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tunesmith.chat.detokenize import Detokenizer, TextStream
-from tunesmith.chat.memo import remember
+from tunesmith.chat.detokenize import Detokenizer, IncrementalDetokenizer
+from tunesmith.chat.memo import memoize
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN, ReplyParser
 from tunesmith.chat.special_tokens import MARK, encode_text
@@ -32,7 +32,7 @@ NUM_CACHED_PROMPTS = 512
 """Ids of rendered prompts kept: the runs of a group begin with the same one."""
 NUM_CACHED_DELTAS, MAX_DELTA_CHARACTERS = 4096, 1024
 """Ids kept of what follows a reply, and how long their texts may be: tools often give the same short result."""
-FOREIGN_CALLS = (
+UNPARSED_CALLS_WARNING = (
     "the chat template writes tool calls in a form that the hermes parser does not read; tools are described in the "
     "system message and calls are written as <tool_call> blocks instead"
 )
@@ -40,7 +40,7 @@ NUM_TAIL_IDS = 16
 """Ids at a prompt's end that are read to see whether it opens the model's reasoning."""
 
 
-class TooLongError(ValueError):
+class PromptTooLongError(ValueError):
     """Text that cannot fit the context, whatever its tokens are."""
 
 
@@ -85,7 +85,7 @@ class Renderer:
         self.has_threads = self._backend is not None
         """Whether several threads may tokenize at once."""
         self._encode_prompt = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self.encode)
-        self._encode_delta = remember(max_entries=NUM_CACHED_DELTAS, max_length=MAX_DELTA_CHARACTERS)(self.encode)
+        self._encode_delta = memoize(max_entries=NUM_CACHED_DELTAS, max_length=MAX_DELTA_CHARACTERS)(self.encode)
         self._is_reasoning_open = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._ends_in_reasoning)
 
     def reads(self, variable: str) -> bool:
@@ -95,7 +95,7 @@ class Renderer:
     def render(self, prompt: Prompt, *, max_tokens: int | None = None) -> tuple[int, ...]:
         """Prompt ids of a conversation, by the tokenizer's chat template.
 
-        Text that is too long for `max_tokens` tokens of any length is a `TooLongError` and is not tokenized.
+        Text that is too long for `max_tokens` tokens of any length is a `PromptTooLongError` and is not tokenized.
         """
         text = self._render_text(prompt)
         self._check_length(text, max_tokens)
@@ -165,13 +165,13 @@ class Renderer:
             prefix=prefix,
         )
 
-    def decode(self, ids: Sequence[int], *, also_hidden: Collection[int] = ()) -> str:
+    def decode(self, ids: Sequence[int], *, extra_hidden_ids: Collection[int] = ()) -> str:
         """Text of sampled ids without special tokens."""
-        return self._detokenizer.decode(ids, also_hidden=also_hidden)
+        return self._detokenizer.decode(ids, extra_hidden_ids=extra_hidden_ids)
 
-    def build_text_stream(self, *, also_hidden: Collection[int] = ()) -> TextStream:
+    def build_incremental_detokenizer(self, *, extra_hidden_ids: Collection[int] = ()) -> IncrementalDetokenizer:
         """Decodes ids one at a time to the same text."""
-        return self._detokenizer.build_stream(also_hidden=also_hidden)
+        return self._detokenizer.build_incremental(extra_hidden_ids=extra_hidden_ids)
 
     def format_token(self, token_id: int) -> str:
         """Text of one token, special or not."""
@@ -194,9 +194,9 @@ class Renderer:
         return {**self._variables, **dict(prompt.variables)}
 
     def _warn_once(self, prompt: Prompt) -> None:
-        if prompt.tools and self._template.has_foreign_calls and not self._has_warned:
+        if prompt.tools and self._template.has_unparsed_calls and not self._has_warned:
             self._has_warned = True
-            logger.warning(FOREIGN_CALLS)
+            logger.warning(UNPARSED_CALLS_WARNING)
 
     def _render_delta(self, prompt: Prompt, num_old: int) -> str | None:
         """Text from the special token on that follows message `num_old - 1`, the reply.
@@ -241,7 +241,7 @@ class Renderer:
         if max_tokens is None or len(text) <= max_tokens or self._longest_token is None:
             return
         if len(text) > max_tokens * self._longest_token:
-            raise TooLongError(
+            raise PromptTooLongError(
                 f"the prompt has {len(text)} characters, which cannot fit {max_tokens} tokens of at most "
                 f"{self._longest_token} characters"
             )

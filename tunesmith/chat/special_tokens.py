@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from tunesmith.chat.memo import freeze
+from tunesmith.chat.memo import build_cache_key
 
 MARK = "\U0010fffd"
 """First character of a mark; the second says which string it stands for."""
@@ -51,7 +51,7 @@ class SpecialTokens:
 
     def mark(self, value: Any) -> Any:
         """A JSON value with marks in its texts; the value itself where no text holds a special token."""
-        frozen = freeze(value)
+        frozen = build_cache_key(value)
         if frozen is not None and not any(prefix in frozen for prefix in self._prefixes):
             return value
         return self._mark_all(value)

@@ -17,11 +17,11 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from tunesmith.chat.memo import freeze, thaw
+from tunesmith.chat.memo import build_cache_key, load_cache_key
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
 from tunesmith.chat.special_tokens import SpecialTokens
-from tunesmith.chat.template_fallback import put_calls_in_text, put_system_in_user, put_tools_in_system
+from tunesmith.chat.template_fallback import describe_tools_in_system, merge_system_into_user, write_calls_as_text
 from tunesmith.chat.template_rendering import JinjaTemplate
 
 MARKUP = (THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE)
@@ -39,9 +39,9 @@ CALL_START, CALL_MIDDLE = f'{CALL_OPEN}\n{{"name": "', '", "arguments":'
 HERMES_CALL = re.compile(rf'({CALL_OPEN}\s*{{\s*"name":\s*"){PROBE}(",\s*"arguments":)')
 
 
-NUM_NEAR = 2
+NUM_CONTEXT_MESSAGES = 2
 """Messages that stand for all that came before a reply: the first, and the one before it."""
-NUM_SHORT, MAX_SHORT_MESSAGES, MAX_SHORT_CHARACTERS = 2048, 8, 8192
+NUM_CACHED_TEXTS, MAX_CACHED_MESSAGES, MAX_CACHED_CHARACTERS = 2048, 8, 8192
 """Texts of short conversations that are remembered, where the template reads nothing but what it is given."""
 
 
@@ -54,7 +54,7 @@ class ChatTemplate:
         """Without `split_special_tokens` nothing is marked: what messages spell becomes special tokens."""
         self._tokenizer = tokenizer
         self._jinja = JinjaTemplate(tokenizer)
-        self._render_short = functools.lru_cache(maxsize=NUM_SHORT)(self._render_frozen)
+        self._render_cached = functools.lru_cache(maxsize=NUM_CACHED_TEXTS)(self._render_from_key)
         added = tokenizer.added_tokens_decoder
         special = {token_id: str(token) for token_id, token in added.items() if token.special}
         special |= {i: str(tokenizer.convert_ids_to_tokens(i)) for i in tokenizer.all_special_ids}
@@ -69,9 +69,9 @@ class ChatTemplate:
         hermes = None if calls is None else HERMES_CALL.search(calls)
         self.call_start, self.call_middle = (CALL_START, CALL_MIDDLE) if hermes is None else hermes.groups()
         """How a call is written before its name, and between its name and its arguments."""
-        self.has_foreign_calls = has_hermes_parser and knows_tools and hermes is None
+        self.has_unparsed_calls = has_hermes_parser and knows_tools and hermes is None
         """The template has tools, but writes calls as the parser does not read them."""
-        self.has_tools = knows_tools and not self.has_foreign_calls
+        self.has_tools = knows_tools and not self.has_unparsed_calls
         self.has_tool_calls = calls is not None and (hermes is not None or not has_hermes_parser)
         self.end_of_turn = self._probe_end_of_turn()
         """The special token after an assistant's message; None when the next message's header ends the turn."""
@@ -89,16 +89,16 @@ class ChatTemplate:
         has_generation_prompt: bool = True,
     ) -> str:
         """Text of a conversation, up to where the assistant speaks next."""
-        messages, tools = self._put_in_words(messages, tools)
+        messages, tools = self._apply_fallbacks(messages, tools)
         return self._render(messages, tools, variables or {}, has_generation_prompt)
 
     def render_delta(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str | None:
         """What follows the message whose content is the sentinel; None when it cannot be told."""
-        messages, tools = self._put_in_words(messages, tools)
+        messages, tools = self._apply_fallbacks(messages, tools)
         held = [index for index, message in enumerate(messages) if SENTINEL in message.content]
-        if len(held) == 1 and held[0] > NUM_NEAR and self._jinja.is_local(tools):
+        if len(held) == 1 and held[0] > NUM_CONTEXT_MESSAGES and self._jinja.is_rendered_from_neighbors(tools):
             near = [messages[0], *messages[held[0] - 1 :]]
             with contextlib.suppress(ValueError):  # the template may miss what was left out
                 delta = self.find_delta(self._render(near, tools, variables, True))
@@ -106,16 +106,16 @@ class ChatTemplate:
                     return delta
         return self.find_delta(self._render(messages, tools, variables, True))
 
-    def _put_in_words(
+    def _apply_fallbacks(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
         """What the template lacks, said in messages."""
         if tools and not self.has_tools:
-            messages, tools = put_tools_in_system(messages, tools), ()
+            messages, tools = describe_tools_in_system(messages, tools), ()
         if not self.has_tool_calls:
-            messages = put_calls_in_text(messages)
+            messages = write_calls_as_text(messages)
         if not self.has_system:
-            messages = put_system_in_user(messages)
+            messages = merge_system_into_user(messages)
         return messages, tools
 
     def find_delta(self, text: str) -> str | None:
@@ -139,17 +139,19 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         has_generation_prompt: bool,
     ) -> str:
-        is_short = len(messages) <= MAX_SHORT_MESSAGES and sum(len(m.content) for m in messages) <= MAX_SHORT_CHARACTERS
-        if is_short and self._jinja.is_local(tools):
-            frozen = freeze((list(tools), dict(variables), has_generation_prompt))
+        is_short = (
+            len(messages) <= MAX_CACHED_MESSAGES and sum(len(m.content) for m in messages) <= MAX_CACHED_CHARACTERS
+        )
+        if is_short and self._jinja.is_rendered_from_neighbors(tools):
+            frozen = build_cache_key((list(tools), dict(variables), has_generation_prompt))
             if frozen is not None:
-                return self._render_short(tuple(messages), frozen)
-        return self._render_anew(messages, tools, variables, has_generation_prompt)
+                return self._render_cached(tuple(messages), frozen)
+        return self._render_uncached(messages, tools, variables, has_generation_prompt)
 
-    def _render_frozen(self, messages: tuple[Message, ...], frozen: bytes) -> str:
-        return self._render_anew(messages, *thaw(frozen))
+    def _render_from_key(self, messages: tuple[Message, ...], frozen: bytes) -> str:
+        return self._render_uncached(messages, *load_cache_key(frozen))
 
-    def _render_anew(
+    def _render_uncached(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],

@@ -24,7 +24,7 @@ Place = Literal["outside", "turn", "inner"]
 """Outside of the loop over the messages, in it, or in a loop within either."""
 
 
-def is_local(template: nodes.Template) -> bool:
+def is_rendered_from_neighbors(template: nodes.Template) -> bool:
     """Whether what is written after a message depends on nothing before it but the first message and the last."""
     loops = [each for each in template.find_all(nodes.For) if _is_name(each.iter, MESSAGES)]
     return len(loops) == 1 and _is_known(template, "outside")
@@ -32,26 +32,26 @@ def is_local(template: nodes.Template) -> bool:
 
 def _is_known(node: nodes.Node, place: Place) -> bool:
     if isinstance(node, nodes.For):
-        return _is_known_loop(node, place)
+        return _is_local_loop(node, place)
     if _is_near(node, place):
         return True
     if isinstance(node, nodes.Name):
         return node.name != MESSAGES and (node.name != LOOP or (place == "inner" and node.ctx == "load"))
     is_method = isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr)
     is_filter = isinstance(node, nodes.Filter) and node.name in PURE_FILTERS
-    return (is_method or is_filter or type(node) in PLAIN_NODES) and _are_known(node.iter_child_nodes(), place)
+    return (is_method or is_filter or type(node) in PLAIN_NODES) and _are_local(node.iter_child_nodes(), place)
 
 
-def _is_known_loop(loop: nodes.For, place: Place) -> bool:
+def _is_local_loop(loop: nodes.For, place: Place) -> bool:
     is_over_messages = _is_name(loop.iter, MESSAGES)
     if loop.recursive or (is_over_messages and (place != "outside" or loop.test is not None)):
         return False
     around = [loop.target, *loop.else_] if is_over_messages else [loop.target, loop.iter, *loop.else_]
     within = loop.body if loop.test is None else [*loop.body, loop.test]
-    return _are_known(around, place) and _are_known(within, "turn" if is_over_messages else "inner")
+    return _are_local(around, place) and _are_local(within, "turn" if is_over_messages else "inner")
 
 
-def _are_known(parts: object, place: Place) -> bool:
+def _are_local(parts: object, place: Place) -> bool:
     return all(_is_known(part, place) for part in parts)  # type: ignore[attr-defined]
 
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
 from tunesmith.chat.messages import (
-    MAX_KNOWN_CHARACTERS,
-    MAX_KNOWN_TOOL_BYTES,
-    NUM_KNOWN_ARGUMENTS,
-    NUM_KNOWN_TOOL_LISTS,
+    MAX_ARGUMENTS_CHARACTERS,
+    MAX_TOOL_LIST_BYTES,
+    NUM_CACHED_ARGUMENTS,
+    NUM_CACHED_TOOL_LISTS,
     Message,
     ToolCall,
     load_arguments,
@@ -38,20 +38,20 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def put_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+def describe_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Describe tools in the system message, for templates that cannot."""
     listed = list(tools)
-    frozen = freeze(listed)
-    prompt = _describe_tools(listed) if frozen is None else _describe_known_tools(frozen)
+    frozen = build_cache_key(listed)
+    prompt = _describe_tools(listed) if frozen is None else _describe_tools_cached(frozen)
     if messages and messages[0].role == "system":
         first = replace(messages[0], content=f"{messages[0].content}\n\n{prompt}".lstrip())
         return [first, *messages[1:]]
     return [Message(role="system", content=prompt), *messages]
 
 
-@remember(max_entries=NUM_KNOWN_TOOL_LISTS, max_length=MAX_KNOWN_TOOL_BYTES)
-def _describe_known_tools(frozen: bytes) -> str:
-    return _describe_tools(thaw(frozen))
+@memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
+def _describe_tools_cached(frozen: bytes) -> str:
+    return _describe_tools(load_cache_key(frozen))
 
 
 def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -59,7 +59,7 @@ def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     return TOOLS_PROMPT.format(tools=lines)
 
 
-def put_calls_in_text(messages: Sequence[Message]) -> list[Message]:
+def write_calls_as_text(messages: Sequence[Message]) -> list[Message]:
     """Write tool calls and tool results as text blocks, for templates that cannot show them.
 
     Results that follow each other share one user message.
@@ -89,12 +89,12 @@ def _format_call(call: ToolCall) -> str:
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 
-@remember(max_entries=NUM_KNOWN_ARGUMENTS, max_length=MAX_KNOWN_CHARACTERS)
+@memoize(max_entries=NUM_CACHED_ARGUMENTS, max_length=MAX_ARGUMENTS_CHARACTERS)
 def _format_arguments(arguments: str) -> str:
     return json.dumps(load_arguments(arguments), ensure_ascii=False)
 
 
-def put_system_in_user(messages: Sequence[Message]) -> list[Message]:
+def merge_system_into_user(messages: Sequence[Message]) -> list[Message]:
     """Put each system message at the head of the user message after it, for templates without a system role."""
     shown: list[Message] = []
     pending: list[str] = []

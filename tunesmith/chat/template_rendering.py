@@ -17,7 +17,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from tunesmith.chat.template_analysis import is_local
+from tunesmith.chat.template_analysis import is_rendered_from_neighbors
 
 NUM_TEMPLATES = 4
 """Compiled templates kept; a tokenizer may have one of its own for requests with tools."""
@@ -52,7 +52,7 @@ class JinjaTemplate:
         )
         """Whether the compiled template is rendered without the tokenizer."""
 
-    def is_local(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+    def is_rendered_from_neighbors(self, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the template of such a request writes each message by what stands next to it."""
         return self.is_direct and self._prepare(self._tokenizer.get_chat_template(None, list(tools) or None))[2]
 
@@ -89,7 +89,7 @@ class JinjaTemplate:
     def _compile(self, source: str) -> tuple[Template, Mapping[str, Any], bool]:
         """A template, the names that all its renderings know, and whether it is local."""
         template = chat_template_utils._compile_jinja_template(source)
-        return template, dict(template.globals), is_local(template.environment.parse(source))
+        return template, dict(template.globals), is_rendered_from_neighbors(template.environment.parse(source))
 
     def _render_by_tokenizer(
         self,

@@ -11,7 +11,7 @@ from typing import Protocol
 from tunesmith.rollout.groups import attach_baselines, run_groups
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.rollout.service import ModelService, ModelSource
+from tunesmith.rollout.service import ModelProvider, ModelService
 from tunesmith.types import Engine, Group, Sampling, Task, Trajectory
 
 
@@ -29,7 +29,7 @@ class Actors:
     """The sampler of the policy."""
     service: ModelService
     """The policy as workflows receive it."""
-    auxiliary_models: Mapping[str, ModelSource] = field(default_factory=dict)
+    auxiliary_models: Mapping[str, ModelProvider] = field(default_factory=dict)
     auxiliary_engines: Sequence[Engine] = ()
     """The engines of local auxiliary models, whose weights never change."""
     agent: Agent

@@ -17,8 +17,8 @@ from tunesmith.errors import RolloutError
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.rollout.service import ModelSource
-from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, watch_loop
+from tunesmith.rollout.service import ModelProvider
+from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, watch_event_loop
 from tunesmith.types import FailureWhere, Group, Sampling, StopReason, Task, Trajectory
 
 OnProgress = Callable[[Trajectory], None]
@@ -30,8 +30,8 @@ async def run_groups(
     *,
     group_size: int,
     agent: Agent,
-    model: ModelSource,
-    auxiliary_models: Mapping[str, ModelSource] | None = None,
+    model: ModelProvider,
+    auxiliary_models: Mapping[str, ModelProvider] | None = None,
     seed: int,
     step: int,
     sampling: Sampling | None = None,
@@ -62,7 +62,7 @@ async def run_groups(
         return trajectory
 
     running: list[asyncio.Task[Trajectory]] = []
-    with watch_loop(agent.logger, limit_s=min(BLOCKED_LIMIT_S, agent.timeout_s / 4)) as watchdog:
+    with watch_event_loop(agent.logger, limit_s=min(BLOCKED_LIMIT_S, agent.timeout_s / 4)) as watchdog:
         try:
             for position in range(len(tasks)):
                 for run_index in range(group_size):

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
 from tunesmith.chat.messages import (
-    MAX_KNOWN_TOOL_BYTES,
-    NUM_KNOWN_TOOL_LISTS,
+    MAX_TOOL_LIST_BYTES,
+    NUM_CACHED_TOOL_LISTS,
     MatchKey,
     Message,
     compute_match_keys,
@@ -45,7 +45,7 @@ class SessionClosedError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class SessionCall:
     """One admitted request."""
 
     index: int
@@ -58,7 +58,7 @@ class Call:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Draft:
+class _InFlightTurn:
     """What a choice in flight has sampled so far."""
 
     prompt_ids: tuple[int, ...]
@@ -80,7 +80,7 @@ class _Draft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reply:
+class _RecordedReply:
     """A finished turn and the conversation that it ends, to go on from."""
 
     place: Place
@@ -126,12 +126,12 @@ class Session:
         self._order = order
         self._has_recording = has_recording
         self._num_tool_calls = 0
-        self._drafts: dict[Place, _Draft] = {}
+        self._drafts: dict[Place, _InFlightTurn] = {}
         self._turns: dict[Place, Turn] = {}
-        self._replies: dict[int, _Reply] = {}
+        self._replies: dict[int, _RecordedReply] = {}
         self._asked: set[tuple[int, str]] = set()
 
-    async def admit(self, prompt: Prompt) -> Call:
+    async def admit(self, prompt: Prompt) -> SessionCall:
         """Take a request in: fix its index on arrival and make its prompt, from a recorded turn where one fits."""
         keys = compute_match_keys(prompt.messages)
         scope = _describe_scope(prompt)
@@ -141,9 +141,9 @@ class Session:
         prompt_ids, is_extended = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
         self.num_extended += is_extended
         self.num_unextended += found is not None and not is_extended
-        return Call(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
+        return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
 
-    async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> Call:
+    async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> SessionCall:
         """Take in a prompt that the client rendered, as text or as token ids."""
         index = self._count_call((hash(text), TEXT_SCOPE))
         if isinstance(text, str):
@@ -154,7 +154,7 @@ class Session:
                 max_tokens=self._engine.max_model_len,
             )
             text = await run_tokenizer(self._renderer, encode, num_characters=len(text))
-        return Call(index=index, prompt=Prompt(messages=()), prompt_ids=text, keys=(), scope=TEXT_SCOPE)
+        return SessionCall(index=index, prompt=Prompt(messages=()), prompt_ids=text, keys=(), scope=TEXT_SCOPE)
 
     def _count_call(self, asked: tuple[int, str]) -> int:
         """Index of a new call, which asks this; a call that comes after the run has ended is refused and counted."""
@@ -166,7 +166,7 @@ class Session:
         self._asked.add(asked)
         return index
 
-    def _find_reply(self, keys: tuple[MatchKey, ...], scope: str) -> tuple[int, _Reply] | None:
+    def _find_reply(self, keys: tuple[MatchKey, ...], scope: str) -> tuple[int, _RecordedReply] | None:
         """The recorded turn that ends the longest part of the conversation, and how many messages that has."""
         for num_old, digest in reversed(list(_iter_reply_digests(keys, scope))):
             reply = self._replies.get(digest)
@@ -174,7 +174,9 @@ class Session:
                 return num_old, reply
         return None
 
-    def _build_prompt_ids(self, prompt: Prompt, found: tuple[int, _Reply] | None) -> tuple[tuple[int, ...], bool]:
+    def _build_prompt_ids(
+        self, prompt: Prompt, found: tuple[int, _RecordedReply] | None
+    ) -> tuple[tuple[int, ...], bool]:
         """Ids of a prompt, and whether they go on from the recorded turn."""
         max_tokens = self._engine.max_model_len
         if found is not None:
@@ -193,7 +195,7 @@ class Session:
 
     async def generate(
         self,
-        call: Call,
+        call: SessionCall,
         choice: int,
         sampling: Sampling,
         *,
@@ -211,7 +213,7 @@ class Session:
         place = (call.index, choice)
         parts = (call.index, choice) if seed is None else ("request", seed, choice)
         sampling = replace(sampling, seed=derive_seed(self._seed, *parts))
-        draft = _Draft(prompt_ids=call.prompt_ids + prefix_ids, sampling=sampling)
+        draft = _InFlightTurn(prompt_ids=call.prompt_ids + prefix_ids, sampling=sampling)
 
         def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
             draft.sampled_ids += token_ids
@@ -249,7 +251,7 @@ class Session:
         if is_known and not is_empty and self._has_recording:
             self._turns[place] = turn
 
-    def remember(self, call: Call, choice: int, reply: Message) -> None:
+    def record_reply(self, call: SessionCall, choice: int, reply: Message) -> None:
         """Let later conversations go on from this choice, now that the client is told what it says."""
         place = (call.index, choice)
         turn = self._turns.get(place)
@@ -259,7 +261,7 @@ class Session:
         *_, (_, digest) = _iter_reply_digests(keys, call.scope)
         known = self._replies.get(digest)
         if known is None or known.place < place:
-            self._replies[digest] = _Reply(place=place, turn=turn, keys=keys, scope=call.scope)
+            self._replies[digest] = _RecordedReply(place=place, turn=turn, keys=keys, scope=call.scope)
 
     def build_call_id(self) -> str:
         """Id of the next tool call: nine letters and digits, which is what the strictest templates want."""
@@ -267,7 +269,7 @@ class Session:
         return f"call{self._num_tool_calls:05d}"
 
     def end(self) -> None:
-        """Answer nothing any more: calls in flight are cancelled, and their tokens so far are recorded."""
+        """PendingChatCompletion nothing any more: calls in flight are cancelled, and their tokens so far are recorded."""
         self.is_closed = True
         for place, draft in list(self._drafts.items()):
             self._record(place, draft.to_turn())
@@ -280,7 +282,7 @@ class Session:
         return tuple(self._turns[place] for place in sorted(self._turns))
 
 
-def _build_turn(draft: _Draft, completion: Completion) -> Turn:
+def _build_turn(draft: _InFlightTurn, completion: Completion) -> Turn:
     assert completion.sampled_ids == tuple(draft.sampled_ids), "the engine reports each token it samples"
     return Turn(
         prompt_ids=draft.prompt_ids,
@@ -304,13 +306,13 @@ def _iter_reply_digests(keys: Sequence[MatchKey], scope: str) -> Iterator[tuple[
 def _describe_scope(prompt: Prompt) -> str:
     """Tools and template variables as text."""
     tools_and_variables = [list(prompt.tools), list(prompt.variables)]
-    frozen = freeze(tools_and_variables)
-    return _dump_scope(tools_and_variables) if frozen is None else _dump_known_scope(frozen)
+    frozen = build_cache_key(tools_and_variables)
+    return _dump_scope(tools_and_variables) if frozen is None else _dump_scope_cached(frozen)
 
 
-@remember(max_entries=NUM_KNOWN_TOOL_LISTS, max_length=MAX_KNOWN_TOOL_BYTES)
-def _dump_known_scope(frozen: bytes) -> str:
-    return _dump_scope(thaw(frozen))
+@memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
+def _dump_scope_cached(frozen: bytes) -> str:
+    return _dump_scope(load_cache_key(frozen))
 
 
 def _dump_scope(tools_and_variables: list[Any]) -> str:

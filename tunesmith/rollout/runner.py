@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from tunesmith.rollout.failures import MAX_MESSAGE_CHARS, describe_error, describe_type, shorten
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.rollout.service import Lease, ModelSource
+from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.rollout.signature import list_parameters
-from tunesmith.rollout.user_call import UserCall
-from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, RunBlocks, Watchdog
+from tunesmith.rollout.user_coroutine import UserCoroutine
+from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, BlockedTime, EventLoopWatchdog
 from tunesmith.types import (
     MAX_METRIC,
     MAX_REWARD,
@@ -86,11 +86,11 @@ class _Run:
 
     task: Task
     agent: Agent
-    lease: Lease
-    helpers: Mapping[str, Lease]
-    watchdog: Watchdog
-    blocks: RunBlocks = field(default_factory=RunBlocks)
-    call: UserCall[Any] | None = None
+    bound: BoundModel
+    helpers: Mapping[str, BoundModel]
+    watchdog: EventLoopWatchdog
+    blocks: BlockedTime = field(default_factory=BlockedTime)
+    call: UserCoroutine[Any] | None = None
     """The user's function that runs now."""
 
 
@@ -99,32 +99,32 @@ async def run_trajectory(
     run_index: int,
     *,
     agent: Agent,
-    model: ModelSource,
-    auxiliary_models: Mapping[str, ModelSource],
+    model: ModelProvider,
+    auxiliary_models: Mapping[str, ModelProvider],
     seed: int,
     order: tuple[int, ...] = (),
     sampling: Sampling | None = None,
-    watchdog: Watchdog | None = None,
+    watchdog: EventLoopWatchdog | None = None,
 ) -> Trajectory:
     """Run the agent once; `seed` fixes what its models sample, `order` is its place in the engine's queue.
 
     The watchdog keeps account of what blocks the loop for all runs of a phase; without one the run has its own.
     """
     started = time.perf_counter()
-    lease = model.open(seed=seed, order=order, sampling=sampling)
+    bound = model.open(seed=seed, order=order, sampling=sampling)
     helpers = {
         name: source.open(seed=derive_seed(seed, name), order=order) for name, source in auxiliary_models.items()
     }
-    watchdog = watchdog or Watchdog(asyncio.get_running_loop(), agent.logger, BLOCKED_LIMIT_S)
-    run = _Run(task=task, agent=agent, lease=lease, helpers=helpers, watchdog=watchdog)
+    watchdog = watchdog or EventLoopWatchdog(asyncio.get_running_loop(), agent.logger, BLOCKED_LIMIT_S)
+    run = _Run(task=task, agent=agent, bound=bound, helpers=helpers, watchdog=watchdog)
     turns: tuple[Turn, ...] = ()
     try:
         outcome = await _run_until_deadline(run)
     finally:
-        turns = model.close(lease)
+        turns = model.close(bound)
         for name, helper in helpers.items():
             auxiliary_models[name].close(helper)
-    failure = _find_engine_failure(lease, helpers) or outcome.failure or _find_silence(lease, turns)
+    failure = _find_engine_failure(bound, helpers) or outcome.failure or _find_missing_turns(bound, turns)
     return Trajectory(
         task=task,
         run_index=run_index,
@@ -173,7 +173,7 @@ async def _end_blocked(run: _Run, running: asyncio.Future[_Outcome]) -> _Outcome
     elif not running.cancelled():
         running.exception()
     timeout_s, blocks = run.agent.timeout_s, run.blocks
-    run.watchdog.note_overrun(blocks, timeout_s=timeout_s)
+    run.watchdog.record_overrun(blocks, timeout_s=timeout_s)
     message = f"blocked the event loop for {blocks.longest_s:.1f} s and was not done after timeout_s={timeout_s:g}"
     return _Outcome(failure=Failure(where="timeout", message=message, line=blocks.line))
 
@@ -196,9 +196,9 @@ async def _run_user_code(run: _Run) -> _Outcome:
 
 
 async def _run_workflow_and_judge(run: _Run) -> _Outcome:
-    agent, session = run.agent, run.lease.session
+    agent, session = run.agent, run.bound.session
     offered: dict[str, Any] = {
-        "model": run.lease.model,
+        "model": run.bound.model,
         "auxiliary_models": {name: helper.model for name, helper in run.helpers.items()},
         "logger": agent.logger,
     }
@@ -228,11 +228,11 @@ async def _call(
     offered: Mapping[str, Any],
     kind: type[Output],
 ) -> Output:
-    """Call user code by keyword with what its signature asks for, and a row of its own."""
+    """SessionCall user code by keyword with what its signature asks for, and a row of its own."""
     row = copy.deepcopy(dict(run.task.row))
     arguments = {name: offered[name] for name in run.agent.parameters[where] & offered.keys()}
     try:
-        run.call = UserCall(func(task=row, **arguments), run.watchdog, run.blocks)
+        run.call = UserCoroutine(func(task=row, **arguments), run.watchdog, run.blocks)
         output = await run.call
     except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit):
         raise
@@ -245,19 +245,19 @@ async def _call(
     return output
 
 
-def _find_engine_failure(lease: Lease, helpers: Mapping[str, Lease]) -> Failure | None:
+def _find_engine_failure(bound: BoundModel, helpers: Mapping[str, BoundModel]) -> Failure | None:
     """An error of an engine fails the run even where user code swallowed it."""
-    for name, held in {"model": lease, **helpers}.items():
+    for name, held in {"model": bound, **helpers}.items():
         if held.session is not None and held.session.engine_error is not None:
             return Failure(where="engine", message=f"{name}: {shorten(held.session.engine_error, MAX_MESSAGE_CHARS)}")
     return None
 
 
-def _find_silence(lease: Lease, turns: Sequence[Turn]) -> Failure | None:
+def _find_missing_turns(bound: BoundModel, turns: Sequence[Turn]) -> Failure | None:
     """A run whose every call was refused has nothing to train on."""
-    if lease.session is None or turns:
+    if bound.session is None or turns:
         return None
-    message = f"none of the workflow's {lease.session.num_calls} calls to `model` was answered"
+    message = f"none of the workflow's {bound.session.num_calls} calls to `model` was answered"
     return Failure(where="workflow", message=message)
 
 

@@ -1,7 +1,7 @@
 """Models that workflows get: each bound to one trajectory, all served by one engine.
 
 A `ModelService` puts an engine behind the endpoint and hands out models whose client reaches it in process. The shared
-HTTP client is made once; a trajectory costs a key and a copy of the client. A `FixedModel` is a model that is not
+HTTP client is made once; a trajectory costs a key and a copy of the client. A `ExternalModel` is a model that is not
 ours: every trajectory gets the same object.
 """
 
@@ -29,7 +29,7 @@ BuildModel = Callable[[Endpoint], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class BoundModel:
     """A model that one trajectory holds."""
 
     model: Any
@@ -37,24 +37,24 @@ class Lease:
     """None when calls are not ours to record."""
 
 
-class ModelSource(Protocol):
+class ModelProvider(Protocol):
     """Where trajectories get a model from."""
 
-    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> Lease: ...
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel: ...
 
-    def close(self, lease: Lease) -> tuple[Turn, ...]: ...
+    def close(self, bound: BoundModel) -> tuple[Turn, ...]: ...
 
 
-class FixedModel:
+class ExternalModel:
     """A model elsewhere, such as one at a URL: nothing is seeded and nothing recorded."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> Lease:
-        return Lease(model=self._model, session=None)
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
+        return BoundModel(model=self._model, session=None)
 
-    def close(self, lease: Lease) -> tuple[Turn, ...]:
+    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
         return ()
 
 
@@ -91,7 +91,7 @@ class ModelService:
             timeout=None,
         )
 
-    def open(self, *, seed: int, order: tuple[int, ...] = (), sampling: Sampling | None = None) -> Lease:
+    def open(self, *, seed: int, order: tuple[int, ...] = (), sampling: Sampling | None = None) -> BoundModel:
         """A model bound to a new session; `sampling` overrides the service's."""
         session = self.recorder.open_session(
             seed=seed, order=order, sampling=sampling or self._sampling, has_recording=self._has_recording
@@ -103,12 +103,12 @@ class ModelService:
             client=self._client.bind(session.key),
             http_client=self._http_client,
         )
-        return Lease(model=self._build_model(endpoint), session=session)
+        return BoundModel(model=self._build_model(endpoint), session=session)
 
-    def close(self, lease: Lease) -> tuple[Turn, ...]:
+    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
         """End the session and return what it recorded."""
-        assert lease.session is not None
-        return self.recorder.close_session(lease.session.key)
+        assert bound.session is not None
+        return self.recorder.close_session(bound.session.key)
 
     @contextlib.asynccontextmanager
     async def serve(

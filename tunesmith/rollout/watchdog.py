@@ -22,7 +22,7 @@ from tunesmith.user_lines import find_running_line
 
 BLOCKED_LIMIT_S = 5.0
 """The loop is called blocked after this time, or after a quarter of the time that a run may take."""
-MIN_BLOCK_S = 0.25
+MIN_BLOCKED_S = 0.25
 """What takes less time between two awaits is not counted as blocking."""
 MAX_OVERRUNS = 3
 """Runs that may block past their time in one phase; the last of them ends it."""
@@ -34,7 +34,7 @@ WARNING = (
 
 
 @dataclass(slots=True)
-class RunBlocks:
+class BlockedTime:
     """What one run's own code took from the loop."""
 
     blocked_s: float = 0.0
@@ -44,9 +44,9 @@ class RunBlocks:
 
 
 @contextlib.contextmanager
-def watch_loop(logger: logging.Logger, *, limit_s: float = BLOCKED_LIMIT_S) -> Iterator[Watchdog]:
+def watch_event_loop(logger: logging.Logger, *, limit_s: float = BLOCKED_LIMIT_S) -> Iterator[EventLoopWatchdog]:
     """Warn, with the blocking stack, whenever the running loop does not turn for `limit_s` seconds; once a line."""
-    watchdog = Watchdog(asyncio.get_running_loop(), logger, limit_s)
+    watchdog = EventLoopWatchdog(asyncio.get_running_loop(), logger, limit_s)
     thread = threading.Thread(target=watchdog.watch, name="tunesmith-watchdog", daemon=True)
     thread.start()
     try:
@@ -55,7 +55,7 @@ def watch_loop(logger: logging.Logger, *, limit_s: float = BLOCKED_LIMIT_S) -> I
         watchdog.is_done.set()
 
 
-class Watchdog:
+class EventLoopWatchdog:
     """Watches the event loop of the thread that makes it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, logger: logging.Logger, limit_s: float) -> None:
@@ -64,25 +64,25 @@ class Watchdog:
         self._limit_s = limit_s
         self._thread_id = threading.get_ident()
         self._last_turn = time.monotonic()
-        self._seen_line: str | None = None
+        self._blocking_line: str | None = None
         self._warned: set[str | None] = set()
         self._num_overruns = 0
         self.blocked_s = 0.0
         """Seconds for which user code of all runs blocked the loop."""
         self.is_done = threading.Event()
 
-    def note_turn(self, run: RunBlocks, seconds: float) -> None:
+    def record_step(self, run: BlockedTime, seconds: float) -> None:
         """A run's code ran for so long without awaiting anything."""
-        if seconds < MIN_BLOCK_S:
+        if seconds < MIN_BLOCKED_S:
             return
         self.blocked_s += seconds
         run.blocked_s += seconds
         if seconds > run.longest_s:
             run.longest_s = seconds
-            run.line = self._seen_line
-        self._seen_line = None
+            run.line = self._blocking_line
+        self._blocking_line = None
 
-    def note_overrun(self, run: RunBlocks, *, timeout_s: float) -> None:
+    def record_overrun(self, run: BlockedTime, *, timeout_s: float) -> None:
         """A run blocked the loop past its time; raises RolloutError when that happened too often."""
         self._num_overruns += 1
         if self._num_overruns >= MAX_OVERRUNS:
@@ -98,13 +98,13 @@ class Watchdog:
             if time.monotonic() - self._last_turn > self._limit_s:
                 self._look()
             try:
-                self._loop.call_soon_threadsafe(self._note_loop_turn)
+                self._loop.call_soon_threadsafe(self._mark_alive)
             except RuntimeError:  # the loop was closed
                 return
 
-    def _note_loop_turn(self) -> None:
+    def _mark_alive(self) -> None:
         self._last_turn = time.monotonic()
-        self._seen_line = None
+        self._blocking_line = None
 
     def _look(self) -> None:
         """Note where the loop's thread is; nothing is said where the loop itself takes long to wait, as when an engine
@@ -115,8 +115,8 @@ class Watchdog:
         frames = [entry for entry, _ in traceback.walk_stack(frame)]
         if not any(entry.f_code is asyncio.Handle._run.__code__ for entry in frames):
             return
-        self._seen_line = find_running_line(frame)
-        if self._seen_line not in self._warned:
-            self._warned.add(self._seen_line)
+        self._blocking_line = find_running_line(frame)
+        if self._blocking_line not in self._warned:
+            self._warned.add(self._blocking_line)
             stack = "".join(traceback.format_stack(frame)[-NUM_SHOWN_FRAMES:])
-            self._logger.warning(WARNING, self._limit_s, self._seen_line or "a place without user code", stack)
+            self._logger.warning(WARNING, self._limit_s, self._blocking_line or "a place without user code", stack)

@@ -28,7 +28,7 @@ from tunesmith.model.load import (
     resolve_dtype,
 )
 from tunesmith.rollout.chat_model import Endpoint
-from tunesmith.rollout.service import FixedModel, ModelService, ModelSource
+from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService
 from tunesmith.types import Distribution, Sampling
 
 BuildModel = Callable[[Endpoint, Mapping[str, Any]], Any]
@@ -51,7 +51,7 @@ class Policy:
 class Auxiliary:
     """A model that helps and is not trained; `engine` is None when it lives elsewhere."""
 
-    source: ModelSource
+    source: ModelProvider
     engine: LocalEngine | None
 
 
@@ -137,7 +137,7 @@ def load_auxiliary(
     }
     if section.enable_thinking is not None:
         options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": section.enable_thinking}}
-    return Auxiliary(source=FixedModel(build_model(endpoint, options)), engine=None)
+    return Auxiliary(source=ExternalModel(build_model(endpoint, options)), engine=None)
 
 
 def _to_model_section(section: AuxiliaryModelSection) -> ModelSection:

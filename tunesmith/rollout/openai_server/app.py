@@ -20,13 +20,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tunesmith.rollout.openai_server.chat_completion import Answer, answer_at_once, answer_in_stream
+from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion, create_completion, stream_completion
 from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint, translate_errors
 from tunesmith.rollout.openai_server.response import build_error, encode_json
-from tunesmith.rollout.openai_server.text_completion import TextAnswer
+from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
 from tunesmith.rollout.recorder import Session
 
-Admit = Callable[[Session, Any], Awaitable[Answer | TextAnswer]]
+Admit = Callable[[Session, Any], Awaitable[PendingChatCompletion | PendingTextCompletion]]
 
 
 def build_app(endpoint: ChatEndpoint, *, max_body_bytes: int | None = None) -> Starlette:
@@ -71,9 +71,9 @@ class Completions:
             answer = await self._admit(session, fields)
             with translate_errors():
                 if answer.request.is_stream:
-                    await _run_while_connected(receive, answer_in_stream(answer, send))
+                    await _run_while_connected(receive, stream_completion(answer, send))
                 else:
-                    body = await _run_while_connected(receive, answer_at_once(answer))
+                    body = await _run_while_connected(receive, create_completion(answer))
                     if body is not None:
                         await _send_json(send, 200, body)
         except ApiError as error:

@@ -1,4 +1,4 @@
-"""One admitted request -> its answer, at once or as a stream.
+"""One admitted request -> its pending, at once or as a stream.
 
 Both read the reply with the same parser, so that the deltas of a stream add up to the message that is sent at once.
 A request for several choices samples them together. The session records each; a reply is remembered once it is read.
@@ -20,7 +20,7 @@ from tunesmith.errors import EngineError
 from tunesmith.rollout.openai_server.request import ChatRequest, TextRequest
 from tunesmith.rollout.openai_server.response import (
     END_OF_STREAM,
-    Heading,
+    CompletionHeader,
     build_delta,
     build_error,
     build_finish_reason,
@@ -29,12 +29,12 @@ from tunesmith.rollout.openai_server.response import (
     build_usage,
     encode_event,
 )
-from tunesmith.rollout.recorder import Call, Session, SessionClosedError
+from tunesmith.rollout.recorder import Session, SessionCall, SessionClosedError
 from tunesmith.types import Completion, OnTokens
 
 
-class AnyStreamedChoice(Protocol):
-    """One choice of an answer on its way out."""
+class ChoiceStream(Protocol):
+    """One choice of an pending on its way out."""
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
         """The chunk that these tokens complete, if they complete one."""
@@ -45,11 +45,11 @@ class AnyStreamedChoice(Protocol):
         ...
 
 
-class AnyAnswer(Protocol):
+class PendingCompletion(Protocol):
     """How the choices of one request are sampled and told, whatever kind of request it is."""
 
-    heading: Heading
-    chunk_kind: str
+    header: CompletionHeader
+    chunk_object: str
     """Type of the objects of its stream."""
 
     @property
@@ -65,22 +65,22 @@ class AnyAnswer(Protocol):
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 
-    def stream_choice(self, index: int) -> AnyStreamedChoice: ...
+    def stream_choice(self, index: int) -> ChoiceStream: ...
 
 
-class Answer:
+class PendingChatCompletion:
     """How the choices of one chat request are sampled and read."""
 
-    chunk_kind = "chat.completion.chunk"
+    chunk_object = "chat.completion.chunk"
 
     def __init__(
-        self, session: Session, renderer: Renderer, request: ChatRequest, call: Call, *, model_name: str
+        self, session: Session, renderer: Renderer, request: ChatRequest, call: SessionCall, *, model_name: str
     ) -> None:
         self.session = session
         self.renderer = renderer
         self.request = request
         self.call = call
-        self.heading = Heading(completion_id=f"chatcmpl-{session.key[:8]}-{call.index}", model=model_name)
+        self.header = CompletionHeader(completion_id=f"chatcmpl-{session.key[:8]}-{call.index}", model=model_name)
         self._prefix_text = ""
         self._prefix_ids: tuple[int, ...] = ()
         if request.tool_choice == "required":
@@ -127,15 +127,15 @@ class Answer:
     def read(self, completion: Completion) -> tuple[Message, str]:
         """The message that was sampled, and why it ended."""
         parser = self.build_parser()
-        text = self.renderer.decode(completion.sampled_ids, also_hidden=self.request.sampling.stop_token_ids)
+        text = self.renderer.decode(completion.sampled_ids, extra_hidden_ids=self.request.sampling.stop_token_ids)
         message = parser.read(text)
         reason = build_finish_reason(completion, has_calls=bool(message.tool_calls), is_stopped=parser.is_stopped)
         return message, reason
 
     def build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """One choice of an answer that is sent at once."""
+        """One choice of an pending that is sent at once."""
         message, reason = self.read(completion)
-        self.session.remember(self.call, index, message)
+        self.session.record_reply(self.call, index, message)
         choice: dict[str, Any] = {
             "index": index,
             "message": build_message(message),
@@ -150,30 +150,30 @@ class Answer:
         return choice
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer that is sent at once."""
-        body = self.heading.to_json("chat.completion")
+        """The pending that is sent at once."""
+        body = self.header.to_json("chat.completion")
         body["choices"] = [self.build_choice(index, completion) for index, completion in enumerate(completions)]
         body["usage"] = build_usage(self.num_prompt_tokens, completions)
         if self.request.has_token_ids:
             body["prompt_token_ids"] = list(self.prompt_ids)
         return body
 
-    def stream_choice(self, index: int) -> StreamedChoice:
-        return StreamedChoice(self, index)
+    def stream_choice(self, index: int) -> ChatChoiceStream:
+        return ChatChoiceStream(self, index)
 
 
-async def answer_at_once(answer: AnyAnswer) -> dict[str, Any]:
+async def create_completion(pending: PendingCompletion) -> dict[str, Any]:
     """Sample every choice, then tell."""
-    num_choices = answer.num_choices
+    num_choices = pending.num_choices
     if num_choices == 1:
-        completions = [await answer.sample(0)]
+        completions = [await pending.sample(0)]
     else:
-        tasks = [asyncio.ensure_future(answer.sample(choice)) for choice in range(num_choices)]
+        tasks = [asyncio.ensure_future(pending.sample(choice)) for choice in range(num_choices)]
         try:
             completions = await asyncio.gather(*tasks)
         finally:
             await _cancel_all(tasks)
-    return answer.build_body(completions)
+    return pending.build_body(completions)
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Future[Completion]]) -> None:
@@ -184,14 +184,16 @@ async def _cancel_all(tasks: Sequence[asyncio.Future[Completion]]) -> None:
         await asyncio.wait(pending)
 
 
-class StreamedChoice:
+class ChatChoiceStream:
     """One choice on its way out, as its tokens come."""
 
-    def __init__(self, answer: Answer, index: int) -> None:
-        self._answer = answer
+    def __init__(self, pending: PendingChatCompletion, index: int) -> None:
+        self._pending = pending
         self._index = index
-        self._parser = answer.build_parser()
-        self._text = answer.renderer.build_text_stream(also_hidden=answer.request.sampling.stop_token_ids)
+        self._parser = pending.build_parser()
+        self._text = pending.renderer.build_incremental_detokenizer(
+            extra_hidden_ids=pending.request.sampling.stop_token_ids
+        )
         self._deltas: list[Delta] = []
         self._num_calls = 0
         self._is_first = True
@@ -209,7 +211,7 @@ class StreamedChoice:
         deltas = [self._parser.feed(self._text.finish()), self._parser.finish()]
         chunks = [self._build_chunk(delta) for delta in deltas if delta]
         message = join_deltas(self._deltas)
-        self._answer.session.remember(self._answer.call, self._index, message)
+        self._pending.session.record_reply(self._pending.call, self._index, message)
         last = self._build_chunk(Delta())
         last["choices"][0]["finish_reason"] = build_finish_reason(
             completion, has_calls=bool(message.tool_calls), is_stopped=self._parser.is_stopped
@@ -217,7 +219,7 @@ class StreamedChoice:
         return [*chunks, last]
 
     def _build_chunk(self, delta: Delta) -> dict[str, Any]:
-        request = self._answer.request
+        request = self._pending.request
         choice: dict[str, Any] = {
             "index": self._index,
             "delta": build_delta(delta, num_calls=self._num_calls, is_first=self._is_first),
@@ -225,14 +227,14 @@ class StreamedChoice:
             "logprobs": None,
         }
         if request.has_logprobs and self._tokens:
-            texts = [(self._answer.renderer.format_token(token_id), logprob) for token_id, logprob in self._tokens]
+            texts = [(self._pending.renderer.format_token(token_id), logprob) for token_id, logprob in self._tokens]
             choice["logprobs"] = build_logprobs(texts)
-        chunk = self._answer.heading.to_json(self._answer.chunk_kind)
+        chunk = self._pending.header.to_json(self._pending.chunk_object)
         chunk["choices"] = [choice]
         if request.has_token_ids:
             choice["token_ids"] = [token_id for token_id, _ in self._tokens]
             if self._is_first:
-                chunk["prompt_token_ids"] = list(self._answer.prompt_ids)
+                chunk["prompt_token_ids"] = list(self._pending.prompt_ids)
         self._deltas.append(delta)
         self._num_calls += len(delta.tool_calls)
         self._is_first = False
@@ -244,14 +246,14 @@ Event = tuple[int, tuple[Sequence[int], Sequence[float]] | None]
 """Index of a choice, and its next tokens with their logprobs; None when the choice is done."""
 
 
-async def answer_in_stream(answer: AnyAnswer, send: Send) -> None:
+async def stream_completion(pending: PendingCompletion, send: Send) -> None:
     """Tell each choice as it is sampled, as server-sent events.
 
     Nothing is sent before the first token, so that a request that fails at once gets an error status.
     """
     events: asyncio.Queue[Event] = asyncio.Queue()
-    tasks = [_start_choice(answer, index, events) for index in range(answer.num_choices)]
-    choices = [answer.stream_choice(index) for index in range(len(tasks))]
+    tasks = [_start_choice(pending, index, events) for index in range(pending.num_choices)]
+    choices = [pending.stream_choice(index) for index in range(len(tasks))]
     write = _EventWriter(send)
     num_open = len(tasks)
     try:
@@ -265,9 +267,9 @@ async def answer_in_stream(answer: AnyAnswer, send: Send) -> None:
                 num_open -= 1
             for chunk in chunks:
                 await write.send_event(chunk)
-        if answer.request.has_stream_usage:
-            usage = build_usage(answer.num_prompt_tokens, [task.result() for task in tasks])
-            await write.send_event(answer.heading.to_json(answer.chunk_kind) | {"choices": [], "usage": usage})
+        if pending.request.has_stream_usage:
+            usage = build_usage(pending.num_prompt_tokens, [task.result() for task in tasks])
+            await write.send_event(pending.header.to_json(pending.chunk_object) | {"choices": [], "usage": usage})
     except (EngineError, SessionClosedError) as error:
         if not write.is_started:
             raise
@@ -277,11 +279,11 @@ async def answer_in_stream(answer: AnyAnswer, send: Send) -> None:
     await write.finish()
 
 
-def _start_choice(answer: AnyAnswer, index: int, events: asyncio.Queue[Event]) -> asyncio.Future[Completion]:
+def _start_choice(pending: PendingCompletion, index: int, events: asyncio.Queue[Event]) -> asyncio.Future[Completion]:
     def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         events.put_nowait((index, (token_ids, logprobs)))
 
-    task = asyncio.ensure_future(answer.sample(index, add_tokens))
+    task = asyncio.ensure_future(pending.sample(index, add_tokens))
     task.add_done_callback(lambda _: events.put_nowait((index, None)))
     return task
 

@@ -20,7 +20,7 @@ import pydantic
 from openai.resources.chat import AsyncChat, AsyncCompletions
 from openai.types.chat import ChatCompletion
 
-from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
 from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint
 from tunesmith.rollout.openai_server.response import build_error
 
@@ -28,7 +28,7 @@ BODY_FIELDS = frozenset(inspect.signature(AsyncCompletions.create).parameters) -
     "self", "stream", "extra_headers", "extra_query", "extra_body", "timeout",
 }  # fmt: skip
 """Arguments of `create` that are fields of the request's body."""
-NUM_KNOWN_VALUES, MAX_KNOWN_BYTES = 16384, 4096
+NUM_CACHED_VALUES, MAX_VALUE_BYTES = 16384, 4096
 """Messages and lists of tools that are known to be JSON, and how long they may be."""
 ERRORS: dict[int, type[openai.APIStatusError]] = {
     400: openai.BadRequestError,
@@ -130,14 +130,14 @@ def _build_body(arguments: Mapping[str, Any]) -> Any:
 
 def _as_json(value: Any) -> Any:
     """The value itself where it is JSON already, as what is sent again and again mostly is; else a copy in JSON."""
-    frozen = freeze(value)
+    frozen = build_cache_key(value)
     return value if frozen is not None and _is_json(frozen) else _copy_json(value)
 
 
-@remember(max_entries=NUM_KNOWN_VALUES, max_length=MAX_KNOWN_BYTES)
+@memoize(max_entries=NUM_CACHED_VALUES, max_length=MAX_VALUE_BYTES)
 def _is_json(frozen: bytes) -> bool:
     try:
-        return freeze(_copy_json(thaw(frozen))) == frozen
+        return build_cache_key(_copy_json(load_cache_key(frozen))) == frozen
     except (TypeError, ValueError, RecursionError):
         return False
 

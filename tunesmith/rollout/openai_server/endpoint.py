@@ -11,12 +11,12 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED
-from tunesmith.chat.renderer import TooLongError
+from tunesmith.chat.renderer import PromptTooLongError
 from tunesmith.errors import EngineError
-from tunesmith.rollout.openai_server.chat_completion import Answer, answer_at_once
+from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion, create_completion
 from tunesmith.rollout.openai_server.request import RequestError, parse_request, parse_text_request
-from tunesmith.rollout.openai_server.text_completion import TextAnswer
-from tunesmith.rollout.recorder import Call, Recorder, SamplingRefusedError, Session, SessionClosedError
+from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
+from tunesmith.rollout.recorder import Recorder, SamplingRefusedError, Session, SessionCall, SessionClosedError
 
 NO_KEY = "no API key: use the key of the trajectory as the API key, or /t/<key>/v1 as the base URL"
 CLOSED = "the API key belongs to no open trajectory: it is wrong, or its trajectory has ended"
@@ -80,20 +80,20 @@ class ChatEndpoint:
             here = f"there is no model {name!r} here; this endpoint serves {self.model_name!r}"
             raise RequestError(here, param="model")
 
-    async def admit(self, session: Session, fields: Any) -> Answer:
+    async def admit(self, session: Session, fields: Any) -> PendingChatCompletion:
         """Check a chat request and take it in; raises `ApiError` when it cannot be honoured."""
         renderer = self.recorder.renderer
         with translate_errors():
-            request = parse_request(fields, session.sampling, template_reads=renderer.reads)
+            request = parse_request(fields, session.sampling, uses_variable=renderer.reads)
             self._check_model(request.model)
             if request.tool_choice == "required" and not renderer.has_tool_calls:
                 raise RequestError("tool_choice needs a tool call parser; the run has none", param="tool_choice")
             call = await self._take_in(session, session.admit(request.prompt), param="messages")
-            answer = Answer(session, renderer, request, call, model_name=self.model_name)
+            answer = PendingChatCompletion(session, renderer, request, call, model_name=self.model_name)
             self._check_context(session, len(answer.prompt_ids), param="messages")
         return answer
 
-    async def admit_text(self, session: Session, fields: Any) -> TextAnswer:
+    async def admit_text(self, session: Session, fields: Any) -> PendingTextCompletion:
         """As `admit`, for a request that gives its prompts as text or token ids."""
         with translate_errors():
             request = parse_text_request(fields, session.sampling)
@@ -104,13 +104,15 @@ class ChatEndpoint:
                 calls.append(await self._take_in(session, admitted, param="prompt"))
             for call in calls:
                 self._check_context(session, len(call.prompt_ids), param="prompt")
-        return TextAnswer(session, self.recorder.renderer, request, calls, model_name=self.model_name)
+        return PendingTextCompletion(session, self.recorder.renderer, request, calls, model_name=self.model_name)
 
-    async def _take_in(self, session: Session, admitted: Coroutine[Any, Any, Call], *, param: str) -> Call:
+    async def _take_in(
+        self, session: Session, admitted: Coroutine[Any, Any, SessionCall], *, param: str
+    ) -> SessionCall:
         """What the session makes of a prompt."""
         try:
             return await admitted
-        except TooLongError as error:
+        except PromptTooLongError as error:
             session.num_overlong += 1
             raise ContextLengthError(self._describe_context(str(error)), param=param) from error
         except ValueError as error:
@@ -133,4 +135,4 @@ class ChatEndpoint:
         """The answer to a chat request that is not streamed."""
         answer = await self.admit(self.find_session(key), fields)
         with translate_errors():
-            return await answer_at_once(answer)
+            return await create_completion(answer)

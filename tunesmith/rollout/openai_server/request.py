@@ -161,15 +161,15 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_NUMBER for each in value)
 
 
-def parse_request(body: Any, defaults: Sampling, *, template_reads: Callable[[str], bool]) -> ChatRequest:
-    """Read a request body; `template_reads` tells whether the chat template knows a variable."""
+def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str], bool]) -> ChatRequest:
+    """Read a request body; `uses_variable` tells whether the chat template knows a variable."""
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object")
     _refuse_unsupported(body)
     prompt = Prompt(
         messages=_checked("messages", parse_messages, body.get("messages")),
         tools=_checked("tools", parse_tools, body.get("tools")),
-        variables=_parse_variables(body, template_reads),
+        variables=_parse_variables(body, uses_variable),
     )
     tool_choice, forced_tool = _parse_tool_choice(body.get("tool_choice"), prompt.tools)
     return ChatRequest(
@@ -208,11 +208,11 @@ def _checked(param: str, parse: Callable[[Any], Any], raw: Any) -> Any:
         raise RequestError(str(error), param=param) from error
 
 
-def _parse_variables(body: Mapping[str, Any], template_reads: Callable[[str], bool]) -> tuple[tuple[str, Any], ...]:
+def _parse_variables(body: Mapping[str, Any], uses_variable: Callable[[str], bool]) -> tuple[tuple[str, Any], ...]:
     variables = dict(_get(body, "chat_template_kwargs", dict, {}))
     effort = _get(body, "reasoning_effort", str, None)
     if effort is not None:
-        if not template_reads("reasoning_effort"):
+        if not uses_variable("reasoning_effort"):
             raise RequestError("reasoning_effort is not read by this model's chat template", param="reasoning_effort")
         variables["reasoning_effort"] = effort
     if not all(isinstance(name, str) and name.isidentifier() for name in variables):

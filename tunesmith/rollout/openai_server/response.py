@@ -15,7 +15,7 @@ from tunesmith.types import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heading:
+class CompletionHeader:
     """What every part of one answer repeats."""
 
     completion_id: str

@@ -1,4 +1,4 @@
-"""One admitted completion request -> its answer: prompts that the client rendered, and text as it was sampled.
+"""One admitted completion request -> its pending: prompts that the client rendered, and text as it was sampled.
 
 Each prompt is a call of its own in the session, and each choice of it a recorded turn, as for chat requests. Nothing is
 read as reasoning or as a tool call.
@@ -12,24 +12,35 @@ from typing import Any
 from tunesmith.chat.parsers import Delta, ReplyParser
 from tunesmith.chat.renderer import Renderer
 from tunesmith.rollout.openai_server.request import TextRequest
-from tunesmith.rollout.openai_server.response import Heading, build_finish_reason, build_text_logprobs, build_usage
-from tunesmith.rollout.recorder import Call, Session
+from tunesmith.rollout.openai_server.response import (
+    CompletionHeader,
+    build_finish_reason,
+    build_text_logprobs,
+    build_usage,
+)
+from tunesmith.rollout.recorder import Session, SessionCall
 from tunesmith.types import Completion, OnTokens
 
 
-class TextAnswer:
+class PendingTextCompletion:
     """How the choices of one completion request are sampled and read."""
 
-    chunk_kind = "text_completion"
+    chunk_object = "text_completion"
 
     def __init__(
-        self, session: Session, renderer: Renderer, request: TextRequest, calls: Sequence[Call], *, model_name: str
+        self,
+        session: Session,
+        renderer: Renderer,
+        request: TextRequest,
+        calls: Sequence[SessionCall],
+        *,
+        model_name: str,
     ) -> None:
         self.renderer = renderer
         self.request = request
         self._session = session
         self._calls = calls
-        self.heading = Heading(completion_id=f"cmpl-{session.key[:8]}-{calls[0].index}", model=model_name)
+        self.header = CompletionHeader(completion_id=f"cmpl-{session.key[:8]}-{calls[0].index}", model=model_name)
 
     @property
     def num_choices(self) -> int:
@@ -39,7 +50,7 @@ class TextAnswer:
     def num_prompt_tokens(self) -> int:
         return sum(len(call.prompt_ids) for call in self._calls)
 
-    def find_call(self, choice: int) -> Call:
+    def find_call(self, choice: int) -> SessionCall:
         """The call whose prompt a choice completes; choices of one prompt follow each other."""
         return self._calls[choice // self.request.num_choices]
 
@@ -54,14 +65,14 @@ class TextAnswer:
         )
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer that is sent at once."""
-        body = self.heading.to_json(self.chunk_kind)
+        """The pending that is sent at once."""
+        body = self.header.to_json(self.chunk_object)
         body["choices"] = [self._build_choice(index, completion) for index, completion in enumerate(completions)]
         body["usage"] = build_usage(self.num_prompt_tokens, completions)
         return body
 
-    def stream_choice(self, index: int) -> StreamedText:
-        return StreamedText(self, index)
+    def stream_choice(self, index: int) -> TextChoiceStream:
+        return TextChoiceStream(self, index)
 
     def build_parser(self) -> ReplyParser:
         """Cuts the text at stop strings."""
@@ -70,7 +81,7 @@ class TextAnswer:
     def _build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         parser = self.build_parser()
         hidden = self.request.sampling.stop_token_ids
-        text = parser.read(self.renderer.decode(completion.sampled_ids, also_hidden=hidden)).content
+        text = parser.read(self.renderer.decode(completion.sampled_ids, extra_hidden_ids=hidden)).content
         tokens = list(zip(completion.sampled_ids, completion.logprobs, strict=True))
         reason = build_finish_reason(completion, has_calls=False, is_stopped=parser.is_stopped)
         return self.build_part(index, text, tokens, reason=reason, is_first=True)
@@ -89,14 +100,16 @@ class TextAnswer:
         return part
 
 
-class StreamedText:
+class TextChoiceStream:
     """One choice on its way out, as its tokens come."""
 
-    def __init__(self, answer: TextAnswer, index: int) -> None:
-        self._answer = answer
+    def __init__(self, pending: PendingTextCompletion, index: int) -> None:
+        self._pending = pending
         self._index = index
-        self._parser = answer.build_parser()
-        self._text = answer.renderer.build_text_stream(also_hidden=answer.request.sampling.stop_token_ids)
+        self._parser = pending.build_parser()
+        self._text = pending.renderer.build_incremental_detokenizer(
+            extra_hidden_ids=pending.request.sampling.stop_token_ids
+        )
         self._tokens: list[tuple[int, float]] = []
         self._is_first = True
 
@@ -114,6 +127,6 @@ class StreamedText:
         return [self._build_chunk(rest, reason)]
 
     def _build_chunk(self, text: str, reason: str | None = None) -> dict[str, Any]:
-        part = self._answer.build_part(self._index, text, self._tokens, reason=reason, is_first=self._is_first)
+        part = self._pending.build_part(self._index, text, self._tokens, reason=reason, is_first=self._is_first)
         self._tokens, self._is_first = [], False
-        return self._answer.heading.to_json(self._answer.chunk_kind) | {"choices": [part]}
+        return self._pending.header.to_json(self._pending.chunk_object) | {"choices": [part]}

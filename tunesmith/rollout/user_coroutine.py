@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Generator
 from typing import Any, Generic, TypeVar
 
 from tunesmith.model.torch_modes import UserModes
-from tunesmith.rollout.watchdog import RunBlocks, Watchdog
+from tunesmith.rollout.watchdog import BlockedTime, EventLoopWatchdog
 from tunesmith.user_lines import find_waiting_line
 
 Output = TypeVar("Output")
 
 
-class UserCall(Generic[Output]):
+class UserCoroutine(Generic[Output]):
     """Await it once."""
 
-    def __init__(self, awaitable: Awaitable[Output], watchdog: Watchdog, run: RunBlocks) -> None:
+    def __init__(self, awaitable: Awaitable[Output], watchdog: EventLoopWatchdog, run: BlockedTime) -> None:
         """Blocked turns are noted in the watchdog as the run's."""
         self._awaitable = awaitable
         self._watchdog = watchdog
@@ -45,7 +45,7 @@ class UserCall(Generic[Output]):
                 return end.value
             finally:
                 modes.leave(has_ended=has_ended)
-                self._watchdog.note_turn(self._run, time.monotonic() - started)
+                self._watchdog.record_step(self._run, time.monotonic() - started)
             value, error = None, None
             try:
                 value = yield yielded
