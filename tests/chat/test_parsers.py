@@ -60,7 +60,7 @@ def test_replies_are_read_whole_and_in_any_pieces(text, expected):
     parser = renderer.build_parser(
         (), new_call_id=lambda numbers=iter(range(100)): f"id{next(numbers)}", has_tools=True
     )
-    whole = parser.read(text)
+    whole = parser.parse(text)
     calls = [(call.call_id, call.name, json.loads(call.arguments)) for call in whole.tool_calls]
     assert (whole.reasoning or "", whole.content, calls) == expected
 

@@ -122,7 +122,7 @@ def test_system_joins_the_user_where_the_template_refuses_it():
 
 def test_what_the_template_refuses_is_a_clear_error():
     renderer = build_renderer(GEMMA2)
-    with pytest.raises(ValueError, match="refuses these messages: Conversation roles must alternate"):
+    with pytest.raises(ValueError, match="rejects these messages: Conversation roles must alternate"):
         renderer.render(make_prompt({"role": "user", "content": "a"}, {"role": "user", "content": "b"}))
 
 

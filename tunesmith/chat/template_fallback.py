@@ -1,8 +1,8 @@
-"""What a chat template lacks, said in words.
+"""Text replacements for features that a chat template lacks.
 
-A template without tools, without tool calls or without a system role still serves an agent: tools are described in the
-system message, calls and results are text blocks, and a system message joins the user's. The wording is the one that
-hermes-style models are trained on.
+Templates without tools, tool calls or a system role still work for agents: tools are described in the system message,
+calls and results are written as text blocks, and a system message is merged into the user message. The wording is the
+one that Hermes-style models are trained on.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ For each function call, return a json object with function name and arguments wi
 
 
 def describe_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Describe tools in the system message, for templates that cannot."""
+    """Describe tools in the system message, for templates without tools."""
     listed = list(tools)
-    frozen = build_cache_key(listed)
-    prompt = _describe_tools(listed) if frozen is None else _describe_tools_cached(frozen)
+    cache_key = build_cache_key(listed)
+    prompt = _describe_tools(listed) if cache_key is None else _describe_tools_cached(cache_key)
     if messages and messages[0].role == "system":
         first = replace(messages[0], content=f"{messages[0].content}\n\n{prompt}".lstrip())
         return [first, *messages[1:]]
@@ -50,8 +50,8 @@ def describe_tools_in_system(messages: Sequence[Message], tools: Sequence[Mappin
 
 
 @memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
-def _describe_tools_cached(frozen: bytes) -> str:
-    return _describe_tools(load_cache_key(frozen))
+def _describe_tools_cached(cache_key: bytes) -> str:
+    return _describe_tools(load_cache_key(cache_key))
 
 
 def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -60,9 +60,9 @@ def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_calls_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Write tool calls and tool results as text blocks, for templates that cannot show them.
+    """Write tool calls and results as text blocks, for templates that do not render them.
 
-    Results that follow each other share one user message.
+    Consecutive results share one user message.
     """
     shown: list[Message] = []
     was_result = False
@@ -95,7 +95,7 @@ def _format_arguments(arguments: str) -> str:
 
 
 def merge_system_into_user(messages: Sequence[Message]) -> list[Message]:
-    """Put each system message at the head of the user message after it, for templates without a system role."""
+    """Prepend each system message to the next user message, for templates without a system role."""
     shown: list[Message] = []
     pending: list[str] = []
     for message in messages:

@@ -306,13 +306,13 @@ def _iter_reply_digests(keys: Sequence[MatchKey], scope: str) -> Iterator[tuple[
 def _describe_scope(prompt: Prompt) -> str:
     """Tools and template variables as text."""
     tools_and_variables = [list(prompt.tools), list(prompt.variables)]
-    frozen = build_cache_key(tools_and_variables)
-    return _dump_scope(tools_and_variables) if frozen is None else _dump_scope_cached(frozen)
+    cache_key = build_cache_key(tools_and_variables)
+    return _dump_scope(tools_and_variables) if cache_key is None else _dump_scope_cached(cache_key)
 
 
 @memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
-def _dump_scope_cached(frozen: bytes) -> str:
-    return _dump_scope(load_cache_key(frozen))
+def _dump_scope_cached(cache_key: bytes) -> str:
+    return _dump_scope(load_cache_key(cache_key))
 
 
 def _dump_scope(tools_and_variables: list[Any]) -> str:

@@ -21,6 +21,6 @@ _executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tunesmith-toke
 
 async def run_tokenizer(renderer: Renderer, work: Callable[[], Result], *, num_characters: int) -> Result:
     """What `work`, which tokenizes so many characters, returns."""
-    if num_characters <= LONG_CHARACTERS or not renderer.has_threads:
+    if num_characters <= LONG_CHARACTERS or not renderer.is_thread_safe:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_executor, work)

@@ -128,7 +128,7 @@ class PendingChatCompletion:
         """The message that was sampled, and why it ended."""
         parser = self.build_parser()
         text = self.renderer.decode(completion.sampled_ids, extra_hidden_ids=self.request.sampling.stop_token_ids)
-        message = parser.read(text)
+        message = parser.parse(text)
         reason = build_finish_reason(completion, has_calls=bool(message.tool_calls), is_stopped=parser.is_stopped)
         return message, reason
 

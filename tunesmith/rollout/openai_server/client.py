@@ -130,14 +130,14 @@ def _build_body(arguments: Mapping[str, Any]) -> Any:
 
 def _as_json(value: Any) -> Any:
     """The value itself where it is JSON already, as what is sent again and again mostly is; else a copy in JSON."""
-    frozen = build_cache_key(value)
-    return value if frozen is not None and _is_json(frozen) else _copy_json(value)
+    cache_key = build_cache_key(value)
+    return value if cache_key is not None and _is_json(cache_key) else _copy_json(value)
 
 
 @memoize(max_entries=NUM_CACHED_VALUES, max_length=MAX_VALUE_BYTES)
-def _is_json(frozen: bytes) -> bool:
+def _is_json(cache_key: bytes) -> bool:
     try:
-        return build_cache_key(_copy_json(load_cache_key(frozen))) == frozen
+        return build_cache_key(_copy_json(load_cache_key(cache_key))) == cache_key
     except (TypeError, ValueError, RecursionError):
         return False
 

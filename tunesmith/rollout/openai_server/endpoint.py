@@ -84,7 +84,7 @@ class ChatEndpoint:
         """Check a chat request and take it in; raises `ApiError` when it cannot be honoured."""
         renderer = self.recorder.renderer
         with translate_errors():
-            request = parse_request(fields, session.sampling, uses_variable=renderer.reads)
+            request = parse_request(fields, session.sampling, uses_variable=renderer.uses_variable)
             self._check_model(request.model)
             if request.tool_choice == "required" and not renderer.has_tool_calls:
                 raise RequestError("tool_choice needs a tool call parser; the run has none", param="tool_choice")

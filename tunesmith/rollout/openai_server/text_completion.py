@@ -81,7 +81,7 @@ class PendingTextCompletion:
     def _build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         parser = self.build_parser()
         hidden = self.request.sampling.stop_token_ids
-        text = parser.read(self.renderer.decode(completion.sampled_ids, extra_hidden_ids=hidden)).content
+        text = parser.parse(self.renderer.decode(completion.sampled_ids, extra_hidden_ids=hidden)).content
         tokens = list(zip(completion.sampled_ids, completion.logprobs, strict=True))
         reason = build_finish_reason(completion, has_calls=False, is_stopped=parser.is_stopped)
         return self.build_part(index, text, tokens, reason=reason, is_first=True)
