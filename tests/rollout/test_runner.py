@@ -99,7 +99,7 @@ async def test_each_function_gets_a_row_of_its_own():
 
 
 async def test_local_helpers_are_seeded_by_the_run_and_record_nothing():
-    helper = build_service(has_recording=False)
+    helper = build_service(is_recorded=False)
 
     async def workflow(task, model, auxiliary_models):
         await ask(auxiliary_models["helper"])
@@ -311,7 +311,7 @@ async def test_an_engine_error_of_a_helper_is_named():
         except openai.InternalServerError:
             return JudgeOutput(reward=0.0)
 
-    trajectory = await run(answer, judge, auxiliary_models={"critic": build_service(fail, has_recording=False)})
+    trajectory = await run(answer, judge, auxiliary_models={"critic": build_service(fail, is_recorded=False)})
     assert trajectory.failure == Failure(where="engine", message="critic: RuntimeError: lost")
 
 

@@ -46,9 +46,8 @@ class SpecialTokens:
         self._strings = {escape: text for text, escape in self._escapes.items()}
         self._special_pattern = _build_pattern(longest_first)
         self._pattern = _build_pattern(strings)
-        self._escape_pattern = re.compile(
-            f"{ESCAPE}[{chr(FIRST_CODE_POINT)}-{chr(FIRST_CODE_POINT + len(strings) - 1)}]"
-        )
+        first, last = chr(FIRST_CODE_POINT), chr(FIRST_CODE_POINT + len(strings) - 1)
+        self._escape_pattern = re.compile(f"{ESCAPE}[{first}-{last}]")
         self._prefixes = tuple({text[:NUM_PREFIX_CHARACTERS].encode() for text in strings})
 
     def escape(self, value: Any) -> Any:
@@ -82,10 +81,8 @@ class SpecialTokens:
 
     def _encode_escaped(self, text: str, *, is_split: bool) -> list[int]:
         if isinstance(getattr(self._tokenizer, "backend_tokenizer", None), Tokenizer):
-            encoder = self._encoder
-            return encoder.encode(
-                text, self._escape_pattern, self._build_unescape(encoder.separator if is_split else "")
-            )
+            unescape = self._build_unescape(self._encoder.separator if is_split else "")
+            return self._encoder.encode(text, self._escape_pattern, unescape)
         return self._encode_split(text, is_split=is_split)
 
     def _build_unescape(self, separator: str) -> Unescape:

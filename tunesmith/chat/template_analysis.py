@@ -39,9 +39,8 @@ def _is_independent(node: nodes.Node, place: Place) -> bool:
         return node.name != MESSAGES and (node.name != LOOP or (place == "inner_loop" and node.ctx == "load"))
     is_method = isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr)
     is_filter = isinstance(node, nodes.Filter) and node.name in PURE_FILTERS
-    return (is_method or is_filter or type(node) in STATELESS_NODES) and _are_independent(
-        node.iter_child_nodes(), place
-    )
+    is_stateless = is_method or is_filter or type(node) in STATELESS_NODES
+    return is_stateless and _are_independent(node.iter_child_nodes(), place)
 
 
 def _is_independent_loop(loop: nodes.For, place: Place) -> bool:
@@ -50,9 +49,8 @@ def _is_independent_loop(loop: nodes.For, place: Place) -> bool:
         return False
     outer = [loop.target, *loop.else_] if is_over_messages else [loop.target, loop.iter, *loop.else_]
     inner = loop.body if loop.test is None else [*loop.body, loop.test]
-    return _are_independent(outer, place) and _are_independent(
-        inner, "message_loop" if is_over_messages else "inner_loop"
-    )
+    inner_place: Place = "message_loop" if is_over_messages else "inner_loop"
+    return _are_independent(outer, place) and _are_independent(inner, inner_place)
 
 
 def _are_independent(parts: object, place: Place) -> bool:

@@ -71,7 +71,7 @@ def check_trained(section: ModelSection, trainer: TrainerSection) -> None:
 
 
 def load_policy(
-    section: ModelSection, engine_section: EngineSection, *, build_model: BuildModel, has_recording: bool = True
+    section: ModelSection, engine_section: EngineSection, *, build_model: BuildModel, is_recorded: bool = True
 ) -> Policy:
     """Load a model and put an engine and an endpoint around it."""
     tokenizer = load_section_tokenizer(section)
@@ -92,7 +92,7 @@ def load_policy(
         model_name=section.path,
         sampling=sampling,
         build_model=lambda endpoint: build_model(endpoint, {}),
-        has_recording=has_recording,
+        is_recorded=is_recorded,
     )
     return Policy(model=model, tokenizer=tokenizer, engine=engine, service=service, sampling=sampling)
 
@@ -121,7 +121,7 @@ def load_auxiliary(
     """A second local model on `device`, or a client of an OpenAI-compatible server."""
     if section.base_url is None:
         local = _to_model_section(section).model_copy(update={"device": device})
-        policy = load_policy(local, engine_section, build_model=build_model, has_recording=False)
+        policy = load_policy(local, engine_section, build_model=build_model, is_recorded=False)
         return Auxiliary(source=policy.service, engine=policy.engine)
     api_key = "EMPTY" if section.api_key_env is None else os.environ[section.api_key_env]
     endpoint = Endpoint(
