@@ -239,7 +239,7 @@ async def test_bodies_beyond_the_limit_are_refused(is_told):
         ({"presence_penalty": -1}, "presence_penalty"),
         ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty"),
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
-        ({"reasoning_effort": "low"}, "not read by this model's chat template"),
+        ({"reasoning_effort": "low"}, "not used by this model's chat template"),
         ({"temperature": -1}, "temperature=-1"),
         ({"temperature": 1e-39}, "temperature=1e-39 must be 0 or at least 1e-05"),
         ({"top_p": 0}, "top_p=0"),

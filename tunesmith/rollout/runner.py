@@ -249,10 +249,9 @@ async def _call_user_function(
 def _find_engine_failure(bound: BoundModel, auxiliary: Mapping[str, BoundModel]) -> Failure | None:
     """An engine error fails the run even if user code caught it."""
     for name, bound_model in {"model": bound, **auxiliary}.items():
-        if bound_model.session is not None and bound_model.session.engine_error is not None:
-            return Failure(
-                where="engine", message=f"{name}: {shorten(bound_model.session.engine_error, MAX_MESSAGE_CHARS)}"
-            )
+        error = None if bound_model.session is None else bound_model.session.engine_error
+        if error is not None:
+            return Failure(where="engine", message=f"{name}: {shorten(error, MAX_MESSAGE_CHARS)}")
     return None
 
 
