@@ -1,4 +1,4 @@
-"""One call of any chat model: its own options are sent, and those of the call win."""
+"""`create_chat_completion` sends the model's options, overridden by fields of the call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BUILDERS = [ChatModel, build_agentscope_model] if has_agentscope() else [ChatMod
 
 
 @pytest.mark.parametrize("build", BUILDERS)
-def test_options_of_the_model_are_sent_and_those_of_the_call_win(build):
+def test_fields_of_the_call_override_options_of_the_model(build):
     engine = FakeEngine(TOKENIZER, say(TOKENIZER, "Hello."))
     service = ModelService(
         engine,

@@ -1,4 +1,4 @@
-"""AgentScope 1.x: its ReActAgent on the endpoint, as workflows use it."""
+"""AgentScope 1.x: its ReActAgent with the endpoint, as in workflows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def build_service(script: Script | None, *replies: str, template: str, is_stream
 
 
 def is_one_sequence(turns: tuple[Turn, ...]) -> bool:
-    """Whether each prompt goes on from the whole of the turn before it."""
+    """Whether each prompt extends the previous turn token for token."""
     return all(
         later.prompt_ids[: len(turn.prompt_ids) + len(turn.sampled_ids)] == turn.prompt_ids + turn.sampled_ids
         for turn, later in itertools.pairwise(turns)
@@ -100,14 +100,14 @@ async def test_parallel_tool_calls_run_together(is_stream):
 
 
 class Answer(BaseModel):
-    """What is asked for."""
+    """The requested structure."""
 
     value: int
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_structured_output_is_a_required_call(is_stream):
-    """The agent asks with tool_choice="required"; the start of each call is given, the rest sampled."""
+    """The agent sends tool_choice="required"; the prefix of each call is forced, the rest sampled."""
     tokenizer = build_chat_tokenizer(QWEN25)
     rests = iter(
         [
@@ -133,7 +133,7 @@ async def test_structured_output_is_a_required_call(is_stream):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_structured_output_of_the_model_itself_is_recorded(is_stream):
+async def test_structured_output_of_the_model_is_recorded(is_stream):
     service = build_service(None, ' {"value": 42}}\n</tool_call>', template=QWEN25, is_stream=is_stream)
     bound = service.open(seed=1)
     response = await bound.model([{"role": "user", "content": "6 * 7?"}], structured_model=Answer)
@@ -163,7 +163,7 @@ async def test_options_of_the_model_are_sent_with_each_call():
     assert (sampling.distribution.temperature, sampling.distribution.top_k) == (0.25, 7)
 
 
-async def test_its_model_carries_the_address_of_the_server_and_says_when_there_is_none():
+async def test_base_url_is_the_servers_url_or_an_error():
     service = build_service(None, "x", template=QWEN25, is_stream=False)
     with pytest.raises(ConfigError, match=r"set rollout\.http_port"):
         _ = service.open(seed=1).model.base_url

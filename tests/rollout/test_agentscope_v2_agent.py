@@ -1,4 +1,4 @@
-"""AgentScope 2.x: its Agent on the endpoint, as workflows use it."""
+"""AgentScope 2.x: its Agent with the endpoint, as in workflows."""
 
 from __future__ import annotations
 
