@@ -186,11 +186,11 @@ async def grouped(task, model):
         (missing_field, "KeyError: 'answer' (fields of the task: question, tags)"),
         (wrong_type, "the workflow must return a WorkflowOutput, got str"),
         (foreign_output, "the workflow must return a WorkflowOutput, got test_runner.foreign_output.<locals>."),
-        (not_finite, "the workflow gave reward nan; it must be a finite number"),
-        (absurd, "the workflow gave reward 1e+308; it must be within 1e+09 of 0"),
-        (absurd_metric, "the workflow gave metric m=-1e+308; it must be within 1e+100 of 0"),
-        (no_reward, "neither the workflow nor a judge gave a reward"),
-        (bad_metric, "the workflow gave metric m=inf; metrics must be finite numbers"),
+        (not_finite, "the workflow returned reward nan; it must be a finite number"),
+        (absurd, "the workflow returned reward 1e+308; it must be within 1e+09 of 0"),
+        (absurd_metric, "the workflow returned metric m=-1e+308; it must be within 1e+100 of 0"),
+        (no_reward, "neither the workflow nor a judge returned a reward"),
+        (bad_metric, "the workflow returned metric m=inf; metrics must be finite numbers"),
         (silent, "the workflow made no call to `model`, so there is nothing to train on"),
         (leaving, "SystemExit: 3"),
         (cancelling, "CancelledError: the workflow or the judge cancelled itself"),
@@ -224,8 +224,8 @@ async def judge_returns_a_number(task, response):
     ("judge", "message"),
     [
         (judge_raises, "ValueError: no answer"),
-        (judge_is_undecided, "the judge gave no verdict: its reward is None"),
-        (judge_is_infinite, "the judge gave reward inf; it must be a finite number"),
+        (judge_is_undecided, "the judge returned no reward: JudgeOutput.reward is None"),
+        (judge_is_infinite, "the judge returned reward inf; it must be a finite number"),
         (judge_returns_a_number, "the judge must return a JudgeOutput, got float"),
     ],
 )
@@ -366,7 +366,7 @@ async def test_a_run_whose_calls_were_all_refused_fails():
     engine = FakeEngine(strict, say(strict, "x"))
     service = ModelService(engine, Renderer(strict), model_name="m", sampling=Sampling(max_tokens=50))
     failure = (await run(workflow_of_a_strict_template, service=service)).failure
-    assert failure.message == "none of the workflow's 1 calls to `model` was answered"
+    assert failure.message == "none of the workflow's 1 calls to `model` returned a completion"
 
 
 class MessageWithText:

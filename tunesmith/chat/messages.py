@@ -140,7 +140,7 @@ def _parse_content(content: Any, where: str) -> str:
 def _parse_tool_call(call: Any, where: str) -> ToolCall:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}.tool_calls must hold objects with function.name and function.arguments")
+        raise ValueError(f"{where}.tool_calls must contain objects with function.name and function.arguments")
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         arguments = "{}"

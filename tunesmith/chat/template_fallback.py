@@ -64,24 +64,26 @@ def write_calls_as_text(messages: Sequence[Message]) -> list[Message]:
 
     Consecutive results share one user message.
     """
-    shown: list[Message] = []
+    converted: list[Message] = []
     was_result = False
     for message in messages:
         is_result = message.role == "tool"
         if is_result:
             text = f"<tool_response>\n{message.content}\n</tool_response>"
             if was_result:
-                text = f"{shown.pop().content}\n{text}"
-            shown.append(Message(role="user", content=text))
+                text = f"{converted.pop().content}\n{text}"
+            converted.append(Message(role="user", content=text))
         elif message.tool_calls:
             blocks = [message.content] if message.content else []
             blocks += [_format_call(call) for call in message.tool_calls]
             content = "\n".join(blocks)
-            shown.append(Message(role=message.role, content=content, reasoning=message.reasoning, name=message.name))
+            converted.append(
+                Message(role=message.role, content=content, reasoning=message.reasoning, name=message.name)
+            )
         else:
-            shown.append(message)
+            converted.append(message)
         was_result = is_result
-    return shown
+    return converted
 
 
 def _format_call(call: ToolCall) -> str:
@@ -96,16 +98,16 @@ def _format_arguments(arguments: str) -> str:
 
 def merge_system_into_user(messages: Sequence[Message]) -> list[Message]:
     """Prepend each system message to the next user message, for templates without a system role."""
-    shown: list[Message] = []
+    converted: list[Message] = []
     pending: list[str] = []
     for message in messages:
         if message.role == "system":
             pending.append(message.content)
         elif message.role == "user" and pending:
-            shown.append(replace(message, content="\n\n".join([*pending, message.content])))
+            converted.append(replace(message, content="\n\n".join([*pending, message.content])))
             pending = []
         else:
-            shown.append(message)
+            converted.append(message)
     if pending:
-        shown.append(Message(role="user", content="\n\n".join(pending)))
-    return shown
+        converted.append(Message(role="user", content="\n\n".join(pending)))
+    return converted

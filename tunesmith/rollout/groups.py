@@ -174,6 +174,10 @@ def _compute_reported(reports: Sequence[Mapping[str, float]]) -> dict[str, float
         for name, value in report.items():
             values.setdefault(name, []).append(value)
     metrics: dict[str, float] = {}
-    for name, given in values.items():
-        metrics |= {f"{name}/mean": statistics.fmean(given), f"{name}/max": max(given), f"{name}/min": min(given)}
+    for name, reported in values.items():
+        metrics |= {
+            f"{name}/mean": statistics.fmean(reported),
+            f"{name}/max": max(reported),
+            f"{name}/min": min(reported),
+        }
     return metrics

@@ -212,12 +212,12 @@ async def _run_workflow_and_judge(run: _Run) -> _Outcome:
     metrics = _check_metrics("workflow", agent.workflow, output.metrics)
     text = describe_response(output.response)
     if agent.judge is None:
-        message = "neither the workflow nor a judge gave a reward"
+        message = "neither the workflow nor a judge returned a reward"
         reward = _check_reward("workflow", agent.workflow, output.reward, message)
         return _Outcome(reward=reward, metrics=metrics, response_text=text)
     available["response"] = output.response
     verdict = await _call_user_function("judge", run, agent.judge, available, JudgeOutput)
-    reward = _check_reward("judge", agent.judge, verdict.reward, "the judge gave no verdict: its reward is None")
+    reward = _check_reward("judge", agent.judge, verdict.reward, "the judge returned no reward: JudgeOutput.reward is None")
     metrics |= _check_metrics("judge", agent.judge, verdict.metrics)
     return _Outcome(reward=reward, metrics=metrics, response_text=text)
 
@@ -259,7 +259,7 @@ def _find_missing_turns(bound: BoundModel, turns: Sequence[Turn]) -> Failure | N
     """A run whose calls were all refused has no turns to train on."""
     if bound.session is None or turns:
         return None
-    message = f"none of the workflow's {bound.session.num_calls} calls to `model` was answered"
+    message = f"none of the workflow's {bound.session.num_calls} calls to `model` returned a completion"
     return Failure(where="workflow", message=message)
 
 
@@ -267,10 +267,10 @@ def _check_reward(where: FailureWhere, func: Callable[..., Any], reward: float |
     if reward is None:
         raise _UserCodeError(where, none_message, find_definition_line(func))
     if not math.isfinite(reward):
-        message = f"the {where} gave reward {reward}; it must be a finite number"
+        message = f"the {where} returned reward {reward}; it must be a finite number"
         raise _UserCodeError(where, message, find_definition_line(func))
     if abs(reward) > MAX_REWARD:
-        message = f"the {where} gave reward {reward:g}; it must be within {MAX_REWARD:g} of 0"
+        message = f"the {where} returned reward {reward:g}; it must be within {MAX_REWARD:g} of 0"
         raise _UserCodeError(where, message, find_definition_line(func))
     return float(reward)
 
@@ -280,10 +280,10 @@ def _check_metrics(
 ) -> dict[str, float]:
     for name, value in (metrics or {}).items():
         if not math.isfinite(value):
-            message = f"the {where} gave metric {name}={value}; metrics must be finite numbers"
+            message = f"the {where} returned metric {name}={value}; metrics must be finite numbers"
             raise _UserCodeError(where, message, find_definition_line(func))
         if abs(value) > MAX_METRIC:
-            message = f"the {where} gave metric {name}={value:g}; it must be within {MAX_METRIC:g} of 0"
+            message = f"the {where} returned metric {name}={value:g}; it must be within {MAX_METRIC:g} of 0"
             raise _UserCodeError(where, message, find_definition_line(func))
     return dict(metrics or {})
 

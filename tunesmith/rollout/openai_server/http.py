@@ -50,8 +50,8 @@ async def serve_app(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> 
                     task.result()
                     raise RuntimeError(f"the server on {host}:{port} ended before it started")
                 await asyncio.sleep(0.005)
-            shown = f"[{host}]" if ":" in host else host
-            yield f"http://{shown}:{listener.getsockname()[1]}"
+            url_host = f"[{host}]" if ":" in host else host
+            yield f"http://{url_host}:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             await asyncio.wait({task})
