@@ -77,7 +77,7 @@ class ChatTemplate:
         """The special token after an assistant message; None if the header of the next message ends the turn."""
 
     def uses_variable(self, variable: str) -> bool:
-        """Whether the template mentions a variable."""
+        """Whether the template refers to a variable."""
         return re.search(rf"\b{variable}\b", str(self._tokenizer.get_chat_template())) is not None
 
     def render(

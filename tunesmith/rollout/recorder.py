@@ -41,7 +41,7 @@ class SamplingRefusedError(ValueError):
 
 
 class SessionClosedError(RuntimeError):
-    """The trajectory ended while the request was in flight."""
+    """The session has ended, before or during the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
