@@ -217,7 +217,9 @@ async def _run_workflow_and_judge(run: _Run) -> _Outcome:
         return _Outcome(reward=reward, metrics=metrics, response_text=text)
     available["response"] = output.response
     verdict = await _call_user_function("judge", run, agent.judge, available, JudgeOutput)
-    reward = _check_reward("judge", agent.judge, verdict.reward, "the judge returned no reward: JudgeOutput.reward is None")
+    reward = _check_reward(
+        "judge", agent.judge, verdict.reward, "the judge returned no reward: JudgeOutput.reward is None"
+    )
     metrics |= _check_metrics("judge", agent.judge, verdict.metrics)
     return _Outcome(reward=reward, metrics=metrics, response_text=text)
 
