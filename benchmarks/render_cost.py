@@ -49,22 +49,22 @@ def build_renderer(tokenizer: Any, variant: str) -> Renderer:
     if variant == "tokenizer":
         jinja.is_direct = False
     if variant != "local":
-        jinja.is_local = lambda tools: False  # type: ignore[method-assign]
+        jinja.is_rendered_from_neighbors = lambda tools: False  # type: ignore[method-assign]
     return renderer
 
 
 async def ask_in_turns(service: ModelService, agent: int, arguments: argparse.Namespace) -> str:
     """One agent; a digest of the prompts of its turns."""
-    lease = service.open(seed=agent, order=(agent,))
+    bound = service.open(seed=agent, order=(agent,))
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Use the tool."},
         {"role": "user", "content": f"What is {agent} times {agent}?"},
     ]
     for turn in range(arguments.turns):
-        completion = await lease.model(messages, tools=[TOOL], extra_body={"ignore_eos": True})
+        completion = await bound.model(messages, tools=[TOOL], extra_body={"ignore_eos": True})
         messages.append({"role": "assistant", "content": completion.choices[0].message.content or ""})
         messages.append({"role": "user", "content": f"result {turn} of {agent}: {agent * turn}"})
-    return hashlib.sha256(repr([turn.prompt_ids for turn in service.close(lease)]).encode()).hexdigest()
+    return hashlib.sha256(repr([turn.prompt_ids for turn in service.close(bound)]).encode()).hexdigest()
 
 
 def build_run(tokenizer: Any, variant: str, arguments: argparse.Namespace) -> Callable[[int], tuple[float, str]]:

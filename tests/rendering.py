@@ -1,4 +1,4 @@
-"""Renderers on made-up templates, and conversations for them."""
+"""Renderers for test templates, and conversations for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_renderer(template: str, **options) -> Renderer:
     return Renderer(build_chat_tokenizer(template), **options)
 
 
-def show(renderer: Renderer, ids) -> str:
+def to_text(renderer: Renderer, ids) -> str:
     return "".join(renderer.format_token(i) for i in ids)
 
 
@@ -38,7 +38,7 @@ def make_prompt(*messages: dict, tools=()) -> Prompt:
 
 
 def extend(renderer: Renderer, history: list[dict], sampled: str, reply: dict, new: list[dict], *, end="<|im_end|>"):
-    """The old prompt, the sampled ids, and the prompt of the conversation that goes on."""
+    """The first prompt, the sampled ids, and the prompt that extends them."""
     tools = TOOLS if reply.get("tool_calls") else ()
     prompt_ids = renderer.render(make_prompt(*history, tools=tools))
     sampled_ids = renderer.encode(sampled + end)

@@ -1,4 +1,4 @@
-"""One call of any chat model: its own options are sent, and those of the call win."""
+"""`create_chat_completion` sends the model's options, overridden by fields of the call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from chat_templates import QWEN25
 from fakes import FakeEngine, build_chat_tokenizer, say
-from tunesmith.chat.client import ask_model
+from tunesmith.chat.client import create_chat_completion
 from tunesmith.chat.renderer import Renderer
 from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
 from tunesmith.rollout.chat_model import ChatModel
@@ -21,7 +21,7 @@ BUILDERS = [ChatModel, build_agentscope_model] if has_agentscope() else [ChatMod
 
 
 @pytest.mark.parametrize("build", BUILDERS)
-def test_options_of_the_model_are_sent_and_those_of_the_call_win(build):
+def test_fields_of_the_call_override_options_of_the_model(build):
     engine = FakeEngine(TOKENIZER, say(TOKENIZER, "Hello."))
     service = ModelService(
         engine,
@@ -31,7 +31,7 @@ def test_options_of_the_model_are_sent_and_those_of_the_call_win(build):
         build_model=lambda endpoint: build(endpoint, options=OPTIONS),
     )
     model = service.open(seed=1).model
-    completion = asyncio.run(ask_model(model, [{"role": "user", "content": "Hi."}], temperature=0.25))
+    completion = asyncio.run(create_chat_completion(model, [{"role": "user", "content": "Hi."}], temperature=0.25))
     assert completion.choices[0].message.content == "Hello."
     ((_, sampling, _),) = engine.requests
     assert (sampling.distribution.temperature, sampling.distribution.top_k, sampling.max_tokens) == (0.25, 3, 7)

@@ -1,4 +1,4 @@
-"""Sampled ids as text, at once and one at a time."""
+"""Detokenization, complete and incremental."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def test_text_hides_special_tokens_but_not_markup():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_text_stream_adds_up_to_the_decoded_text(seed):
+def test_incremental_text_equals_decoded_text(seed):
     renderer = build_renderer(QWEN25)
     rng = random.Random(seed)
     ids = renderer.encode("naive \u00e9t\u00e9 \u4f60\u597d \U0001f600 <tool_call>")
     ids = [i if rng.random() < 0.8 else rng.randrange(400) for i in ids for _ in range(rng.choice([1, 1, 2]))]
-    stream = renderer.build_text_stream()
+    stream = renderer.build_incremental_detokenizer()
     pieces = [stream.feed(token_id) for token_id in ids]
     assert "".join(pieces) + stream.finish() == renderer.decode(ids)
 
 
-def test_unfinished_characters_are_held():
+def test_incomplete_characters_are_held_back():
     renderer = build_renderer(QWEN25)
     first, *rest = renderer.encode("\U0001f600")
-    stream = renderer.build_text_stream()
+    stream = renderer.build_incremental_detokenizer()
     assert [stream.feed(i) for i in (first, *rest)] == [""] * len(rest) + ["\U0001f600"]
 
 
 def build_byte_fallback_tokenizer(*, is_stripped: bool) -> PreTrainedTokenizerFast:
-    """Words begin with a block character and unknown characters are spelled in bytes, as in Llama 2 and Gemma."""
+    """As Llama 2 and Gemma: words start with a U+2581 character, unknown characters are byte tokens."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefgh", "\u2581a"]
     vocab = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -54,18 +54,18 @@ def build_byte_fallback_tokenizer(*, is_stripped: bool) -> PreTrainedTokenizerFa
 
 @pytest.mark.parametrize("is_stripped", [True, False])
 @pytest.mark.parametrize("seed", range(30))
-def test_a_text_stream_adds_up_with_byte_fallback(is_stripped, seed):
+def test_incremental_text_equals_decoded_text_with_byte_fallback(is_stripped, seed):
     renderer = Renderer(build_byte_fallback_tokenizer(is_stripped=is_stripped))
     rng = random.Random(seed)
     ids = renderer.encode("a b c \u4f60\u597d \U0001f600 abc")
     ids = [i if rng.random() < 0.8 else rng.randrange(3, 268) for i in ids]
-    stream = renderer.build_text_stream()
+    stream = renderer.build_incremental_detokenizer()
     pieces = [stream.feed(token_id) for token_id in ids]
     assert "".join(pieces) + stream.finish() == renderer.decode(ids)
 
 
 @pytest.mark.parametrize("is_stripped", [True, False])
-def test_prompts_go_on_without_a_new_word_mark(is_stripped):
+def test_extended_prompts_have_no_extra_word_boundary(is_stripped):
     renderer = Renderer(build_byte_fallback_tokenizer(is_stripped=is_stripped))
     reply = {"role": "assistant", "content": "bad"}
     _, _, extended = extend(renderer, [USER], "bad", reply, [NEXT], end="</s>")

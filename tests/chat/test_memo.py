@@ -1,10 +1,10 @@
-"""Functions that remember their results by content."""
+"""Memoization by content."""
 
 from __future__ import annotations
 
 import copy
 
-from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
 from tunesmith.chat.messages import parse_messages, parse_tools
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -12,26 +12,30 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"
 
 
 class Text(str):
-    """A text that is not plain."""
+    """A subclass of str."""
 
 
-def test_bytes_tell_values_apart_that_python_calls_equal():
+def test_cache_keys_differ_for_values_that_compare_equal():
     values = [{"a": 1}, {"a": 1.0}, {"a": True}, {"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": [1]}, {"a": (1,)}]
-    assert len({freeze(value) for value in values}) == len(values)
-    assert freeze({"a": Text("x")}) is None
-    assert freeze(object()) is None
+    assert len({build_cache_key(value) for value in values}) == len(values)
+    assert build_cache_key({"a": Text("x")}) is None
+    assert build_cache_key(object()) is None
 
 
-def test_equal_values_have_equal_bytes_whoever_made_them():
+def test_equal_values_have_equal_cache_keys():
     text = "".join(["some ", "words"])
     shared = {"a": text, "b": [text, "some words"]}
-    assert freeze(shared) == freeze(thaw(freeze(shared))) == freeze({"a": "some words", "b": ["some words", text]})
+    assert (
+        build_cache_key(shared)
+        == build_cache_key(load_cache_key(build_cache_key(shared)))
+        == build_cache_key({"a": "some words", "b": ["some words", text]})
+    )
 
 
-def test_a_remembered_function_computes_once_and_keeps_few():
+def test_a_memoized_function_computes_once_and_limits_entries():
     computed = []
 
-    @remember(max_entries=2, max_length=3)
+    @memoize(max_entries=2, max_length=3)
     def double(text: str) -> str:
         computed.append(text)
         return text * 2
@@ -40,11 +44,11 @@ def test_a_remembered_function_computes_once_and_keeps_few():
     assert computed == ["a", "b", "c", "b", "a", "long", "long"]
 
 
-def test_remembered_keys_are_forgotten_when_they_add_up(monkeypatch):
+def test_the_cache_is_cleared_at_its_total_length(monkeypatch):
     monkeypatch.setattr("tunesmith.chat.memo.MAX_TOTAL_LENGTH", 5)
     computed = []
 
-    @remember(max_entries=100, max_length=3)
+    @memoize(max_entries=100, max_length=3)
     def double(text: str) -> str:
         computed.append(text)
         return text * 2
@@ -53,7 +57,7 @@ def test_remembered_keys_are_forgotten_when_they_add_up(monkeypatch):
     assert computed == ["aa", "bb", "cc", "aa"]
 
 
-def test_messages_that_were_changed_in_place_are_read_anew():
+def test_messages_changed_in_place_are_parsed_again():
     raw = [{"role": "user", "content": [{"type": "text", "text": "one"}]}, {"role": "assistant", "tool_calls": [CALL]}]
     raw = copy.deepcopy(raw)
     before = parse_messages(raw)
@@ -64,7 +68,7 @@ def test_messages_that_were_changed_in_place_are_read_anew():
     assert [message.tool_calls[0].arguments for message in (before[1], after[1])] == ['{"a": 1}', '{"a": 1.0}']
 
 
-def test_tools_that_were_changed_in_place_are_read_anew():
+def test_tools_changed_in_place_are_parsed_again():
     raw = [copy.deepcopy(TOOL)]
     before = parse_tools(raw)
     raw[0]["function"]["parameters"]["properties"]["a"] = {"type": "integer"}

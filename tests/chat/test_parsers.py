@@ -1,4 +1,4 @@
-"""Sampled text read back as a message, whole and in pieces; replies that must begin with a call."""
+"""Parsing of replies, complete and in pieces, and prefixes of forced tool calls."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import random
 import pytest
 
 from chat_templates import CHATML, QWEN3, QWEN25, THINKING
-from rendering import USER, build_renderer, make_prompt, show
+from rendering import USER, build_renderer, make_prompt, to_text
 from tunesmith.chat.renderer import Renderer
 
 
 def read(
     renderer: Renderer, text: str, *, prompt: str = "", has_tools: bool = True, pieces: int | None = None, **options
 ):
-    """Parse a reply, cut into random pieces where a seed is given; the sum of the deltas."""
+    """Parse a reply, cut into random pieces if a seed is given; returns the joined deltas."""
     numbers = iter(range(100))
     parser = renderer.build_parser(
         renderer.encode(prompt), new_call_id=lambda: f"id{next(numbers)}", has_tools=has_tools, **options
@@ -53,14 +53,14 @@ REPLIES = [
 
 
 @pytest.mark.parametrize(("text", "expected"), REPLIES)
-def test_replies_are_read_whole_and_in_any_pieces(text, expected):
+def test_replies_parse_equally_whole_and_in_pieces(text, expected):
     renderer = build_renderer(QWEN25)
     assert read(renderer, text) == expected
     assert all(read(renderer, text, pieces=seed) == expected for seed in range(40))
     parser = renderer.build_parser(
         (), new_call_id=lambda numbers=iter(range(100)): f"id{next(numbers)}", has_tools=True
     )
-    whole = parser.read(text)
+    whole = parser.parse(text)
     calls = [(call.call_id, call.name, json.loads(call.arguments)) for call in whole.tool_calls]
     assert (whole.reasoning or "", whole.content, calls) == expected
 
@@ -80,27 +80,27 @@ def test_replies_are_read_whole_and_in_any_pieces(text, expected):
         '{"name": "a", "arguments": {}} {}',
     ],
 )
-def test_malformed_calls_stay_text(body):
+def test_malformed_calls_stay_in_the_content(body):
     text = f"<tool_call>{body}</tool_call>"
     assert read(build_renderer(QWEN25), text) == ("", text, [])
 
 
-def test_reasoning_that_the_prompt_opened_is_reasoning():
+def test_reasoning_opened_by_the_prompt_is_parsed():
     renderer = build_renderer(THINKING)
-    prompt = show(renderer, renderer.render(make_prompt(USER)))
+    prompt = to_text(renderer, renderer.render(make_prompt(USER)))
     assert prompt.endswith("<think>\n")
     for seed in [None, *range(20)]:
         assert read(renderer, "hm\n</think>\n\nfine", prompt=prompt, pieces=seed) == ("hm", "fine", [])
 
 
-def test_parsers_can_be_switched_off():
+def test_parsers_can_be_disabled():
     renderer = build_renderer(QWEN25, tool_call_parser="none", reasoning_parser="none")
     text = f"<think>a</think>{B}"
     assert read(renderer, text) == ("", text, [])
     assert read(build_renderer(QWEN25), B, has_tools=False) == ("", B, [])
 
 
-def test_stop_strings_are_cut_with_what_follows():
+def test_text_from_a_stop_string_on_is_dropped():
     renderer = build_renderer(QWEN25)
     for seed in [None, *range(40)]:
         assert read(renderer, "say STOP and go", stop=["STOP", "go"], pieces=seed) == ("", "say ", [])
@@ -114,11 +114,11 @@ def test_a_single_call_ends_the_reply():
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3])
-def test_forced_calls_begin_as_the_template_writes_them(template):
+def test_forced_call_prefix_matches_the_template(template):
     renderer = build_renderer(template)
     text, ids = renderer.build_call_prefix("calculator", ())
     assert text == '<tool_call>\n{"name": "calculator", "arguments":'
-    assert show(renderer, ids) == text
+    assert to_text(renderer, ids) == text
     assert renderer.build_call_prefix(None, ())[0] == '<tool_call>\n{"name": "'
     tight = build_renderer(QWEN25.replace("""'\\n<tool_call>\\n{"name": "'""", """'<tool_call>{"name": "'"""))
     assert tight.build_call_prefix("f", ())[0] == '<tool_call>{"name": "f", "arguments":'

@@ -1,4 +1,4 @@
-"""Prompts by chat template, and conversations that go on from sampled tokens."""
+"""Prompts rendered by chat templates, and prompts that extend recorded turns."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import pytest
 
 from chat_templates import CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25
-from rendering import CALL, NEXT, TOOLS, USER, build_renderer, extend, make_prompt, show
+from rendering import CALL, NEXT, TOOLS, USER, build_renderer, extend, make_prompt, to_text
 from tunesmith.chat.messages import parse_messages
 from tunesmith.chat.renderer import Prompt
 
 
-def test_prompt_is_what_the_template_says():
+def test_prompt_is_rendered_by_the_template():
     renderer = build_renderer(CHATML)
     prompt = make_prompt({"role": "system", "content": "S"}, {"role": "user", "content": "hi"})
     text = "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert show(renderer, renderer.render(prompt)) == text
+    assert to_text(renderer, renderer.render(prompt)) == text
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,12 @@ def test_prompt_is_what_the_template_says():
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "input_text", "text": "two"}]},
     ],
 )
-def test_clients_may_send_text_or_parts(message):
+def test_content_may_be_text_or_text_parts(message):
     renderer = build_renderer(CHATML)
-    assert "<|im_start|>user\none\ntwo<|im_end|>" in show(renderer, renderer.render(make_prompt(message)))
+    assert "<|im_start|>user\none\ntwo<|im_end|>" in to_text(renderer, renderer.render(make_prompt(message)))
 
 
-def test_developer_is_system_and_function_is_tool():
+def test_developer_and_function_roles_are_mapped():
     messages = parse_messages(
         [{"role": "developer", "content": "d"}, {"role": "function", "name": "f", "content": "r"}]
     )
@@ -39,7 +39,7 @@ def test_developer_is_system_and_function_is_tool():
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "error"),
     [
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "type 'image_url'"),
         ({"role": "robot", "content": "x"}, "'robot'; allowed: system"),
@@ -48,14 +48,14 @@ def test_developer_is_system_and_function_is_tool():
         ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "function.name"),
     ],
 )
-def test_what_a_text_model_cannot_read_is_refused(message, said):
-    with pytest.raises(ValueError, match=said):
+def test_unsupported_messages_are_refused(message, error):
+    with pytest.raises(ValueError, match=error):
         parse_messages([message])
 
 
 def test_arguments_reach_the_template_as_objects_and_strict_is_dropped():
     renderer = build_renderer(QWEN25)
-    text = show(
+    text = to_text(
         renderer,
         renderer.render(
             make_prompt(
@@ -75,12 +75,12 @@ def test_malformed_arguments_in_the_history_stay_text():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{oops"}}
     renderer = build_renderer(QWEN25)
     prompt = make_prompt({"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]})
-    assert '"arguments": {oops}' in show(renderer, renderer.render(prompt))
+    assert '"arguments": {oops}' in to_text(renderer, renderer.render(prompt))
 
 
-def test_tools_go_to_the_system_message_of_templates_without_tools():
+def test_tools_are_described_in_the_system_message_for_templates_without_tools():
     renderer = build_renderer(CHATML)
-    text = show(
+    text = to_text(
         renderer,
         renderer.render(
             make_prompt(
@@ -101,40 +101,40 @@ def test_tools_go_to_the_system_message_of_templates_without_tools():
     assert text.endswith(f"<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_tools_go_to_the_system_message_where_the_parser_does_not_read_the_templates_calls(caplog):
+def test_tools_are_described_in_the_system_message_if_the_parser_cannot_parse_the_templates_calls(caplog):
     prompt = make_prompt({"role": "user", "content": "q"}, tools=TOOLS)
-    own = show(renderer := build_renderer(LLAMA3, tool_call_parser="none"), renderer.render(prompt))
+    own = to_text(renderer := build_renderer(LLAMA3, tool_call_parser="none"), renderer.render(prompt))
     assert "Given these functions" in own
     assert not caplog.records
-    told = show(renderer := build_renderer(LLAMA3), renderer.render(prompt))
+    told = to_text(renderer := build_renderer(LLAMA3), renderer.render(prompt))
     assert "Given these functions" not in told
     assert "Today: 26 Jul 2024\n\n# Tools" in told
     renderer.render(prompt)
     assert len(caplog.records) == 1
 
 
-def test_system_joins_the_user_where_the_template_refuses_it():
+def test_system_is_merged_into_user_for_templates_without_system_role():
     renderer = build_renderer(GEMMA2)
     prompt = make_prompt({"role": "system", "content": "S"}, {"role": "user", "content": "q"})
     text = "<|begin_of_text|><start_of_turn>user\nS\n\nq<end_of_turn>\n<start_of_turn>model\n"
-    assert show(renderer, renderer.render(prompt)) == text
+    assert to_text(renderer, renderer.render(prompt)) == text
 
 
-def test_what_the_template_refuses_is_a_clear_error():
+def test_messages_rejected_by_the_template_raise_a_clear_error():
     renderer = build_renderer(GEMMA2)
-    with pytest.raises(ValueError, match="refuses these messages: Conversation roles must alternate"):
+    with pytest.raises(ValueError, match="rejects these messages: Conversation roles must alternate"):
         renderer.render(make_prompt({"role": "user", "content": "a"}, {"role": "user", "content": "b"}))
 
 
-def test_thinking_follows_the_run_and_the_request_wins():
+def test_request_overrides_enable_thinking():
     renderer = build_renderer(QWEN3, enable_thinking=False)
     prompt = make_prompt({"role": "user", "content": "q"})
-    assert show(renderer, renderer.render(prompt)).endswith("<think>\n\n</think>\n\n")
+    assert to_text(renderer, renderer.render(prompt)).endswith("<think>\n\n</think>\n\n")
     asked = Prompt(messages=prompt.messages, variables=(("enable_thinking", True),))
-    assert show(renderer, renderer.render(asked)).endswith("<|im_start|>assistant\n")
+    assert to_text(renderer, renderer.render(asked)).endswith("<|im_start|>assistant\n")
 
 
-# Going on from a recorded turn
+# Extending a recorded turn
 
 
 @pytest.mark.parametrize(
@@ -152,17 +152,17 @@ def test_thinking_follows_the_run_and_the_request_wins():
     ],
 )
 @pytest.mark.parametrize("is_ended", [True, False])
-def test_prompt_goes_on_from_the_sampled_tokens(template, end, delta, is_ended):
+def test_extended_prompt_starts_with_the_sampled_tokens(template, end, delta, is_ended):
     renderer = build_renderer(template)
     prompt_ids, sampled_ids, extended = extend(
         renderer, [USER], " An  answer", {"role": "assistant", "content": "An  answer"}, [NEXT], end=end * is_ended
     )
     assert extended[: len(prompt_ids) + len(sampled_ids)] == prompt_ids + sampled_ids
-    assert show(renderer, extended[len(prompt_ids) + len(sampled_ids) :]) == end * (not is_ended) + delta
+    assert to_text(renderer, extended[len(prompt_ids) + len(sampled_ids) :]) == end * (not is_ended) + delta
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3, LLAMA3, GEMMA2])
-def test_a_conversation_without_quirks_renders_the_same_anew(template):
+def test_extended_prompt_equals_the_rendered_conversation(template):
     renderer = build_renderer(template)
     end = renderer._template.end_of_turn
     reply = {"role": "assistant", "content": "fine"}
@@ -178,27 +178,27 @@ def test_dropped_reasoning_stays_in_the_sequence():
     )
     assert extended[: len(prompt_ids) + len(sampled_ids)] == prompt_ids + sampled_ids
     anew = renderer.render(make_prompt(USER, {"role": "assistant", "content": "fine"}, NEXT))
-    assert "hm" not in show(renderer, anew)
-    assert show(renderer, extended).replace(sampled, "fine") == show(renderer, anew)
+    assert "hm" not in to_text(renderer, anew)
+    assert to_text(renderer, extended).replace(sampled, "fine") == to_text(renderer, anew)
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3])
-def test_calls_are_kept_as_sampled_and_results_follow(template):
+def test_tool_calls_are_kept_as_sampled(template):
     renderer = build_renderer(template)
     sampled = 'so <tool_call>{"arguments":{"a":1},  "name":"calculator"}</tool_call>'
     reply = {"role": "assistant", "content": "so", "tool_calls": [CALL]}
     result = {"role": "tool", "content": "2", "tool_call_id": "call1"}
     prompt_ids, sampled_ids, extended = extend(renderer, [USER], sampled, reply, [result])
     delta = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert show(renderer, extended) == show(renderer, prompt_ids + sampled_ids) + delta
+    assert to_text(renderer, extended) == to_text(renderer, prompt_ids + sampled_ids) + delta
 
 
-def test_templates_that_show_no_content_beside_calls_still_go_on():
+def test_templates_that_omit_content_next_to_calls_can_be_extended():
     renderer = build_renderer(LLAMA3, tool_call_parser="none")
     reply = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     result = {"role": "tool", "content": "2", "tool_call_id": "call1"}
     prompt_ids, sampled_ids, extended = extend(renderer, [USER], "call", reply, [result], end="<|eot_id|>")
-    assert show(renderer, extended[len(prompt_ids + sampled_ids) :]) == (
+    assert to_text(renderer, extended[len(prompt_ids + sampled_ids) :]) == (
         '<|start_header_id|>ipython<|end_header_id|>\n\n"2"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n'
     )
 
@@ -212,15 +212,15 @@ def test_the_next_header_may_end_a_turn(end, delta):
     renderer = build_renderer(HEADERS)
     reply = {"role": "assistant", "content": "fine"}
     prompt_ids, sampled_ids, extended = extend(renderer, [USER], "fine", reply, [NEXT], end=end)
-    assert show(renderer, extended[len(prompt_ids + sampled_ids) :]) == f"{delta}<|start_header_id|>"
+    assert to_text(renderer, extended[len(prompt_ids + sampled_ids) :]) == f"{delta}<|start_header_id|>"
 
 
-def test_an_end_token_that_is_not_the_templates_takes_its_place():
+def test_a_different_end_token_replaces_the_templates():
     renderer = build_renderer(CHATML)
     prompt_ids, sampled_ids, extended = extend(
         renderer, [USER], "x", {"role": "assistant", "content": "x"}, [NEXT], end="<|endoftext|>"
     )
-    delta = show(renderer, extended[len(prompt_ids + sampled_ids) :])
+    delta = to_text(renderer, extended[len(prompt_ids + sampled_ids) :])
     assert delta == "\n<|im_start|>user\nnext<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -242,6 +242,6 @@ HOISTING = """{% for m in messages if m.role == 'system' %}{{ 'S:' + m.content }
     ],
     ids=["sentinel cut", "no end of turn", "refused", "system hoisted", "message dropped"],
 )
-def test_a_template_that_cannot_tell_the_delta_says_so(template, new):
+def test_an_undetermined_delta_is_none(template, new):
     *_, extended = extend(build_renderer(template), [USER], "x", {"role": "assistant", "content": "x"}, new)
     assert extended is None

@@ -1,4 +1,4 @@
-"""Templates rendered without the tokenizer, and what follows a reply rendered without what came before."""
+"""Direct rendering of templates, and deltas rendered without the earlier conversation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fakes import build_chat_tokenizer
 from rendering import CALL, TOOLS, USER, build_renderer, make_prompt
 from tunesmith.chat.messages import Message, ToolCall, parse_messages
 from tunesmith.chat.template import SENTINEL, ChatTemplate
-from tunesmith.chat.template_analysis import is_local
+from tunesmith.chat.template_analysis import is_rendered_from_neighbors
 from tunesmith.chat.template_rendering import JinjaTemplate
 
 TEMPLATES = (CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25, THINKING)
@@ -28,7 +28,7 @@ def render_or_refuse(render, *args, **options) -> str:
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"bos_token": "B"}, {"documents": [{"a": "b"}]}])
-def test_rendering_is_what_the_tokenizer_renders(template, variables):
+def test_direct_rendering_equals_apply_chat_template(template, variables):
     tokenizer = build_chat_tokenizer(template)
     jinja = JinjaTemplate(tokenizer)
     assert jinja.is_direct
@@ -41,7 +41,7 @@ def test_rendering_is_what_the_tokenizer_renders(template, variables):
             assert render_or_refuse(jinja.render, given, **options) == expected
 
 
-def test_a_tokenizer_that_renders_in_its_own_way_is_left_to_it():
+def test_an_overridden_apply_chat_template_is_used():
     class Shouting(type(build_chat_tokenizer(CHATML))):
         def apply_chat_template(self, *args, **kwargs):
             return super().apply_chat_template(*args, **kwargs).upper()
@@ -56,8 +56,8 @@ def test_a_tokenizer_that_renders_in_its_own_way_is_left_to_it():
 
 
 @pytest.mark.parametrize(("template", "expected"), [(CHATML, True), (QWEN25, True), (QWEN3, False), (GEMMA2, False)])
-def test_templates_that_look_around_are_told_from_those_that_do_not(template, expected):
-    assert is_local(Environment().parse(template)) == expected
+def test_known_templates_are_classified(template, expected):
+    assert is_rendered_from_neighbors(Environment().parse(template)) == expected
 
 
 BODY = "{{ message.content }}"
@@ -88,8 +88,8 @@ BODY = "{{ message.content }}"
         "{{ messages | tojson }}",
     ],
 )
-def test_what_may_look_further_is_not_local(source):
-    assert not is_local(Environment().parse(source))
+def test_templates_that_may_read_other_messages_are_rejected(source):
+    assert not is_rendered_from_neighbors(Environment().parse(source))
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_what_may_look_further_is_not_local(source):
         "{% for m in messages %}{% for c in m.calls %}{{ c.name ~ loop.index }}{% endfor %}{% endfor %}{{ eos_token }}",
     ],
 )
-def test_what_looks_at_neighbours_is_local(source):
-    assert is_local(Environment().parse(source))
+def test_templates_that_read_neighboring_messages_are_accepted(source):
+    assert is_rendered_from_neighbors(Environment().parse(source))
 
 
 def make_history(*, has_system: bool, num_rounds: int, num_results: int) -> list[Message]:
@@ -124,7 +124,7 @@ def make_history(*, has_system: bool, num_rounds: int, num_results: int) -> list
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("has_system", [True, False])
 @pytest.mark.parametrize("num_results", [0, 1, 2])
-def test_what_follows_a_reply_is_what_the_whole_conversation_shows(template, has_system, num_results):
+def test_delta_equals_that_of_the_whole_conversation(template, has_system, num_results):
     renders = ChatTemplate(build_chat_tokenizer(template), has_hermes_parser=True)
     for num_rounds in range(5):
         history = make_history(has_system=has_system, num_rounds=num_rounds, num_results=num_results)
@@ -134,12 +134,12 @@ def test_what_follows_a_reply_is_what_the_whole_conversation_shows(template, has
             for tools in ((), TOOLS):
                 try:
                     expected = renders.find_delta(renders.render(messages, tools=tools))
-                except ValueError:  # the template wants its roles in turn
+                except ValueError:  # the template requires alternating roles
                     continue
                 assert renders.render_delta(messages, tools=tools, variables={}) == expected
 
 
-def test_a_conversation_of_many_turns_is_not_rendered_from_its_start():
+def test_a_long_conversation_is_rendered_from_its_last_messages():
     renders = ChatTemplate(build_chat_tokenizer(CHATML), has_hermes_parser=True)
     history = make_history(has_system=True, num_rounds=3, num_results=0)
     rendered = []
@@ -151,7 +151,7 @@ def test_a_conversation_of_many_turns_is_not_rendered_from_its_start():
     assert rendered == [4]
 
 
-def test_the_encoder_of_a_tokenizer_that_was_used_otherwise_encodes_the_same():
+def test_other_uses_of_the_tokenizer_do_not_change_encoding():
     renderer = build_renderer(QWEN25)
     renderer._tokenizer.pad_token = "<|endoftext|>"
     text = "<|im_start|>user\nwhat is a function?<|im_end|>\n"
@@ -162,7 +162,7 @@ def test_the_encoder_of_a_tokenizer_that_was_used_otherwise_encodes_the_same():
         assert list(renderer.encode(text)) == expected
 
 
-def test_other_tools_and_variables_are_rendered_anew():
+def test_cached_text_depends_on_tools_and_variables():
     renderer = build_renderer(QWEN3)
     plain, tooled = make_prompt(USER), make_prompt(USER, tools=TOOLS)
     assert renderer.render(plain) != renderer.render(tooled) == renderer.render(tooled)

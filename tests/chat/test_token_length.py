@@ -1,4 +1,4 @@
-"""No token stands for more characters than is said; where that cannot be known nothing is said."""
+"""The bound on characters per token holds, and is None where there is none."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TEXTS = [
         build_byte_level(normalizer=normalizers.Sequence([normalizers.Replace(" ", "__"), normalizers.Prepend("_")])),
     ],
 )
-def test_text_has_at_least_the_tokens_that_its_length_asks_for(backend):
+def test_no_token_is_longer_than_the_bound(backend):
     longest = find_longest_token(backend)
     rng = random.Random(0)
     for text in [*TEXTS, *("".join(rng.choices(TEXTS, k=3)) for _ in range(20))]:
@@ -71,5 +71,5 @@ def drop_blank() -> Tokenizer:
         drop_blank(),
     ],
 )
-def test_nothing_is_said_of_tokenizers_that_drop_text(backend):
+def test_tokenizers_that_drop_text_have_no_bound(backend):
     assert find_longest_token(backend) is None

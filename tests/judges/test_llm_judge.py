@@ -24,8 +24,8 @@ def judge_with(*replies, response=GOOD, judge=llm_judge, max_tokens=200):
     """The verdict, and the prompts that the judging model read."""
     engine = FakeEngine(TOKENIZER, say(TOKENIZER, *replies))
     service = ModelService(engine, Renderer(TOKENIZER), model_name="j", sampling=Sampling(max_tokens=max_tokens))
-    lease = service.open(seed=0)
-    verdict = asyncio.run(judge(TASK, response, auxiliary_models={"judge": lease.model}))
+    bound = service.open(seed=0)
+    verdict = asyncio.run(judge(TASK, response, auxiliary_models={"judge": bound.model}))
     return verdict, [TOKENIZER.decode(prompt) for prompt, _, _ in engine.requests]
 
 

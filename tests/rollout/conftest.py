@@ -1,4 +1,4 @@
-"""Async tests of this room run on asyncio, by anyio's plugin."""
+"""Async tests in this folder run on asyncio, through anyio's pytest plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scripted engine behind the endpoint, and one call to it."""
+"""A model service on a scripted engine, and a function that sends one request to it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def build_service(*replies: str, script: Script | None = None, template: str = Q
     return ModelService(engine, Renderer(tokenizer), model_name="m", sampling=DEFAULTS)
 
 
-def engine_of(service: ModelService) -> FakeEngine:
+def get_engine(service: ModelService) -> FakeEngine:
     return service.recorder.engine
 
 
-async def ask(service: ModelService, messages=USER, **fields):
-    """One call in a session of its own; the completion and the recorded turns."""
-    lease = service.open(seed=1)
+async def create_completion(service: ModelService, messages=USER, **fields):
+    """Send one request in a new session; returns the completion (or its chunks) and the recorded turns."""
+    bound = service.open(seed=1)
     try:
-        completion = await lease.model.client.chat.completions.create(model="m", messages=messages, **fields)
+        completion = await bound.model.client.chat.completions.create(model="m", messages=messages, **fields)
         if fields.get("stream"):
             completion = [chunk async for chunk in completion]
     finally:
-        turns = service.close(lease)
+        turns = service.close(bound)
     return completion, turns

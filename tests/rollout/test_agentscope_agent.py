@@ -1,4 +1,4 @@
-"""AgentScope 1.x: its ReActAgent on the endpoint, as workflows use it."""
+"""AgentScope 1.x: its ReActAgent with the endpoint, as in workflows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def build_service(script: Script | None, *replies: str, template: str, is_stream
 
 
 def is_one_sequence(turns: tuple[Turn, ...]) -> bool:
-    """Whether each prompt goes on from the whole of the turn before it."""
+    """Whether each prompt extends the previous turn token for token."""
     return all(
         later.prompt_ids[: len(turn.prompt_ids) + len(turn.sampled_ids)] == turn.prompt_ids + turn.sampled_ids
         for turn, later in itertools.pairwise(turns)
@@ -76,11 +76,11 @@ def is_one_sequence(turns: tuple[Turn, ...]) -> bool:
 @pytest.mark.parametrize("first", [CALL, f"I compute. {CALL}", f"<think>\nhm\n</think>\n\n{CALL}\n{CALL}"])
 async def test_react_agent_calls_a_tool_and_answers(is_stream, template, first):
     service = build_service(None, first, "It is 42.", template=template, is_stream=is_stream)
-    lease = service.open(seed=1)
-    assert isinstance(lease.model, OpenAIChatModel)
-    reply = await build_agent(lease.model).reply(Msg("user", "What is 6 * 7?", "user"))
+    bound = service.open(seed=1)
+    assert isinstance(bound.model, OpenAIChatModel)
+    reply = await build_agent(bound.model).reply(Msg("user", "What is 6 * 7?", "user"))
     assert reply.get_text_content() == "It is 42."
-    turns = service.close(lease)
+    turns = service.close(bound)
     assert len(turns) == 2
     assert is_one_sequence(turns)
     renderer = service.recorder.renderer
@@ -91,23 +91,23 @@ async def test_react_agent_calls_a_tool_and_answers(is_stream, template, first):
 async def test_parallel_tool_calls_run_together(is_stream):
     replies = (f"{CALL}\n{CALL.replace('7', '8')}", "42 and 48")
     service = build_service(None, *replies, template=QWEN25, is_stream=is_stream)
-    lease = service.open(seed=1)
-    await build_agent(lease.model, parallel_tool_calls=True).reply(Msg("user", "both?", "user"))
-    turns = service.close(lease)
+    bound = service.open(seed=1)
+    await build_agent(bound.model, parallel_tool_calls=True).reply(Msg("user", "both?", "user"))
+    turns = service.close(bound)
     text = service.recorder.renderer.decode(turns[1].prompt_ids)
     assert "<tool_response>\n42\n</tool_response>\n<tool_response>\n48\n</tool_response>" in text
     assert is_one_sequence(turns)
 
 
 class Answer(BaseModel):
-    """What is asked for."""
+    """The requested structure."""
 
     value: int
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_structured_output_is_a_required_call(is_stream):
-    """The agent asks with tool_choice="required"; the start of each call is given, the rest sampled."""
+    """The agent sends tool_choice="required"; the prefix of each call is forced, the rest sampled."""
     tokenizer = build_chat_tokenizer(QWEN25)
     rests = iter(
         [
@@ -121,11 +121,11 @@ async def test_structured_output_is_a_required_call(is_stream):
         return [*tokenizer.encode(next(rests)), tokenizer.eos_token_id]
 
     service = build_service(script, template=QWEN25, is_stream=is_stream)
-    lease = service.open(seed=1)
-    agent = build_agent(lease.model)
+    bound = service.open(seed=1)
+    agent = build_agent(bound.model)
     reply = await agent.reply(Msg("user", "What is 6 * 7?", "user"), structured_model=Answer)
     assert reply.metadata == {"value": 42}
-    turns = service.close(lease)
+    turns = service.close(bound)
     assert len(turns) == 3
     assert is_one_sequence(turns)
     ends = [service.recorder.renderer.decode(turn.prompt_ids)[-30:] for turn in turns]
@@ -133,16 +133,16 @@ async def test_structured_output_is_a_required_call(is_stream):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_structured_output_of_the_model_itself_is_recorded(is_stream):
+async def test_structured_output_of_the_model_is_recorded(is_stream):
     service = build_service(None, ' {"value": 42}}\n</tool_call>', template=QWEN25, is_stream=is_stream)
-    lease = service.open(seed=1)
-    response = await lease.model([{"role": "user", "content": "6 * 7?"}], structured_model=Answer)
+    bound = service.open(seed=1)
+    response = await bound.model([{"role": "user", "content": "6 * 7?"}], structured_model=Answer)
     if is_stream:
         *_, response = [chunk async for chunk in response]
     else:
         assert response.metadata == {"value": 42}
     assert response.content[0]["input"] == {"value": 42}
-    assert len(service.close(lease)) == 1
+    assert len(service.close(bound)) == 1
 
 
 async def test_options_of_the_model_are_sent_with_each_call():
@@ -157,13 +157,13 @@ async def test_options_of_the_model_are_sent_with_each_call():
             endpoint, options={"temperature": 0.25, "extra_body": {"top_k": 7}}
         ),
     )
-    lease = service.open(seed=1)
-    await lease.model([{"role": "user", "content": "hi"}])
+    bound = service.open(seed=1)
+    await bound.model([{"role": "user", "content": "hi"}])
     ((_, sampling, _),) = engine.requests
     assert (sampling.distribution.temperature, sampling.distribution.top_k) == (0.25, 7)
 
 
-async def test_its_model_carries_the_address_of_the_server_and_says_when_there_is_none():
+async def test_base_url_is_the_servers_url_or_an_error():
     service = build_service(None, "x", template=QWEN25, is_stream=False)
     with pytest.raises(ConfigError, match=r"set rollout\.http_port"):
         _ = service.open(seed=1).model.base_url

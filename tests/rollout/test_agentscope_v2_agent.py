@@ -1,4 +1,4 @@
-"""AgentScope 2.x: its Agent on the endpoint, as workflows use it."""
+"""AgentScope 2.x: its Agent with the endpoint, as in workflows."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ async def test_agent_calls_a_tool_and_answers(is_stream):
             endpoint, options={"temperature": 0.5, "extra_body": {"top_k": 3}}, is_stream=is_stream
         ),
     )
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     agent = Agent(
         name="friday",
         system_prompt="Help.",
-        model=lease.model,
+        model=bound.model,
         toolkit=Toolkit(tools=[FunctionTool(multiply)]),
         state=AgentState(permission_context=PermissionContext(mode=PermissionMode.BYPASS)),
     )
     reply = await agent.reply(UserMsg("user", "What is 6 * 7?"))
     assert reply.get_text_content() == "It is 42."
-    first, second = service.close(lease)
+    first, second = service.close(bound)
     tokens = first.prompt_ids + first.sampled_ids
     assert second.prompt_ids[: len(tokens)] == tokens
     assert "<tool_response>\n42\n</tool_response>" in service.recorder.renderer.decode(second.prompt_ids)

@@ -1,4 +1,4 @@
-"""/v1/completions: prompts that the client rendered, as text or as token ids."""
+"""/v1/completions: client-rendered prompts as text or token ids."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import openai
 import pytest
-from served import DEFAULTS, build_service, engine_of
+from served import DEFAULTS, build_service, get_engine
 
 from fakes import FakeEngine
 from tunesmith.rollout.service import ModelService
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.anyio
 
 
 async def complete(service: ModelService, **fields) -> tuple[openai.types.Completion, tuple[Turn, ...]]:
-    """One request in a session of its own; the completion, or the chunks of it, and the recorded turns."""
-    lease = service.open(seed=1)
+    """Send one request in a new session; returns the completion (or its chunks) and the recorded turns."""
+    bound = service.open(seed=1)
     try:
-        completion = await lease.model.client.completions.create(model="m", **fields)
+        completion = await bound.model.client.completions.create(model="m", **fields)
         if fields.get("stream"):
             completion = [chunk async for chunk in completion]
     finally:
-        turns = service.close(lease)
+        turns = service.close(bound)
     return completion, turns
 
 
@@ -36,7 +36,7 @@ async def test_a_text_is_completed_and_recorded():
         "fine <tool_call> </think>",
         "stop",
     )
-    ((prompt_ids, sampled_ids),) = engine_of(service).ledger
+    ((prompt_ids, sampled_ids),) = get_engine(service).ledger
     expected = service.recorder.renderer._tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n")
     assert turn.prompt_ids == prompt_ids == tuple(expected)
     assert turn.sampled_ids == tuple(sampled_ids)
@@ -45,7 +45,7 @@ async def test_a_text_is_completed_and_recorded():
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (len(prompt_ids), len(sampled_ids))
 
 
-async def test_token_ids_are_completed_as_they_are():
+async def test_token_id_prompts_are_used_unchanged():
     service = build_service("fine")
     completion, (turn,) = await complete(
         service, prompt=[40, 41, 42], logprobs=0, extra_body={"return_token_ids": True}
@@ -77,7 +77,7 @@ async def test_each_prompt_is_completed_n_times(stream):
     assert reasons == ["length"] * 4
     usage = (answer[-1] if stream else answer).usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (3, 20)
-    assert [order for *_, order in engine_of(service).requests] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [order for *_, order in get_engine(service).requests] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -90,7 +90,7 @@ async def test_stop_strings_end_the_text(stream):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"prompt": "a", "echo": True}, "echo=True is not supported"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
@@ -104,11 +104,11 @@ async def test_stop_strings_end_the_text(stream):
         ({"prompt": ["a"] * 65, "n": 2}, "more than 128 completions"),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused(fields, said):
+async def test_unsupported_requests_are_refused(fields, message):
     service = build_service("x")
-    with pytest.raises(openai.BadRequestError, match=said):
+    with pytest.raises(openai.BadRequestError, match=message):
         await complete(service, **fields)
-    assert engine_of(service).ledger == []
+    assert get_engine(service).ledger == []
 
 
 @pytest.mark.parametrize("prompt", ["q q q q q", [40] * 7, ["a", [40] * 7]])
@@ -120,9 +120,9 @@ async def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(prompt):
 
 async def test_a_closed_session_and_another_model_are_refused():
     service = build_service("x")
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     with pytest.raises(openai.NotFoundError, match="serves 'm'"):
-        await lease.model.client.completions.create(model="gpt", prompt="a")
-    service.close(lease)
+        await bound.model.client.completions.create(model="gpt", prompt="a")
+    service.close(bound)
     with pytest.raises(openai.AuthenticationError):
-        await lease.model.client.completions.create(model="m", prompt="a")
+        await bound.model.client.completions.create(model="m", prompt="a")

@@ -1,4 +1,4 @@
-"""Groups in order, whatever order they end in; failures counted; numbers by hand."""
+"""Order of groups, counts of failures, and metrics computed by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.groups import check_failures, compute_rollout_metrics, run_groups
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
-from tunesmith.rollout.watchdog import watch_loop
+from tunesmith.rollout.watchdog import watch_event_loop
 from tunesmith.types import Distribution, Failure, Group, Sampling, Task, Trajectory, Turn, WorkflowOutput
 
 TOKENIZER = build_chat_tokenizer(QWEN25)
@@ -44,7 +44,7 @@ async def collect(service, *, workflow=work, max_concurrency=100, **options):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("max_concurrency", [1, 4, 100])
-async def test_groups_come_in_order_and_concurrency_changes_no_token(max_concurrency):
+async def test_groups_are_in_task_order_and_independent_of_concurrency(max_concurrency):
     seen = []
     groups = await collect(build_service(), max_concurrency=max_concurrency, on_progress=seen.append)
     assert [group.task for group in groups] == TASKS
@@ -59,7 +59,7 @@ async def test_groups_come_in_order_and_concurrency_changes_no_token(max_concurr
 
 
 @pytest.mark.anyio
-async def test_runs_start_in_order_and_never_too_many():
+async def test_runs_start_in_order_and_within_the_concurrency_limit():
     running, most, started = 0, 0, []
 
     async def workflow(task, model):
@@ -87,7 +87,7 @@ async def test_sampling_can_be_overridden():
 
 
 @pytest.mark.anyio
-async def test_an_error_of_ours_ends_all_runs():
+async def test_an_internal_error_cancels_all_runs():
     def broken(trajectory):
         raise AssertionError("ours")
 
@@ -148,7 +148,7 @@ def test_too_many_failures_stop_the_run_with_their_causes():
     check_failures([], 0.0)
 
 
-def test_causes_are_of_kinds_and_the_first_is_shown_with_its_line():
+def test_causes_are_grouped_by_kind_with_the_first_message():
     line = "agent.py:3 in solve"
     failed = [make_trajectory(message=f"ValueError: no {i}\n more", line=line) for i in range(3)]
     failed += [make_trajectory(message="TypeError: x", line=line), make_trajectory(where="judge", message="boom")]
@@ -160,7 +160,7 @@ def test_causes_are_of_kinds_and_the_first_is_shown_with_its_line():
 
 
 @pytest.mark.anyio
-async def test_a_phase_in_which_runs_block_the_loop_again_and_again_stops_with_the_line(caplog):
+async def test_repeated_blocking_of_the_event_loop_aborts_the_phase(caplog):
     def block_here():
         time.sleep(0.5)
 
@@ -175,11 +175,11 @@ async def test_a_phase_in_which_runs_block_the_loop_again_and_again_stops_with_t
 
 
 @pytest.mark.anyio
-async def test_the_watchdog_names_what_blocks_the_loop(caplog):
+async def test_the_watchdog_logs_the_blocking_line(caplog):
     def block_here():
         time.sleep(0.5)
 
-    with watch_loop(logging.getLogger("test"), limit_s=0.1):
+    with watch_event_loop(logging.getLogger("test"), limit_s=0.1):
         await asyncio.sleep(0.2)
         assert not caplog.records
         block_here()

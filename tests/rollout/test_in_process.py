@@ -1,4 +1,4 @@
-"""The client in this process: what it hands over as it is, and what it copies."""
+"""The in-process client: which values it passes on and which it copies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessage
-from served import TOOLS, USER, build_service, engine_of
+from served import TOOLS, USER, build_service, get_engine
 
 from tunesmith.errors import ConfigError
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Text(str):
-    """Text of a type of its own."""
+    """A subclass of str."""
 
 
 MESSAGE = {"role": "user", "content": "hi \u20ac"}
@@ -37,39 +37,39 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments":
         "hi",
     ],
 )
-async def test_messages_of_any_type_are_read_alike_the_short_way_and_the_long_way(messages):
+async def test_fast_path_and_transport_parse_messages_equally(messages):
     seen = []
     for is_copy in (False, True, False):
         service = build_service("fine")
-        lease = service.open(seed=1)
-        client = lease.model.client.copy() if is_copy else lease.model.client
+        bound = service.open(seed=1)
+        client = bound.model.client.copy() if is_copy else bound.model.client
         try:
             await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
-            seen.append([request[0] for request in engine_of(service).requests])
+            seen.append([request[0] for request in get_engine(service).requests])
         except (openai.BadRequestError, TypeError) as error:
             seen.append(type(error))
-        service.close(lease)
+        service.close(bound)
     assert seen[0] == seen[1] == seen[2]
 
 
-async def test_what_a_client_changes_in_place_is_seen_and_stays_in_its_session():
+async def test_in_place_changes_reach_the_next_request_of_that_session_only():
     service = build_service("first", "second", "third")
     messages, tools = [{"role": "user", "content": "hi"}], copy.deepcopy(TOOLS)
-    leases = [service.open(seed=1), service.open(seed=2)]
-    create = [lease.model.client.chat.completions.create for lease in leases]
+    bound_models = [service.open(seed=1), service.open(seed=2)]
+    create = [bound.model.client.chat.completions.create for bound in bound_models]
     await create[0](model="m", messages=messages, tools=tools)
     messages[0]["content"] = "bye"
     tools[0]["function"]["name"] = "mul"
     await create[0](model="m", messages=messages, tools=tools)
     await create[1](model="m", messages=USER, tools=TOOLS)
-    prompts = [request[0] for request in engine_of(service).requests]
+    prompts = [request[0] for request in get_engine(service).requests]
     texts = ["".join(service.recorder.renderer.format_token(i) for i in prompt) for prompt in prompts]
     assert ["bye" in text for text in texts] == ['"mul"' in text for text in texts] == [False, True, False]
     assert prompts[2] == prompts[0]
-    assert [len(service.close(lease)) for lease in leases] == [2, 1]
+    assert [len(service.close(bound)) for bound in bound_models] == [2, 1]
 
 
-async def test_who_closes_a_client_closes_nobody_elses():
+async def test_closing_a_client_leaves_other_clients_open():
     service = build_service("fine")
     first, second = service.open(seed=1), service.open(seed=2)
     async with first.model.client as client:
@@ -85,12 +85,12 @@ async def test_who_closes_a_client_closes_nobody_elses():
     assert not second.model.client.is_closed()
 
 
-async def test_a_model_carries_the_address_of_the_server_and_says_when_there_is_none():
+async def test_base_url_is_the_servers_url_or_an_error():
     service = build_service("fine")
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     with pytest.raises(ConfigError, match=r"set rollout\.http_port, 0 for a free port"):
-        _ = lease.model.base_url
-    assert not hasattr(lease.model, "base_url")
+        _ = bound.model.base_url
+    assert not hasattr(bound.model, "base_url")
     async with service.serve() as url:
         model = service.open(seed=2).model
         assert model.base_url == url == str(model.client.base_url).rstrip("/")

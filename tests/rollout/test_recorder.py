@@ -1,4 +1,4 @@
-"""Sessions: every sampled token is in exactly one turn, and conversations go on from what was sampled."""
+"""Sessions: every sampled token is in exactly one turn, and later calls extend recorded turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fakes import FakeEngine, Script, build_chat_tokenizer, say
 from tunesmith.chat.messages import compute_match_keys, parse_messages
 from tunesmith.chat.renderer import Renderer
 from tunesmith.experience.samples import build_samples
-from tunesmith.rollout.service import Lease, ModelService
+from tunesmith.rollout.service import BoundModel, ModelService
 from tunesmith.types import Group, Sampling, Task, Trajectory, Turn
 
 pytestmark = pytest.mark.anyio
@@ -34,12 +34,12 @@ def build_service(*replies: str, script: Script | None = None, template: str = Q
     return ModelService(engine, Renderer(tokenizer), model_name="m", sampling=Sampling(max_tokens=300))
 
 
-def goes_on(later: Turn, turn: Turn) -> bool:
+def extends(later: Turn, turn: Turn) -> bool:
     tokens = turn.prompt_ids + turn.sampled_ids
     return later.prompt_ids[: len(tokens)] == tokens
 
 
-# What counts as the same conversation
+# Match keys
 
 
 CALLS = [{"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2.0, "y"]}'}}]
@@ -75,7 +75,7 @@ RESULT = {"role": "tool", "tool_call_id": "x", "content": "3"}
     ],
     ids=["null or empty", "parts", "reasoning and names", "other ids and JSON", "no id"],
 )
-def test_clients_re_render_histories(history):
+def test_reformatted_histories_have_equal_match_keys(history):
     reference = [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, RESULT]
     assert compute_match_keys(parse_messages(history)) == compute_match_keys(parse_messages(reference))
 
@@ -95,12 +95,12 @@ def test_clients_re_render_histories(history):
         ],
     ],
 )
-def test_other_histories_differ(history):
+def test_different_histories_have_different_match_keys(history):
     reference = [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, RESULT]
     assert compute_match_keys(parse_messages(history)) != compute_match_keys(parse_messages(reference))
 
 
-def test_results_answer_calls_by_id_and_not_by_place():
+def test_tool_results_are_matched_to_calls_by_id():
     calls = [{"id": i, "function": {"name": "add", "arguments": "{}"}} for i in "xy"]
     in_order = [USER, {"role": "assistant", "tool_calls": calls}]
     in_order += [{"role": "tool", "tool_call_id": i, "content": "r"} for i in "xy"]
@@ -108,23 +108,23 @@ def test_results_answer_calls_by_id_and_not_by_place():
     assert compute_match_keys(parse_messages(in_order)) != compute_match_keys(parse_messages(swapped))
 
 
-# Going on, branching, counting
+# Extending, branching, counting
 
 
-async def ask(lease: Lease, messages, **options):
-    return (await lease.model(messages, **options)).choices[0].message
+async def create_message(bound: BoundModel, messages, **options):
+    return (await bound.model(messages, **options)).choices[0].message
 
 
-async def test_counts_of_calls():
+async def test_call_counters():
     service = build_service("a")
-    lease = service.open(seed=1)
-    first = await ask(lease, [USER])
+    bound = service.open(seed=1)
+    first = await create_message(bound, [USER])
     history = [USER, first]
-    await ask(lease, [*history, USER])
-    await ask(lease, [*history, USER])
-    await ask(lease, [{"role": "system", "content": "new"}, *history, USER])
-    turns = service.close(lease)
-    assert [goes_on(turn, turns[0]) for turn in turns[1:]] == [True, True, False]
+    await create_message(bound, [*history, USER])
+    await create_message(bound, [*history, USER])
+    await create_message(bound, [{"role": "system", "content": "new"}, *history, USER])
+    turns = service.close(bound)
+    assert [extends(turn, turns[0]) for turn in turns[1:]] == [True, True, False]
     assert service.recorder.compute_stats() == {
         "rollout/num_calls": 4, "rollout/num_extended": 2, "rollout/num_unextended": 0, "rollout/num_repeats": 1,
         "rollout/num_overlong": 0,
@@ -132,61 +132,61 @@ async def test_counts_of_calls():
     assert service.recorder.compute_stats() == {}
 
 
-async def test_a_conversation_goes_on_from_its_longest_recorded_part():
+async def test_a_call_extends_the_longest_recorded_prefix():
     service = build_service("a", "b", "c")
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     history = [USER]
     for _ in range(3):
-        history += [await ask(lease, history), USER]
-    turns = service.close(lease)
-    assert goes_on(turns[1], turns[0])
-    assert goes_on(turns[2], turns[1])
+        history += [await create_message(bound, history), USER]
+    turns = service.close(bound)
+    assert extends(turns[1], turns[0])
+    assert extends(turns[2], turns[1])
 
 
-async def test_other_tools_are_another_conversation():
+async def test_calls_with_other_tools_start_a_branch():
     service = build_service("a")
-    lease = service.open(seed=1)
-    history = [USER, await ask(lease, [USER], tools=TOOLS), USER]
-    await ask(lease, history, tools=TOOLS[:1])
-    await ask(lease, history, tools=TOOLS)
-    turns = service.close(lease)
-    assert [goes_on(turn, turns[0]) for turn in turns[1:]] == [False, True]
+    bound = service.open(seed=1)
+    history = [USER, await create_message(bound, [USER], tools=TOOLS), USER]
+    await create_message(bound, history, tools=TOOLS[:1])
+    await create_message(bound, history, tools=TOOLS)
+    turns = service.close(bound)
+    assert [extends(turn, turns[0]) for turn in turns[1:]] == [False, True]
 
 
-async def test_of_equal_answers_the_last_one_is_gone_on_from():
+async def test_of_equal_replies_the_last_one_is_extended():
     tokenizer = TOKENIZERS[QWEN25]
     spellings = iter([tokenizer.encode("the"), tokenizer.encode("t") + tokenizer.encode("he"), tokenizer.encode("x")])
     service = build_service(script=lambda *_: [*next(spellings), tokenizer.eos_token_id])
-    lease = service.open(seed=1)
-    await ask(lease, [USER])
-    reply = await ask(lease, [USER])
-    await ask(lease, [USER, reply, USER])
-    turns = service.close(lease)
+    bound = service.open(seed=1)
+    await create_message(bound, [USER])
+    reply = await create_message(bound, [USER])
+    await create_message(bound, [USER, reply, USER])
+    turns = service.close(bound)
     assert turns[0].sampled_ids != turns[1].sampled_ids
-    assert goes_on(turns[2], turns[1])
-    assert not goes_on(turns[2], turns[0])
+    assert extends(turns[2], turns[1])
+    assert not extends(turns[2], turns[0])
 
 
-async def test_answers_cut_short_are_gone_on_from():
+async def test_truncated_replies_can_be_extended():
     service = build_service("one two three")
-    lease = service.open(seed=1)
-    short = await ask(lease, [USER], max_tokens=4)
-    stopped = await ask(lease, [USER, short, USER], stop=["two"])
+    bound = service.open(seed=1)
+    short = await create_message(bound, [USER], max_tokens=4)
+    stopped = await create_message(bound, [USER, short, USER], stop=["two"])
     assert stopped.content == "one "
-    await ask(lease, [USER, short, USER, stopped, USER])
-    turns = service.close(lease)
+    await create_message(bound, [USER, short, USER, stopped, USER])
+    turns = service.close(bound)
     assert [turn.stop_reason for turn in turns] == ["length", "stop", "eos"]
-    assert goes_on(turns[1], turns[0])
-    assert goes_on(turns[2], turns[1])
+    assert extends(turns[1], turns[0])
+    assert extends(turns[2], turns[1])
     text = service.recorder.renderer._tokenizer.decode(turns[2].prompt_ids)
     assert "one two<|im_end|>\n<|im_start|>user\nhi<|im_end|>" in text
 
 
-async def test_sessions_do_not_see_each_other():
+async def test_sessions_are_independent():
     service = build_service("a")
     first, second = service.open(seed=1), service.open(seed=2)
-    reply = await ask(first, [USER])
-    await ask(second, [USER, reply, USER])
+    reply = await create_message(first, [USER])
+    await create_message(second, [USER, reply, USER])
     assert second.session.num_extended == 0
     assert len(service.close(first)) == len(service.close(second)) == 1
 
@@ -196,27 +196,27 @@ async def test_turns_are_in_order_of_arrival():
         return [30] * (9 if order[-2] == 0 else 2)
 
     service = build_service(script=script)
-    lease = service.open(seed=1, order=(5,))
-    await asyncio.gather(ask(lease, [USER], max_tokens=9), ask(lease, [USER, USER], max_tokens=2))
-    turns = service.close(lease)
+    bound = service.open(seed=1, order=(5,))
+    await asyncio.gather(create_message(bound, [USER], max_tokens=9), create_message(bound, [USER, USER], max_tokens=2))
+    turns = service.close(bound)
     assert [len(turn.sampled_ids) for turn in turns] == [9, 2]
     assert [order for *_, order in service.recorder.engine.requests] == [(5, 0, 0), (5, 1, 0)]
 
 
-async def test_versions_are_recorded():
+async def test_policy_versions_are_recorded():
     service = build_service(script=lambda *_: [30, 31, 32])
     service.recorder.engine.policy_version = 4
-    lease = service.open(seed=1)
-    await ask(lease, [USER], max_tokens=3)
-    (turn,) = service.close(lease)
+    bound = service.open(seed=1)
+    await create_message(bound, [USER], max_tokens=3)
+    (turn,) = service.close(bound)
     assert turn.policy_versions == (4, 4, 4)
 
 
-# Fuzz: agents of every kind
+# Fuzzing with random agents
 
 
 def reshape(message: dict, rng: random.Random) -> dict:
-    """An assistant message as some client would send it back."""
+    """An assistant message in a form in which a client may send it back."""
     message = {key: value for key, value in message.items() if value is not None}
     if rng.random() < 0.5 and "reasoning_content" in message:
         del message["reasoning_content"]
@@ -239,10 +239,10 @@ def reshape(message: dict, rng: random.Random) -> dict:
     return message
 
 
-async def call_model(lease: Lease, history: list[dict], rng: random.Random) -> dict | None:
-    """One request in one of the ways that clients have; None when it brought nothing to go on from."""
+async def call_model(bound: BoundModel, history: list[dict], rng: random.Random) -> dict | None:
+    """Send one request in a random way; returns None if there is no reply to continue from."""
     fields = {"model": "m", "messages": history, "tools": TOOLS, "max_tokens": rng.choice([3, 60, 300])}
-    create = lease.model.client.chat.completions.create
+    create = bound.model.client.chat.completions.create
     way = rng.random()
     if way < 0.2:
         stream = await create(**fields, stream=True)
@@ -267,11 +267,11 @@ async def call_model(lease: Lease, history: list[dict], rng: random.Random) -> d
     return rng.choice(completion.choices).message.model_dump(exclude_unset=True)
 
 
-async def run_agent(lease: Lease, rng: random.Random) -> None:
-    """Calls tools, retries, asks in parallel, gives up on streams, edits and drops messages."""
+async def run_agent(bound: BoundModel, rng: random.Random) -> None:
+    """Calls tools, retries, sends parallel requests, closes streams early, edits and drops messages."""
     history = [{"role": "system", "content": "S"}, dict(USER)]
     for _ in range(rng.randrange(1, 7)):
-        message = await call_model(lease, list(history), rng)
+        message = await call_model(bound, list(history), rng)
         if message is None or rng.random() < 0.1:
             continue
         message = reshape(message, rng)
@@ -300,7 +300,7 @@ PIECES = [
 
 
 def build_random_script(template: str) -> Script:
-    """Samples pieces of replies in random spellings, so that tokenizing the text again gives other tokens."""
+    """Samples pieces of replies in random tokenizations, so that encoding the text again gives other ids."""
     tokenizer = TOKENIZERS[template]
 
     def script(prompt, sampling, order):
@@ -317,9 +317,9 @@ def build_random_script(template: str) -> Script:
 @pytest.mark.parametrize("seed", range(12))
 async def test_every_sampled_token_is_recorded_once_and_trained_once(template, seed):
     service = build_service(script=build_random_script(template), template=template)
-    lease = service.open(seed=seed)
-    await run_agent(lease, random.Random(seed))
-    turns = service.close(lease)
+    bound = service.open(seed=seed)
+    await run_agent(bound, random.Random(seed))
+    turns = service.close(bound)
 
     sampled = Counter((prompt, tuple(ids)) for prompt, ids in service.recorder.engine.ledger if ids)
     assert Counter((turn.prompt_ids, turn.sampled_ids) for turn in turns) == sampled

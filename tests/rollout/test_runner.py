@@ -1,4 +1,4 @@
-"""One run of user code: a reward, or a failure that says where and why."""
+"""A run of user code ends with a reward, or with a failure that names place and cause."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from chat_templates import GEMMA2, QWEN25
 from fakes import FakeEngine, Script, build_chat_tokenizer, say
 from tunesmith.chat.renderer import Renderer
 from tunesmith.rollout.runner import Agent, describe_response, run_trajectory
-from tunesmith.rollout.service import FixedModel, ModelService
-from tunesmith.rollout.watchdog import Watchdog
+from tunesmith.rollout.service import ExternalModel, ModelService
+from tunesmith.rollout.watchdog import EventLoopWatchdog
 from tunesmith.types import Failure, JudgeOutput, Sampling, Task, Trajectory, WorkflowOutput
 
 pytestmark = pytest.mark.anyio
@@ -42,16 +42,16 @@ async def run(workflow, judge=None, *, service=None, auxiliary_models=None, time
     )
 
 
-async def ask(model) -> str:
+async def call_model(model) -> str:
     completion = await model([{"role": "user", "content": "hi"}])
     return completion.choices[0].message.content
 
 
 async def answer(task, model):
-    return WorkflowOutput(reward=0.5, response=await ask(model), metrics={"a": 1.0, "b": 2.0})
+    return WorkflowOutput(reward=0.5, response=await call_model(model), metrics={"a": 1.0, "b": 2.0})
 
 
-async def test_a_run_without_a_judge_takes_the_workflows_reward():
+async def test_without_a_judge_the_workflows_reward_is_used():
     trajectory = await run(answer)
     assert (trajectory.reward, trajectory.failure, trajectory.run_index) == (0.5, None, 3)
     assert trajectory.metrics == {"a": 1.0, "b": 2.0}
@@ -59,7 +59,7 @@ async def test_a_run_without_a_judge_takes_the_workflows_reward():
     assert [turn.stop_reason for turn in trajectory.turns] == ["eos"]
 
 
-async def test_the_judges_reward_wins_and_its_metrics_are_added():
+async def test_the_judges_reward_and_metrics_override_the_workflows():
     async def judge(task, response):
         assert task == TASK.row
         return JudgeOutput(reward=float(response == "fine"), metrics={"b": 3.0})
@@ -69,7 +69,7 @@ async def test_the_judges_reward_wins_and_its_metrics_are_added():
     assert trajectory.metrics == {"a": 1.0, "b": 3.0}
 
 
-async def test_functions_get_what_their_signature_asks_for():
+async def test_functions_receive_the_parameters_in_their_signature():
     seen = {}
 
     async def workflow(task, model, auxiliary_models, logger):
@@ -80,13 +80,13 @@ async def test_functions_get_what_their_signature_asks_for():
         seen["judge"] = (auxiliary_models, logger)
         return JudgeOutput(reward=1.0)
 
-    await run(workflow, judge, auxiliary_models={"helper": FixedModel("it")})
+    await run(workflow, judge, auxiliary_models={"helper": ExternalModel("it")})
     assert seen["workflow"] == seen["judge"]
     assert seen["workflow"][0] == {"helper": "it"}
     assert isinstance(seen["workflow"][1], logging.Logger)
 
 
-async def test_each_function_gets_a_row_of_its_own():
+async def test_each_function_receives_its_own_copy_of_the_row():
     async def workflow(task, model):
         task["tags"].append("b")
         task["new"] = 1
@@ -98,64 +98,64 @@ async def test_each_function_gets_a_row_of_its_own():
     assert (await run(workflow, judge)).reward == 1.0
 
 
-async def test_local_helpers_are_seeded_by_the_run_and_record_nothing():
-    helper = build_service(has_recording=False)
+async def test_local_auxiliary_models_are_seeded_and_not_recorded():
+    auxiliary = build_service(is_recorded=False)
 
     async def workflow(task, model, auxiliary_models):
-        await ask(auxiliary_models["helper"])
+        await call_model(auxiliary_models["helper"])
         return await answer(task, model)
 
-    trajectory = await run(workflow, auxiliary_models={"helper": helper})
+    trajectory = await run(workflow, auxiliary_models={"helper": auxiliary})
     assert len(trajectory.turns) == 1
-    await run(workflow, auxiliary_models={"helper": helper})
-    first, second = (sampling.seed for _, sampling, _ in helper.recorder.engine.requests)
+    await run(workflow, auxiliary_models={"helper": auxiliary})
+    first, second = (sampling.seed for _, sampling, _ in auxiliary.recorder.engine.requests)
     assert first == second
 
 
 async def raising(task, model):
-    await ask(model)
+    await call_model(model)
     raise RuntimeError("first line\nsecond line")
 
 
 async def missing_field(task, model):
-    await ask(model)
+    await call_model(model)
     return task["answer"]
 
 
 async def wrong_type(task, model):
-    return await ask(model)
+    return await call_model(model)
 
 
 async def foreign_output(task, model):
     class WorkflowOutput:
         pass
 
-    await ask(model)
+    await call_model(model)
     return WorkflowOutput()
 
 
 async def not_finite(task, model):
-    await ask(model)
+    await call_model(model)
     return WorkflowOutput(reward=math.nan)
 
 
 async def absurd(task, model):
-    await ask(model)
+    await call_model(model)
     return WorkflowOutput(reward=1e308)
 
 
 async def absurd_metric(task, model):
-    await ask(model)
+    await call_model(model)
     return WorkflowOutput(reward=1, metrics={"m": -1e308})
 
 
 async def no_reward(task, model):
-    await ask(model)
+    await call_model(model)
     return WorkflowOutput(response="x")
 
 
 async def bad_metric(task, model):
-    await ask(model)
+    await call_model(model)
     return WorkflowOutput(reward=1, metrics={"m": math.inf})
 
 
@@ -164,12 +164,12 @@ async def silent(task, model):
 
 
 async def leaving(task, model):
-    await ask(model)
+    await call_model(model)
     raise SystemExit(3)
 
 
 async def cancelling(task, model):
-    await ask(model)
+    await call_model(model)
     raise asyncio.CancelledError
 
 
@@ -186,17 +186,17 @@ async def grouped(task, model):
         (missing_field, "KeyError: 'answer' (fields of the task: question, tags)"),
         (wrong_type, "the workflow must return a WorkflowOutput, got str"),
         (foreign_output, "the workflow must return a WorkflowOutput, got test_runner.foreign_output.<locals>."),
-        (not_finite, "the workflow gave reward nan; it must be a finite number"),
-        (absurd, "the workflow gave reward 1e+308; it must be within 1e+09 of 0"),
-        (absurd_metric, "the workflow gave metric m=-1e+308; it must be within 1e+100 of 0"),
-        (no_reward, "neither the workflow nor a judge gave a reward"),
-        (bad_metric, "the workflow gave metric m=inf; metrics must be finite numbers"),
+        (not_finite, "the workflow returned reward nan; it must be a finite number"),
+        (absurd, "the workflow returned reward 1e+308; it must be within 1e+09 of 0"),
+        (absurd_metric, "the workflow returned metric m=-1e+308; it must be within 1e+100 of 0"),
+        (no_reward, "neither the workflow nor a judge returned a reward"),
+        (bad_metric, "the workflow returned metric m=inf; metrics must be finite numbers"),
         (silent, "the workflow made no call to `model`, so there is nothing to train on"),
         (leaving, "SystemExit: 3"),
         (cancelling, "CancelledError: the workflow or the judge cancelled itself"),
     ],
 )
-async def test_a_workflow_that_fails_leaves_a_failure(workflow, message):
+async def test_an_error_of_the_workflow_is_a_failure(workflow, message):
     trajectory = await run(workflow)
     assert trajectory.reward is None
     assert trajectory.failure.where == "workflow"
@@ -224,21 +224,21 @@ async def judge_returns_a_number(task, response):
     ("judge", "message"),
     [
         (judge_raises, "ValueError: no answer"),
-        (judge_is_undecided, "the judge gave no verdict: its reward is None"),
-        (judge_is_infinite, "the judge gave reward inf; it must be a finite number"),
+        (judge_is_undecided, "the judge returned no reward: JudgeOutput.reward is None"),
+        (judge_is_infinite, "the judge returned reward inf; it must be a finite number"),
         (judge_returns_a_number, "the judge must return a JudgeOutput, got float"),
     ],
 )
-async def test_a_judge_that_fails_leaves_a_failure(judge, message):
+async def test_an_error_of_the_judge_is_a_failure(judge, message):
     trajectory = await run(answer, judge)
     assert (trajectory.reward, trajectory.failure) == (None, Failure(where="judge", message=message))
 
 
-async def test_a_run_that_takes_too_long_is_cancelled():
+async def test_a_run_past_its_timeout_is_cancelled():
     cleaned = []
 
     async def workflow(task, model):
-        await ask(model)
+        await call_model(model)
         try:
             await asyncio.sleep(60)
         finally:
@@ -267,10 +267,10 @@ async def test_user_code_that_ignores_its_cancellation_is_abandoned(caplog):
             except asyncio.CancelledError:
                 late.append("cancelled")
         try:
-            await ask(model)
+            await call_model(model)
         except openai.AuthenticationError:
             late.append("refused")
-        raise RuntimeError("nobody hears this")
+        raise RuntimeError("ignored after cancellation")
 
     service = build_service()
     trajectory = await run(workflow, service=service, timeout_s=0.05)
@@ -289,7 +289,7 @@ async def test_an_engine_error_is_never_a_reward(is_swallowed):
 
     async def workflow(task, model):
         try:
-            await ask(model)
+            await call_model(model)
         except openai.InternalServerError:
             if not is_swallowed:
                 raise
@@ -301,17 +301,17 @@ async def test_an_engine_error_is_never_a_reward(is_swallowed):
     assert trajectory.turns[0].sampled_ids == (40,)
 
 
-async def test_an_engine_error_of_a_helper_is_named():
+async def test_an_engine_error_of_an_auxiliary_model_names_the_model():
     def fail(prompt, sampling, order):
         raise RuntimeError("lost")
 
     async def judge(task, response, auxiliary_models):
         try:
-            await ask(auxiliary_models["critic"])
+            await call_model(auxiliary_models["critic"])
         except openai.InternalServerError:
             return JudgeOutput(reward=0.0)
 
-    trajectory = await run(answer, judge, auxiliary_models={"critic": build_service(fail, has_recording=False)})
+    trajectory = await run(answer, judge, auxiliary_models={"critic": build_service(fail, is_recorded=False)})
     assert trajectory.failure == Failure(where="engine", message="critic: RuntimeError: lost")
 
 
@@ -326,7 +326,7 @@ async def test_cancelling_the_runner_closes_the_session():
     assert service.recorder._sessions == {}
 
 
-async def test_calls_that_outlive_the_workflow_are_ended_with_it():
+async def test_calls_in_flight_are_cancelled_when_the_workflow_returns():
     pending, begun = [], asyncio.Event()
 
     def script(prompt, sampling, order):
@@ -335,7 +335,7 @@ async def test_calls_that_outlive_the_workflow_are_ended_with_it():
         yield from range(30, 60)
 
     async def workflow(task, model):
-        pending.append(asyncio.ensure_future(ask(model)))
+        pending.append(asyncio.ensure_future(call_model(model)))
         await begun.wait()
         return WorkflowOutput(reward=1.0)
 
@@ -366,12 +366,12 @@ async def test_a_run_whose_calls_were_all_refused_fails():
     engine = FakeEngine(strict, say(strict, "x"))
     service = ModelService(engine, Renderer(strict), model_name="m", sampling=Sampling(max_tokens=50))
     failure = (await run(workflow_of_a_strict_template, service=service)).failure
-    assert failure.message == "none of the workflow's 1 calls to `model` was answered"
+    assert failure.message == "none of the workflow's 1 calls to `model` returned a completion"
 
 
-class Speaker:
+class MessageWithText:
     def get_text_content(self):
-        return "said"
+        return "text"
 
 
 class Broken:
@@ -387,13 +387,13 @@ BROKEN = "<test_runner.Broken>"
     [
         ("a", "a"),
         (None, ""),
-        (Speaker(), "said"),
+        (MessageWithText(), "text"),
         ({"x": 1}, "{'x': 1}"),
         ("y" * 9000, "y" * 9000),
         (Broken(), "<test_runner.Broken>"),
     ],
 )
-def test_responses_are_shown_as_text(response, text):
+def test_responses_are_described_as_text(response, text):
     assert describe_response(response) == text
 
 
@@ -407,8 +407,8 @@ async def test_duration_is_measured():
     assert 0 < trajectory.duration_s <= time.perf_counter() - started
 
 
-async def test_each_run_keeps_torchs_modes_to_itself():
-    """Two runs that await inside blocks of their own, ended in another order than begun."""
+async def test_torch_modes_are_isolated_between_runs():
+    """Two runs await inside torch context managers and leave them in another order than they entered."""
     first_is_in, second_is_in, first_is_out = asyncio.Event(), asyncio.Event(), asyncio.Event()
     seen = []
 
@@ -441,7 +441,7 @@ async def test_each_run_keeps_torchs_modes_to_itself():
     assert torch.get_default_dtype() == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
-async def test_inference_mode_that_a_run_never_leaves_does_not_reach_others():
+async def test_an_unclosed_inference_mode_does_not_leak():
     guards = []
 
     async def workflow(task, model):
@@ -453,37 +453,37 @@ async def test_inference_mode_that_a_run_never_leaves_does_not_reach_others():
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-class OwnEnding(BaseException):
+class CustomBaseException(BaseException):
     pass
 
 
-async def raise_deep_below(task, model):
-    await ask(model)
-    raise_own_ending()
+async def raise_in_helper(task, model):
+    await call_model(model)
+    raise_custom()
 
 
-def raise_own_ending():
-    raise OwnEnding("of my own")
+def raise_custom():
+    raise CustomBaseException("of my own")
 
 
 async def return_a_wrong_reward(task, model):
-    await ask(model)
+    await call_model(model)
     return WorkflowOutput(reward="much", metrics={"m": "more"})
 
 
-async def test_an_ending_of_the_users_own_class_is_a_failure_with_its_line():
-    failure = (await run(raise_deep_below)).failure
-    assert failure.message == "OwnEnding: of my own"
-    assert re.fullmatch(r".*test_runner\.py:\d+ in raise_own_ending", failure.line)
+async def test_a_user_defined_base_exception_is_a_failure_with_its_line():
+    failure = (await run(raise_in_helper)).failure
+    assert failure.message == "CustomBaseException: of my own"
+    assert re.fullmatch(r".*test_runner\.py:\d+ in raise_custom", failure.line)
 
 
-async def test_failures_name_a_line_of_user_code_where_nothing_of_it_raised():
+async def test_failures_without_a_user_exception_name_the_function_definition():
     first = no_reward.__code__.co_firstlineno
     assert (await run(no_reward)).failure.line.endswith(f"test_runner.py:{first} in no_reward")
     assert (await run(grouped)).failure.line.endswith("in raising")
 
 
-async def test_every_error_of_a_validation_is_told():
+async def test_all_errors_of_a_validation_are_reported():
     failure = (await run(return_a_wrong_reward)).failure
     assert failure.message.startswith("ValidationError: 2 validation errors for WorkflowOutput")
     assert "reward" in failure.message and "metrics.m" in failure.message
@@ -495,20 +495,20 @@ async def test_a_timeout_names_the_line_that_waited():
         await asyncio.sleep(60)
 
     async def workflow(task, model):
-        await ask(model)
+        await call_model(model)
         await wait_inside()
 
     assert (await run(workflow, timeout_s=0.1)).failure.line.endswith("in wait_inside")
 
 
-async def test_calls_after_the_workflow_has_returned_are_refused_and_counted_while_the_judge_runs():
+async def test_late_calls_are_refused_and_counted():
     outcomes = []
     service = build_service()
 
     async def call_late(model):
         await asyncio.sleep(0.01)
         with pytest.raises(openai.AuthenticationError):
-            await ask(model)
+            await call_model(model)
         outcomes.append("refused")
 
     async def workflow(task, model):
@@ -523,10 +523,10 @@ async def test_calls_after_the_workflow_has_returned_are_refused_and_counted_whi
     late = []
     trajectory = await run(workflow, judge, service=service)
     assert (trajectory.reward, len(trajectory.turns), outcomes) == (1.0, 1, ["refused"])
-    lease = service.open(seed=0)
-    service.close(lease)
+    bound = service.open(seed=0)
+    service.close(bound)
     with pytest.raises(openai.AuthenticationError):
-        await ask(lease.model)
+        await call_model(bound.model)
     assert service.recorder.compute_stats()["rollout/num_late_calls"] == 2
     assert len(service.recorder.engine.requests) == 1
 
@@ -541,18 +541,18 @@ async def block_once(task, model):
     return output
 
 
-async def test_a_run_that_blocks_the_loop_past_its_time_has_timed_out_when_it_comes_back():
+async def test_blocking_the_event_loop_past_the_timeout_is_a_timeout():
     failure = (await run(block_once, timeout_s=0.3)).failure
     assert failure.where == "timeout"
     assert "blocked the event loop for 0.6 s and was not done after timeout_s=0.3" in failure.message
 
 
-async def test_time_that_another_run_blocked_is_not_a_runs_own():
+async def test_time_blocked_by_another_run_does_not_count():
     async def bystander(task, model):
         await asyncio.sleep(0.2)
         return await answer(task, model)
 
-    watchdog = Watchdog(asyncio.get_running_loop(), logging.getLogger("test"), 60)
+    watchdog = EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test"), 60)
 
     def start(workflow, timeout_s):
         agent = Agent(workflow=workflow, timeout_s=timeout_s)

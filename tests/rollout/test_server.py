@@ -1,4 +1,4 @@
-"""The endpoint as clients see it: what it answers, what it honours, what it refuses."""
+"""The endpoint from the client's side: responses, supported fields, errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 import httpx
 import openai
 import pytest
-from served import ADD, DEFAULTS, SUB, TOOLS, USER, ask, build_service, engine_of
+from served import ADD, DEFAULTS, SUB, TOOLS, USER, build_service, create_completion, get_engine
 
 from chat_templates import THINKING
 from fakes import FakeEngine
@@ -23,13 +23,13 @@ from tunesmith.types import Distribution
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_call_is_answered_and_recorded():
+async def test_a_call_returns_a_completion_and_is_recorded():
     service = build_service("fine")
-    completion, (turn,) = await ask(service)
+    completion, (turn,) = await create_completion(service)
     choice = completion.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "fine", "stop")
     assert choice.message.tool_calls is None
-    ((prompt_ids, sampled_ids),) = engine_of(service).ledger
+    ((prompt_ids, sampled_ids),) = get_engine(service).ledger
     assert turn.prompt_ids == prompt_ids
     assert turn.sampled_ids == tuple(sampled_ids)
     assert turn.logprobs == tuple(map(FakeEngine.logprob_of, sampled_ids))
@@ -41,7 +41,7 @@ async def test_a_call_is_answered_and_recorded():
 
 
 async def test_parallel_tool_calls():
-    completion, _ = await ask(build_service(f"both\n{ADD}\n{SUB}"), tools=TOOLS)
+    completion, _ = await create_completion(build_service(f"both\n{ADD}\n{SUB}"), tools=TOOLS)
     message = completion.choices[0].message
     assert completion.choices[0].finish_reason == "tool_calls"
     assert message.content == "both"
@@ -50,9 +50,9 @@ async def test_parallel_tool_calls():
     assert len({call.id for call in message.tool_calls}) == 2
 
 
-async def test_one_call_at_a_time_ends_sampling_with_the_call():
+async def test_without_parallel_tool_calls_sampling_stops_after_one_call():
     service = build_service(f"one {ADD}{SUB}")
-    completion, (turn,) = await ask(service, tools=TOOLS, parallel_tool_calls=False)
+    completion, (turn,) = await create_completion(service, tools=TOOLS, parallel_tool_calls=False)
     assert [call.function.name for call in completion.choices[0].message.tool_calls] == ["add"]
     assert completion.choices[0].finish_reason == "tool_calls"
     assert turn.stop_reason == "stop"
@@ -61,12 +61,12 @@ async def test_one_call_at_a_time_ends_sampling_with_the_call():
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "sub"}}])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_required_call_begins_with_tokens_that_were_not_sampled(choice, stream):
+async def test_a_required_call_starts_with_a_prefix_that_is_not_sampled(choice, stream):
     is_named = isinstance(choice, dict)
     rest = ' {"b": 2}}\n</tool_call>' if is_named else 'add", "arguments": {"a": 1}}\n</tool_call>'
     service = build_service(f"{rest}{SUB}")
     fields = {"tools": TOOLS, "tool_choice": choice, "stop": ["\n\n"], "extra_body": {"return_token_ids": True}}
-    completion, (turn,) = await ask(service, stream=stream, **fields)
+    completion, (turn,) = await create_completion(service, stream=stream, **fields)
     if stream:
         calls = [call for chunk in completion for call in chunk.choices[0].delta.tool_calls or []]
     else:
@@ -80,31 +80,31 @@ async def test_a_required_call_begins_with_tokens_that_were_not_sampled(choice, 
     assert renderer.decode(turn.sampled_ids).startswith(rest)
 
 
-async def test_the_only_tool_is_named_when_a_call_is_required():
+async def test_a_required_call_names_the_only_tool():
     service = build_service(" {}}</tool_call>")
-    completion, (turn,) = await ask(service, tools=TOOLS[:1], tool_choice="required")
+    completion, (turn,) = await create_completion(service, tools=TOOLS[:1], tool_choice="required")
     assert completion.choices[0].message.tool_calls[0].function.name == "add"
     assert service.recorder.renderer.decode(turn.prompt_ids).endswith('{"name": "add", "arguments":')
 
 
-async def test_calls_stay_text_when_no_tool_may_be_called():
-    completion, _ = await ask(build_service(ADD), tools=TOOLS, tool_choice="none")
+async def test_tool_calls_are_not_parsed_without_callable_tools():
+    completion, _ = await create_completion(build_service(ADD), tools=TOOLS, tool_choice="none")
     assert completion.choices[0].message.content == ADD
     assert completion.choices[0].message.tool_calls is None
-    completion, _ = await ask(build_service(ADD))
+    completion, _ = await create_completion(build_service(ADD))
     assert completion.choices[0].message.content == ADD
 
 
-async def test_reasoning_is_told_apart():
-    completion, _ = await ask(build_service("hm\n</think>\n\nfine", template=THINKING))
+async def test_reasoning_is_separated_from_the_content():
+    completion, _ = await create_completion(build_service("hm\n</think>\n\nfine", template=THINKING))
     message = completion.choices[0].message
     assert (message.reasoning_content, message.content) == ("hm", "fine")
 
 
-async def test_choices_are_turns_of_their_own():
+async def test_each_choice_is_a_turn():
     rng_script = lambda prompt, sampling, order: random.Random(sampling.seed).choices(range(20, 90), k=5)  # noqa: E731
     service = build_service(script=rng_script)
-    completion, turns = await ask(service, n=3, max_tokens=5, logprobs=True)
+    completion, turns = await create_completion(service, n=3, max_tokens=5, logprobs=True)
     assert [choice.index for choice in completion.choices] == [0, 1, 2]
     assert len({turn.sampled_ids for turn in turns}) == 3
     assert len({turn.prompt_ids for turn in turns}) == 1
@@ -113,13 +113,13 @@ async def test_choices_are_turns_of_their_own():
         assert [token.logprob for token in choice.logprobs.content] == list(turn.logprobs)
         assert choice.finish_reason == "length"
     assert completion.usage.completion_tokens == 15
-    assert [order for *_, order in engine_of(service).requests] == [(0, 0), (0, 1), (0, 2)]
+    assert [order for *_, order in get_engine(service).requests] == [(0, 0), (0, 1), (0, 2)]
 
 
-async def test_requests_win_over_the_sessions_defaults():
+async def test_request_fields_override_session_defaults():
     service = build_service("x")
-    await ask(service)
-    await ask(
+    await create_completion(service)
+    await create_completion(
         service,
         temperature=0,
         top_p=0.5,
@@ -128,37 +128,37 @@ async def test_requests_win_over_the_sessions_defaults():
         logit_bias={"3": -1.5},
         extra_body={"top_k": -1, "min_p": 0, "stop_token_ids": [9]},
     )
-    await ask(service, max_completion_tokens=8)
-    (_, first, _), (_, second, _), (_, third, _) = engine_of(service).requests
+    await create_completion(service, max_completion_tokens=8)
+    (_, first, _), (_, second, _), (_, third, _) = get_engine(service).requests
     assert (first.distribution, first.max_tokens) == (DEFAULTS.distribution, 300)
     assert second.distribution == Distribution(temperature=0, top_p=0.5, logit_bias=((3, -1.5),))
     assert (second.max_tokens, second.stop, second.stop_token_ids) == (7, ("END",), (9,))
     assert third.max_tokens == 8
 
 
-async def test_seeds_come_from_session_call_and_choice():
+async def test_seeds_depend_on_session_call_and_choice():
     service = build_service("x")
     seeds = []
     for session_seed in (1, 1, 2):
-        lease = service.open(seed=session_seed)
+        bound = service.open(seed=session_seed)
         for fields in ({}, {}, {"seed": 5}, {"seed": 5}):
-            await lease.model(USER, **fields)
-        service.close(lease)
-        seeds.append([sampling.seed for _, sampling, _ in engine_of(service).requests[-4:]])
+            await bound.model(USER, **fields)
+        service.close(bound)
+        seeds.append([sampling.seed for _, sampling, _ in get_engine(service).requests[-4:]])
     assert seeds[0] == seeds[1]
     assert seeds[0][2] == seeds[0][3]
     assert len({*seeds[0], *seeds[2]}) == 6
 
 
 async def test_stop_strings_end_the_text():
-    completion, (turn,) = await ask(build_service("say STOP here"), stop=["STOP"])
+    completion, (turn,) = await create_completion(build_service("say STOP here"), stop=["STOP"])
     assert completion.choices[0].message.content == "say "
     assert completion.choices[0].finish_reason == "stop"
     assert turn.stop_reason == "stop"
 
 
-async def test_a_context_that_fills_up_ends_the_turn_and_not_the_run():
-    completion, (turn,) = await ask(build_service("a long answer", max_model_len=12))
+async def test_a_full_context_ends_the_turn():
+    completion, (turn,) = await create_completion(build_service("a long answer", max_model_len=12))
     assert (completion.choices[0].message.content, completion.choices[0].finish_reason) == ("a ", "length")
     assert (len(turn.prompt_ids) + len(turn.sampled_ids), turn.stop_reason) == (12, "context")
 
@@ -167,12 +167,12 @@ async def test_a_context_that_fills_up_ends_the_turn_and_not_the_run():
 @pytest.mark.parametrize("max_model_len", [3, 10])
 async def test_a_prompt_that_leaves_no_room_for_a_token_is_refused(max_model_len, stream):
     service = build_service("x", max_model_len=max_model_len)
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     with pytest.raises(openai.BadRequestError, match=f"maximum context length is {max_model_len} tokens") as caught:
-        await lease.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
+        await bound.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
     assert caught.value.body["type"] == "invalid_request_error"
-    assert service.close(lease) == ()
+    assert service.close(bound) == ()
     assert service.recorder.compute_stats()["rollout/num_overlong"] == 1
 
 
@@ -181,39 +181,39 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatc
     service.recorder.renderer.encode(" warm")
     monkeypatch.setattr(service.recorder.renderer, "_encode_prompt", None)
     with pytest.raises(openai.BadRequestError, match="cannot fit 50 tokens") as caught:
-        await ask(service, [{"role": "user", "content": "word " * 100_000}])
+        await create_completion(service, [{"role": "user", "content": "word " * 100_000}])
     assert caught.value.code == "context_length_exceeded"
 
 
-async def test_long_texts_are_tokenized_beside_the_event_loop():
-    """A heart that beats meanwhile: without the thread it would stand still from the first beat to the last."""
+async def test_long_texts_are_tokenized_in_a_thread():
+    """A coroutine counts iterations of the event loop meanwhile; without the thread it would not run."""
     service = build_service("fine", max_model_len=10**6)
-    lease, beats = service.open(seed=1), 0
+    bound, num_iterations = service.open(seed=1), 0
 
-    async def beat():
-        nonlocal beats
+    async def count_iterations():
+        nonlocal num_iterations
         while True:
-            beats += 1
+            num_iterations += 1
             await asyncio.sleep(0.001)
 
-    heart = asyncio.ensure_future(beat())
+    counter = asyncio.ensure_future(count_iterations())
     text = "".join(random.Random(0).choices("the user asks\n", k=200_000))
-    calls = [lease.model([{"role": "user", "content": content}]) for content in (text, "hi", text)]
+    calls = [bound.model([{"role": "user", "content": content}]) for content in (text, "hi", text)]
     completions = await asyncio.gather(*calls)
-    heart.cancel()
+    counter.cancel()
     assert [completion.id.rpartition("-")[2] for completion in completions] == ["0", "1", "2"]
-    long, _, again = [turn.prompt_ids for turn in service.close(lease)]
+    long, _, again = [turn.prompt_ids for turn in service.close(bound)]
     expected = service.recorder.renderer.render(Prompt(messages=(Message(role="user", content=text),)))
     assert long == again == expected
-    assert beats > 20
+    assert num_iterations > 20
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-async def test_bodies_beyond_the_limit_are_refused(is_told):
+@pytest.mark.parametrize("has_content_length", [True, False])
+async def test_request_bodies_over_the_limit_are_refused(has_content_length):
     service = build_service("x")
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     body = json.dumps({"messages": USER, "user": "u" * 3000}).encode()
-    headers = {"authorization": f"Bearer {lease.session.key}"}
+    headers = {"authorization": f"Bearer {bound.session.key}"}
 
     async def send_in_pieces():
         for start in range(0, len(body), 1000):
@@ -222,7 +222,7 @@ async def test_bodies_beyond_the_limit_are_refused(is_told):
     answers = {}
     for limit in (2000, 4000):
         async with service.serve(max_body_bytes=limit) as url, httpx.AsyncClient() as client:
-            content = body if is_told else send_in_pieces()
+            content = body if has_content_length else send_in_pieces()
             answers[limit] = await client.post(f"{url}/chat/completions", content=content, headers=headers)
     assert (answers[2000].status_code, answers[4000].status_code) == (413, 200)
     error = answers[2000].json()["error"]
@@ -231,7 +231,7 @@ async def test_bodies_beyond_the_limit_are_refused(is_told):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs=2 is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -239,7 +239,7 @@ async def test_bodies_beyond_the_limit_are_refused(is_told):
         ({"presence_penalty": -1}, "presence_penalty"),
         ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty"),
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
-        ({"reasoning_effort": "low"}, "not read by this model's chat template"),
+        ({"reasoning_effort": "low"}, "not used by this model's chat template"),
         ({"temperature": -1}, "temperature=-1"),
         ({"temperature": 1e-39}, "temperature=1e-39 must be 0 or at least 1e-05"),
         ({"top_p": 0}, "top_p=0"),
@@ -256,17 +256,17 @@ async def test_bodies_beyond_the_limit_are_refused(is_told):
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "cannot set"),
     ],
 )
-async def test_what_cannot_be_honoured_is_refused(fields, said):
+async def test_unsupported_requests_are_refused(fields, message):
     service = build_service("x")
     messages = fields.pop("messages", USER)
-    with pytest.raises(openai.BadRequestError, match=said) as caught:
-        await ask(service, messages, **fields)
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        await create_completion(service, messages, **fields)
     assert caught.value.body["type"] == "invalid_request_error"
-    assert engine_of(service).ledger == []
+    assert get_engine(service).ledger == []
 
 
-async def test_what_changes_nothing_is_ignored():
-    completion, _ = await ask(
+async def test_options_without_effect_are_ignored():
+    completion, _ = await create_completion(
         build_service("x"), user="u", store=False, metadata={"a": "b"}, presence_penalty=0, logprobs=False,
         response_format={"type": "text"}, extra_body={"made_up": 1, "repetition_penalty": 1.0, "top_k": None},
     )  # fmt: skip
@@ -275,39 +275,39 @@ async def test_what_changes_nothing_is_ignored():
 
 async def test_another_model_is_not_found():
     service = build_service("x")
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     with pytest.raises(openai.NotFoundError, match="serves 'm'"):
-        await lease.model.client.chat.completions.create(model="gpt", messages=USER)
+        await bound.model.client.chat.completions.create(model="gpt", messages=USER)
 
 
 async def test_unknown_and_closed_keys_are_refused():
     service = build_service("x")
-    lease = service.open(seed=1)
-    service.close(lease)
+    bound = service.open(seed=1)
+    service.close(bound)
     with pytest.raises(openai.AuthenticationError, match="no open trajectory"):
-        await lease.model(USER)
+        await bound.model(USER)
     response = await service._http_client.post("http://x/v1/chat/completions", json={})
     assert response.status_code == 401
     assert "no API key" in response.json()["error"]["message"]
-    assert engine_of(service).ledger == []
+    assert get_engine(service).ledger == []
 
 
 async def test_the_key_may_be_in_the_path():
     service = build_service("x")
-    lease = service.open(seed=1)
-    url = f"http://x/t/{lease.session.key}/v1"
+    bound = service.open(seed=1)
+    url = f"http://x/t/{bound.session.key}/v1"
     client = build_client(base_url=url, api_key="whatever", http_client=service._http_client)
     await client.chat.completions.create(model="m", messages=USER)
     assert [model.id for model in (await client.models.list()).data] == ["m"]
-    assert len(service.close(lease)) == 1
+    assert len(service.close(bound)) == 1
 
 
 async def test_malformed_bodies_are_refused():
     service = build_service("x")
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     for body in (b"{", b"[]", b"\xff", b'{"messages": 3}'):
         response = await service._http_client.post(
-            "http://x/v1/chat/completions", content=body, headers={"authorization": f"Bearer {lease.session.key}"}
+            "http://x/v1/chat/completions", content=body, headers={"authorization": f"Bearer {bound.session.key}"}
         )
         assert response.status_code == 400, body
 
@@ -319,9 +319,9 @@ async def test_health_and_models():
     assert (model["id"], model["max_model_len"]) == ("m", 100_000)
 
 
-async def test_one_model_is_found_by_its_name():
+async def test_a_model_can_be_retrieved_by_name():
     service = ModelService(
-        engine_of(build_service("x")), build_service("x").recorder.renderer, model_name="a/b c", sampling=DEFAULTS
+        get_engine(build_service("x")), build_service("x").recorder.renderer, model_name="a/b c", sampling=DEFAULTS
     )
     client = service.open(seed=1).model.client
     assert (await client.models.retrieve("a/b c")).id == "a/b c"
@@ -329,28 +329,28 @@ async def test_one_model_is_found_by_its_name():
         await client.models.retrieve("gpt")
 
 
-async def test_an_engine_error_is_a_500_and_is_remembered():
+async def test_an_engine_error_is_a_500_and_is_recorded():
     def fail(prompt, sampling, order):
         yield 40
         raise RuntimeError("out of memory")
 
     service = build_service(script=fail)
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     with pytest.raises(openai.InternalServerError, match="RuntimeError: out of memory"):
-        await lease.model(USER)
-    assert lease.session.engine_error == "RuntimeError: out of memory"
-    (turn,) = service.close(lease)
+        await bound.model(USER)
+    assert bound.session.engine_error == "RuntimeError: out of memory"
+    (turn,) = service.close(bound)
     assert (turn.sampled_ids, turn.stop_reason) == ((40,), "cancelled")
-    assert engine_of(service).ledger[0][1] == [40]
+    assert get_engine(service).ledger[0][1] == [40]
 
 
-async def test_an_engine_error_amid_a_stream_ends_it_with_an_error():
+async def test_an_engine_error_during_a_stream_ends_it_with_an_error():
     def fail(prompt, sampling, order):
         yield 40
         raise RuntimeError("out of memory")
 
     with pytest.raises(openai.APIError, match="out of memory"):
-        await ask(build_service(script=fail), stream=True)
+        await create_completion(build_service(script=fail), stream=True)
 
 
 JUNK = [
@@ -394,26 +394,26 @@ def build_junk_body(rng: random.Random) -> dict:
     return body
 
 
-async def test_whatever_is_sent_the_answer_is_an_answer_or_a_400():
+async def test_malformed_requests_get_a_4xx_status():
     service = build_service("x")
     rng = random.Random(0)
     statuses = Counter()
     for _ in range(600):
-        lease = service.open(seed=1)
+        bound = service.open(seed=1)
         response = await service._http_client.post(
             "http://x/v1/chat/completions",
             content=json.dumps(build_junk_body(rng)).encode(),
-            headers={"authorization": f"Bearer {lease.session.key}"},
+            headers={"authorization": f"Bearer {bound.session.key}"},
         )
         statuses[response.status_code] += 1
-        assert lease.session.engine_error is None
-        service.close(lease)
+        assert bound.session.engine_error is None
+        service.close(bound)
     assert set(statuses) <= {200, 400, 404}
     assert min(statuses[200], statuses[400]) > 100
 
 
-async def test_the_short_way_and_the_long_way_answer_alike():
-    """A copy of the client sends over its transport; the client itself calls the endpoint."""
+async def test_fast_path_and_transport_return_equal_completions():
+    """A copy of the client uses the transport; the client itself calls the endpoint directly."""
     requests = [
         {"tools": TOOLS, "logprobs": True, "n": 2, "extra_body": {"return_token_ids": True}},
         {"tools": iter(TOOLS), "temperature": openai.omit, "stream": False, "messages": (dict(USER[0]),)},
@@ -427,8 +427,8 @@ async def test_the_short_way_and_the_long_way_answer_alike():
         seen = []
         for is_copy in (False, True):
             service = build_service(f"both {ADD}")
-            lease = service.open(seed=1)
-            client = lease.model.client.copy() if is_copy else lease.model.client
+            bound = service.open(seed=1)
+            client = bound.model.client.copy() if is_copy else bound.model.client
             copied = {key: list(value) if key == "tools" else value for key, value in fields.items()}
             fields = fields | {key: value for key, value in copied.items() if key == "tools"}
             try:
@@ -438,5 +438,5 @@ async def test_the_short_way_and_the_long_way_answer_alike():
                 seen.append((type(error), error.body, error.status_code, error.body["message"] in error.message))
             except TypeError:
                 seen.append(TypeError)
-            service.close(lease)
+            service.close(bound)
         assert seen[0] == seen[1]

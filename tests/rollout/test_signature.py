@@ -1,4 +1,4 @@
-"""What workflows and judges may look like."""
+"""Signatures of workflows and judges."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CallableWorkflow:
 async def judge_with(task, response, threshold): ...
 
 
-def test_allowed_shapes_pass():
+def test_allowed_signatures_pass():
     check_workflow_function(full_workflow)
     check_workflow_function(Methods().workflow)
     check_workflow_function(functools.partial(full_workflow))
@@ -101,7 +101,7 @@ async def positional(task, model, /): ...
         (positional, "positional-only parameter is not allowed: task; arguments are passed by name"),
     ],
 )
-def test_others_are_refused_with_agentscopes_words(func, message):
+def test_other_signatures_are_refused_with_agentscopes_messages(func, message):
     with pytest.raises(ValueError) as caught:
         check_workflow_function(func)
     assert str(caught.value) == message

@@ -1,4 +1,4 @@
-"""Streams, clients that go away, and the endpoint over HTTP."""
+"""Streams, client disconnects, and the endpoint over HTTP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import openai
 import pytest
-from served import ADD, SUB, TOKENIZERS, TOOLS, USER, ask, build_service, engine_of
+from served import ADD, SUB, TOKENIZERS, TOOLS, USER, build_service, create_completion, get_engine
 
 from chat_templates import QWEN25, THINKING
 from fakes import Script
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 
 def join_chunks(chunks) -> dict:
-    """What a client makes of the chunks of one choice."""
+    """The message that a client assembles from the chunks of one choice."""
     content, reasoning, calls, logprobs, finish = "", "", [], [], None
     for chunk in chunks:
         for choice in chunk.choices:
@@ -58,7 +58,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("seed", range(60))
-async def test_a_stream_adds_up_to_the_message(seed):
+async def test_stream_chunks_concatenate_to_the_message(seed):
     rng = random.Random(seed)
     tokenizer = TOKENIZERS[QWEN25]
     text = "".join(rng.choices(PIECES, k=rng.randrange(12)))
@@ -68,8 +68,10 @@ async def test_a_stream_adds_up_to_the_message(seed):
     service = build_service(script=lambda *_: ids or [tokenizer.eos_token_id], template=rng.choice([QWEN25, THINKING]))
     fields = {"tools": TOOLS, "logprobs": True, "parallel_tool_calls": rng.random() < 0.5}
     fields["stop"] = rng.choice([["STOP"], ["\n\n", "a\u00e9"], []])
-    whole, (turn,) = await ask(service, **fields)
-    chunks, (streamed_turn,) = await ask(service, stream=True, stream_options={"include_usage": True}, **fields)
+    whole, (turn,) = await create_completion(service, **fields)
+    chunks, (streamed_turn,) = await create_completion(
+        service, stream=True, stream_options={"include_usage": True}, **fields
+    )
     choice = whole.choices[0]
     assert join_chunks(chunks) == {
         "content": choice.message.content or "",
@@ -83,29 +85,29 @@ async def test_a_stream_adds_up_to_the_message(seed):
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-async def test_a_stream_without_usage_has_none():
-    chunks, _ = await ask(build_service("x"), stream=True)
+async def test_a_stream_has_no_usage_unless_requested():
+    chunks, _ = await create_completion(build_service("x"), stream=True)
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
 
 
-async def test_text_comes_while_it_is_sampled():
+async def test_text_is_streamed_while_it_is_sampled():
     service = build_service("abc def")
     num_tokens = len(TOKENIZERS[QWEN25].encode("abc def"))
-    lease = service.open(seed=1)
-    stream = await lease.model.client.chat.completions.create(model="m", messages=USER, stream=True)
+    bound = service.open(seed=1)
+    stream = await bound.model.client.chat.completions.create(model="m", messages=USER, stream=True)
     async for chunk in stream:
         if chunk.choices[0].delta.content:
-            assert len(engine_of(service).ledger[0][1]) < num_tokens
+            assert len(get_engine(service).ledger[0][1]) < num_tokens
             break
     await stream.close()
-    service.close(lease)
+    service.close(bound)
 
 
 async def test_streams_of_several_choices_interleave():
     def script(prompt, sampling, order):
         return TOKENIZERS[QWEN25].encode("ab" if order[-1] else "cdef")
 
-    chunks, _ = await ask(build_service(script=script), stream=True, n=2, max_tokens=2)
+    chunks, _ = await create_completion(build_service(script=script), stream=True, n=2, max_tokens=2)
     texts = ["", ""]
     for chunk in chunks:
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -113,9 +115,9 @@ async def test_streams_of_several_choices_interleave():
 
 
 @asynccontextmanager
-async def reach(service: ModelService, how: str) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
-    """The service in process or over HTTP."""
-    if how == "in process":
+async def connect(service: ModelService, transport: str) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
+    """An HTTP client for the service, in process or over a socket."""
+    if transport == "in process":
         yield service._http_client, service.base_url
     else:
         async with service.serve() as url, httpx.AsyncClient() as client:
@@ -123,7 +125,7 @@ async def reach(service: ModelService, how: str) -> AsyncIterator[tuple[httpx.As
 
 
 def sample_until_cancelled() -> tuple[Script, asyncio.Event, asyncio.Event]:
-    """A script that samples on and on, and says when it has begun and when it was stopped."""
+    """A script that samples until it is cancelled, with events for its start and its end."""
     begun, stopped = asyncio.Event(), asyncio.Event()
 
     def script(prompt, sampling, order):
@@ -138,14 +140,14 @@ def sample_until_cancelled() -> tuple[Script, asyncio.Event, asyncio.Event]:
     return script, begun, stopped
 
 
-@pytest.mark.parametrize("how", ["in process", "http"])
+@pytest.mark.parametrize("transport", ["in process", "http"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_cancels_its_request(how, stream):
+async def test_a_client_disconnect_cancels_its_request(transport, stream):
     script, begun, stopped = sample_until_cancelled()
     service = build_service(script=script)
-    lease = service.open(seed=1)
-    async with reach(service, how) as (http_client, url):
-        client = build_client(base_url=url, api_key=lease.session.key, http_client=http_client)
+    bound = service.open(seed=1)
+    async with connect(service, transport) as (http_client, url):
+        client = build_client(base_url=url, api_key=bound.session.key, http_client=http_client)
         request = asyncio.ensure_future(client.chat.completions.create(model="m", messages=USER, stream=stream))
         await begun.wait()
         if stream:
@@ -153,41 +155,41 @@ async def test_a_client_that_goes_away_cancels_its_request(how, stream):
         else:
             request.cancel()
         await stopped.wait()
-    ((_, sampled_ids),) = engine_of(service).ledger
-    (turn,) = service.close(lease)
+    ((_, sampled_ids),) = get_engine(service).ledger
+    (turn,) = service.close(bound)
     assert turn.stop_reason == "cancelled"
     assert turn.sampled_ids == tuple(sampled_ids)
     assert 3 <= len(sampled_ids) < 370
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_closing_a_session_ends_what_is_in_flight(stream):
+async def test_closing_a_session_cancels_calls_in_flight(stream):
     script, begun, stopped = sample_until_cancelled()
     service = build_service(script=script)
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
 
     async def consume():
-        answer = await lease.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
+        answer = await bound.model.client.chat.completions.create(model="m", messages=USER, stream=stream)
         return [chunk async for chunk in answer]
 
     request = asyncio.ensure_future(consume())
     await begun.wait()
-    (turn,) = service.close(lease)
+    (turn,) = service.close(bound)
     assert turn.stop_reason == "cancelled"
     with pytest.raises(openai.APIError, match=r"no open trajectory|SessionClosed"):
         await request
     assert stopped.is_set()
-    assert turn.sampled_ids == tuple(engine_of(service).ledger[0][1])
+    assert turn.sampled_ids == tuple(get_engine(service).ledger[0][1])
 
 
-async def test_over_http_the_answers_are_the_same():
+async def test_completions_over_http():
     service = build_service(f"both {ADD}")
     async with service.serve() as url:
-        lease = service.open(seed=1)
-        assert lease.model.base_url == url
-        async with build_client(base_url=url, api_key=lease.session.key) as client:
+        bound = service.open(seed=1)
+        assert bound.model.base_url == url
+        async with build_client(base_url=url, api_key=bound.session.key) as client:
             completion = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS)
             assert completion.choices[0].message.tool_calls[0].function.name == "add"
             stream = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, stream=True)
             assert join_chunks([chunk async for chunk in stream])["content"] == "both"
-        assert len(service.close(lease)) == 2
+        assert len(service.close(bound)) == 2

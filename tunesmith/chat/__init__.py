@@ -1,1 +1,1 @@
-"""Text of a conversation and its token ids: messages, chat templates, reply parsers, detokenizing."""
+"""Conversations as token ids and back: messages, chat templates, reply parsers, detokenization."""

@@ -1,6 +1,7 @@
-"""One call of a chat model, whichever class of it a workflow or a judge was given.
+"""One request to a chat model of any class that a workflow or a judge may receive.
 
-A chat model here carries the official OpenAI client, the model's name, and the request fields that each call sends.
+A chat model here has three attributes: `client` (the official OpenAI client), `model_name`, and `options` (request
+fields sent with every call).
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from typing import Any
 from openai.types.chat import ChatCompletion
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-"""Code of the error that answers a prompt which leaves no room for a token."""
+"""Error code for a prompt that leaves no room for a sampled token."""
 
 
-async def ask_model(
+async def create_chat_completion(
     model: Any,
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     **fields: Any,
 ) -> ChatCompletion:
-    """Ask once; `fields` of the request win over those that the model sends with every call."""
+    """Send one request; `fields` override the model's `options`."""
     request: dict[str, Any] = dict(getattr(model, "options", {})) | fields
     if tools:
         request["tools"] = list(tools)

@@ -1,7 +1,8 @@
-"""Sampled ids -> text: whole, or one token at a time.
+"""Sampled token ids to text: all at once, or one token at a time.
 
-Special tokens are hidden, except those that mark reasoning and tool calls. The pieces of a `TextStream` add up to what
-`decode` gives for all ids at once: a token whose bytes end inside a character is held until the character is whole.
+Special tokens are removed, except those that delimit reasoning and tool calls. The pieces returned by
+`IncrementalDetokenizer` concatenate to what `decode` returns for all ids: a token that ends inside a UTF-8 character is
+held back until the character is complete.
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
-"""What undecodable bytes become, and so what an unfinished character looks like."""
+"""Decoded in place of invalid UTF-8, so also in place of an incomplete character."""
 
 
 class Detokenizer:
-    """Turns ids of one tokenizer into text."""
+    """Decodes the token ids of one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, hidden_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._hidden_ids = frozenset(hidden_ids)
 
-    def decode(self, ids: Sequence[int], *, also_hidden: Collection[int] = ()) -> str:
-        """Text of the ids; `also_hidden` are left out too."""
-        hidden = self._hidden_ids.union(also_hidden) if also_hidden else self._hidden_ids
+    def decode(self, ids: Sequence[int], *, extra_hidden_ids: Collection[int] = ()) -> str:
+        """Text of the ids without special tokens and `extra_hidden_ids`."""
+        hidden = self._hidden_ids.union(extra_hidden_ids) if extra_hidden_ids else self._hidden_ids
         return self._decode([token_id for token_id in ids if token_id not in hidden])
 
-    def build_stream(self, *, also_hidden: Collection[int] = ()) -> TextStream:
-        return TextStream(self, self._hidden_ids.union(also_hidden))
+    def build_incremental(self, *, extra_hidden_ids: Collection[int] = ()) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self, self._hidden_ids.union(extra_hidden_ids))
 
     def _decode(self, ids: Sequence[int]) -> str:
-        if self._backend is not None:  # what the tokenizer does, without its look at the type of each id
+        if self._backend is not None:  # the same text, without the tokenizer's type check of each id
             text = self._backend.decode(ids, skip_special_tokens=False)
         else:
             text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -41,13 +42,17 @@ class Detokenizer:
         return text
 
     def is_byte_token(self, token_id: int) -> bool:
-        """Whether the token is one raw byte of a byte-fallback vocabulary, which decodes with its neighbours."""
+        """Whether the token is a raw byte of a byte-fallback vocabulary, which decodes together with its neighbors."""
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         return isinstance(token, str) and len(token) == 6 and token.startswith("<0x")
 
 
-class TextStream:
-    """Decodes a growing list of ids. The ids since the last whole character are decoded after those before them."""
+class IncrementalDetokenizer:
+    """Decodes one token at a time.
+
+    Pending ids (since the last complete character) are decoded together with the previous ones as context, because
+    some decoders treat the first token of a text differently.
+    """
 
     def __init__(self, detokenizer: Detokenizer, hidden_ids: frozenset[int]) -> None:
         self._detokenizer = detokenizer
@@ -57,7 +62,7 @@ class TextStream:
         self._pending: list[int] = []
 
     def feed(self, token_id: int) -> str:
-        """Text that became certain with this token."""
+        """Text completed by this token."""
         if token_id in self._hidden_ids:
             return ""
         self._pending.append(token_id)
@@ -71,7 +76,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Text of an unfinished character, as replacement characters."""
+        """Text of an incomplete last character, as replacement characters."""
         text = self._decode_pending() if self._pending else ""
         self._pending = []
         return text

@@ -1,8 +1,9 @@
-"""What a value holds, as a key: pure functions that remember what they made of it.
+"""Memoization of pure functions by the content of their argument.
 
-Requests of one group, and the requests of one conversation, repeat most of what they hold. What is remembered is found
-by content, so a value that was changed in place is another value. Few and short keys are kept, and the oldest go; when
-those that were remembered add up to `MAX_TOTAL_LENGTH`, all go.
+Requests of a group, and successive requests of a conversation, repeat most of their content. A value is turned into a
+bytes key with `build_cache_key`, so a value that was changed in place has another key. Each memoized function has an
+LRU cache with a limit on entries and on key length; when the keys it has computed add up to `MAX_TOTAL_LENGTH`, the
+cache is cleared.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ from typing import Any, TypeVar
 Key = TypeVar("Key", str, bytes)
 Result = TypeVar("Result")
 
-FORMAT = 2
-"""Of the bytes: the last one in which objects that are used twice are written twice."""
+MARSHAL_VERSION = 2
+"""The newest marshal format without references to shared objects, which would make keys of equal values differ."""
 MAX_TOTAL_LENGTH = 2**24
-"""Characters or bytes of the keys of one function, so that memory does not grow with the length of a run."""
+"""Characters or bytes of all keys in one cache; bounds memory in long runs."""
 
 
-def freeze(value: Any) -> bytes | None:
-    """Bytes that only values of the same types, content and order have; None where a type is not Python's own."""
+def build_cache_key(value: Any) -> bytes | None:
+    """Bytes that are equal only for values of equal types, content and order; None for values marshal cannot write."""
     try:
-        return marshal.dumps(value, FORMAT)
+        return marshal.dumps(value, MARSHAL_VERSION)
     except ValueError:
         return None
 
 
-def thaw(frozen: bytes) -> Any:
-    """A new value that holds what the frozen one held."""
-    return marshal.loads(frozen)
+def load_cache_key(key: bytes) -> Any:
+    """A new copy of the value that the key was built from."""
+    return marshal.loads(key)
 
 
-def remember(*, max_entries: int, max_length: int) -> Callable[[Callable[[Key], Result]], Callable[[Key], Result]]:
-    """Remember the results of a pure function of one text or of bytes; keys of more than `max_length` are not kept.
+def memoize(*, max_entries: int, max_length: int) -> Callable[[Callable[[Key], Result]], Callable[[Key], Result]]:
+    """Cache the results of a pure function of one str or bytes; keys longer than `max_length` are not cached.
 
-    Results are shared by all callers and must not be changed.
+    Callers share the cached results and must not change them.
     """
 
     def decorate(function: Callable[[Key], Result]) -> Callable[[Key], Result]:
@@ -47,16 +48,16 @@ def remember(*, max_entries: int, max_length: int) -> Callable[[Callable[[Key], 
             nonlocal total_length
             total_length += len(key)
             if total_length > MAX_TOTAL_LENGTH:
-                known.cache_clear()
+                cached.cache_clear()
                 total_length = len(key)
             return function(key)
 
-        known: functools._lru_cache_wrapper[Result] = functools.lru_cache(maxsize=max_entries)(compute)
+        cached: functools._lru_cache_wrapper[Result] = functools.lru_cache(maxsize=max_entries)(compute)
 
         @functools.wraps(function)
-        def recall(key: Key) -> Result:
-            return known(key) if len(key) <= max_length else function(key)
+        def wrapper(key: Key) -> Result:
+            return cached(key) if len(key) <= max_length else function(key)
 
-        return recall
+        return wrapper
 
     return decorate

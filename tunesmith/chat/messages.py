@@ -1,9 +1,9 @@
-"""Chat messages as one frozen type, whatever shape a client sent them in.
+"""Chat messages as one frozen type, independent of how a client formats them.
 
-In: the `messages` and `tools` of an OpenAI chat request. Out: `Message`s, the dicts a chat template reads, and match
-keys. Two conversations with equal match keys are the same conversation, although clients re-render what they were
-sent: null for empty content, text parts for text, other spacing of JSON arguments, other tool call ids, no reasoning.
-Input that a text model cannot read is a `ValueError` that names the message.
+Input: `messages` and `tools` of an OpenAI chat request. Output: `Message`s, the dicts a chat template reads, and match
+keys. Conversations with equal match keys are the same conversation. Clients may send a message back in another form:
+null for empty content, text parts for text, other spacing in JSON arguments, other tool call ids, no reasoning.
+Input that a text model cannot read raises a `ValueError` that names the message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
 
 ROLES = {
     "system": "system",
@@ -23,17 +23,17 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
 }
-"""Role in a request -> role in a template."""
+"""Role in the request -> role in the chat template."""
 
 TEXT_PART_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Type of a content part that holds text -> the field it is in."""
+"""Type of a text content part -> the field that holds its text."""
 
 MatchKey = tuple[Any, ...]
 
-NUM_KNOWN_ARGUMENTS, MAX_KNOWN_CHARACTERS = 16384, 4096
-"""Arguments of tool calls whose JSON is remembered, and how long they may be; later calls read each again."""
-NUM_KNOWN_TOOL_LISTS, MAX_KNOWN_TOOL_BYTES = 64, 1_000_000
-"""Lists of tools that are remembered, and how long they may be."""
+NUM_CACHED_ARGUMENTS, MAX_ARGUMENTS_CHARACTERS = 16384, 4096
+"""Cache size and key length for parsed tool call arguments; every later request of a conversation repeats them."""
+NUM_CACHED_TOOL_LISTS, MAX_TOOL_LIST_BYTES = 64, 1_000_000
+"""Cache size and key length for parsed lists of tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class ToolCall:
     call_id: str | None
     name: str
     arguments: str
-    """JSON text; what a client sends back may be malformed."""
+    """JSON text; may be malformed in messages from a client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,11 @@ class Message:
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
-    """Of a tool message: which call it answers."""
+    """For a tool message: the call that it is the result of."""
     name: str | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it: arguments are objects, absent fields are absent."""
+        """The dict that chat templates expect: arguments as objects, empty optional fields left out."""
         fields: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
             fields["reasoning_content"] = self.reasoning
@@ -78,7 +78,7 @@ class Message:
 
 
 def load_arguments(text: str) -> Any:
-    """JSON arguments as an object; text that is not JSON stays text."""
+    """JSON arguments as an object; text that is not JSON is returned unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -86,7 +86,7 @@ def load_arguments(text: str) -> Any:
 
 
 def parse_messages(raw: Any) -> tuple[Message, ...]:
-    """Read the `messages` of a request."""
+    """Parse the `messages` of a request."""
     if not isinstance(raw, list) or not raw:
         raise ValueError("messages must be a non-empty list")
     return tuple(_parse_message(fields, f"messages[{index}]") for index, fields in enumerate(raw))
@@ -140,7 +140,7 @@ def _parse_content(content: Any, where: str) -> str:
 def _parse_tool_call(call: Any, where: str) -> ToolCall:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}.tool_calls must hold objects with function.name and function.arguments")
+        raise ValueError(f"{where}.tool_calls must contain objects with function.name and function.arguments")
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         arguments = "{}"
@@ -150,14 +150,14 @@ def _parse_tool_call(call: Any, where: str) -> ToolCall:
 
 
 def parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
-    """Read the `tools` of a request as a template shows them; `strict` says nothing to the model and is dropped."""
-    frozen = freeze(raw)
-    return _parse_tools(raw) if frozen is None else _parse_known_tools(frozen)
+    """Parse the `tools` of a request into the form templates render; `strict` is dropped, the model never sees it."""
+    cache_key = build_cache_key(raw)
+    return _parse_tools(raw) if cache_key is None else _parse_tools_cached(cache_key)
 
 
-@remember(max_entries=NUM_KNOWN_TOOL_LISTS, max_length=MAX_KNOWN_TOOL_BYTES)
-def _parse_known_tools(frozen: bytes) -> tuple[dict[str, Any], ...]:
-    return _parse_tools(thaw(frozen))
+@memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
+def _parse_tools_cached(cache_key: bytes) -> tuple[dict[str, Any], ...]:
+    return _parse_tools(load_cache_key(cache_key))
 
 
 def _parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
@@ -170,35 +170,35 @@ def _parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"tools[{index}] must be {{type: function, function: {{name, ...}}}}")
-        shown = {key: value for key, value in function.items() if key != "strict" and value is not None}
-        tools.append({"type": "function", "function": shown})
+        fields = {key: value for key, value in function.items() if key != "strict" and value is not None}
+        tools.append({"type": "function", "function": fields})
     return tuple(tools)
 
 
 def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
-    """One key a message; a tool call is known by its position in the conversation, not by its id."""
+    """One key per message; tool calls are identified by their position in the conversation, not by their ids."""
     keys: list[MatchKey] = []
     position_of: dict[str | None, int] = {}
-    num_calls = next_answer = 0
+    num_calls = next_result = 0
     for message in messages:
         text = message.content.strip()
         if message.role == "assistant":
-            next_answer = num_calls
+            next_result = num_calls
             for call in message.tool_calls:
                 position_of[call.call_id] = num_calls
                 num_calls += 1
             calls = tuple((call.name, _canonical_json(call.arguments)) for call in message.tool_calls)
             keys.append((message.role, text, calls))
         elif message.role == "tool":
-            position = position_of.get(message.tool_call_id, next_answer) if message.tool_call_id else next_answer
-            next_answer = position + 1
+            position = position_of.get(message.tool_call_id, next_result) if message.tool_call_id else next_result
+            next_result = position + 1
             keys.append((message.role, text, position))
         else:
             keys.append((message.role, text, message.name))
     return tuple(keys)
 
 
-@remember(max_entries=NUM_KNOWN_ARGUMENTS, max_length=MAX_KNOWN_CHARACTERS)
+@memoize(max_entries=NUM_CACHED_ARGUMENTS, max_length=MAX_ARGUMENTS_CHARACTERS)
 def _canonical_json(text: str) -> str:
     try:
         value = _CANONICAL_DECODER.decode(text)

@@ -1,8 +1,8 @@
-"""Sampled text -> assistant message: reasoning, content, tool calls; whole or as it arrives.
+"""Parses sampled text into an assistant message (reasoning, content, tool calls), complete or streamed.
 
-One incremental parser serves both: a message is the sum of the deltas of its text, so that a streamed message equals
-the one sent at once. Text that may yet become a tag or a stop string is held back. A call whose JSON is malformed
-stays text: it is the model's own error, never an exception.
+One incremental parser serves both: a message is the sum of its deltas, so a streamed message equals the one returned
+in a single response. Text that may be the start of a tag or a stop string is held back. A tool call with malformed
+JSON stays in the content; it is the model's error and raises nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What a piece of text added to the message."""
+    """What one piece of text adds to the message."""
 
     reasoning: str = ""
     content: str = ""
@@ -31,7 +31,7 @@ class Delta:
 
 
 def join_deltas(deltas: Iterable[Delta]) -> Message:
-    """The assistant message that the deltas add up to."""
+    """Concatenate deltas into the assistant message."""
     deltas = list(deltas)
     return Message(
         role="assistant",
@@ -42,11 +42,11 @@ def join_deltas(deltas: Iterable[Delta]) -> Message:
 
 
 class ReplyParser:
-    """Reads one reply. `feed` its text in any pieces, then `finish`; or `read` it whole.
+    """Parses one reply: `feed` its text in any pieces, then `finish`; or `parse` the complete text.
 
-    `prefix` begins the reply and is not searched for stop strings; these are cut with what follows them. Reasoning is
-    stripped, and so is what stands between it and the content; blanks at the end of the content are dropped when there
-    are calls. Else content is verbatim.
+    `prefix` is the start of the reply that was not sampled; it is not searched for stop strings. Text from a stop
+    string on is dropped. Whitespace around the reasoning is stripped, also between it and the content; whitespace at
+    the end of the content is dropped if there are tool calls. All other content is verbatim.
     """
 
     def __init__(
@@ -61,81 +61,81 @@ class ReplyParser:
         prefix: str = "",
     ) -> None:
         self.is_stopped = False
-        """A stop string was met; later text is ignored."""
+        """A stop string was found; later text is ignored."""
         self._new_call_id = new_call_id
         self._has_tool_calls = has_tool_calls
         self._is_single_call = is_single_call
         self._stop = tuple(text for text in stop if text)
-        self._unread = ""
+        self._held_stop = ""
         self._buffer = prefix
-        self._read: Callable[[bool], bool] = self._read_content
+        self._parse_state: Callable[[bool], bool] = self._parse_content
         if has_reasoning:
-            self._read = self._read_reasoning if is_reasoning_open else self._read_start
+            self._parse_state = self._parse_reasoning if is_reasoning_open else self._parse_start
         self._has_call = False
-        self._is_content_trimmed = has_reasoning and is_reasoning_open
-        self._space = ""
+        self._strips_content_start = has_reasoning and is_reasoning_open
+        self._held_space = ""
         self._is_reasoning_empty = True
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
 
     def feed(self, text: str) -> Delta:
-        """Read more text; returns what is certain by now."""
+        """Parse more text; returns what can no longer change."""
         return self._advance(text, is_end=False)
 
     def finish(self) -> Delta:
-        """The text is complete; returns what was held back."""
+        """End of the text; returns what was held back."""
         return self._advance("", is_end=True)
 
-    def read(self, text: str) -> Message:
-        """The message of a reply that is known whole; its parser has read nothing yet."""
+    def parse(self, text: str) -> Message:
+        """The message of a complete reply; call it on a new parser only."""
         return join_deltas([self._advance(text, is_end=True)])
 
     def _advance(self, text: str, *, is_end: bool) -> Delta:
         self._buffer += self._cut_stop(text, is_end)
-        while self._read(is_end or self.is_stopped):
+        while self._parse_state(is_end or self.is_stopped):
             pass
         if is_end and not self._has_call:
-            self._content.append(self._space)
-            self._space = ""
+            self._content.append(self._held_space)
+            self._held_space = ""
         delta = Delta(reasoning="".join(self._reasoning), content="".join(self._content), tool_calls=tuple(self._calls))
         self._reasoning, self._content, self._calls = [], [], []
         return delta
 
     def _cut_stop(self, text: str, is_end: bool) -> str:
-        """The text before a stop string, less an end that may be the start of one."""
+        """The text before the first stop string, without a suffix that may be the start of one."""
         if self.is_stopped:
             return ""
-        text = self._unread + text
-        self._unread = ""
+        text = self._held_stop + text
+        self._held_stop = ""
         found = [index for index in map(text.find, self._stop) if index >= 0]
         if found:
             self.is_stopped = True
             return text[: min(found)]
         if not is_end:
             num_held = max((count_overlap(text, stop) for stop in self._stop), default=0)
-            text, self._unread = text[: len(text) - num_held], text[len(text) - num_held :]
+            text, self._held_stop = text[: len(text) - num_held], text[len(text) - num_held :]
         return text
 
-    def _read_start(self, is_end: bool) -> bool:
-        """Before the first word: does the model think first?"""
+    def _parse_start(self, is_end: bool) -> bool:
+        """Initial state: does the reply start with reasoning?"""
         text = self._buffer.lstrip()
         if text.startswith(THINK_OPEN):
             self._buffer = text[len(THINK_OPEN) :]
-            self._is_content_trimmed = True
-            self._read = self._read_reasoning
+            self._strips_content_start = True
+            self._parse_state = self._parse_reasoning
         elif THINK_OPEN.startswith(text) and not is_end:
             return False
         else:
-            self._read = self._read_content
+            self._parse_state = self._parse_content
         return True
 
-    def _read_reasoning(self, is_end: bool) -> bool:
+    def _parse_reasoning(self, is_end: bool) -> bool:
         before, tag, after = self._buffer.partition(THINK_CLOSE)
         if tag:
             self._add_reasoning(before.rstrip())
             self._buffer = after
-            self._read = self._read_content
+            self._parse_state = self._parse_content
             return True
         num_held = 0 if is_end else count_overlap(before, THINK_CLOSE)
         ready = before[: len(before) - num_held].rstrip()
@@ -149,12 +149,12 @@ class ReplyParser:
             self._is_reasoning_empty = not text
         self._reasoning.append(text)
 
-    def _read_content(self, is_end: bool) -> bool:
+    def _parse_content(self, is_end: bool) -> bool:
         before, tag, after = self._buffer.partition(CALL_OPEN) if self._has_tool_calls else (self._buffer, "", "")
         if tag:
             self._add_content(before)
             self._buffer = after
-            self._read = self._read_call
+            self._parse_state = self._parse_call
             return True
         num_held = count_overlap(before, CALL_OPEN) if self._has_tool_calls and not is_end else 0
         self._add_content(before[: len(before) - num_held])
@@ -162,15 +162,15 @@ class ReplyParser:
         return False
 
     def _add_content(self, text: str) -> None:
-        if self._is_content_trimmed:
+        if self._strips_content_start:
             text = text.lstrip()
-            self._is_content_trimmed = not text
-        text = self._space + text
+            self._strips_content_start = not text
+        text = self._held_space + text
         ready = text.rstrip()
         self._content.append(ready)
-        self._space = text[len(ready) :]
+        self._held_space = text[len(ready) :]
 
-    def _read_call(self, is_end: bool) -> bool:
+    def _parse_call(self, is_end: bool) -> bool:
         body, tag, after = self._buffer.partition(CALL_CLOSE)
         if not tag and not is_end:
             return False
@@ -182,17 +182,17 @@ class ReplyParser:
             self._calls.append(ToolCall(call_id=self._new_call_id(), name=name, arguments=arguments))
             self._has_call = True
         self._buffer = after
-        self._read = self._read_nothing if call is not None and self._is_single_call else self._read_content
+        self._parse_state = self._parse_discarded if call is not None and self._is_single_call else self._parse_content
         return True
 
-    def _read_nothing(self, is_end: bool) -> bool:
-        """The one call that was asked for is read; what follows it in its last token is dropped."""
+    def _parse_discarded(self, is_end: bool) -> bool:
+        """Final state of a single-call reply: drop what the last token has after the call."""
         self._buffer = ""
         return False
 
 
 def count_overlap(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that is a proper start of `tag`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `tag`."""
     for length in range(min(len(text), len(tag) - 1), 0, -1):
         if text.endswith(tag[:length]):
             return length
@@ -200,7 +200,7 @@ def count_overlap(text: str, tag: str) -> int:
 
 
 def parse_call(body: str) -> tuple[str, str] | None:
-    """Name and JSON arguments of a call; None when it is not `{"name": text, "arguments": object}`."""
+    """Name and JSON arguments of a call; None unless it is `{"name": str, "arguments": object}`."""
     try:
         call = _DECODER.decode(body)
         if not isinstance(call, dict):

@@ -1,9 +1,9 @@
-"""Messages <-> token ids.
+"""Renders conversations to prompt token ids, and parses sampled token ids.
 
-`render` makes the prompt of a conversation; `extend` makes the prompt of a conversation that goes on from a recorded
-turn: the turn's prompt, the tokens that were sampled, and the rendered rest. Sampled text is never tokenized again, so
-a conversation stays one sequence even where the template would render its past differently. `build_parser` and
-`decode` read what was sampled.
+`render` builds the prompt of a conversation with the chat template. `extend` builds the prompt of a conversation that
+continues a recorded turn (bridging): the turn's prompt ids, its sampled ids, and the rendered delta. Sampled text is
+never tokenized again, so a conversation stays one token sequence even if the template would render the history
+differently. `build_parser` and `decode` turn sampled ids into messages and text.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tunesmith.chat.detokenize import Detokenizer, TextStream
-from tunesmith.chat.memo import remember
+from tunesmith.chat.detokenize import Detokenizer, IncrementalDetokenizer
+from tunesmith.chat.memo import memoize
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN, ReplyParser
-from tunesmith.chat.special_tokens import MARK, encode_text
+from tunesmith.chat.special_tokens import ESCAPE, encode_text
 from tunesmith.chat.template import SENTINEL, ChatTemplate
 from tunesmith.chat.token_length import find_longest_token
 
 logger = logging.getLogger(__name__)
 
 NUM_CACHED_PROMPTS = 512
-"""Ids of rendered prompts kept: the runs of a group begin with the same one."""
+"""Tokenized prompts cached; the runs of a group start with the same prompt."""
 NUM_CACHED_DELTAS, MAX_DELTA_CHARACTERS = 4096, 1024
-"""Ids kept of what follows a reply, and how long their texts may be: tools often give the same short result."""
-FOREIGN_CALLS = (
-    "the chat template writes tool calls in a form that the hermes parser does not read; tools are described in the "
+"""Tokenized deltas cached, and their longest text; tools often return the same short result."""
+UNPARSED_CALLS_WARNING = (
+    "the chat template writes tool calls in a format that the hermes parser cannot parse; tools are described in the "
     "system message and calls are written as <tool_call> blocks instead"
 )
 NUM_TAIL_IDS = 16
-"""Ids at a prompt's end that are read to see whether it opens the model's reasoning."""
+"""Last ids of a prompt that are decoded to check whether it opens a <think> block."""
 
 
-class TooLongError(ValueError):
-    """Text that cannot fit the context, whatever its tokens are."""
+class PromptTooLongError(ValueError):
+    """The text cannot fit the context however it is tokenized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a request asks to be rendered."""
+    """Input of one rendering: messages, tools and template variables."""
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: tuple[tuple[str, Any], ...] = ()
-    """Chat template variables of the request, which override the renderer's."""
+    """Chat template variables of the request; they override the renderer's."""
 
     @property
     def num_characters(self) -> int:
-        """Of what the messages say."""
+        """Characters of content and reasoning in all messages."""
         return sum(len(message.content) + len(message.reasoning or "") for message in self.messages)
 
 
 class Renderer:
-    """Renders for one tokenizer and reads what its model samples."""
+    """Renders prompts for one tokenizer and parses what its model samples."""
 
     def __init__(
         self,
@@ -82,27 +82,27 @@ class Renderer:
         self.has_reasoning = reasoning_parser == "deepseek_r1"
         self._detokenizer = Detokenizer(tokenizer, hidden_ids=self._template.special_ids.values())
         self._backend = _find_backend(tokenizer)
-        self.has_threads = self._backend is not None
-        """Whether several threads may tokenize at once."""
+        self.is_thread_safe = self._backend is not None
+        """Whether several threads may tokenize at the same time."""
         self._encode_prompt = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self.encode)
-        self._encode_delta = remember(max_entries=NUM_CACHED_DELTAS, max_length=MAX_DELTA_CHARACTERS)(self.encode)
-        self._is_reasoning_open = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._ends_in_reasoning)
+        self._encode_delta = memoize(max_entries=NUM_CACHED_DELTAS, max_length=MAX_DELTA_CHARACTERS)(self.encode)
+        self._cached_is_reasoning_open = functools.lru_cache(maxsize=NUM_CACHED_PROMPTS)(self._decode_ends_in_think)
 
-    def reads(self, variable: str) -> bool:
-        """Whether the chat template mentions a variable."""
-        return self._template.reads(variable)
+    def uses_variable(self, variable: str) -> bool:
+        """Whether the chat template refers to a variable."""
+        return self._template.uses_variable(variable)
 
     def render(self, prompt: Prompt, *, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Prompt ids of a conversation, by the tokenizer's chat template.
+        """Prompt ids of a conversation, rendered with the chat template.
 
-        Text that is too long for `max_tokens` tokens of any length is a `TooLongError` and is not tokenized.
+        Text that cannot fit `max_tokens` tokens raises `PromptTooLongError` before it is tokenized.
         """
         text = self._render_text(prompt)
         self._check_length(text, max_tokens)
         return self._encode_prompt(text)
 
     def encode_prompt(self, text: str, *, adds_special_tokens: bool, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Ids of a prompt that a client rendered; special tokens that it spells are special tokens."""
+        """Ids of a prompt that the client rendered; special tokens in it are read as such."""
         self._check_length(text, max_tokens)
         return self._encode_plain(text, adds_special_tokens=adds_special_tokens)
 
@@ -116,10 +116,11 @@ class Renderer:
         is_ended: bool,
         max_tokens: int | None = None,
     ) -> tuple[int, ...] | None:
-        """Prompt ids of a conversation whose first `num_old` messages end in the reply of a recorded turn.
+        """Prompt ids of a conversation whose first `num_old` messages end with the reply of a recorded turn.
 
-        `prompt_ids` and `sampled_ids` are the turn's; `is_ended` says that the last of these ended the reply. None
-        when the template cannot tell what it adds after the reply. `max_tokens` is as for `render`.
+        `prompt_ids` and `sampled_ids` are the turn's; `is_ended`: the last sampled id is an end-of-sequence token.
+        Returns None if the text that the template adds after the reply cannot be determined. `max_tokens` as in
+        `render`.
         """
         delta = self._render_delta(prompt, num_old)
         self._check_length(delta or "", max_tokens)
@@ -132,17 +133,17 @@ class Renderer:
         return (*prompt_ids, *sampled_ids, *delta_ids)
 
     def build_call_prefix(self, name: str | None, prompt_ids: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-        """Text and ids of the start of a reply that must be a tool call; with a name, of a call to it.
+        """Text and ids of the start of a reply that must be a tool call, with the function `name` if given.
 
-        A reply whose prompt opened its reasoning closes it first.
+        If the prompt ends in an open <think>, the prefix closes it first.
         """
         text = self._template.call_start
         if name is not None:
-            shown = name if self._special_tokens is None else self._special_tokens.mark(name)
-            text += json.dumps(shown, ensure_ascii=False)[1:-1] + self._template.call_middle
+            escaped = name if self._special_tokens is None else self._special_tokens.escape(name)
+            text += json.dumps(escaped, ensure_ascii=False)[1:-1] + self._template.call_middle
         if self.is_reasoning_open(prompt_ids):
             text = f"\n{THINK_CLOSE}\n\n{text}"
-        return self._unmark(text), self.encode(text)
+        return self._unescape(text), self.encode(text)
 
     def build_parser(
         self,
@@ -154,7 +155,7 @@ class Renderer:
         stop: Sequence[str] = (),
         prefix: str = "",
     ) -> ReplyParser:
-        """A parser of the reply to a prompt; without tools nothing is read as a call."""
+        """A parser for the reply to a prompt; without tools, nothing is parsed as a tool call."""
         return ReplyParser(
             new_call_id=new_call_id,
             has_reasoning=self.has_reasoning,
@@ -165,13 +166,13 @@ class Renderer:
             prefix=prefix,
         )
 
-    def decode(self, ids: Sequence[int], *, also_hidden: Collection[int] = ()) -> str:
-        """Text of sampled ids without special tokens."""
-        return self._detokenizer.decode(ids, also_hidden=also_hidden)
+    def decode(self, ids: Sequence[int], *, extra_hidden_ids: Collection[int] = ()) -> str:
+        """Text of sampled ids, without special tokens."""
+        return self._detokenizer.decode(ids, extra_hidden_ids=extra_hidden_ids)
 
-    def build_text_stream(self, *, also_hidden: Collection[int] = ()) -> TextStream:
-        """Decodes ids one at a time to the same text."""
-        return self._detokenizer.build_stream(also_hidden=also_hidden)
+    def build_incremental_detokenizer(self, *, extra_hidden_ids: Collection[int] = ()) -> IncrementalDetokenizer:
+        """A detokenizer that decodes ids one at a time to the same text as `decode`."""
+        return self._detokenizer.build_incremental(extra_hidden_ids=extra_hidden_ids)
 
     def format_token(self, token_id: int) -> str:
         """Text of one token, special or not."""
@@ -180,10 +181,10 @@ class Renderer:
         return text
 
     def is_reasoning_open(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt ends in an opened <think>, so that the reply begins with reasoning."""
-        return self.has_reasoning and self._is_reasoning_open(tuple(prompt_ids[-NUM_TAIL_IDS:]))
+        """Whether the prompt ends in an open <think>, so that the reply starts with reasoning."""
+        return self.has_reasoning and self._cached_is_reasoning_open(tuple(prompt_ids[-NUM_TAIL_IDS:]))
 
-    def _ends_in_reasoning(self, tail_ids: tuple[int, ...]) -> bool:
+    def _decode_ends_in_think(self, tail_ids: tuple[int, ...]) -> bool:
         return self.decode(tail_ids).rstrip().endswith(THINK_OPEN)
 
     def _render_text(self, prompt: Prompt) -> str:
@@ -194,15 +195,15 @@ class Renderer:
         return {**self._variables, **dict(prompt.variables)}
 
     def _warn_once(self, prompt: Prompt) -> None:
-        if prompt.tools and self._template.has_foreign_calls and not self._has_warned:
+        if prompt.tools and self._template.has_unparsed_calls and not self._has_warned:
             self._has_warned = True
-            logger.warning(FOREIGN_CALLS)
+            logger.warning(UNPARSED_CALLS_WARNING)
 
     def _render_delta(self, prompt: Prompt, num_old: int) -> str | None:
-        """Text from the special token on that follows message `num_old - 1`, the reply.
+        """Text after message `num_old - 1`, the reply, from the special token that ends it.
 
-        The reply is replaced by a sentinel. Its calls are kept, with empty arguments, for templates that relate
-        results to calls; templates that show no content beside calls are asked again without them.
+        The reply is replaced by a sentinel. Its tool calls are kept, with empty arguments, for templates that match
+        results to calls; for templates that omit content next to calls, a second attempt leaves the calls out.
         """
         self._warn_once(prompt)
         variables = self._merge_variables(prompt)
@@ -215,24 +216,24 @@ class Renderer:
             except ValueError:
                 continue
             if delta is not None:
-                text = self._unmark(delta)
-                if all(_is_shown(message, text) for message in new):
+                text = self._unescape(delta)
+                if all(_is_rendered(message, text) for message in new):
                     return delta
         return None
 
-    def _unmark(self, text: str) -> str:
-        return text if self._special_tokens is None else self._special_tokens.unmark(text)
+    def _unescape(self, text: str) -> str:
+        return text if self._special_tokens is None else self._special_tokens.unescape(text)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of text that the template rendered."""
-        if self._special_tokens is not None and MARK in text:
-            with _refused_surrogates():
+        """Ids of text rendered by the template."""
+        if self._special_tokens is not None and ESCAPE in text:
+            with _refuse_surrogates():
                 return tuple(self._special_tokens.encode(text))
         return self._encode_plain(text)
 
     def _encode_plain(self, text: str, *, adds_special_tokens: bool = False) -> tuple[int, ...]:
         backend = self._backend
-        with _refused_surrogates():
+        with _refuse_surrogates():
             if backend is None or backend.truncation or backend.padding or backend.encode_special_tokens:
                 return tuple(self._tokenizer.encode(text, add_special_tokens=adds_special_tokens))
             return tuple(encode_text(backend, text, adds_special_tokens=adds_special_tokens))
@@ -241,7 +242,7 @@ class Renderer:
         if max_tokens is None or len(text) <= max_tokens or self._longest_token is None:
             return
         if len(text) > max_tokens * self._longest_token:
-            raise TooLongError(
+            raise PromptTooLongError(
                 f"the prompt has {len(text)} characters, which cannot fit {max_tokens} tokens of at most "
                 f"{self._longest_token} characters"
             )
@@ -252,16 +253,16 @@ class Renderer:
 
 
 @contextlib.contextmanager
-def _refused_surrogates() -> Iterator[None]:
-    """Text that UTF-8 cannot hold is a `ValueError`, not the tokenizer's `TypeError`."""
+def _refuse_surrogates() -> Iterator[None]:
+    """Raise `ValueError` instead of the tokenizer's `TypeError` for text that UTF-8 cannot encode."""
     try:
         yield
     except TypeError as error:
-        raise ValueError("the messages hold lone surrogates, which are not text") from error
+        raise ValueError("the messages contain lone surrogates, which cannot be encoded as UTF-8") from error
 
 
 def _find_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """What the tokenizer encodes text with, where it adds nothing of its own; else None."""
+    """The Rust tokenizer, if the Python class around it does not change how text is encoded; else None."""
     is_plain = all(
         getattr(type(tokenizer), name, None) is getattr(PreTrainedTokenizerFast, name, None)
         for name in ("encode", "_encode_plus")
@@ -269,7 +270,7 @@ def _find_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     return tokenizer.backend_tokenizer if is_plain and not tokenizer.split_special_tokens else None
 
 
-def _is_shown(message: Message, text: str) -> bool:
-    """Whether what the model is told is in the text, as it is or in JSON; templates hoist, merge and drop messages."""
+def _is_rendered(message: Message, text: str) -> bool:
+    """Whether the message's content is in the text, verbatim or as JSON; templates may move, merge or drop messages."""
     content = message.content.strip()
     return message.role == "assistant" or content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text

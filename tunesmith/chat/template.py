@@ -1,9 +1,9 @@
-"""A tokenizer's chat template, and what it can do.
+"""A tokenizer's chat template and its capabilities.
 
-What a template supports is found out once by rendering small conversations: tools, tool calls and results, a system
-role, and which token ends an assistant's turn. What it lacks, or writes in a form that the run's parser does not read,
-is rendered in words: tools are described in the system message, calls and results become text blocks, a system message
-joins the user's.
+Capabilities are detected once by rendering small probe conversations: tools, tool calls and results, the system role,
+and the token that ends an assistant message. Missing features, and tool calls in a format that the run's parser cannot
+parse, are replaced by text (`template_fallback`): tools are described in the system message, calls and results become
+text blocks, a system message is merged into the user message.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from tunesmith.chat.memo import freeze, thaw
+from tunesmith.chat.memo import build_cache_key, load_cache_key
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
 from tunesmith.chat.special_tokens import SpecialTokens
-from tunesmith.chat.template_fallback import put_calls_in_text, put_system_in_user, put_tools_in_system
+from tunesmith.chat.template_fallback import describe_tools_in_system, merge_system_into_user, write_calls_as_text
 from tunesmith.chat.template_rendering import JinjaTemplate
 
 MARKUP = (THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE)
-"""Tokens that stay visible in text although some tokenizers call them special."""
+"""Tags that stay visible in decoded text although some tokenizers mark them as special tokens."""
 
 SENTINEL = "zqxjkvbpYw"
 PROBE = "probe_qzx"
@@ -39,45 +39,45 @@ CALL_START, CALL_MIDDLE = f'{CALL_OPEN}\n{{"name": "', '", "arguments":'
 HERMES_CALL = re.compile(rf'({CALL_OPEN}\s*{{\s*"name":\s*"){PROBE}(",\s*"arguments":)')
 
 
-NUM_NEAR = 2
-"""Messages that stand for all that came before a reply: the first, and the one before it."""
-NUM_SHORT, MAX_SHORT_MESSAGES, MAX_SHORT_CHARACTERS = 2048, 8, 8192
-"""Texts of short conversations that are remembered, where the template reads nothing but what it is given."""
+NUM_CONTEXT_MESSAGES = 2
+"""Messages that replace the history before a reply: the first one and the one right before the reply."""
+NUM_CACHED_TEXTS, MAX_CACHED_MESSAGES, MAX_CACHED_CHARACTERS = 2048, 8, 8192
+"""Cache of rendered short conversations, used only for templates whose output depends on their input alone."""
 
 
 class ChatTemplate:
-    """Renders conversations to text, in which special tokens that messages spell are marked."""
+    """Renders conversations to text in which special tokens spelled by messages are escaped."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, *, has_hermes_parser: bool, split_special_tokens: bool = True
     ) -> None:
-        """Without `split_special_tokens` nothing is marked: what messages spell becomes special tokens."""
+        """Without `split_special_tokens` nothing is escaped: special tokens in messages stay special tokens."""
         self._tokenizer = tokenizer
         self._jinja = JinjaTemplate(tokenizer)
-        self._render_short = functools.lru_cache(maxsize=NUM_SHORT)(self._render_frozen)
+        self._render_cached = functools.lru_cache(maxsize=NUM_CACHED_TEXTS)(self._render_from_key)
         added = tokenizer.added_tokens_decoder
         special = {token_id: str(token) for token_id, token in added.items() if token.special}
         special |= {i: str(tokenizer.convert_ids_to_tokens(i)) for i in tokenizer.all_special_ids}
         self.special_ids = {text: token_id for token_id, text in special.items() if text not in MARKUP}
-        """Text of each special token -> its id."""
+        """String of each special token -> its id."""
         self.special_tokens = SpecialTokens(tokenizer, self.special_ids) if split_special_tokens else None
         longest_first = sorted(self.special_ids, key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self.has_system = self._shows([Message(role="system", content=PROBE), Message(role="user", content="u")])
-        knows_tools = self._shows([Message(role="user", content="u")], [PROBE_TOOL])
-        calls = self._probe_calls(knows_tools)
+        self.has_system = self._can_render([Message(role="system", content=PROBE), Message(role="user", content="u")])
+        renders_tools = self._can_render([Message(role="user", content="u")], [PROBE_TOOL])
+        calls = self._probe_tool_calls(renders_tools)
         hermes = None if calls is None else HERMES_CALL.search(calls)
         self.call_start, self.call_middle = (CALL_START, CALL_MIDDLE) if hermes is None else hermes.groups()
-        """How a call is written before its name, and between its name and its arguments."""
-        self.has_foreign_calls = has_hermes_parser and knows_tools and hermes is None
-        """The template has tools, but writes calls as the parser does not read them."""
-        self.has_tools = knows_tools and not self.has_foreign_calls
+        """Text of a tool call before the name, and between the name and the arguments."""
+        self.has_unparsed_calls = has_hermes_parser and renders_tools and hermes is None
+        """The template supports tools, but the parser cannot parse its format of tool calls."""
+        self.has_tools = renders_tools and not self.has_unparsed_calls
         self.has_tool_calls = calls is not None and (hermes is not None or not has_hermes_parser)
         self.end_of_turn = self._probe_end_of_turn()
-        """The special token after an assistant's message; None when the next message's header ends the turn."""
+        """The special token after an assistant message; None if the header of the next message ends the turn."""
 
-    def reads(self, variable: str) -> bool:
-        """Whether the template mentions a variable."""
+    def uses_variable(self, variable: str) -> bool:
+        """Whether the template refers to a variable."""
         return re.search(rf"\b{variable}\b", str(self._tokenizer.get_chat_template())) is not None
 
     def render(
@@ -88,40 +88,40 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         has_generation_prompt: bool = True,
     ) -> str:
-        """Text of a conversation, up to where the assistant speaks next."""
-        messages, tools = self._put_in_words(messages, tools)
+        """Text of a conversation, including the generation prompt."""
+        messages, tools = self._apply_fallbacks(messages, tools)
         return self._render(messages, tools, variables or {}, has_generation_prompt)
 
     def render_delta(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str | None:
-        """What follows the message whose content is the sentinel; None when it cannot be told."""
-        messages, tools = self._put_in_words(messages, tools)
-        held = [index for index, message in enumerate(messages) if SENTINEL in message.content]
-        if len(held) == 1 and held[0] > NUM_NEAR and self._jinja.is_local(tools):
-            near = [messages[0], *messages[held[0] - 1 :]]
-            with contextlib.suppress(ValueError):  # the template may miss what was left out
-                delta = self.find_delta(self._render(near, tools, variables, True))
+        """Text after the message whose content is the sentinel; None if it cannot be determined."""
+        messages, tools = self._apply_fallbacks(messages, tools)
+        found = [index for index, message in enumerate(messages) if SENTINEL in message.content]
+        if len(found) == 1 and found[0] > NUM_CONTEXT_MESSAGES and self._jinja.is_rendered_from_neighbors(tools):
+            shortened = [messages[0], *messages[found[0] - 1 :]]
+            with contextlib.suppress(ValueError):  # the template may refuse the shortened conversation
+                delta = self.find_delta(self._render(shortened, tools, variables, True))
                 if delta is not None:
                     return delta
         return self.find_delta(self._render(messages, tools, variables, True))
 
-    def _put_in_words(
+    def _apply_fallbacks(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
-        """What the template lacks, said in messages."""
+        """Express features that the template lacks as message text."""
         if tools and not self.has_tools:
-            messages, tools = put_tools_in_system(messages, tools), ()
+            messages, tools = describe_tools_in_system(messages, tools), ()
         if not self.has_tool_calls:
-            messages = put_calls_in_text(messages)
+            messages = write_calls_as_text(messages)
         if not self.has_system:
-            messages = put_system_in_user(messages)
+            messages = merge_system_into_user(messages)
         return messages, tools
 
     def find_delta(self, text: str) -> str | None:
-        """What follows the sentinel, from the special token on that ends the turn; None when it cannot be told.
+        """Text after the sentinel, starting at the special token that ends the turn; None if it cannot be determined.
 
-        Where no token ends a turn, the header of the next message does, and must follow at once.
+        If no token ends a turn, the header of the next message must follow the sentinel immediately.
         """
         if text.count(SENTINEL) != 1:
             return None
@@ -139,58 +139,59 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         has_generation_prompt: bool,
     ) -> str:
-        is_short = len(messages) <= MAX_SHORT_MESSAGES and sum(len(m.content) for m in messages) <= MAX_SHORT_CHARACTERS
-        if is_short and self._jinja.is_local(tools):
-            frozen = freeze((list(tools), dict(variables), has_generation_prompt))
-            if frozen is not None:
-                return self._render_short(tuple(messages), frozen)
-        return self._render_anew(messages, tools, variables, has_generation_prompt)
+        num_characters = sum(len(message.content) for message in messages)
+        is_short = len(messages) <= MAX_CACHED_MESSAGES and num_characters <= MAX_CACHED_CHARACTERS
+        if is_short and self._jinja.is_rendered_from_neighbors(tools):
+            cache_key = build_cache_key((list(tools), dict(variables), has_generation_prompt))
+            if cache_key is not None:
+                return self._render_cached(tuple(messages), cache_key)
+        return self._render_uncached(messages, tools, variables, has_generation_prompt)
 
-    def _render_frozen(self, messages: tuple[Message, ...], frozen: bytes) -> str:
-        return self._render_anew(messages, *thaw(frozen))
+    def _render_from_key(self, messages: tuple[Message, ...], cache_key: bytes) -> str:
+        return self._render_uncached(messages, *load_cache_key(cache_key))
 
-    def _render_anew(
+    def _render_uncached(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         has_generation_prompt: bool,
     ) -> str:
-        given: list[Any] = [[message.to_template() for message in messages], list(tools), dict(variables)]
+        inputs: list[Any] = [[message.to_template() for message in messages], list(tools), dict(variables)]
         if self.special_tokens is not None:
-            given = self.special_tokens.mark(given)
-        shown, shown_tools, shown_variables = given
+            inputs = self.special_tokens.escape(inputs)
+        message_dicts, tool_dicts, template_variables = inputs
         try:
             return self._jinja.render(
-                shown,
-                tools=shown_tools,
-                variables=shown_variables,
+                message_dicts,
+                tools=tool_dicts,
+                variables=template_variables,
                 has_generation_prompt=has_generation_prompt,
             )
         except (TemplateError, TypeError, KeyError) as error:
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+            raise ValueError(f"the model's chat template rejects these messages: {error}") from error
 
-    def _shows(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
-        """Whether the template renders the messages, with the probe in the text."""
+    def _can_render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
+        """Whether the template accepts the messages and the probe appears in the text."""
         try:
             return PROBE in self._render(messages, tools, {}, True)
         except ValueError:
             return False
 
-    def _probe_calls(self, knows_tools: bool) -> str | None:
-        """How the template shows a call and its result after a question; None when it does not show them."""
+    def _probe_tool_calls(self, renders_tools: bool) -> str | None:
+        """Text of a tool call and its result after a question; None if the template does not render them."""
         call = ToolCall(call_id="call00000", name=PROBE, arguments='{"a": 1}')
         question = Message(role="user", content="u")
         answer = Message(role="assistant", tool_calls=(call,))
         result = Message(role="tool", content=SENTINEL, tool_call_id="call00000", name=PROBE)
-        tools = [PROBE_TOOL] if knows_tools else []
+        tools = [PROBE_TOOL] if renders_tools else []
         try:
             before = self._render([question], tools, {}, False)
             text = self._render([question, answer, result], tools, {}, True)
         except ValueError:
             return None
-        shown = text.removeprefix(before)
-        return shown if PROBE in shown and SENTINEL in shown else None
+        text = text.removeprefix(before)
+        return text if PROBE in text and SENTINEL in text else None
 
     def _probe_end_of_turn(self) -> str | None:
         messages = [Message(role="user", content="u"), Message(role="assistant", content=SENTINEL)]

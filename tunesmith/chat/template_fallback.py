@@ -1,8 +1,8 @@
-"""What a chat template lacks, said in words.
+"""Text replacements for features that a chat template lacks.
 
-A template without tools, without tool calls or without a system role still serves an agent: tools are described in the
-system message, calls and results are text blocks, and a system message joins the user's. The wording is the one that
-hermes-style models are trained on.
+Templates without tools, tool calls or a system role still work for agents: tools are described in the system message,
+calls and results are written as text blocks, and a system message is merged into the user message. The wording is the
+one that Hermes-style models are trained on.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
 from tunesmith.chat.messages import (
-    MAX_KNOWN_CHARACTERS,
-    MAX_KNOWN_TOOL_BYTES,
-    NUM_KNOWN_ARGUMENTS,
-    NUM_KNOWN_TOOL_LISTS,
+    MAX_ARGUMENTS_CHARACTERS,
+    MAX_TOOL_LIST_BYTES,
+    NUM_CACHED_ARGUMENTS,
+    NUM_CACHED_TOOL_LISTS,
     Message,
     ToolCall,
     load_arguments,
@@ -38,20 +38,20 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def put_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Describe tools in the system message, for templates that cannot."""
+def describe_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Describe tools in the system message, for templates without tools."""
     listed = list(tools)
-    frozen = freeze(listed)
-    prompt = _describe_tools(listed) if frozen is None else _describe_known_tools(frozen)
+    cache_key = build_cache_key(listed)
+    prompt = _describe_tools(listed) if cache_key is None else _describe_tools_cached(cache_key)
     if messages and messages[0].role == "system":
         first = replace(messages[0], content=f"{messages[0].content}\n\n{prompt}".lstrip())
         return [first, *messages[1:]]
     return [Message(role="system", content=prompt), *messages]
 
 
-@remember(max_entries=NUM_KNOWN_TOOL_LISTS, max_length=MAX_KNOWN_TOOL_BYTES)
-def _describe_known_tools(frozen: bytes) -> str:
-    return _describe_tools(thaw(frozen))
+@memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
+def _describe_tools_cached(cache_key: bytes) -> str:
+    return _describe_tools(load_cache_key(cache_key))
 
 
 def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
@@ -59,29 +59,31 @@ def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
     return TOOLS_PROMPT.format(tools=lines)
 
 
-def put_calls_in_text(messages: Sequence[Message]) -> list[Message]:
-    """Write tool calls and tool results as text blocks, for templates that cannot show them.
+def write_calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Write tool calls and results as text blocks, for templates that do not render them.
 
-    Results that follow each other share one user message.
+    Consecutive results share one user message.
     """
-    shown: list[Message] = []
+    converted: list[Message] = []
     was_result = False
     for message in messages:
         is_result = message.role == "tool"
         if is_result:
             text = f"<tool_response>\n{message.content}\n</tool_response>"
             if was_result:
-                text = f"{shown.pop().content}\n{text}"
-            shown.append(Message(role="user", content=text))
+                text = f"{converted.pop().content}\n{text}"
+            converted.append(Message(role="user", content=text))
         elif message.tool_calls:
             blocks = [message.content] if message.content else []
             blocks += [_format_call(call) for call in message.tool_calls]
             content = "\n".join(blocks)
-            shown.append(Message(role=message.role, content=content, reasoning=message.reasoning, name=message.name))
+            converted.append(
+                Message(role=message.role, content=content, reasoning=message.reasoning, name=message.name)
+            )
         else:
-            shown.append(message)
+            converted.append(message)
         was_result = is_result
-    return shown
+    return converted
 
 
 def _format_call(call: ToolCall) -> str:
@@ -89,23 +91,23 @@ def _format_call(call: ToolCall) -> str:
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 
-@remember(max_entries=NUM_KNOWN_ARGUMENTS, max_length=MAX_KNOWN_CHARACTERS)
+@memoize(max_entries=NUM_CACHED_ARGUMENTS, max_length=MAX_ARGUMENTS_CHARACTERS)
 def _format_arguments(arguments: str) -> str:
     return json.dumps(load_arguments(arguments), ensure_ascii=False)
 
 
-def put_system_in_user(messages: Sequence[Message]) -> list[Message]:
-    """Put each system message at the head of the user message after it, for templates without a system role."""
-    shown: list[Message] = []
+def merge_system_into_user(messages: Sequence[Message]) -> list[Message]:
+    """Prepend each system message to the next user message, for templates without a system role."""
+    converted: list[Message] = []
     pending: list[str] = []
     for message in messages:
         if message.role == "system":
             pending.append(message.content)
         elif message.role == "user" and pending:
-            shown.append(replace(message, content="\n\n".join([*pending, message.content])))
+            converted.append(replace(message, content="\n\n".join([*pending, message.content])))
             pending = []
         else:
-            shown.append(message)
+            converted.append(message)
     if pending:
-        shown.append(Message(role="user", content="\n\n".join(pending)))
-    return shown
+        converted.append(Message(role="user", content="\n\n".join(pending)))
+    return converted

@@ -1,8 +1,8 @@
-"""One rendering of a tokenizer's chat template.
+"""Fast rendering of a tokenizer's chat template.
 
-`apply_chat_template` copies and checks all that a template may see at every call, which costs more than the template.
-Messages from JSON need none of it: the template that transformers compiles is rendered as it is, wherever it gives the
-same texts for conversations that hold each kind of message; else the tokenizer renders.
+`apply_chat_template` copies and validates its whole input at every call, which costs more than the template itself.
+Messages parsed from JSON do not need that, so the template compiled by transformers is rendered directly. This is used
+only if both give the same text for probe conversations with every kind of message; else the tokenizer renders.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
-from tunesmith.chat.template_analysis import is_local
+from tunesmith.chat.template_analysis import is_rendered_from_neighbors
 
 NUM_TEMPLATES = 4
-"""Compiled templates kept; a tokenizer may have one of its own for requests with tools."""
+"""Compiled templates cached; a tokenizer may have a separate template for requests with tools."""
 QUESTION = {"role": "user", "content": "q"}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": [1, None, "\u20ac<"]}}}
 PROBES: Sequence[list[dict[str, Any]]] = (
@@ -40,21 +40,21 @@ PROBE_TOOL = {
 
 
 class JinjaTemplate:
-    """Renders messages in the form of `Message.to_template`; raises what the tokenizer's own rendering raises."""
+    """Renders messages in the form of `Message.to_template`; raises the same errors as `apply_chat_template`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._options = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
-        """Names that the tokenizer does not hand on to the template."""
-        self._prepare = functools.lru_cache(maxsize=NUM_TEMPLATES)(self._compile)
+        self._tokenizer_parameters = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+        """Parameters of `apply_chat_template`, which do not reach the template as variables."""
+        self._compile_cached = functools.lru_cache(maxsize=NUM_TEMPLATES)(self._compile)
         self.is_direct = hasattr(chat_template_utils, "_compile_jinja_template") and all(
             self._is_same(messages, tools) for messages in PROBES for tools in ((), (PROBE_TOOL,))
         )
-        """Whether the compiled template is rendered without the tokenizer."""
+        """Whether the compiled template is rendered directly."""
 
-    def is_local(self, tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the template of such a request writes each message by what stands next to it."""
-        return self.is_direct and self._prepare(self._tokenizer.get_chat_template(None, list(tools) or None))[2]
+    def is_rendered_from_neighbors(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the template for requests with these tools renders each message from neighboring messages only."""
+        return self.is_direct and self._compile_cached(self._tokenizer.get_chat_template(None, list(tools) or None))[2]
 
     def render(
         self,
@@ -64,7 +64,7 @@ class JinjaTemplate:
         variables: Mapping[str, Any],
         has_generation_prompt: bool,
     ) -> str:
-        if self.is_direct and self._options.isdisjoint(variables):
+        if self.is_direct and self._tokenizer_parameters.isdisjoint(variables):
             return self._render_directly(messages, tools, variables, has_generation_prompt)
         return self._render_by_tokenizer(messages, tools, variables, has_generation_prompt)
 
@@ -75,21 +75,21 @@ class JinjaTemplate:
         variables: Mapping[str, Any],
         has_generation_prompt: bool,
     ) -> str:
-        given = list(tools) or None
-        template, names, _ = self._prepare(self._tokenizer.get_chat_template(None, given))
+        tools_or_none = list(tools) or None
+        template, names, _ = self._compile_cached(self._tokenizer.get_chat_template(None, tools_or_none))
         request = {
             "messages": messages,
-            "tools": given,
+            "tools": tools_or_none,
             "documents": None,
             "add_generation_prompt": has_generation_prompt,
         }
-        seen = {**names, **request, **self._tokenizer.special_tokens_map, **variables}
-        return "".join(template.root_render_func(template.new_context(seen, shared=True)))
+        context = {**names, **request, **self._tokenizer.special_tokens_map, **variables}
+        return "".join(template.root_render_func(template.new_context(context, shared=True)))
 
     def _compile(self, source: str) -> tuple[Template, Mapping[str, Any], bool]:
-        """A template, the names that all its renderings know, and whether it is local."""
+        """The compiled template, its global names, and whether it renders from neighboring messages only."""
         template = chat_template_utils._compile_jinja_template(source)
-        return template, dict(template.globals), is_local(template.environment.parse(source))
+        return template, dict(template.globals), is_rendered_from_neighbors(template.environment.parse(source))
 
     def _render_by_tokenizer(
         self,
@@ -109,7 +109,7 @@ class JinjaTemplate:
         return text
 
     def _is_same(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether both ways give the same text, or refuse the messages for the same reason."""
+        """Whether both ways of rendering give the same text, or raise the same error."""
         results = []
         for render in (self._render_by_tokenizer, self._render_directly):
             try:

@@ -1,7 +1,7 @@
-"""How many characters a token stands for at most, so that text can be refused as too long before it is tokenized.
+"""Upper bound on the characters of one token, so that text can be rejected as too long before it is tokenized.
 
-Only tokenizers that give each character to a token have such a bound: BPE over bytes, without steps that drop text and
-without tokens that take the blanks around them.
+The bound exists only for tokenizers that assign every character to a token: byte-level or byte-fallback BPE, without
+normalizers or pre-tokenizers that drop text and without added tokens that absorb the whitespace around them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 MAX_COMPOSED = 4
-"""Characters that Unicode's composed forms make one of, at most."""
+"""Most characters that Unicode normalization (NFC, NFKC) composes into one."""
 CHARACTERS_OF_ONE = {
     "NFC": MAX_COMPOSED, "NFKC": MAX_COMPOSED, "NFD": 1, "NFKD": 1, "Prepend": 1, "Replace": 1, "Sequence": 1,
     "ByteLevel": 1, "Digits": 1, "Split": 1, "Metaspace": 1, "Punctuation": 1,
 }  # fmt: skip
-"""Normalizers and pre-tokenizers that drop nothing -> how many characters they may make one of."""
+"""Normalizers and pre-tokenizers that drop no text -> how many characters they may merge into one."""
 BYTES_AS_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def find_longest_token(tokenizer: Tokenizer) -> int | None:
-    """Most characters of a text that become one token; None where that is not known."""
+    """Upper bound on the characters of a text that become one token; None if there is no known bound."""
     parts = [part for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) if part is not None]
     steps = [step for part in parts for step in _iter_steps(json.loads(part.__getstate__()))]
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)

@@ -37,7 +37,7 @@ def build_agentscope_model(
     model.client = endpoint.client
     model.api_key = endpoint.api_key
     model.model_name = endpoint.model_name
-    model.options = dict(options or {})  # for `ask_model`, which goes to the client itself
+    model.options = dict(options or {})  # for `create_chat_completion`, which goes to the client itself
     return model
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from tunesmith.chat.client import ask_model
+from tunesmith.chat.client import create_chat_completion
 from tunesmith.judges.composite import Part, compose
 from tunesmith.judges.transcript import Transcript
 
@@ -70,7 +70,9 @@ def build_llm_score(*, auxiliary_model: str = AUXILIARY_NAME, prompt: str = PROM
             answer=quote(transcript.answer),
         )
         for _ in range(NUM_ATTEMPTS):
-            completion = await ask_model(auxiliary_models[auxiliary_model], [{"role": "user", "content": quoted}])
+            completion = await create_chat_completion(
+                auxiliary_models[auxiliary_model], [{"role": "user", "content": quoted}]
+            )
             choice = completion.choices[0]
             score = parse_score(choice.message.content or "") if choice.finish_reason == "stop" else None
             if score is not None:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import Any
 
-from tunesmith.chat.memo import remember
+from tunesmith.chat.memo import memoize
 from tunesmith.judges.numeric import NUMBER, parse_number
 from tunesmith.judges.transcript import MARKUP, Call, Transcript
 
@@ -120,7 +120,7 @@ def list_own_pieces(reasoning: str, *, question: str) -> tuple[str, ...]:
     return tuple(own)
 
 
-@remember(max_entries=NUM_KNOWN_QUESTIONS, max_length=MAX_QUESTION_CHARACTERS)
+@memoize(max_entries=NUM_KNOWN_QUESTIONS, max_length=MAX_QUESTION_CHARACTERS)
 def _join_tokens(question: str) -> str:
     return f" {' '.join(TOKEN.findall(question.casefold()))} "
 
@@ -174,7 +174,7 @@ def find_numbers(text: str) -> set[Fraction | int]:
     return {number for number in numbers if number is not None}
 
 
-@remember(max_entries=NUM_KNOWN_NUMBERS, max_length=MAX_NUMBER_CHARACTERS)
+@memoize(max_entries=NUM_KNOWN_NUMBERS, max_length=MAX_NUMBER_CHARACTERS)
 def _parse_exact(text: str) -> Fraction | int | None:
     """The value of a text that is one number; whole ones as integers, which compare fast."""
     number = parse_number(text)

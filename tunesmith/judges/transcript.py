@@ -106,7 +106,7 @@ def _read_reply(message: Message, results: Mapping[str | None, str]) -> Reply:
     """Split content that holds tags; calls that a client has read already are kept as they are."""
     numbers = itertools.count()
     parser = ReplyParser(new_call_id=lambda: f"text{next(numbers)}", has_reasoning=True, has_tool_calls=True)
-    said = parser.read(message.content)
+    said = parser.parse(message.content)
     calls = (*said.tool_calls, *message.tool_calls)
     return Reply(
         reasoning="\n".join(part for part in (message.reasoning, said.reasoning) if part),

@@ -1,1 +1,1 @@
-"""Rollouts: agents talk to an OpenAI-compatible endpoint, and every token that the policy samples is recorded."""
+"""Rollouts: agents call the policy through an OpenAI-compatible endpoint that records every sampled token."""

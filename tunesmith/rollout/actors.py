@@ -1,4 +1,4 @@
-"""The models that act and the user's functions: what runs tasks and returns groups."""
+"""Actors: the loaded models together with the user's functions; they run tasks and return groups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Protocol
 from tunesmith.rollout.groups import attach_baselines, run_groups
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.rollout.service import ModelService, ModelSource
+from tunesmith.rollout.service import ModelProvider, ModelService
 from tunesmith.types import Engine, Group, Sampling, Task, Trajectory
 
 
 class StatusLine(Protocol):
-    """Where progress is shown."""
+    """Shows progress."""
 
     def show_status(self, text: str) -> None: ...
 
@@ -28,26 +28,25 @@ class Actors:
     engine: Engine
     """The sampler of the policy."""
     service: ModelService
-    """The policy as workflows receive it."""
-    auxiliary_models: Mapping[str, ModelSource] = field(default_factory=dict)
+    """Serves the policy to workflows."""
+    auxiliary_models: Mapping[str, ModelProvider] = field(default_factory=dict)
     auxiliary_engines: Sequence[Engine] = ()
     """The engines of local auxiliary models, whose weights never change."""
     agent: Agent
     max_concurrency: int
     http_port: int | None = None
-    """Where the policy is served over HTTP while workflows run, auxiliary models at free ports; None serves them in
-    process only."""
+    """Port of the policy's HTTP server while workflows run; auxiliary models use free ports. None: in process only."""
     max_body_bytes: int = 8 * 2**20
-    """Of a request over HTTP."""
+    """Size limit of an HTTP request body."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RolloutProgress:
-    """Trajectories of one phase as they end, shown on a status line."""
+    """Finished trajectories of one phase, shown on a status line."""
 
     status: StatusLine | None = None
     finished: list[Trajectory] = field(default_factory=list)
-    """Baseline runs are not among them."""
+    """Without baseline runs."""
     num_done: int = 0
 
     def add(self, trajectory: Trajectory, *, num_expected: int, is_kept: bool) -> None:
@@ -69,10 +68,10 @@ async def run_tasks(
     baseline_sampling: Sampling | None = None,
     progress: RolloutProgress | None = None,
 ) -> list[Group]:
-    """Run the agent `group_size` times on each task; groups come back in the order of the tasks.
+    """Run the agent `group_size` times on each task; returns groups in the order of the tasks.
 
-    The policy's engine must be sampling. With `baseline_sampling`, one more run of each task gives its group's baseline
-    reward. `progress` collects trajectories as they end, so that they can be saved when the phase is aborted.
+    The policy's engine must be sampling. With `baseline_sampling`, one additional run of each task gives its group's
+    baseline reward. `progress` collects finished trajectories, so that they can be saved if the phase is aborted.
     """
     for engine in actors.auxiliary_engines:
         engine.resume(0)  # an empty prefix cache makes a phase a function of its seed
@@ -80,8 +79,8 @@ async def run_tasks(
     num_expected = progress.num_done + len(tasks) * (group_size + (baseline_sampling is not None))
     async with AsyncExitStack() as serving:
         if actors.http_port is not None:
-            helpers = [each for each in actors.auxiliary_models.values() if isinstance(each, ModelService)]
-            ports = {actors.service: actors.http_port} | dict.fromkeys(helpers, 0)
+            local_services = [each for each in actors.auxiliary_models.values() if isinstance(each, ModelService)]
+            ports = {actors.service: actors.http_port} | dict.fromkeys(local_services, 0)
             for service, port in ports.items():
                 served = service.serve(port=port, max_body_bytes=actors.max_body_bytes)
                 await serving.enter_async_context(served)

@@ -1,7 +1,7 @@
-"""The model as a workflow sees it when no agent framework is installed: call it with messages, get a completion.
+"""The model object that a workflow receives if no agent framework is installed: messages in, completion out.
 
-An `Endpoint` says where a model is and how it is reached. The expensive parts of a client (TLS contexts, connection
-pools) are made once and shared; a client with a key of its own costs microseconds.
+An `Endpoint` holds a model's address and the clients that reach it. The expensive parts of a client (TLS context,
+connection pool) are created once and shared; a client with another API key costs microseconds.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class NoAddressError(ConfigError, AttributeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where a model answers."""
+    """Address and clients of a model."""
 
     base_url: str | None
-    """URL of the API, with its `/v1`; None when only `client` reaches it, in this process."""
+    """URL of the API, including `/v1`; None if it can be reached only in process, through `client`."""
     api_key: str
     model_name: str
     client: openai.AsyncOpenAI
-    """A client that is bound to the URL and the key."""
+    """An OpenAI client bound to the URL and the key."""
     http_client: httpx.AsyncClient | None = None
-    """What the client sends with, when it is shared."""
+    """The HTTP client inside `client`, if it is shared."""
 
     def find_url(self) -> str:
-        """The URL for clients of the user's own; raises when there is none."""
+        """The URL for other clients; raises if the model is not served over HTTP."""
         if self.base_url is None:
             raise NoAddressError(
-                "model.base_url is the address of the run's HTTP server, and the run has none: set rollout.http_port, "
-                "0 for a free port (model.client needs none)"
+                "model.base_url is the URL of the run's HTTP server, which is off: set rollout.http_port, 0 for a free "
+                "port (model.client works without it)"
             )
         return self.base_url
 
@@ -52,13 +52,13 @@ class ChatModel:
         self.api_key = endpoint.api_key
         self.model_name = endpoint.model_name
         self.client = endpoint.client
-        """The official client, for streams and whatever else it can do."""
+        """The official OpenAI client, for streaming and all other features."""
         self.options = dict(options or {})
-        """Request fields that each call sends unless it names them."""
+        """Default request fields of each call."""
 
     @property
     def base_url(self) -> str:
-        """URL of the API, for any client; the run serves it with `rollout.http_port`."""
+        """URL of the API for any client; available if `rollout.http_port` is set."""
         return self._endpoint.find_url()
 
     async def __call__(
@@ -67,7 +67,7 @@ class ChatModel:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> ChatCompletion:
-        """Ask once. `options` are fields of the API's request."""
+        """Send one chat completion request; `options` are request fields."""
         fields = self.options | options
         if tools:
             fields["tools"] = list(tools)

@@ -1,4 +1,4 @@
-"""Why rollouts failed, in words: an error with all that it says, and the first failure of each kind in a step."""
+"""Descriptions of failed rollouts: the message of an error, and the first failure of each kind in a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_SHOWN_CAUSES = 5
 
 
 def describe_error(error: BaseException, task: Task) -> str:
-    """Type and message of an error; a missing field of the task is named with the fields there are."""
+    """Type and message of an error; for a missing field of the task, also the fields that exist."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     text = shorten(str(error).strip(), MAX_MESSAGE_CHARS)
@@ -23,7 +23,7 @@ def describe_error(error: BaseException, task: Task) -> str:
 
 
 def list_causes(groups: Sequence[Group]) -> list[str]:
-    """A line for each kind of failure, the commonest first: how often, and the first one's message and place."""
+    """One line per kind of failure, most frequent first: its count, and the message and line of the first one."""
     kinds: dict[tuple[str, ...], list[Failure]] = {}
     for group in groups:
         for trajectory in group.trajectories:
@@ -43,7 +43,7 @@ def describe_failure(failure: Failure) -> str:
 
 
 def _find_kind(failure: Failure) -> tuple[str, ...]:
-    """Failures of one boundary, error type and line are of one kind; without a line, those of one message are."""
+    """Failures are of one kind if boundary, error type and line are equal; without a line, boundary and message."""
     if failure.line is None:
         return (failure.where, failure.message)
     return (failure.where, failure.message.partition(":")[0], failure.line)

@@ -1,7 +1,7 @@
-"""All trajectories of a step -> groups, and their numbers.
+"""Runs all trajectories of a step in groups, and computes rollout metrics.
 
-Trajectories start in a fixed order, at most `max_concurrency` at once, and each has a seed of its own, so that what
-they sample does not depend on when they ran. Failures stay in their group, unscored; too many of them stop the run.
+Trajectories start in a fixed order, at most `max_concurrency` at a time, and each has its own seed, so what they sample
+does not depend on timing. Failed trajectories stay in their group without a reward; too many failures stop the run.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tunesmith.errors import RolloutError
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.rollout.service import ModelSource
-from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, watch_loop
+from tunesmith.rollout.service import ModelProvider
+from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, watch_event_loop
 from tunesmith.types import FailureWhere, Group, Sampling, StopReason, Task, Trajectory
 
 OnProgress = Callable[[Trajectory], None]
-"""Called with each trajectory as it ends."""
+"""Called with each finished trajectory."""
 
 
 async def run_groups(
@@ -30,15 +30,15 @@ async def run_groups(
     *,
     group_size: int,
     agent: Agent,
-    model: ModelSource,
-    auxiliary_models: Mapping[str, ModelSource] | None = None,
+    model: ModelProvider,
+    auxiliary_models: Mapping[str, ModelProvider] | None = None,
     seed: int,
     step: int,
     sampling: Sampling | None = None,
     max_concurrency: int,
     on_progress: OnProgress | None = None,
 ) -> list[Group]:
-    """Run the agent `group_size` times on each task; groups come back in the order of the tasks."""
+    """Run the agent `group_size` times on each task; returns groups in the order of the tasks."""
     slots = asyncio.Semaphore(max_concurrency)
 
     async def run_one(position: int, run_index: int) -> Trajectory:
@@ -62,7 +62,7 @@ async def run_groups(
         return trajectory
 
     running: list[asyncio.Task[Trajectory]] = []
-    with watch_loop(agent.logger, limit_s=min(BLOCKED_LIMIT_S, agent.timeout_s / 4)) as watchdog:
+    with watch_event_loop(agent.logger, limit_s=min(BLOCKED_LIMIT_S, agent.timeout_s / 4)) as watchdog:
         try:
             for position in range(len(tasks)):
                 for run_index in range(group_size):
@@ -86,7 +86,7 @@ async def _cancel_all(running: Sequence[asyncio.Task[Trajectory]]) -> None:
 
 
 def attach_baselines(groups: Sequence[Group], baselines: Sequence[Group]) -> list[Group]:
-    """The groups with the reward of their task's one baseline run, which is no member of them."""
+    """Set each group's baseline reward from its task's single baseline run, which is not a member of the group."""
     return [
         replace(group, baseline_reward=baseline.trajectories[0].reward)
         for group, baseline in zip(groups, baselines, strict=True)
@@ -94,7 +94,7 @@ def attach_baselines(groups: Sequence[Group], baselines: Sequence[Group]) -> lis
 
 
 def compute_baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean reward of baseline runs, and how many groups have none because it failed."""
+    """Mean reward of baseline runs, and the number of failed baseline runs."""
     rewards = [group.baseline_reward for group in groups if group.baseline_reward is not None]
     metrics = {"rollout/num_failed_baselines": float(len(groups) - len(rewards))}
     if rewards:
@@ -103,7 +103,7 @@ def compute_baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def check_failures(groups: Sequence[Group], max_failure_rate: float) -> None:
-    """Raise a RolloutError with the commonest causes when more than this share of the trajectories failed."""
+    """Raise a RolloutError with the most frequent causes if the failure rate exceeds `max_failure_rate`."""
     failures = [t.failure for group in groups for t in group.trajectories if t.failure is not None]
     num_trajectories = sum(len(group.trajectories) for group in groups)
     if not num_trajectories or len(failures) / num_trajectories <= max_failure_rate:
@@ -115,10 +115,10 @@ def check_failures(groups: Sequence[Group], max_failure_rate: float) -> None:
 
 
 def compute_rollout_metrics(groups: Sequence[Group], *, prefix: str = "rollout") -> dict[str, float]:
-    """Rewards, failures, turns, tokens, stop reasons, and what users report.
+    """Rewards, failures, turns, tokens, stop reasons, and the metrics that workflows and judges return.
 
-    Names without a further slash are ours; what workflows and judges report is `rollout/<metric>/mean`, `/max`, `/min`.
-    Rewards and reports are of scored trajectories, tokens and turns of all.
+    Returned metrics are named `rollout/<metric>/mean`, `/max` and `/min`; built-in ones have no second slash. Rewards
+    and returned metrics are over scored trajectories, tokens and turns over all.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     metrics = _compute_rewards([t.reward for t in trajectories if t.reward is not None])
@@ -174,6 +174,10 @@ def _compute_reported(reports: Sequence[Mapping[str, float]]) -> dict[str, float
         for name, value in report.items():
             values.setdefault(name, []).append(value)
     metrics: dict[str, float] = {}
-    for name, given in values.items():
-        metrics |= {f"{name}/mean": statistics.fmean(given), f"{name}/max": max(given), f"{name}/min": min(given)}
+    for name, reported in values.items():
+        metrics |= {
+            f"{name}/mean": statistics.fmean(reported),
+            f"{name}/max": max(reported),
+            f"{name}/min": min(reported),
+        }
     return metrics

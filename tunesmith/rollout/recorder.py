@@ -1,8 +1,8 @@
-"""Sessions: who may sample, and what was sampled.
+"""Sessions: they authorize the model calls of a trajectory and record them as turns.
 
-A session is one trajectory's right to call the model; its key is the API key. Each call gets its index, its seed and
-its place in the queue on arrival. Every sampled token ends up in exactly one `Turn`, also when the client goes away or
-the engine fails. A closed session answers nothing and records nothing.
+A session belongs to one trajectory; its key is the API key. A call gets its index, and with it its seed and its order
+in the engine's queue, on arrival. Every sampled token is recorded in exactly one `Turn`, also if the client disconnects
+or the engine fails. A closed session refuses all calls and records nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
 from tunesmith.chat.messages import (
-    MAX_KNOWN_TOOL_BYTES,
-    NUM_KNOWN_TOOL_LISTS,
+    MAX_TOOL_LIST_BYTES,
+    NUM_CACHED_TOOL_LISTS,
     MatchKey,
     Message,
     compute_match_keys,
@@ -30,36 +30,36 @@ from tunesmith.rollout.tokenizer_thread import run_tokenizer
 from tunesmith.types import Completion, Engine, OnTokens, Sampling, Turn
 
 TEXT_SCOPE = "text"
-"""Scope of prompts that are not conversations."""
+"""Scope of text prompts (/v1/completions), which are not conversations."""
 
-Place = tuple[int, int]
-"""Index of a call in its session, and of a choice in its call."""
+ChoiceId = tuple[int, int]
+"""Index of the call in its session, and index of the choice in its call."""
 
 
 class SamplingRefusedError(ValueError):
-    """The engine cannot sample as the request asks."""
+    """The engine rejects the sampling parameters of the request."""
 
 
 class SessionClosedError(RuntimeError):
-    """The trajectory ended while the request was in flight."""
+    """The session has ended, before or during the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One admitted request."""
+class SessionCall:
+    """One admitted model call of a session."""
 
     index: int
-    """Counts the session's requests in order of arrival."""
+    """Position in the session's calls, in order of arrival."""
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     keys: tuple[MatchKey, ...]
     scope: str
-    """Tools and template variables; turns are gone on from within one scope only."""
+    """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Draft:
-    """What a choice in flight has sampled so far."""
+class _InFlightTurn:
+    """A choice that is being sampled, with its tokens so far."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -80,17 +80,17 @@ class _Draft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reply:
-    """A finished turn and the conversation that it ends, to go on from."""
+class _RecordedReply:
+    """A finished turn and the match keys of the conversation up to its reply; later calls may extend it."""
 
-    place: Place
+    choice_id: ChoiceId
     turn: Turn
     keys: tuple[MatchKey, ...]
     scope: str
 
 
 class Session:
-    """One trajectory's calls; `Recorder.open_session` makes it."""
+    """The model calls of one trajectory; created by `Recorder.open_session`."""
 
     def __init__(
         self,
@@ -101,50 +101,50 @@ class Session:
         seed: int,
         order: tuple[int, ...],
         sampling: Sampling,
-        has_recording: bool,
+        is_recorded: bool,
     ) -> None:
         self.key = key
         self.sampling = sampling
-        """How a request that names nothing else is sampled."""
+        """Defaults for sampling parameters that a request leaves out."""
         self.is_closed = False
         self.num_late_calls = 0
-        """Calls that were refused because they came after the end."""
+        """Calls refused because they arrived after the session ended."""
         self.engine_error: str | None = None
-        """Type and message of the first error the engine raised."""
+        """Type and message of the first engine error."""
         self.num_calls = 0
         self.num_extended = 0
-        """Calls whose prompt goes on from a recorded turn."""
+        """Calls whose prompt extends a recorded turn."""
         self.num_unextended = 0
-        """Calls rendered anew although they go on from a recorded turn: the template could not tell what it adds."""
+        """Calls that continue a recorded turn but were rendered from scratch, because the delta is undetermined."""
         self.num_repeats = 0
-        """Calls that ask what was asked before: retries, or several answers to one question."""
+        """Calls with the same prompt as an earlier call: retries, or several samples for one prompt."""
         self.num_overlong = 0
-        """Calls refused because their prompt leaves no room for a token."""
+        """Calls refused because the prompt leaves no room for a sampled token."""
         self._engine = engine
         self._renderer = renderer
         self._seed = seed
         self._order = order
-        self._has_recording = has_recording
+        self._is_recorded = is_recorded
         self._num_tool_calls = 0
-        self._drafts: dict[Place, _Draft] = {}
-        self._turns: dict[Place, Turn] = {}
-        self._replies: dict[int, _Reply] = {}
-        self._asked: set[tuple[int, str]] = set()
+        self._in_flight: dict[ChoiceId, _InFlightTurn] = {}
+        self._turns: dict[ChoiceId, Turn] = {}
+        self._replies: dict[int, _RecordedReply] = {}
+        self._seen_requests: set[tuple[int, str]] = set()
 
-    async def admit(self, prompt: Prompt) -> Call:
-        """Take a request in: fix its index on arrival and make its prompt, from a recorded turn where one fits."""
+    async def admit(self, prompt: Prompt) -> SessionCall:
+        """Assign the call's index and build its prompt ids, extending a recorded turn if one matches."""
         keys = compute_match_keys(prompt.messages)
         scope = _describe_scope(prompt)
         index = self._count_call((hash(keys), scope))
-        found = self._find_reply(keys, scope)
+        found = self._find_recorded_reply(keys, scope)
         build = partial(self._build_prompt_ids, prompt, found)
         prompt_ids, is_extended = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
         self.num_extended += is_extended
         self.num_unextended += found is not None and not is_extended
-        return Call(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
+        return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
 
-    async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> Call:
-        """Take in a prompt that the client rendered, as text or as token ids."""
+    async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> SessionCall:
+        """As `admit`, for a prompt that the client rendered, given as text or token ids."""
         index = self._count_call((hash(text), TEXT_SCOPE))
         if isinstance(text, str):
             encode = partial(
@@ -154,28 +154,30 @@ class Session:
                 max_tokens=self._engine.max_model_len,
             )
             text = await run_tokenizer(self._renderer, encode, num_characters=len(text))
-        return Call(index=index, prompt=Prompt(messages=()), prompt_ids=text, keys=(), scope=TEXT_SCOPE)
+        return SessionCall(index=index, prompt=Prompt(messages=()), prompt_ids=text, keys=(), scope=TEXT_SCOPE)
 
-    def _count_call(self, asked: tuple[int, str]) -> int:
-        """Index of a new call, which asks this; a call that comes after the run has ended is refused and counted."""
+    def _count_call(self, request_key: tuple[int, str]) -> int:
+        """Index of a new call; calls after the end of the session are counted and refused."""
         if self.is_closed:
             self.num_late_calls += 1
             raise SessionClosedError
         index, self.num_calls = self.num_calls, self.num_calls + 1
-        self.num_repeats += asked in self._asked
-        self._asked.add(asked)
+        self.num_repeats += request_key in self._seen_requests
+        self._seen_requests.add(request_key)
         return index
 
-    def _find_reply(self, keys: tuple[MatchKey, ...], scope: str) -> tuple[int, _Reply] | None:
-        """The recorded turn that ends the longest part of the conversation, and how many messages that has."""
+    def _find_recorded_reply(self, keys: tuple[MatchKey, ...], scope: str) -> tuple[int, _RecordedReply] | None:
+        """The recorded reply with the longest matching prefix of the conversation, and that prefix's message count."""
         for num_old, digest in reversed(list(_iter_reply_digests(keys, scope))):
             reply = self._replies.get(digest)
             if reply is not None and reply.keys == keys[:num_old] and reply.scope == scope:
                 return num_old, reply
         return None
 
-    def _build_prompt_ids(self, prompt: Prompt, found: tuple[int, _Reply] | None) -> tuple[tuple[int, ...], bool]:
-        """Ids of a prompt, and whether they go on from the recorded turn."""
+    def _build_prompt_ids(
+        self, prompt: Prompt, found: tuple[int, _RecordedReply] | None
+    ) -> tuple[tuple[int, ...], bool]:
+        """Prompt ids, and whether they extend the recorded turn."""
         max_tokens = self._engine.max_model_len
         if found is not None:
             num_old, reply = found
@@ -193,7 +195,7 @@ class Session:
 
     async def generate(
         self,
-        call: Call,
+        call: SessionCall,
         choice: int,
         sampling: Sampling,
         *,
@@ -203,97 +205,99 @@ class Session:
     ) -> Completion:
         """Sample one choice of a call and record it.
 
-        A request's own `seed` is mixed with the session's, so that it repeats within a trajectory and not across a
-        group. `prefix_ids` begin the reply without having been sampled.
+        A `seed` in the request is combined with the session's: equal seeds repeat within a trajectory, but not across
+        a group. `prefix_ids` are the start of the reply that is not sampled (a forced tool call).
         """
         if self.is_closed:
             raise SessionClosedError
-        place = (call.index, choice)
+        choice_id = (call.index, choice)
         parts = (call.index, choice) if seed is None else ("request", seed, choice)
         sampling = replace(sampling, seed=derive_seed(self._seed, *parts))
-        draft = _Draft(prompt_ids=call.prompt_ids + prefix_ids, sampling=sampling)
+        in_flight = _InFlightTurn(prompt_ids=call.prompt_ids + prefix_ids, sampling=sampling)
 
         def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-            draft.sampled_ids += token_ids
-            draft.logprobs += logprobs
-            draft.policy_versions += [self._engine.policy_version] * len(token_ids)
+            in_flight.sampled_ids += token_ids
+            in_flight.logprobs += logprobs
+            in_flight.policy_versions += [self._engine.policy_version] * len(token_ids)
             if on_tokens is not None:
                 on_tokens(token_ids, logprobs)
 
-        draft.task = asyncio.ensure_future(
-            self._engine.generate(draft.prompt_ids, sampling, order=(*self._order, *place), on_tokens=add_tokens)
+        in_flight.task = asyncio.ensure_future(
+            self._engine.generate(
+                in_flight.prompt_ids, sampling, order=(*self._order, *choice_id), on_tokens=add_tokens
+            )
         )
-        self._drafts[place] = draft
+        self._in_flight[choice_id] = in_flight
         try:
-            completion = await draft.task
+            completion = await in_flight.task
         except asyncio.CancelledError:
-            self._record(place, draft.to_turn())
+            self._record(choice_id, in_flight.to_turn())
             if self.is_closed:
                 raise SessionClosedError from None
             raise
-        except Exception as error:  # whatever the engine raises is named, and fails this trajectory unless it refuses
-            self._record(place, draft.to_turn())
-            if isinstance(error, ValueError) and not draft.sampled_ids:
+        except Exception as error:  # any engine error fails the trajectory, except a rejected request
+            self._record(choice_id, in_flight.to_turn())
+            if isinstance(error, ValueError) and not in_flight.sampled_ids:
                 raise SamplingRefusedError(str(error)) from error
             message = f"{type(error).__name__}: {error}"
             self.engine_error = self.engine_error or message
             raise EngineError(message) from error
-        self._record(place, _build_turn(draft, completion))
+        self._record(choice_id, _build_turn(in_flight, completion))
         if self.is_closed:
             raise SessionClosedError
         return completion
 
-    def _record(self, place: Place, turn: Turn) -> None:
-        is_known = self._drafts.pop(place, None) is not None
+    def _record(self, choice_id: ChoiceId, turn: Turn) -> None:
+        is_in_flight = self._in_flight.pop(choice_id, None) is not None
         is_empty = turn.stop_reason == "cancelled" and not turn.sampled_ids
-        if is_known and not is_empty and self._has_recording:
-            self._turns[place] = turn
+        if is_in_flight and not is_empty and self._is_recorded:
+            self._turns[choice_id] = turn
 
-    def remember(self, call: Call, choice: int, reply: Message) -> None:
-        """Let later conversations go on from this choice, now that the client is told what it says."""
-        place = (call.index, choice)
-        turn = self._turns.get(place)
+    def record_reply(self, call: SessionCall, choice: int, reply: Message) -> None:
+        """Store the parsed reply of a choice, so that later calls can extend its turn."""
+        choice_id = (call.index, choice)
+        turn = self._turns.get(choice_id)
         if turn is None:
             return
         keys = call.keys + compute_match_keys([reply])
         *_, (_, digest) = _iter_reply_digests(keys, call.scope)
-        known = self._replies.get(digest)
-        if known is None or known.place < place:
-            self._replies[digest] = _Reply(place=place, turn=turn, keys=keys, scope=call.scope)
+        existing = self._replies.get(digest)
+        if existing is None or existing.choice_id < choice_id:
+            self._replies[digest] = _RecordedReply(choice_id=choice_id, turn=turn, keys=keys, scope=call.scope)
 
     def build_call_id(self) -> str:
-        """Id of the next tool call: nine letters and digits, which is what the strictest templates want."""
+        """Id of the next tool call: nine alphanumeric characters, as the strictest templates require."""
         self._num_tool_calls += 1
         return f"call{self._num_tool_calls:05d}"
 
     def end(self) -> None:
-        """Answer nothing any more: calls in flight are cancelled, and their tokens so far are recorded."""
+        """Refuse further calls; calls in flight are cancelled and their tokens so far recorded."""
         self.is_closed = True
-        for place, draft in list(self._drafts.items()):
-            self._record(place, draft.to_turn())
-            if draft.task is not None:
-                draft.task.cancel()
+        for choice_id, in_flight in list(self._in_flight.items()):
+            self._record(choice_id, in_flight.to_turn())
+            if in_flight.task is not None:
+                in_flight.task.cancel()
 
     def close(self) -> tuple[Turn, ...]:
-        """End the session; the turns come back in order of arrival."""
+        """End the session; returns the turns in order of arrival."""
         self.end()
-        return tuple(self._turns[place] for place in sorted(self._turns))
+        return tuple(self._turns[choice_id] for choice_id in sorted(self._turns))
 
 
-def _build_turn(draft: _Draft, completion: Completion) -> Turn:
-    assert completion.sampled_ids == tuple(draft.sampled_ids), "the engine reports each token it samples"
+def _build_turn(in_flight: _InFlightTurn, completion: Completion) -> Turn:
+    assert completion.sampled_ids == tuple(in_flight.sampled_ids), "the engine reports each token it samples"
     return Turn(
-        prompt_ids=draft.prompt_ids,
+        prompt_ids=in_flight.prompt_ids,
         sampled_ids=completion.sampled_ids,
         logprobs=completion.logprobs,
         policy_versions=completion.policy_versions,
-        distribution=draft.sampling.distribution,
+        distribution=in_flight.sampling.distribution,
         stop_reason=completion.stop_reason,
     )
 
 
 def _iter_reply_digests(keys: Sequence[MatchKey], scope: str) -> Iterator[tuple[int, int]]:
-    """For each assistant message: how many messages end with it, and a digest of those."""
+    """For each assistant message: the number of messages up to it, and a digest of their keys."""
     digest = hash(scope)
     for num_messages, key in enumerate(keys, start=1):
         digest = hash((digest, key))
@@ -302,15 +306,15 @@ def _iter_reply_digests(keys: Sequence[MatchKey], scope: str) -> Iterator[tuple[
 
 
 def _describe_scope(prompt: Prompt) -> str:
-    """Tools and template variables as text."""
+    """The scope of a prompt: its tools and template variables as text."""
     tools_and_variables = [list(prompt.tools), list(prompt.variables)]
-    frozen = freeze(tools_and_variables)
-    return _dump_scope(tools_and_variables) if frozen is None else _dump_known_scope(frozen)
+    cache_key = build_cache_key(tools_and_variables)
+    return _dump_scope(tools_and_variables) if cache_key is None else _dump_scope_cached(cache_key)
 
 
-@remember(max_entries=NUM_KNOWN_TOOL_LISTS, max_length=MAX_KNOWN_TOOL_BYTES)
-def _dump_known_scope(frozen: bytes) -> str:
-    return _dump_scope(thaw(frozen))
+@memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
+def _dump_scope_cached(cache_key: bytes) -> str:
+    return _dump_scope(load_cache_key(cache_key))
 
 
 def _dump_scope(tools_and_variables: list[Any]) -> str:
@@ -318,15 +322,15 @@ def _dump_scope(tools_and_variables: list[Any]) -> str:
 
 
 class Recorder:
-    """The open sessions of one engine, by key."""
+    """Opens and closes the sessions of one engine."""
 
     def __init__(self, engine: Engine, renderer: Renderer) -> None:
         self.engine = engine
         self.renderer = renderer
         self._sessions: dict[str, Session] = {}
         self._stats: dict[str, float] = {}
-        self._ended_keys: tuple[set[str], set[str]] = (set(), set())
-        """Keys of the sessions closed since the last two calls of `compute_stats`, whose late calls are counted."""
+        self._recently_closed_keys: tuple[set[str], set[str]] = (set(), set())
+        """Keys of sessions closed since the last two calls of `compute_stats`; their late calls are counted."""
 
     def open_session(
         self,
@@ -335,12 +339,12 @@ class Recorder:
         sampling: Sampling,
         order: tuple[int, ...] = (),
         key: str | None = None,
-        has_recording: bool = True,
+        is_recorded: bool = True,
     ) -> Session:
-        """Open a session; without a key it gets one that cannot be guessed.
+        """Open a session; the default key is random and cannot be guessed.
 
-        `order` comes before the call's index in the engine's queue. Without recording nothing is kept, and each
-        conversation is rendered as the template has it: the way for models that are not trained.
+        `order` precedes the call's index in the engine's queue order. Without recording, no turn is kept and every
+        prompt is rendered from scratch; used for models that are not trained.
         """
         key = secrets.token_urlsafe(16) if key is None else key
         if key in self._sessions:
@@ -352,7 +356,7 @@ class Recorder:
             seed=seed,
             order=order,
             sampling=sampling,
-            has_recording=has_recording,
+            is_recorded=is_recorded,
         )
         self._sessions[key] = session
         return session
@@ -360,7 +364,7 @@ class Recorder:
     def close_session(self, key: str) -> tuple[Turn, ...]:
         """End a session and return its turns in order of arrival."""
         session = self._sessions.pop(key)
-        self._ended_keys[0].add(key)
+        self._recently_closed_keys[0].add(key)
         for name in ("num_calls", "num_extended", "num_unextended", "num_repeats", "num_overlong"):
             self._count(name, getattr(session, name))
         if session.num_late_calls:
@@ -369,7 +373,7 @@ class Recorder:
 
     def find_session(self, key: str) -> Session | None:
         session = self._sessions.get(key)
-        if session is None and any(key in keys for keys in self._ended_keys):
+        if session is None and any(key in keys for keys in self._recently_closed_keys):
             self._count("num_late_calls", 1)
         return session
 
@@ -377,7 +381,7 @@ class Recorder:
         self._stats[f"rollout/{name}"] = self._stats.get(f"rollout/{name}", 0.0) + number
 
     def compute_stats(self) -> dict[str, float]:
-        """Counters of the sessions closed since the last call."""
+        """Counters of the sessions closed since the previous call."""
         stats, self._stats = self._stats, {}
-        self._ended_keys = (set(), self._ended_keys[0])
+        self._recently_closed_keys = (set(), self._recently_closed_keys[0])
         return stats

@@ -1,8 +1,8 @@
-"""One run of a workflow and its judge on a task -> a `Trajectory`.
+"""Runs a workflow and its judge on one task; returns a `Trajectory`.
 
-The run ends in a reward or in a `Failure` that names the boundary that was crossed, never in both and never in an
-exception. Workflow and judge share one deadline; user code that does not stop when it is cancelled is abandoned, and
-its session closed, so that it cannot sample any more. A failure of the engine is never somebody's reward.
+A trajectory has either a reward or a `Failure` that names the boundary where the error occurred; an error of user code
+never raises here. Workflow and judge share one deadline. User code that does not stop when it is cancelled is
+abandoned, and its session is closed, so that it cannot sample any more. A run with an engine error has no reward.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from tunesmith.rollout.failures import MAX_MESSAGE_CHARS, describe_error, describe_type, shorten
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.rollout.service import Lease, ModelSource
+from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.rollout.signature import list_parameters
-from tunesmith.rollout.user_call import UserCall
-from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, RunBlocks, Watchdog
+from tunesmith.rollout.user_coroutine import UserCoroutine
+from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, BlockedTime, EventLoopWatchdog
 from tunesmith.types import (
     MAX_METRIC,
     MAX_REWARD,
@@ -45,17 +45,17 @@ MAX_RESPONSE_CHARS = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agent:
-    """What is run: the user's functions and how long they may take."""
+    """The user's functions and their time limits."""
 
     workflow: WorkflowType
     judge: JudgeType | None = None
     timeout_s: float
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("tunesmith.workflow"))
-    """Handed to functions that ask for one; tracebacks of failures go here at debug level."""
+    """Passed to functions with a `logger` parameter; tracebacks of failures are logged here at debug level."""
     cancel_grace_s: float = 5.0
     """Seconds that cancelled functions may take to clean up before they are abandoned."""
     parameters: Mapping[FailureWhere, frozenset[str]] = field(init=False)
-    """Names of what the workflow and the judge ask for."""
+    """Parameter names of the workflow and the judge."""
 
     def __post_init__(self) -> None:
         functions = {"workflow": self.workflow} | ({} if self.judge is None else {"judge": self.judge})
@@ -64,7 +64,7 @@ class Agent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """How user code ended."""
+    """Result of the workflow and the judge."""
 
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -72,8 +72,8 @@ class _Outcome:
     failure: Failure | None = None
 
 
-class _UserError(Exception):
-    """User code crossed a boundary."""
+class _UserCodeError(Exception):
+    """User code raised or returned an invalid result."""
 
     def __init__(self, where: FailureWhere, message: str, line: str | None) -> None:
         super().__init__(message)
@@ -82,16 +82,16 @@ class _UserError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """One run of the agent, as it goes."""
+    """State of one run of the agent."""
 
     task: Task
     agent: Agent
-    lease: Lease
-    helpers: Mapping[str, Lease]
-    watchdog: Watchdog
-    blocks: RunBlocks = field(default_factory=RunBlocks)
-    call: UserCall[Any] | None = None
-    """The user's function that runs now."""
+    bound: BoundModel
+    auxiliary: Mapping[str, BoundModel]
+    watchdog: EventLoopWatchdog
+    blocked: BlockedTime = field(default_factory=BlockedTime)
+    user_coroutine: UserCoroutine[Any] | None = None
+    """The workflow or the judge, whichever is running."""
 
 
 async def run_trajectory(
@@ -99,32 +99,33 @@ async def run_trajectory(
     run_index: int,
     *,
     agent: Agent,
-    model: ModelSource,
-    auxiliary_models: Mapping[str, ModelSource],
+    model: ModelProvider,
+    auxiliary_models: Mapping[str, ModelProvider],
     seed: int,
     order: tuple[int, ...] = (),
     sampling: Sampling | None = None,
-    watchdog: Watchdog | None = None,
+    watchdog: EventLoopWatchdog | None = None,
 ) -> Trajectory:
-    """Run the agent once; `seed` fixes what its models sample, `order` is its place in the engine's queue.
+    """Run the agent once; `seed` determines what its models sample, `order` its position in the engine's queue.
 
-    The watchdog keeps account of what blocks the loop for all runs of a phase; without one the run has its own.
+    The watchdog sums up the time that user code blocks the loop. All runs of a phase share one; by default the run
+    creates its own.
     """
     started = time.perf_counter()
-    lease = model.open(seed=seed, order=order, sampling=sampling)
-    helpers = {
+    bound = model.open(seed=seed, order=order, sampling=sampling)
+    auxiliary = {
         name: source.open(seed=derive_seed(seed, name), order=order) for name, source in auxiliary_models.items()
     }
-    watchdog = watchdog or Watchdog(asyncio.get_running_loop(), agent.logger, BLOCKED_LIMIT_S)
-    run = _Run(task=task, agent=agent, lease=lease, helpers=helpers, watchdog=watchdog)
+    watchdog = watchdog or EventLoopWatchdog(asyncio.get_running_loop(), agent.logger, BLOCKED_LIMIT_S)
+    run = _Run(task=task, agent=agent, bound=bound, auxiliary=auxiliary, watchdog=watchdog)
     turns: tuple[Turn, ...] = ()
     try:
         outcome = await _run_until_deadline(run)
     finally:
-        turns = model.close(lease)
-        for name, helper in helpers.items():
-            auxiliary_models[name].close(helper)
-    failure = _find_engine_failure(lease, helpers) or outcome.failure or _find_silence(lease, turns)
+        turns = model.close(bound)
+        for name, bound_auxiliary in auxiliary.items():
+            auxiliary_models[name].close(bound_auxiliary)
+    failure = _find_engine_failure(bound, auxiliary) or outcome.failure or _find_missing_turns(bound, turns)
     return Trajectory(
         task=task,
         run_index=run_index,
@@ -138,26 +139,26 @@ async def run_trajectory(
 
 
 async def _run_until_deadline(run: _Run) -> _Outcome:
-    """Time for which other runs blocked the loop is not the run's; what it blocked itself is."""
+    """Run user code until it returns or times out; time for which other runs blocked the loop does not count."""
     agent, watchdog = run.agent, run.watchdog
-    started, blocked_before_s = time.monotonic(), watchdog.blocked_s
+    started, blocked_at_start_s = time.monotonic(), watchdog.blocked_s
     running = asyncio.ensure_future(_run_user_code(run))
 
-    def compute_left_s() -> float:
-        blocked_by_others_s = watchdog.blocked_s - blocked_before_s - run.blocks.blocked_s
+    def compute_remaining_s() -> float:
+        blocked_by_others_s = watchdog.blocked_s - blocked_at_start_s - run.blocked.blocked_s
         return agent.timeout_s + blocked_by_others_s - (time.monotonic() - started)
 
     try:
-        while not running.done() and (left_s := compute_left_s()) > 0:
-            await asyncio.wait({running}, timeout=left_s)
+        while not running.done() and (remaining_s := compute_remaining_s()) > 0:
+            await asyncio.wait({running}, timeout=remaining_s)
     except asyncio.CancelledError:
-        await _stop(running, agent)
+        await _cancel(running, agent)
         raise
-    if run.blocks.blocked_s > 0 and compute_left_s() <= 0:
-        return await _end_blocked(run, running)
+    if run.blocked.blocked_s > 0 and compute_remaining_s() <= 0:
+        return await _fail_blocked_run(run, running)
     if not running.done():
-        line = None if run.call is None else run.call.find_line()
-        await _stop(running, agent)
+        line = None if run.user_coroutine is None else run.user_coroutine.find_line()
+        await _cancel(running, agent)
         message = f"not done after timeout_s={agent.timeout_s:g}"
         return _Outcome(failure=Failure(where="timeout", message=message, line=line))
     if running.cancelled():
@@ -166,110 +167,113 @@ async def _run_until_deadline(run: _Run) -> _Outcome:
     return running.result()
 
 
-async def _end_blocked(run: _Run, running: asyncio.Future[_Outcome]) -> _Outcome:
-    """A run that blocked the loop past its time has overrun it, whatever it returned when it came back."""
+async def _fail_blocked_run(run: _Run, running: asyncio.Future[_Outcome]) -> _Outcome:
+    """A run that blocked the loop past its deadline has timed out, whatever it returned afterwards."""
     if not running.done():
-        await _stop(running, run.agent)
+        await _cancel(running, run.agent)
     elif not running.cancelled():
         running.exception()
-    timeout_s, blocks = run.agent.timeout_s, run.blocks
-    run.watchdog.note_overrun(blocks, timeout_s=timeout_s)
-    message = f"blocked the event loop for {blocks.longest_s:.1f} s and was not done after timeout_s={timeout_s:g}"
-    return _Outcome(failure=Failure(where="timeout", message=message, line=blocks.line))
+    timeout_s, blocked = run.agent.timeout_s, run.blocked
+    run.watchdog.record_overrun(blocked, timeout_s=timeout_s)
+    message = f"blocked the event loop for {blocked.longest_s:.1f} s and was not done after timeout_s={timeout_s:g}"
+    return _Outcome(failure=Failure(where="timeout", message=message, line=blocked.line))
 
 
-async def _stop(running: asyncio.Future[_Outcome], agent: Agent) -> None:
-    """Cancel user code; abandon it when it does not stop."""
+async def _cancel(running: asyncio.Future[_Outcome], agent: Agent) -> None:
+    """Cancel user code; abandon it if it does not stop within the grace period."""
     running.cancel()
     await asyncio.wait({running}, timeout=agent.cancel_grace_s)
     if not running.done():
-        agent.logger.warning("user code went on for %g s after it was cancelled; abandoned", agent.cancel_grace_s)
+        agent.logger.warning("user code did not stop within %g s of its cancellation; abandoned", agent.cancel_grace_s)
         running.add_done_callback(lambda late: late.cancelled() or late.exception())
 
 
 async def _run_user_code(run: _Run) -> _Outcome:
     try:
         return await _run_workflow_and_judge(run)
-    except _UserError as error:
+    except _UserCodeError as error:
         run.agent.logger.debug("%s run failed: %s", run.task.task_id, error, exc_info=error.__cause__)
         return _Outcome(failure=error.failure)
 
 
 async def _run_workflow_and_judge(run: _Run) -> _Outcome:
-    agent, session = run.agent, run.lease.session
-    offered: dict[str, Any] = {
-        "model": run.lease.model,
-        "auxiliary_models": {name: helper.model for name, helper in run.helpers.items()},
+    agent, session = run.agent, run.bound.session
+    available: dict[str, Any] = {
+        "model": run.bound.model,
+        "auxiliary_models": {name: bound_auxiliary.model for name, bound_auxiliary in run.auxiliary.items()},
         "logger": agent.logger,
     }
-    output = await _call("workflow", run, agent.workflow, offered, WorkflowOutput)
+    output = await _call_user_function("workflow", run, agent.workflow, available, WorkflowOutput)
     if session is not None:
         session.end()
         if session.num_calls == 0:
             message = "the workflow made no call to `model`, so there is nothing to train on"
-            raise _UserError("workflow", message, find_definition_line(agent.workflow))
+            raise _UserCodeError("workflow", message, find_definition_line(agent.workflow))
     metrics = _check_metrics("workflow", agent.workflow, output.metrics)
     text = describe_response(output.response)
     if agent.judge is None:
-        message = "neither the workflow nor a judge gave a reward"
+        message = "neither the workflow nor a judge returned a reward"
         reward = _check_reward("workflow", agent.workflow, output.reward, message)
         return _Outcome(reward=reward, metrics=metrics, response_text=text)
-    offered["response"] = output.response
-    verdict = await _call("judge", run, agent.judge, offered, JudgeOutput)
-    reward = _check_reward("judge", agent.judge, verdict.reward, "the judge gave no verdict: its reward is None")
+    available["response"] = output.response
+    verdict = await _call_user_function("judge", run, agent.judge, available, JudgeOutput)
+    reward = _check_reward(
+        "judge", agent.judge, verdict.reward, "the judge returned no reward: JudgeOutput.reward is None"
+    )
     metrics |= _check_metrics("judge", agent.judge, verdict.metrics)
     return _Outcome(reward=reward, metrics=metrics, response_text=text)
 
 
-async def _call(
+async def _call_user_function(
     where: FailureWhere,
     run: _Run,
     func: Callable[..., Awaitable[Any]],
-    offered: Mapping[str, Any],
-    kind: type[Output],
+    available: Mapping[str, Any],
+    output_type: type[Output],
 ) -> Output:
-    """Call user code by keyword with what its signature asks for, and a row of its own."""
+    """Call user code with the keyword arguments in its signature and a private copy of the task's row."""
     row = copy.deepcopy(dict(run.task.row))
-    arguments = {name: offered[name] for name in run.agent.parameters[where] & offered.keys()}
+    arguments = {name: available[name] for name in run.agent.parameters[where] & available.keys()}
     try:
-        run.call = UserCall(func(task=row, **arguments), run.watchdog, run.blocks)
-        output = await run.call
+        run.user_coroutine = UserCoroutine(func(task=row, **arguments), run.watchdog, run.blocked)
+        output = await run.user_coroutine
     except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit):
         raise
-    except BaseException as error:  # user code may raise anything, SystemExit and classes of its own included
+    except BaseException as error:  # user code may raise anything, including SystemExit and its own BaseExceptions
         line = find_error_line(error) or find_definition_line(func)
-        raise _UserError(where, describe_error(error, run.task), line) from error
-    if not isinstance(output, kind):
-        message = f"the {where} must return a {kind.__name__}, got {describe_type(type(output))}"
-        raise _UserError(where, message, find_definition_line(func))
+        raise _UserCodeError(where, describe_error(error, run.task), line) from error
+    if not isinstance(output, output_type):
+        message = f"the {where} must return a {output_type.__name__}, got {describe_type(type(output))}"
+        raise _UserCodeError(where, message, find_definition_line(func))
     return output
 
 
-def _find_engine_failure(lease: Lease, helpers: Mapping[str, Lease]) -> Failure | None:
-    """An error of an engine fails the run even where user code swallowed it."""
-    for name, held in {"model": lease, **helpers}.items():
-        if held.session is not None and held.session.engine_error is not None:
-            return Failure(where="engine", message=f"{name}: {shorten(held.session.engine_error, MAX_MESSAGE_CHARS)}")
+def _find_engine_failure(bound: BoundModel, auxiliary: Mapping[str, BoundModel]) -> Failure | None:
+    """An engine error fails the run even if user code caught it."""
+    for name, bound_model in {"model": bound, **auxiliary}.items():
+        error = None if bound_model.session is None else bound_model.session.engine_error
+        if error is not None:
+            return Failure(where="engine", message=f"{name}: {shorten(error, MAX_MESSAGE_CHARS)}")
     return None
 
 
-def _find_silence(lease: Lease, turns: Sequence[Turn]) -> Failure | None:
-    """A run whose every call was refused has nothing to train on."""
-    if lease.session is None or turns:
+def _find_missing_turns(bound: BoundModel, turns: Sequence[Turn]) -> Failure | None:
+    """A run whose calls were all refused has no turns to train on."""
+    if bound.session is None or turns:
         return None
-    message = f"none of the workflow's {lease.session.num_calls} calls to `model` was answered"
+    message = f"none of the workflow's {bound.session.num_calls} calls to `model` returned a completion"
     return Failure(where="workflow", message=message)
 
 
 def _check_reward(where: FailureWhere, func: Callable[..., Any], reward: float | None, none_message: str) -> float:
     if reward is None:
-        raise _UserError(where, none_message, find_definition_line(func))
+        raise _UserCodeError(where, none_message, find_definition_line(func))
     if not math.isfinite(reward):
-        message = f"the {where} gave reward {reward}; it must be a finite number"
-        raise _UserError(where, message, find_definition_line(func))
+        message = f"the {where} returned reward {reward}; it must be a finite number"
+        raise _UserCodeError(where, message, find_definition_line(func))
     if abs(reward) > MAX_REWARD:
-        message = f"the {where} gave reward {reward:g}; it must be within {MAX_REWARD:g} of 0"
-        raise _UserError(where, message, find_definition_line(func))
+        message = f"the {where} returned reward {reward:g}; it must be within {MAX_REWARD:g} of 0"
+        raise _UserCodeError(where, message, find_definition_line(func))
     return float(reward)
 
 
@@ -278,16 +282,16 @@ def _check_metrics(
 ) -> dict[str, float]:
     for name, value in (metrics or {}).items():
         if not math.isfinite(value):
-            message = f"the {where} gave metric {name}={value}; metrics must be finite numbers"
-            raise _UserError(where, message, find_definition_line(func))
+            message = f"the {where} returned metric {name}={value}; metrics must be finite numbers"
+            raise _UserCodeError(where, message, find_definition_line(func))
         if abs(value) > MAX_METRIC:
-            message = f"the {where} gave metric {name}={value:g}; it must be within {MAX_METRIC:g} of 0"
-            raise _UserError(where, message, find_definition_line(func))
+            message = f"the {where} returned metric {name}={value:g}; it must be within {MAX_METRIC:g} of 0"
+            raise _UserCodeError(where, message, find_definition_line(func))
     return dict(metrics or {})
 
 
 def describe_response(response: Any) -> str:
-    """The response as text, for people to read: text, an AgentScope message's text, or its repr."""
+    """The response as human-readable text: a str, the text of an AgentScope message, or the repr."""
     if response is None or isinstance(response, str):
         return response or ""
     try:

@@ -1,8 +1,8 @@
-"""Models that workflows get: each bound to one trajectory, all served by one engine.
+"""Model providers: they create the model object that a workflow receives, bound to one trajectory.
 
-A `ModelService` puts an engine behind the endpoint and hands out models whose client reaches it in process. The shared
-HTTP client is made once; a trajectory costs a key and a copy of the client. A `FixedModel` is a model that is not
-ours: every trajectory gets the same object.
+A `ModelService` serves one engine through the OpenAI-compatible endpoint; its models have a client that reaches the
+endpoint in process. The HTTP client is created once and shared, so a trajectory costs only a key and a shallow copy of
+the OpenAI client. An `ExternalModel` wraps a model served elsewhere; all trajectories share one object.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from tunesmith.rollout.recorder import Recorder, Session
 from tunesmith.types import Engine, Sampling, Turn
 
 IN_PROCESS_URL = "http://tunesmith.invalid"
-"""Reached by the shared client only; no server listens there."""
+"""Base URL of in-process clients; no server listens there."""
 
 BuildModel = Callable[[Endpoint], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """A model that one trajectory holds."""
+class BoundModel:
+    """A model bound to one trajectory."""
 
     model: Any
     session: Session | None
-    """None when calls are not ours to record."""
+    """None for external models, whose calls are not recorded."""
 
 
-class ModelSource(Protocol):
-    """Where trajectories get a model from."""
+class ModelProvider(Protocol):
+    """Creates and releases the models of trajectories."""
 
-    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> Lease: ...
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel: ...
 
-    def close(self, lease: Lease) -> tuple[Turn, ...]: ...
+    def close(self, bound: BoundModel) -> tuple[Turn, ...]: ...
 
 
-class FixedModel:
-    """A model elsewhere, such as one at a URL: nothing is seeded and nothing recorded."""
+class ExternalModel:
+    """A model served elsewhere, for example at a URL; its calls are neither seeded nor recorded."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> Lease:
-        return Lease(model=self._model, session=None)
+    def open(self, *, seed: int, order: tuple[int, ...], sampling: Sampling | None = None) -> BoundModel:
+        return BoundModel(model=self._model, session=None)
 
-    def close(self, lease: Lease) -> tuple[Turn, ...]:
+    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
         return ()
 
 
 class ModelService:
-    """One engine's endpoint and the models bound to it."""
+    """The endpoint of one engine, and the models bound to its sessions."""
 
     def __init__(
         self,
@@ -69,18 +69,18 @@ class ModelService:
         model_name: str,
         sampling: Sampling,
         build_model: BuildModel = ChatModel,
-        has_recording: bool = True,
+        is_recorded: bool = True,
     ) -> None:
-        """`sampling` holds what requests leave open; `has_recording` is False for models that are not trained."""
+        """`sampling`: defaults for parameters that requests leave out; `is_recorded`: False for untrained models."""
         self.recorder = Recorder(engine, renderer)
         self.endpoint = ChatEndpoint(self.recorder, model_name=model_name)
         self.app = build_app(self.endpoint)
         self.base_url = f"{IN_PROCESS_URL}/v1"
-        """Changes to a real URL while the endpoint is served over HTTP."""
+        """The server's URL while the endpoint is served over HTTP."""
         self._is_served = False
         self._sampling = sampling
         self._build_model = build_model
-        self._has_recording = has_recording
+        self._is_recorded = is_recorded
         self._http_client = SharedClient(transport=InProcessTransport(self.app))
         self._client = InProcessClient(
             endpoint=self.endpoint,
@@ -91,10 +91,10 @@ class ModelService:
             timeout=None,
         )
 
-    def open(self, *, seed: int, order: tuple[int, ...] = (), sampling: Sampling | None = None) -> Lease:
-        """A model bound to a new session; `sampling` overrides the service's."""
+    def open(self, *, seed: int, order: tuple[int, ...] = (), sampling: Sampling | None = None) -> BoundModel:
+        """A model bound to a new session; `sampling` overrides the service's defaults."""
         session = self.recorder.open_session(
-            seed=seed, order=order, sampling=sampling or self._sampling, has_recording=self._has_recording
+            seed=seed, order=order, sampling=sampling or self._sampling, is_recorded=self._is_recorded
         )
         endpoint = Endpoint(
             base_url=self.base_url if self._is_served else None,
@@ -103,18 +103,18 @@ class ModelService:
             client=self._client.bind(session.key),
             http_client=self._http_client,
         )
-        return Lease(model=self._build_model(endpoint), session=session)
+        return BoundModel(model=self._build_model(endpoint), session=session)
 
-    def close(self, lease: Lease) -> tuple[Turn, ...]:
-        """End the session and return what it recorded."""
-        assert lease.session is not None
-        return self.recorder.close_session(lease.session.key)
+    def close(self, bound: BoundModel) -> tuple[Turn, ...]:
+        """Close the session and return its turns."""
+        assert bound.session is not None
+        return self.recorder.close_session(bound.session.key)
 
     @contextlib.asynccontextmanager
     async def serve(
         self, *, host: str = "127.0.0.1", port: int = 0, max_body_bytes: int | None = None
     ) -> AsyncIterator[str]:
-        """Serve the endpoint over HTTP as well; models that are opened meanwhile carry its URL."""
+        """Also serve the endpoint over HTTP; models opened meanwhile have its URL as `base_url`."""
         app = build_app(self.endpoint, max_body_bytes=max_body_bytes)
         async with serve_app(app, host=host, port=port) as url:
             self.base_url = self._client.base_url = f"{url}/v1"

@@ -1,8 +1,7 @@
-"""What a workflow and a judge may look like, checked before any model loads.
+"""Checks the signatures of workflow and judge before any model is loaded.
 
-The names, the order of the checks and their messages are AgentScope's; that the function must be async is ours, since
-a plain function would only fail inside the first rollout. A `functools.partial` takes the parameters that it leaves
-open: those it binds do not count.
+Parameter names, the order of the checks and their messages follow AgentScope. The check for `async def` is additional:
+a plain function would fail only in the first rollout. Parameters bound by a `functools.partial` do not count.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def list_parameters(func: Callable[..., Any]) -> frozenset[str]:
 
 
 def _find_open_parameters(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Parameters that a call still has to give, by name."""
+    """Parameters not bound by a partial, by name."""
     bound: set[str] = set()
     outer = func
     while isinstance(outer, functools.partial):
@@ -46,7 +45,7 @@ def _find_open_parameters(func: Callable[..., Any]) -> dict[str, inspect.Paramet
 
 
 def _find_innermost(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under any number of partials."""
+    """The function inside nested partials."""
     while isinstance(func, functools.partial):
         func = func.func
     return func

@@ -1,8 +1,9 @@
-"""Finds user code that blocks the event loop, and keeps the account of the time that this took from others.
+"""Detects user code that blocks the event loop, and sums up the blocked time.
 
-A synchronous call inside a workflow (requests.get, time.sleep, a big computation) stops every other rollout, and no
-timeout can fire meanwhile. A thread sees that the loop stopped turning and says where it is stuck. When the call comes
-back, its run has overrun its time and the others are given theirs back; runs that do so again and again end the phase.
+A synchronous call in a workflow (requests.get, time.sleep, a long computation) stops all other rollouts, and no timeout
+can fire. A watchdog thread detects that the loop no longer iterates and logs the blocking line. Blocked time counts
+toward the timeout of the run that blocked, not of the others. After `MAX_OVERRUNS` runs that blocked past their timeout
+the phase is aborted.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from tunesmith.errors import RolloutError
 from tunesmith.user_lines import find_running_line
 
 BLOCKED_LIMIT_S = 5.0
-"""The loop is called blocked after this time, or after a quarter of the time that a run may take."""
-MIN_BLOCK_S = 0.25
-"""What takes less time between two awaits is not counted as blocking."""
+"""The loop counts as blocked after this time, or after a quarter of the run's timeout if that is shorter."""
+MIN_BLOCKED_S = 0.25
+"""Steps between two awaits shorter than this do not count as blocking."""
 MAX_OVERRUNS = 3
-"""Runs that may block past their time in one phase; the last of them ends it."""
+"""The phase is aborted when this many of its runs have blocked past their timeout."""
 NUM_SHOWN_FRAMES = 4
 WARNING = (
     "the event loop has been blocked for more than %g s by a synchronous call at %s; every rollout waits and no "
@@ -34,56 +35,56 @@ WARNING = (
 
 
 @dataclass(slots=True)
-class RunBlocks:
-    """What one run's own code took from the loop."""
+class BlockedTime:
+    """Time for which one run's own code blocked the loop."""
 
     blocked_s: float = 0.0
     longest_s: float = 0.0
     line: str | None = None
-    """The line of user code that was seen to block."""
+    """The line of user code that blocked, if the watchdog thread saw it."""
 
 
 @contextlib.contextmanager
-def watch_loop(logger: logging.Logger, *, limit_s: float = BLOCKED_LIMIT_S) -> Iterator[Watchdog]:
-    """Warn, with the blocking stack, whenever the running loop does not turn for `limit_s` seconds; once a line."""
-    watchdog = Watchdog(asyncio.get_running_loop(), logger, limit_s)
+def watch_event_loop(logger: logging.Logger, *, limit_s: float = BLOCKED_LIMIT_S) -> Iterator[EventLoopWatchdog]:
+    """Log a warning with the stack when the running loop is blocked for `limit_s` seconds; once per line."""
+    watchdog = EventLoopWatchdog(asyncio.get_running_loop(), logger, limit_s)
     thread = threading.Thread(target=watchdog.watch, name="tunesmith-watchdog", daemon=True)
     thread.start()
     try:
         yield watchdog
     finally:
-        watchdog.is_done.set()
+        watchdog.is_stopped.set()
 
 
-class Watchdog:
-    """Watches the event loop of the thread that makes it."""
+class EventLoopWatchdog:
+    """Watches the event loop of the thread that creates it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, logger: logging.Logger, limit_s: float) -> None:
         self._loop = loop
         self._logger = logger
         self._limit_s = limit_s
         self._thread_id = threading.get_ident()
-        self._last_turn = time.monotonic()
-        self._seen_line: str | None = None
+        self._last_alive = time.monotonic()
+        self._blocking_line: str | None = None
         self._warned: set[str | None] = set()
         self._num_overruns = 0
         self.blocked_s = 0.0
-        """Seconds for which user code of all runs blocked the loop."""
-        self.is_done = threading.Event()
+        """Seconds for which user code blocked the loop, over all runs."""
+        self.is_stopped = threading.Event()
 
-    def note_turn(self, run: RunBlocks, seconds: float) -> None:
-        """A run's code ran for so long without awaiting anything."""
-        if seconds < MIN_BLOCK_S:
+    def record_step(self, run: BlockedTime, seconds: float) -> None:
+        """Record how long a run's code ran between two awaits."""
+        if seconds < MIN_BLOCKED_S:
             return
         self.blocked_s += seconds
         run.blocked_s += seconds
         if seconds > run.longest_s:
             run.longest_s = seconds
-            run.line = self._seen_line
-        self._seen_line = None
+            run.line = self._blocking_line
+        self._blocking_line = None
 
-    def note_overrun(self, run: RunBlocks, *, timeout_s: float) -> None:
-        """A run blocked the loop past its time; raises RolloutError when that happened too often."""
+    def record_overrun(self, run: BlockedTime, *, timeout_s: float) -> None:
+        """Record a run that blocked the loop past its timeout; raises RolloutError at the `MAX_OVERRUNS`-th."""
         self._num_overruns += 1
         if self._num_overruns >= MAX_OVERRUNS:
             raise RolloutError(
@@ -93,30 +94,32 @@ class Watchdog:
             )
 
     def watch(self) -> None:
-        """Runs in its own thread."""
-        while not self.is_done.wait(self._limit_s / 4):
-            if time.monotonic() - self._last_turn > self._limit_s:
-                self._look()
+        """Main function of the watchdog thread."""
+        while not self.is_stopped.wait(self._limit_s / 4):
+            if time.monotonic() - self._last_alive > self._limit_s:
+                self._report_blocking_line()
             try:
-                self._loop.call_soon_threadsafe(self._note_loop_turn)
+                self._loop.call_soon_threadsafe(self._mark_alive)
             except RuntimeError:  # the loop was closed
                 return
 
-    def _note_loop_turn(self) -> None:
-        self._last_turn = time.monotonic()
-        self._seen_line = None
+    def _mark_alive(self) -> None:
+        self._last_alive = time.monotonic()
+        self._blocking_line = None
 
-    def _look(self) -> None:
-        """Note where the loop's thread is; nothing is said where the loop itself takes long to wait, as when an engine
-        steps meanwhile."""
+    def _report_blocking_line(self) -> None:
+        """Find and log the line of user code that blocks the loop's thread.
+
+        Nothing is logged outside of event handlers: an engine steps while the loop itself waits in its selector.
+        """
         frame = sys._current_frames().get(self._thread_id)
         if frame is None:
             return
         frames = [entry for entry, _ in traceback.walk_stack(frame)]
         if not any(entry.f_code is asyncio.Handle._run.__code__ for entry in frames):
             return
-        self._seen_line = find_running_line(frame)
-        if self._seen_line not in self._warned:
-            self._warned.add(self._seen_line)
+        self._blocking_line = find_running_line(frame)
+        if self._blocking_line not in self._warned:
+            self._warned.add(self._blocking_line)
             stack = "".join(traceback.format_stack(frame)[-NUM_SHOWN_FRAMES:])
-            self._logger.warning(WARNING, self._limit_s, self._seen_line or "a place without user code", stack)
+            self._logger.warning(WARNING, self._limit_s, self._blocking_line or "a place without user code", stack)

@@ -22,14 +22,14 @@ AGENT = """
 from pathlib import Path
 
 from tunesmith import JudgeOutput, WorkflowOutput
-from tunesmith.chat.client import ask_model
+from tunesmith.chat.client import create_chat_completion
 
 async def ask(task, model):
     if Path("stop").exists() and Path("stop").read_text() in model.model_name:
         raise KeyboardInterrupt
     with Path("asked").open("a") as file:
         file.write(model.model_name + chr(10))
-    completion = await ask_model(model, [{"role": "user", "content": task["question"]}])
+    completion = await create_chat_completion(model, [{"role": "user", "content": task["question"]}])
     return WorkflowOutput(response=completion.choices[0].message.content)
 
 async def judge(task, response):

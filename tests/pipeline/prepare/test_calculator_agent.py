@@ -59,9 +59,9 @@ def run(*replies, agent=calculator_agent, template=QWEN25, build_model=None, max
     service = ModelService(
         engine, Renderer(tokenizer), model_name="m", sampling=Sampling(max_tokens=max_tokens), **options
     )
-    lease = service.open(seed=1)
-    output = asyncio.run(agent(task=dict(TASK), model=lease.model))
-    return output, service.close(lease), [tokenizer.decode(prompt) for prompt, _, _ in engine.requests]
+    bound = service.open(seed=1)
+    output = asyncio.run(agent(task=dict(TASK), model=bound.model))
+    return output, service.close(bound), [tokenizer.decode(prompt) for prompt, _, _ in engine.requests]
 
 
 MODELS = [lambda endpoint: build_openai_chat_model(endpoint, {})]
@@ -194,8 +194,8 @@ def test_a_conversation_that_fills_the_context_ends_with_what_was_said(room, num
     max_model_len = max(1, len(turn.prompt_ids) + len(turn.sampled_ids) + room)
     engine = FakeEngine(tokenizer, say(tokenizer, write_call("48/2")), max_model_len=max_model_len)
     service = ModelService(engine, Renderer(tokenizer), model_name="m", sampling=Sampling(max_tokens=500))
-    lease = service.open(seed=1)
+    bound = service.open(seed=1)
     with nullcontext() if num_turns else pytest.raises(openai.BadRequestError, match="maximum context length"):
-        output = asyncio.run(calculator_agent(task=dict(TASK), model=lease.model))
+        output = asyncio.run(calculator_agent(task=dict(TASK), model=bound.model))
         assert output.metrics["tool_calls"] == 1
-    assert len(service.close(lease)) == num_turns
+    assert len(service.close(bound)) == num_turns

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 from openai.types.chat import ChatCompletionMessage
 
-from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED, ask_model
+from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED, create_chat_completion
 from tunesmith.chat.parsers import CALL_OPEN
 from tunesmith.judges.transcript import build_transcript
 from tunesmith.tools.calculator import CALCULATOR_TOOL, answer_call
@@ -50,7 +50,7 @@ def build_calculator_agent(
         num_asked = len(messages)
         for _ in range(max_model_calls):
             try:
-                completion = await ask_model(model, messages, tools=TOOLS)
+                completion = await create_chat_completion(model, messages, tools=TOOLS)
             except openai.BadRequestError as error:
                 if error.code != CONTEXT_LENGTH_EXCEEDED or len(messages) == num_asked:
                     raise

@@ -28,7 +28,7 @@ from tunesmith.model.load import (
     resolve_dtype,
 )
 from tunesmith.rollout.chat_model import Endpoint
-from tunesmith.rollout.service import FixedModel, ModelService, ModelSource
+from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService
 from tunesmith.types import Distribution, Sampling
 
 BuildModel = Callable[[Endpoint, Mapping[str, Any]], Any]
@@ -51,7 +51,7 @@ class Policy:
 class Auxiliary:
     """A model that helps and is not trained; `engine` is None when it lives elsewhere."""
 
-    source: ModelSource
+    source: ModelProvider
     engine: LocalEngine | None
 
 
@@ -71,7 +71,7 @@ def check_trained(section: ModelSection, trainer: TrainerSection) -> None:
 
 
 def load_policy(
-    section: ModelSection, engine_section: EngineSection, *, build_model: BuildModel, has_recording: bool = True
+    section: ModelSection, engine_section: EngineSection, *, build_model: BuildModel, is_recorded: bool = True
 ) -> Policy:
     """Load a model and put an engine and an endpoint around it."""
     tokenizer = load_section_tokenizer(section)
@@ -92,7 +92,7 @@ def load_policy(
         model_name=section.path,
         sampling=sampling,
         build_model=lambda endpoint: build_model(endpoint, {}),
-        has_recording=has_recording,
+        is_recorded=is_recorded,
     )
     return Policy(model=model, tokenizer=tokenizer, engine=engine, service=service, sampling=sampling)
 
@@ -121,7 +121,7 @@ def load_auxiliary(
     """A second local model on `device`, or a client of an OpenAI-compatible server."""
     if section.base_url is None:
         local = _to_model_section(section).model_copy(update={"device": device})
-        policy = load_policy(local, engine_section, build_model=build_model, has_recording=False)
+        policy = load_policy(local, engine_section, build_model=build_model, is_recorded=False)
         return Auxiliary(source=policy.service, engine=policy.engine)
     api_key = "EMPTY" if section.api_key_env is None else os.environ[section.api_key_env]
     endpoint = Endpoint(
@@ -137,7 +137,7 @@ def load_auxiliary(
     }
     if section.enable_thinking is not None:
         options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": section.enable_thinking}}
-    return Auxiliary(source=FixedModel(build_model(endpoint, options)), engine=None)
+    return Auxiliary(source=ExternalModel(build_model(endpoint, options)), engine=None)
 
 
 def _to_model_section(section: AuxiliaryModelSection) -> ModelSection:

@@ -1,8 +1,8 @@
 """The OpenAI-compatible endpoint as an ASGI app.
 
-POST /v1/chat/completions and /v1/completions, GET /v1/models, /v1/models/{name} and /health. The API key, or the key in
-/t/<key>/v1, names a session; a request without an open session is a 401 and samples nothing. A client that goes away
-cancels its request.
+Routes: POST /v1/chat/completions and /v1/completions, GET /v1/models, /v1/models/{name} and /health. The API key, or
+the key in /t/<key>/v1, identifies a session; a request without an open session gets a 401 and samples nothing. If the
+client disconnects, its request is cancelled.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tunesmith.rollout.openai_server.chat_completion import Answer, answer_at_once, answer_in_stream
+from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion, create_completion, stream_completion
 from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint, translate_errors
 from tunesmith.rollout.openai_server.response import build_error, encode_json
-from tunesmith.rollout.openai_server.text_completion import TextAnswer
+from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
 from tunesmith.rollout.recorder import Session
 
-Admit = Callable[[Session, Any], Awaitable[Answer | TextAnswer]]
+Admit = Callable[[Session, Any], Awaitable[PendingChatCompletion | PendingTextCompletion]]
 
 
 def build_app(endpoint: ChatEndpoint, *, max_body_bytes: int | None = None) -> Starlette:
-    """The ASGI app over one endpoint; None reads requests of any length."""
+    """The ASGI app of one endpoint; without `max_body_bytes`, the body size is not limited."""
     engine = endpoint.recorder.engine
 
     async def list_models(request: Request) -> Response:
@@ -40,13 +40,13 @@ def build_app(endpoint: ChatEndpoint, *, max_body_bytes: int | None = None) -> S
         try:
             return JSONResponse(endpoint.describe_model(request.path_params["name"]))
         except ApiError as error:
-            return JSONResponse(_describe_error(error), error.status)
+            return JSONResponse(_build_error_body(error), error.status)
 
     async def get_health(request: Request) -> Response:
         return JSONResponse({"status": "ok", "policy_version": engine.policy_version})
 
-    chat = Completions(endpoint, endpoint.admit, max_body_bytes=max_body_bytes)
-    text = Completions(endpoint, endpoint.admit_text, max_body_bytes=max_body_bytes)
+    chat = CompletionRoute(endpoint, endpoint.admit, max_body_bytes=max_body_bytes)
+    text = CompletionRoute(endpoint, endpoint.admit_text, max_body_bytes=max_body_bytes)
     routes = [Route("/health", get_health)]
     for prefix in ("", "/t/{key}"):
         routes.append(Route(f"{prefix}/v1/chat/completions", chat, methods=["POST"]))
@@ -56,8 +56,8 @@ def build_app(endpoint: ChatEndpoint, *, max_body_bytes: int | None = None) -> S
     return Starlette(routes=routes)
 
 
-class Completions:
-    """POST /v1/chat/completions or /v1/completions."""
+class CompletionRoute:
+    """The route POST /v1/chat/completions or /v1/completions."""
 
     def __init__(self, endpoint: ChatEndpoint, admit: Admit, *, max_body_bytes: int | None) -> None:
         self._endpoint = endpoint
@@ -68,19 +68,19 @@ class Completions:
         try:
             session = self._endpoint.find_session(scope.get("path_params", {}).get("key") or _read_bearer(scope))
             fields = _parse_json(await _read_body(scope, receive, self._max_body_bytes))
-            answer = await self._admit(session, fields)
+            pending = await self._admit(session, fields)
             with translate_errors():
-                if answer.request.is_stream:
-                    await _run_while_connected(receive, answer_in_stream(answer, send))
+                if pending.request.is_stream:
+                    await _run_while_connected(receive, stream_completion(pending, send))
                 else:
-                    body = await _run_while_connected(receive, answer_at_once(answer))
+                    body = await _run_while_connected(receive, create_completion(pending))
                     if body is not None:
                         await _send_json(send, 200, body)
         except ApiError as error:
-            await _send_json(send, error.status, _describe_error(error))
+            await _send_json(send, error.status, _build_error_body(error))
 
 
-def _describe_error(error: ApiError) -> dict[str, Any]:
+def _build_error_body(error: ApiError) -> dict[str, Any]:
     return build_error(str(error), status=error.status, param=error.param, code=error.code)
 
 
@@ -93,31 +93,31 @@ def _read_bearer(scope: Scope) -> str | None:
 
 
 async def _read_body(scope: Scope, receive: Receive, max_bytes: int | None) -> bytes:
-    """The body; one that is longer, or says that it will be, is refused unread."""
+    """The request body; refused as soon as its declared or actual length exceeds the limit."""
     limit = math.inf if max_bytes is None else max_bytes
-    _check_size(_read_length(scope), limit)
+    _check_body_size(_read_content_length(scope), limit)
     parts: list[bytes] = []
     num_bytes = 0
     while True:
         message = await receive()
         parts.append(message.get("body", b""))
         num_bytes += len(parts[-1])
-        _check_size(num_bytes, limit)
+        _check_body_size(num_bytes, limit)
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
-def _read_length(scope: Scope) -> int:
-    """Bytes that the client says it sends; 0 when it does not say."""
+def _read_content_length(scope: Scope) -> int:
+    """The Content-Length header; 0 if there is none."""
     return max(
         (int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()), default=0
     )
 
 
-def _check_size(num_bytes: int, limit: float) -> None:
+def _check_body_size(num_bytes: int, limit: float) -> None:
     if num_bytes > limit:
         raise ApiError(
-            413, f"the request is larger than rollout.max_body_mib={limit / 2**20:g}: shorten it, or raise that"
+            413, f"the request is larger than rollout.max_body_mib={limit / 2**20:g}: shorten it, or raise the limit"
         )
 
 
@@ -128,14 +128,14 @@ def _parse_json(body: bytes) -> Any:
         raise ApiError(400, f"the request body is not JSON: {error}") from error
 
 
-async def _run_while_connected(receive: Receive, answer: Awaitable[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Run to the end, or cancel when the client goes away; then there is no result."""
-    work = asyncio.ensure_future(answer)
-    watch = asyncio.ensure_future(_wait_disconnect(receive))
+async def _run_while_connected(receive: Receive, response: Awaitable[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Await the response; if the client disconnects first, cancel it and return None."""
+    work = asyncio.ensure_future(response)
+    disconnect = asyncio.ensure_future(_wait_disconnect(receive))
     try:
-        await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        watch.cancel()
+        disconnect.cancel()
         if not work.done():
             work.cancel()
             await asyncio.wait({work})

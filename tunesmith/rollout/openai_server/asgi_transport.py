@@ -1,7 +1,7 @@
 """An httpx transport that calls an ASGI app in the same event loop, without a socket.
 
-Unlike `httpx.ASGITransport` it hands the response over when it starts and streams its body; closing the response, or
-cancelling the caller, disconnects the client as the app sees it.
+Unlike `httpx.ASGITransport`, it returns the response as soon as it starts and streams the body. Closing the response,
+or cancelling the caller, appears to the app as a client disconnect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message
 
 
 class InProcessTransport(httpx.AsyncBaseTransport):
-    """Sends requests to one app."""
+    """Sends requests to one ASGI app."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -49,32 +49,32 @@ class InProcessTransport(httpx.AsyncBaseTransport):
 
 
 class SharedClient(httpx.AsyncClient):
-    """An HTTP client that many hold: those who close theirs do not close it, `shut_down` does."""
+    """An HTTP client shared by many owners: `aclose` does nothing, only `shut_down` closes it."""
 
     async def aclose(self) -> None:
-        """Nothing: others still send with it."""
+        """Do nothing; other owners still use the client."""
 
     async def __aexit__(self, *error: object) -> None:
-        """Nothing, as `aclose`."""
+        """Do nothing, as `aclose`."""
 
     async def shut_down(self) -> None:
         await super().aclose()
 
 
 class _Exchange:
-    """The messages between the transport and the app about one request."""
+    """The ASGI messages of one request, between transport and app."""
 
     def __init__(self, body: bytes) -> None:
         self._request: Message | None = {"type": "http.request", "body": body, "more_body": False}
-        self._is_gone = asyncio.Event()
+        self._disconnected = asyncio.Event()
         self.messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        """What the app sent; None when it has returned."""
+        """Messages sent by the app; None after it has returned."""
 
     async def receive(self) -> Message:
         request, self._request = self._request, None
         if request is not None:
             return request
-        await self._is_gone.wait()
+        await self._disconnected.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
@@ -84,13 +84,13 @@ class _Exchange:
         self.messages.put_nowait(None)
 
     async def disconnect(self, task: asyncio.Future[None]) -> None:
-        """Tell the app that the client is gone, and wait until it has cleaned up."""
-        self._is_gone.set()
+        """Send the app a disconnect and wait until it has returned."""
+        self._disconnected.set()
         await asyncio.wait({task})
 
 
 class _Body(httpx.AsyncByteStream):
-    """The body of a response, as the app sends it."""
+    """The streamed body of a response."""
 
     def __init__(self, exchange: _Exchange, task: asyncio.Future[None]) -> None:
         self._exchange = exchange

@@ -1,7 +1,8 @@
-"""One admitted request -> its answer, at once or as a stream.
+"""Creates the response of one admitted chat request, complete or streamed.
 
-Both read the reply with the same parser, so that the deltas of a stream add up to the message that is sent at once.
-A request for several choices samples them together. The session records each; a reply is remembered once it is read.
+Both use the same reply parser, so the deltas of a stream concatenate to the message of a complete response. The choices
+of a request are sampled concurrently. The session records each as a turn, and stores the parsed reply, so that later
+requests can extend the turn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tunesmith.errors import EngineError
 from tunesmith.rollout.openai_server.request import ChatRequest, TextRequest
 from tunesmith.rollout.openai_server.response import (
     END_OF_STREAM,
-    Heading,
+    CompletionHeader,
     build_delta,
     build_error,
     build_finish_reason,
@@ -29,28 +30,28 @@ from tunesmith.rollout.openai_server.response import (
     build_usage,
     encode_event,
 )
-from tunesmith.rollout.recorder import Call, Session, SessionClosedError
+from tunesmith.rollout.recorder import Session, SessionCall, SessionClosedError
 from tunesmith.types import Completion, OnTokens
 
 
-class AnyStreamedChoice(Protocol):
-    """One choice of an answer on its way out."""
+class ChoiceStream(Protocol):
+    """Turns the tokens of one choice into stream chunks."""
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
-        """The chunk that these tokens complete, if they complete one."""
+        """The next chunk, if these tokens complete one."""
         ...
 
     def finish(self, completion: Completion) -> list[dict[str, Any]]:
-        """The last chunks: what was held back, then why the choice ended."""
+        """The last chunks: held-back text, then the finish reason."""
         ...
 
 
-class AnyAnswer(Protocol):
-    """How the choices of one request are sampled and told, whatever kind of request it is."""
+class PendingCompletion(Protocol):
+    """An admitted request: samples its choices and builds its response."""
 
-    heading: Heading
-    chunk_kind: str
-    """Type of the objects of its stream."""
+    header: CompletionHeader
+    chunk_object: str
+    """The `object` field of stream chunks."""
 
     @property
     def request(self) -> ChatRequest | TextRequest: ...
@@ -61,30 +62,30 @@ class AnyAnswer(Protocol):
     @property
     def num_prompt_tokens(self) -> int: ...
 
-    async def sample(self, choice: int, on_tokens: OnTokens | None = None) -> Completion: ...
+    async def sample_choice(self, choice: int, on_tokens: OnTokens | None = None) -> Completion: ...
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]: ...
 
-    def stream_choice(self, index: int) -> AnyStreamedChoice: ...
+    def open_choice_stream(self, index: int) -> ChoiceStream: ...
 
 
-class Answer:
-    """How the choices of one chat request are sampled and read."""
+class PendingChatCompletion:
+    """An admitted chat request: samples its choices and builds its response."""
 
-    chunk_kind = "chat.completion.chunk"
+    chunk_object = "chat.completion.chunk"
 
     def __init__(
-        self, session: Session, renderer: Renderer, request: ChatRequest, call: Call, *, model_name: str
+        self, session: Session, renderer: Renderer, request: ChatRequest, call: SessionCall, *, model_name: str
     ) -> None:
         self.session = session
         self.renderer = renderer
         self.request = request
         self.call = call
-        self.heading = Heading(completion_id=f"chatcmpl-{session.key[:8]}-{call.index}", model=model_name)
+        self.header = CompletionHeader(completion_id=f"chatcmpl-{session.key[:8]}-{call.index}", model=model_name)
         self._prefix_text = ""
         self._prefix_ids: tuple[int, ...] = ()
         if request.tool_choice == "required":
-            self._prefix_text, self._prefix_ids = renderer.build_call_prefix(self._find_forced(), call.prompt_ids)
+            self._prefix_text, self._prefix_ids = renderer.build_call_prefix(self._find_forced_tool(), call.prompt_ids)
         self._is_single_call = request.is_single_call and request.has_callable_tools
 
     @property
@@ -99,14 +100,14 @@ class Answer:
     def prompt_ids(self) -> tuple[int, ...]:
         return self.call.prompt_ids + self._prefix_ids
 
-    def _find_forced(self) -> str | None:
-        """The tool to call: the one that is named, or the only one."""
+    def _find_forced_tool(self) -> str | None:
+        """Name of the tool that must be called: the requested one, or the only one; else None."""
         tools = self.request.prompt.tools
         only = tools[0]["function"]["name"] if len(tools) == 1 else None
         return self.request.forced_tool or only
 
-    async def sample(self, choice: int, on_tokens: OnTokens | None = None) -> Completion:
-        """Sample one choice. Where one call is asked for, sampling ends with it."""
+    async def sample_choice(self, choice: int, on_tokens: OnTokens | None = None) -> Completion:
+        """Sample one choice; if at most one tool call is allowed, sampling stops after it."""
         sampling = self.request.sampling
         if self._is_single_call:
             sampling = replace(sampling, stop=(*sampling.stop, CALL_CLOSE))
@@ -124,18 +125,18 @@ class Answer:
             prefix=self._prefix_text,
         )
 
-    def read(self, completion: Completion) -> tuple[Message, str]:
-        """The message that was sampled, and why it ended."""
+    def parse_completion(self, completion: Completion) -> tuple[Message, str]:
+        """The sampled message and its finish reason."""
         parser = self.build_parser()
-        text = self.renderer.decode(completion.sampled_ids, also_hidden=self.request.sampling.stop_token_ids)
-        message = parser.read(text)
+        text = self.renderer.decode(completion.sampled_ids, extra_hidden_ids=self.request.sampling.stop_token_ids)
+        message = parser.parse(text)
         reason = build_finish_reason(completion, has_calls=bool(message.tool_calls), is_stopped=parser.is_stopped)
         return message, reason
 
     def build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """One choice of an answer that is sent at once."""
-        message, reason = self.read(completion)
-        self.session.remember(self.call, index, message)
+        """One choice of a complete response."""
+        message, reason = self.parse_completion(completion)
+        self.session.record_reply(self.call, index, message)
         choice: dict[str, Any] = {
             "index": index,
             "message": build_message(message),
@@ -150,66 +151,68 @@ class Answer:
         return choice
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer that is sent at once."""
-        body = self.heading.to_json("chat.completion")
+        """The body of a complete response."""
+        body = self.header.to_json("chat.completion")
         body["choices"] = [self.build_choice(index, completion) for index, completion in enumerate(completions)]
         body["usage"] = build_usage(self.num_prompt_tokens, completions)
         if self.request.has_token_ids:
             body["prompt_token_ids"] = list(self.prompt_ids)
         return body
 
-    def stream_choice(self, index: int) -> StreamedChoice:
-        return StreamedChoice(self, index)
+    def open_choice_stream(self, index: int) -> ChatChoiceStream:
+        return ChatChoiceStream(self, index)
 
 
-async def answer_at_once(answer: AnyAnswer) -> dict[str, Any]:
-    """Sample every choice, then tell."""
-    num_choices = answer.num_choices
+async def create_completion(pending: PendingCompletion) -> dict[str, Any]:
+    """Sample all choices and return the complete response body."""
+    num_choices = pending.num_choices
     if num_choices == 1:
-        completions = [await answer.sample(0)]
+        completions = [await pending.sample_choice(0)]
     else:
-        tasks = [asyncio.ensure_future(answer.sample(choice)) for choice in range(num_choices)]
+        tasks = [asyncio.ensure_future(pending.sample_choice(choice)) for choice in range(num_choices)]
         try:
             completions = await asyncio.gather(*tasks)
         finally:
             await _cancel_all(tasks)
-    return answer.build_body(completions)
+    return pending.build_body(completions)
 
 
 async def _cancel_all(tasks: Sequence[asyncio.Future[Completion]]) -> None:
-    pending = [task for task in tasks if not task.done()]
-    for task in pending:
+    running = [task for task in tasks if not task.done()]
+    for task in running:
         task.cancel()
-    if pending:
-        await asyncio.wait(pending)
+    if running:
+        await asyncio.wait(running)
 
 
-class StreamedChoice:
-    """One choice on its way out, as its tokens come."""
+class ChatChoiceStream:
+    """Turns the tokens of one choice into chat completion chunks."""
 
-    def __init__(self, answer: Answer, index: int) -> None:
-        self._answer = answer
+    def __init__(self, pending: PendingChatCompletion, index: int) -> None:
+        self._pending = pending
         self._index = index
-        self._parser = answer.build_parser()
-        self._text = answer.renderer.build_text_stream(also_hidden=answer.request.sampling.stop_token_ids)
+        self._parser = pending.build_parser()
+        self._detokenizer = pending.renderer.build_incremental_detokenizer(
+            extra_hidden_ids=pending.request.sampling.stop_token_ids
+        )
         self._deltas: list[Delta] = []
         self._num_calls = 0
         self._is_first = True
         self._tokens: list[tuple[int, float]] = []
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
-        """The chunk that these tokens complete, if they complete one."""
+        """The next chunk, if these tokens complete one."""
         self._tokens += zip(token_ids, logprobs, strict=True)
-        text = "".join(map(self._text.feed, token_ids))
+        text = "".join(map(self._detokenizer.feed, token_ids))
         delta = self._parser.feed(text) if text else Delta()
         return self._build_chunk(delta) if delta or self._is_first else None
 
     def finish(self, completion: Completion) -> list[dict[str, Any]]:
-        """The last chunks: what was held back, then why the choice ended."""
-        deltas = [self._parser.feed(self._text.finish()), self._parser.finish()]
+        """The last chunks: held-back text, then the finish reason."""
+        deltas = [self._parser.feed(self._detokenizer.finish()), self._parser.finish()]
         chunks = [self._build_chunk(delta) for delta in deltas if delta]
         message = join_deltas(self._deltas)
-        self._answer.session.remember(self._answer.call, self._index, message)
+        self._pending.session.record_reply(self._pending.call, self._index, message)
         last = self._build_chunk(Delta())
         last["choices"][0]["finish_reason"] = build_finish_reason(
             completion, has_calls=bool(message.tool_calls), is_stopped=self._parser.is_stopped
@@ -217,7 +220,7 @@ class StreamedChoice:
         return [*chunks, last]
 
     def _build_chunk(self, delta: Delta) -> dict[str, Any]:
-        request = self._answer.request
+        request = self._pending.request
         choice: dict[str, Any] = {
             "index": self._index,
             "delta": build_delta(delta, num_calls=self._num_calls, is_first=self._is_first),
@@ -225,14 +228,14 @@ class StreamedChoice:
             "logprobs": None,
         }
         if request.has_logprobs and self._tokens:
-            texts = [(self._answer.renderer.format_token(token_id), logprob) for token_id, logprob in self._tokens]
+            texts = [(self._pending.renderer.format_token(token_id), logprob) for token_id, logprob in self._tokens]
             choice["logprobs"] = build_logprobs(texts)
-        chunk = self._answer.heading.to_json(self._answer.chunk_kind)
+        chunk = self._pending.header.to_json(self._pending.chunk_object)
         chunk["choices"] = [choice]
         if request.has_token_ids:
             choice["token_ids"] = [token_id for token_id, _ in self._tokens]
             if self._is_first:
-                chunk["prompt_token_ids"] = list(self._answer.prompt_ids)
+                chunk["prompt_token_ids"] = list(self._pending.prompt_ids)
         self._deltas.append(delta)
         self._num_calls += len(delta.tool_calls)
         self._is_first = False
@@ -240,19 +243,19 @@ class StreamedChoice:
         return chunk
 
 
-Event = tuple[int, tuple[Sequence[int], Sequence[float]] | None]
-"""Index of a choice, and its next tokens with their logprobs; None when the choice is done."""
+StreamEvent = tuple[int, tuple[Sequence[int], Sequence[float]] | None]
+"""Index of a choice, and its next tokens with their logprobs; None at the end of the choice."""
 
 
-async def answer_in_stream(answer: AnyAnswer, send: Send) -> None:
-    """Tell each choice as it is sampled, as server-sent events.
+async def stream_completion(pending: PendingCompletion, send: Send) -> None:
+    """Send the choices as server-sent events while they are sampled.
 
     Nothing is sent before the first token, so that a request that fails at once gets an error status.
     """
-    events: asyncio.Queue[Event] = asyncio.Queue()
-    tasks = [_start_choice(answer, index, events) for index in range(answer.num_choices)]
-    choices = [answer.stream_choice(index) for index in range(len(tasks))]
-    write = _EventWriter(send)
+    events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+    tasks = [_start_choice(pending, index, events) for index in range(pending.num_choices)]
+    choices = [pending.open_choice_stream(index) for index in range(len(tasks))]
+    sender = _EventSender(send)
     num_open = len(tasks)
     try:
         while num_open:
@@ -264,30 +267,32 @@ async def answer_in_stream(answer: AnyAnswer, send: Send) -> None:
                 chunks = choices[index].finish(tasks[index].result())
                 num_open -= 1
             for chunk in chunks:
-                await write.send_event(chunk)
-        if answer.request.has_stream_usage:
-            usage = build_usage(answer.num_prompt_tokens, [task.result() for task in tasks])
-            await write.send_event(answer.heading.to_json(answer.chunk_kind) | {"choices": [], "usage": usage})
+                await sender.send_event(chunk)
+        if pending.request.has_stream_usage:
+            usage = build_usage(pending.num_prompt_tokens, [task.result() for task in tasks])
+            await sender.send_event(pending.header.to_json(pending.chunk_object) | {"choices": [], "usage": usage})
     except (EngineError, SessionClosedError) as error:
-        if not write.is_started:
+        if not sender.is_started:
             raise
-        await write.send_event(build_error(f"{type(error).__name__}: {error}", status=500))
+        await sender.send_event(build_error(f"{type(error).__name__}: {error}", status=500))
     finally:
         await _cancel_all(tasks)
-    await write.finish()
+    await sender.finish()
 
 
-def _start_choice(answer: AnyAnswer, index: int, events: asyncio.Queue[Event]) -> asyncio.Future[Completion]:
+def _start_choice(
+    pending: PendingCompletion, index: int, events: asyncio.Queue[StreamEvent]
+) -> asyncio.Future[Completion]:
     def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         events.put_nowait((index, (token_ids, logprobs)))
 
-    task = asyncio.ensure_future(answer.sample(index, add_tokens))
+    task = asyncio.ensure_future(pending.sample_choice(index, add_tokens))
     task.add_done_callback(lambda _: events.put_nowait((index, None)))
     return task
 
 
-class _EventWriter:
-    """Sends server-sent events; the response starts with the first."""
+class _EventSender:
+    """Sends server-sent events; the first one starts the HTTP response."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,8 +1,8 @@
-"""The official OpenAI client, with a short way to an endpoint in the same process.
+"""The official OpenAI client with a fast path to an endpoint in the same process.
 
-A call of `chat.completions.create` without a stream goes straight to the endpoint, as JSON values and back; the rest
-(streams, raw responses, parsing helpers, other routes) takes the client's own way over its transport. Both ways give
-equal answers and raise equal errors; the short way costs a small part of what building and parsing HTTP does.
+A non-streaming `chat.completions.create` calls the endpoint directly, with JSON values in and out. Everything else
+(streams, raw responses, parsing helpers, other routes) uses the client's own code over the in-process transport. Both
+paths return equal completions and raise equal errors; the fast path avoids building and parsing HTTP.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import pydantic
 from openai.resources.chat import AsyncChat, AsyncCompletions
 from openai.types.chat import ChatCompletion
 
-from tunesmith.chat.memo import freeze, remember, thaw
+from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
 from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint
 from tunesmith.rollout.openai_server.response import build_error
 
 BODY_FIELDS = frozenset(inspect.signature(AsyncCompletions.create).parameters) - {
     "self", "stream", "extra_headers", "extra_query", "extra_body", "timeout",
 }  # fmt: skip
-"""Arguments of `create` that are fields of the request's body."""
-NUM_KNOWN_VALUES, MAX_KNOWN_BYTES = 16384, 4096
-"""Messages and lists of tools that are known to be JSON, and how long they may be."""
+"""Arguments of `create` that are fields of the request body."""
+NUM_CACHED_VALUES, MAX_VALUE_BYTES = 16384, 4096
+"""Cache size and key length of the check whether a message or a list of tools is plain JSON."""
 ERRORS: dict[int, type[openai.APIStatusError]] = {
     400: openai.BadRequestError,
     401: openai.AuthenticationError,
@@ -45,7 +45,7 @@ def build_client(
     max_retries: int = 0,
     timeout_s: float | None = None,
 ) -> openai.AsyncOpenAI:
-    """An ordinary client; the caller owns its `http_client`, if given."""
+    """An ordinary OpenAI client; a given `http_client` stays the caller's to close."""
     return openai.AsyncOpenAI(
         base_url=base_url, api_key=api_key, http_client=http_client, max_retries=max_retries, timeout=timeout_s
     )
@@ -55,30 +55,32 @@ class InProcessClient(openai.AsyncOpenAI):
     """A client bound to one session of an endpoint in this process."""
 
     def __init__(self, *, endpoint: ChatEndpoint | None = None, **options: Any) -> None:
-        """Copies that the client makes of itself have no endpoint, and take the long way."""
+        """Without `endpoint`, as in copies made by the client itself, all requests go over the transport."""
         super().__init__(**options)
         self.endpoint = endpoint
-        self._has_ended = False
+        self._is_closed = False
 
     def bind(self, api_key: str) -> InProcessClient:
-        """This client with another key, before it has been used: a shallow copy, where a new client costs 0.2 ms."""
+        """A shallow copy of this unused client with another key; a new client would cost 0.2 ms."""
         bound = copy.copy(self)
         bound.api_key = api_key
         return bound
 
     async def close(self) -> None:
-        """Close this client alone: what it sends with is shared."""
-        self._has_ended = True
+        """Close this client only; the HTTP client is shared."""
+        self._is_closed = True
 
     def is_closed(self) -> bool:
-        return self._has_ended
+        return self._is_closed
 
-    def check_open(self) -> None:
-        if self._has_ended:
-            raise RuntimeError("the client has been closed: `async with model.client` closes it at its end")
+    def check_not_closed(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(
+                "the client has been closed: `async with model.client` closes it at the end of the block"
+            )
 
     async def request(self, *arguments: Any, **options: Any) -> Any:
-        self.check_open()
+        self.check_not_closed()
         return await super().request(*arguments, **options)
 
     @functools.cached_property
@@ -95,7 +97,7 @@ class _Chat(AsyncChat):
 class _Completions(AsyncCompletions):
     async def create(self, **arguments: Any) -> Any:
         assert isinstance(self._client, InProcessClient)
-        self._client.check_open()
+        self._client.check_not_closed()
         endpoint = self._client.endpoint
         fields = _build_body(arguments)
         if endpoint is None or fields is None:
@@ -108,7 +110,7 @@ class _Completions(AsyncCompletions):
 
 
 def _build_body(arguments: Mapping[str, Any]) -> Any:
-    """The request body that the client would send, as JSON values; None when the call needs the long way."""
+    """The request body as JSON values; None if the call has to go over the transport."""
     extra_body = arguments.get("extra_body") or {}
     fields = {
         key: value
@@ -122,31 +124,31 @@ def _build_body(arguments: Mapping[str, Any]) -> Any:
     fields |= extra_body
     messages, tools = fields.pop("messages"), fields.pop("tools", None)
     body = _copy_json(fields)
-    body["messages"] = list(map(_as_json, messages)) if type(messages) is list else _copy_json(messages)
+    body["messages"] = list(map(_to_json_value, messages)) if type(messages) is list else _copy_json(messages)
     if tools is not None:
-        body["tools"] = _as_json(tools)
+        body["tools"] = _to_json_value(tools)
     return body
 
 
-def _as_json(value: Any) -> Any:
-    """The value itself where it is JSON already, as what is sent again and again mostly is; else a copy in JSON."""
-    frozen = freeze(value)
-    return value if frozen is not None and _is_json(frozen) else _copy_json(value)
+def _to_json_value(value: Any) -> Any:
+    """The value itself if it is plain JSON, as repeated messages mostly are; else a copy converted to JSON."""
+    cache_key = build_cache_key(value)
+    return value if cache_key is not None and _is_json(cache_key) else _copy_json(value)
 
 
-@remember(max_entries=NUM_KNOWN_VALUES, max_length=MAX_KNOWN_BYTES)
-def _is_json(frozen: bytes) -> bool:
+@memoize(max_entries=NUM_CACHED_VALUES, max_length=MAX_VALUE_BYTES)
+def _is_json(cache_key: bytes) -> bool:
     try:
-        return freeze(_copy_json(thaw(frozen))) == frozen
+        return build_cache_key(_copy_json(load_cache_key(cache_key))) == cache_key
     except (TypeError, ValueError, RecursionError):
         return False
 
 
 def _copy_json(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=_to_json))
+    return json.loads(json.dumps(value, default=_encode_object))
 
 
-def _to_json(value: Any) -> Any:
+def _encode_object(value: Any) -> Any:
     if isinstance(value, pydantic.BaseModel):
         return value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The endpoint over HTTP, for agents in other processes and languages."""
+"""Serves the endpoint over HTTP, for agents in other processes and languages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHUTDOWN_GRACE_S = 2
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves the process's signals to the process."""
+    """A server that installs no signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -25,7 +25,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serve_app(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Serve an app from the running event loop and yield its URL; port 0 takes a free one."""
+    """Serve an app on the running event loop and yield its URL; port 0 picks a free port."""
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -50,8 +50,8 @@ async def serve_app(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> 
                     task.result()
                     raise RuntimeError(f"the server on {host}:{port} ended before it started")
                 await asyncio.sleep(0.005)
-            shown = f"[{host}]" if ":" in host else host
-            yield f"http://{shown}:{listener.getsockname()[1]}"
+            url_host = f"[{host}]" if ":" in host else host
+            yield f"http://{url_host}:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             await asyncio.wait({task})

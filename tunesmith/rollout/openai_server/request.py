@@ -1,8 +1,8 @@
-"""The body of a chat completion or completion request, read and checked.
+"""Parses and validates the body of a chat completion or completion request.
 
-In: JSON from any client, and the trajectory's sampling defaults. Out: a `ChatRequest` or a `TextRequest`. What a
-request names wins over the defaults. An option that would change the result and cannot be honoured is a `ValueError`;
-keys that change nothing (user, metadata, store) and keys that nobody knows are ignored.
+Input: JSON from any client, and the session's sampling defaults. Output: a `ChatRequest` or a `TextRequest`. Fields of
+the request override the defaults. An unsupported option that would change the result raises a `RequestError`; keys
+without effect on the result (user, metadata, store) and unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Options that are not supported -> values that ask for nothing; null always does."""
+"""Unsupported options -> values that are accepted because they have no effect; null is always accepted."""
 
 SAMPLING_FIELDS = frozenset({
     "temperature", "top_p", "top_k", "min_p", "logit_bias", "max_tokens", "max_completion_tokens", "stop",
     "stop_token_ids", "ignore_eos",
 })  # fmt: skip
-"""Options that say how a completion is sampled."""
+"""Options that set sampling parameters."""
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -69,7 +69,7 @@ ToolChoice = Literal["auto", "none", "required"]
 
 
 class RequestError(ValueError):
-    """A request that cannot be honoured; `param` is the field at fault."""
+    """A request that cannot be fulfilled; `param` is the invalid field."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -86,9 +86,9 @@ class ChatRequest:
     num_choices: int
     tool_choice: ToolChoice
     forced_tool: str | None
-    """The tool that must be called, when there is one."""
+    """The tool that must be called, if the request names one."""
     is_single_call: bool
-    """At most one tool call may be returned."""
+    """The response may contain at most one tool call."""
     is_stream: bool
     has_stream_usage: bool
     has_logprobs: bool
@@ -102,12 +102,12 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """One completion request: prompts that the client rendered."""
+    """One completion request, with prompts rendered by the client."""
 
     prompts: tuple[str | tuple[int, ...], ...]
-    """As text or as token ids; each is completed `num_choices` times."""
+    """Text or token ids; each is completed `num_choices` times."""
     adds_special_tokens: bool
-    """Texts get what the tokenizer puts around each text, such as a token at its beginning."""
+    """Whether the tokenizer adds its special tokens to text prompts, such as a BOS token."""
     sampling: Sampling
     seed: int | None
     num_choices: int
@@ -119,15 +119,15 @@ class TextRequest:
 
 
 def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
-    """Read the body of a completion request."""
+    """Parse the body of a completion request."""
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object")
     _refuse_unsupported(body)
     prompts = _parse_prompts(body.get("prompt"))
-    num_choices = _bounded(body, "n", int, 1, low=1, high=MAX_CHOICES)
+    num_choices = _get_number(body, "n", int, 1, low=1, high=MAX_CHOICES)
     if len(prompts) * num_choices > MAX_CHOICES:
-        asked = f"{len(prompts)} prompts with n={num_choices}"
-        raise RequestError(f"{asked} ask for more than {MAX_CHOICES} completions at once", param="n")
+        requested = f"{len(prompts)} prompts with n={num_choices}"
+        raise RequestError(f"{requested} ask for more than {MAX_CHOICES} completions at once", param="n")
     if _get(body, "logprobs", int, 0) != 0:
         raise RequestError(
             "logprobs of other tokens are not supported; logprobs=0 gives the sampled ones", param="logprobs"
@@ -139,7 +139,7 @@ def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
         seed=_get(body, "seed", int, None),
         num_choices=num_choices,
         is_stream=_get(body, "stream", bool, False),
-        has_stream_usage=_asks_for_usage(body),
+        has_stream_usage=_has_stream_usage(body),
         has_logprobs=body.get("logprobs") is not None,
         has_token_ids=_get(body, "return_token_ids", bool, False),
         model=_get(body, "model", str, None),
@@ -147,42 +147,42 @@ def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
 
 
 def _parse_prompts(raw: Any) -> tuple[str | tuple[int, ...], ...]:
-    """A text, a list of token ids, or a list of either."""
+    """Text, token ids, or a list of either."""
     prompts = raw if isinstance(raw, list) and not all(type(each) is int for each in raw) else [raw]
     for prompt in prompts:
-        if not prompt or not (isinstance(prompt, str) or _are_ids(prompt)):
+        if not prompt or not (isinstance(prompt, str) or _is_token_ids(prompt)):
             raise RequestError(
                 "prompt must be text, token ids, or a list of either, none of them empty", param="prompt"
             )
     return tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts)
 
 
-def _are_ids(value: Any) -> bool:
+def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_NUMBER for each in value)
 
 
-def parse_request(body: Any, defaults: Sampling, *, template_reads: Callable[[str], bool]) -> ChatRequest:
-    """Read a request body; `template_reads` tells whether the chat template knows a variable."""
+def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str], bool]) -> ChatRequest:
+    """Parse the body of a chat request; `uses_variable`: whether the chat template refers to a variable."""
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object")
     _refuse_unsupported(body)
     prompt = Prompt(
-        messages=_checked("messages", parse_messages, body.get("messages")),
-        tools=_checked("tools", parse_tools, body.get("tools")),
-        variables=_parse_variables(body, template_reads),
+        messages=_parse_field("messages", parse_messages, body.get("messages")),
+        tools=_parse_field("tools", parse_tools, body.get("tools")),
+        variables=_parse_variables(body, uses_variable),
     )
     tool_choice, forced_tool = _parse_tool_choice(body.get("tool_choice"), prompt.tools)
     return ChatRequest(
         prompt=prompt,
         sampling=_parse_sampling(body, defaults),
         seed=_get(body, "seed", int, None),
-        num_choices=_bounded(body, "n", int, 1, low=1, high=MAX_CHOICES),
+        num_choices=_get_number(body, "n", int, 1, low=1, high=MAX_CHOICES),
         tool_choice=tool_choice,
         forced_tool=forced_tool,
         is_single_call=bool(prompt.tools)
         and (forced_tool is not None or _get(body, "parallel_tool_calls", bool, True) is False),
         is_stream=_get(body, "stream", bool, False),
-        has_stream_usage=_asks_for_usage(body),
+        has_stream_usage=_has_stream_usage(body),
         has_logprobs=_get(body, "logprobs", bool, False),
         has_token_ids=_get(body, "return_token_ids", bool, False),
         model=_get(body, "model", str, None),
@@ -193,27 +193,27 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
     for key in NEUTRAL_VALUES.keys() & body.keys():
         value = body[key]
         if value is not None and value not in NEUTRAL_VALUES[key]:
-            raise RequestError(f"{key}={_show(value)} is not supported by this endpoint; leave it out", param=key)
+            raise RequestError(f"{key}={_shorten(value)} is not supported by this endpoint; leave it out", param=key)
 
 
-def _asks_for_usage(body: Mapping[str, Any]) -> bool:
+def _has_stream_usage(body: Mapping[str, Any]) -> bool:
     options = body.get("stream_options") or {}
     return isinstance(options, dict) and bool(options.get("include_usage"))
 
 
-def _checked(param: str, parse: Callable[[Any], Any], raw: Any) -> Any:
+def _parse_field(param: str, parse: Callable[[Any], Any], raw: Any) -> Any:
     try:
         return parse(raw)
     except ValueError as error:
         raise RequestError(str(error), param=param) from error
 
 
-def _parse_variables(body: Mapping[str, Any], template_reads: Callable[[str], bool]) -> tuple[tuple[str, Any], ...]:
+def _parse_variables(body: Mapping[str, Any], uses_variable: Callable[[str], bool]) -> tuple[tuple[str, Any], ...]:
     variables = dict(_get(body, "chat_template_kwargs", dict, {}))
     effort = _get(body, "reasoning_effort", str, None)
     if effort is not None:
-        if not template_reads("reasoning_effort"):
-            raise RequestError("reasoning_effort is not read by this model's chat template", param="reasoning_effort")
+        if not uses_variable("reasoning_effort"):
+            raise RequestError("reasoning_effort is not used by this model's chat template", param="reasoning_effort")
         variables["reasoning_effort"] = effort
     if not all(isinstance(name, str) and name.isidentifier() for name in variables):
         raise RequestError("chat_template_kwargs must name template variables", param="chat_template_kwargs")
@@ -246,9 +246,9 @@ def _parse_sampling(body: Mapping[str, Any], defaults: Sampling) -> Sampling:
     old = defaults.distribution
     distribution = Distribution(
         temperature=_parse_temperature(body, old.temperature),
-        top_p=_bounded(body, "top_p", float, old.top_p, low=0.0, high=1.0, is_low_open=True),
-        top_k=max(0, _bounded(body, "top_k", int, old.top_k, low=-1, high=math.inf)),
-        min_p=_bounded(body, "min_p", float, old.min_p, low=0.0, high=1.0),
+        top_p=_get_number(body, "top_p", float, old.top_p, low=0.0, high=1.0, is_low_open=True),
+        top_k=max(0, _get_number(body, "top_k", int, old.top_k, low=-1, high=math.inf)),
+        min_p=_get_number(body, "min_p", float, old.min_p, low=0.0, high=1.0),
         logit_bias=_parse_logit_bias(body.get("logit_bias")) if body.get("logit_bias") else old.logit_bias,
     )
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
@@ -256,7 +256,7 @@ def _parse_sampling(body: Mapping[str, Any], defaults: Sampling) -> Sampling:
     return replace(
         defaults,
         distribution=distribution,
-        max_tokens=_bounded(body, limit, int, defaults.max_tokens, low=1, high=math.inf),
+        max_tokens=_get_number(body, limit, int, defaults.max_tokens, low=1, high=math.inf),
         stop=defaults.stop if stop is None else _parse_stop(stop),
         stop_token_ids=_parse_stop_token_ids(body, defaults),
         ignore_eos=_get(body, "ignore_eos", bool, defaults.ignore_eos),
@@ -296,17 +296,17 @@ def _get(body: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
             return kind(value)
     elif isinstance(value, kind):
         return value
-    raise RequestError(f"{key} must be {kind.__name__}, got {_show(value)}", param=key)
+    raise RequestError(f"{key} must be {kind.__name__}, got {_shorten(value)}", param=key)
 
 
 def _parse_temperature(body: Mapping[str, Any], default: float) -> float:
-    value: float = _bounded(body, "temperature", float, default, low=0.0, high=math.inf)
+    value: float = _get_number(body, "temperature", float, default, low=0.0, high=math.inf)
     if 0 < value < MIN_TEMPERATURE:
         raise RequestError(f"temperature={value} must be 0 or at least {MIN_TEMPERATURE}", param="temperature")
     return value
 
 
-def _bounded(
+def _get_number(
     body: Mapping[str, Any],
     key: str,
     kind: type,
@@ -322,5 +322,5 @@ def _bounded(
     return value
 
 
-def _show(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return textwrap.shorten(repr(value), MAX_SHOWN_CHARS)

@@ -1,4 +1,4 @@
-"""Answers of the endpoint as JSON: completions, chunks of a stream, errors."""
+"""JSON of responses: completions, stream chunks, errors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tunesmith.types import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heading:
-    """What every part of one answer repeats."""
+class CompletionHeader:
+    """Fields repeated in every chunk of a response."""
 
     completion_id: str
     model: str
@@ -26,14 +26,14 @@ class Heading:
 
 
 def build_finish_reason(completion: Completion, *, has_calls: bool, is_stopped: bool) -> str:
-    """Why the choice ended, in the API's words; `is_stopped` says that a stop string was met in the text."""
+    """The API's finish reason; `is_stopped`: a stop string was found in the text."""
     if completion.stop_reason in ("eos", "stop") or is_stopped:
         return "tool_calls" if has_calls else "stop"
     return "length"
 
 
 def build_message(message: Message) -> dict[str, Any]:
-    """An assistant message as clients read it."""
+    """JSON of an assistant message."""
     fields: dict[str, Any] = {
         "role": "assistant",
         "content": None if message.tool_calls and not message.content else message.content,
@@ -51,7 +51,7 @@ def _build_call(call: ToolCall) -> dict[str, Any]:
 
 
 def build_delta(delta: Delta, *, num_calls: int, is_first: bool) -> dict[str, Any]:
-    """What a chunk adds to a message that already has `num_calls` tool calls."""
+    """JSON of a delta; `num_calls` is the number of tool calls in earlier chunks."""
     fields: dict[str, Any] = {"role": "assistant", "content": ""} if is_first else {}
     if delta.content:
         fields["content"] = delta.content
@@ -65,7 +65,7 @@ def build_delta(delta: Delta, *, num_calls: int, is_first: bool) -> dict[str, An
 
 
 def build_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """Logprobs of sampled tokens, with their texts."""
+    """Logprobs of sampled tokens in the chat completions format."""
     content = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
         for text, logprob in tokens
@@ -74,7 +74,7 @@ def build_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
 
 
 def build_text_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """Logprobs of sampled tokens in the form of completions."""
+    """Logprobs of sampled tokens in the completions format."""
     ends = itertools.accumulate(len(text) for text, _ in tokens)
     return {
         "tokens": [text for text, _ in tokens],
@@ -85,7 +85,7 @@ def build_text_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
 
 
 def build_usage(num_prompt_tokens: int, completions: Sequence[Completion]) -> dict[str, Any]:
-    """Token counts of a request with all its choices."""
+    """Token counts of a request, over all its choices."""
     num_sampled = sum(len(completion.sampled_ids) for completion in completions)
     num_cached = min((completion.num_cached_tokens for completion in completions), default=0)
     return {
@@ -97,7 +97,7 @@ def build_usage(num_prompt_tokens: int, completions: Sequence[Completion]) -> di
 
 
 def build_error(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error as the API words it; without a code of its own it has its status."""
+    """The API's error body; the default code is the HTTP status."""
     kinds = {401: "authentication_error", 404: "not_found_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}

@@ -1,7 +1,7 @@
-"""One admitted completion request -> its answer: prompts that the client rendered, and text as it was sampled.
+"""Creates the response of one admitted /v1/completions request: client-rendered prompts, unparsed text.
 
-Each prompt is a call of its own in the session, and each choice of it a recorded turn, as for chat requests. Nothing is
-read as reasoning or as a tool call.
+Each prompt is a separate call of the session, and each of its choices a recorded turn, as for chat requests. The text
+is not parsed for reasoning or tool calls.
 """
 
 from __future__ import annotations
@@ -12,24 +12,35 @@ from typing import Any
 from tunesmith.chat.parsers import Delta, ReplyParser
 from tunesmith.chat.renderer import Renderer
 from tunesmith.rollout.openai_server.request import TextRequest
-from tunesmith.rollout.openai_server.response import Heading, build_finish_reason, build_text_logprobs, build_usage
-from tunesmith.rollout.recorder import Call, Session
+from tunesmith.rollout.openai_server.response import (
+    CompletionHeader,
+    build_finish_reason,
+    build_text_logprobs,
+    build_usage,
+)
+from tunesmith.rollout.recorder import Session, SessionCall
 from tunesmith.types import Completion, OnTokens
 
 
-class TextAnswer:
-    """How the choices of one completion request are sampled and read."""
+class PendingTextCompletion:
+    """An admitted completion request: samples its choices and builds its response."""
 
-    chunk_kind = "text_completion"
+    chunk_object = "text_completion"
 
     def __init__(
-        self, session: Session, renderer: Renderer, request: TextRequest, calls: Sequence[Call], *, model_name: str
+        self,
+        session: Session,
+        renderer: Renderer,
+        request: TextRequest,
+        calls: Sequence[SessionCall],
+        *,
+        model_name: str,
     ) -> None:
         self.renderer = renderer
         self.request = request
         self._session = session
         self._calls = calls
-        self.heading = Heading(completion_id=f"cmpl-{session.key[:8]}-{calls[0].index}", model=model_name)
+        self.header = CompletionHeader(completion_id=f"cmpl-{session.key[:8]}-{calls[0].index}", model=model_name)
 
     @property
     def num_choices(self) -> int:
@@ -39,11 +50,11 @@ class TextAnswer:
     def num_prompt_tokens(self) -> int:
         return sum(len(call.prompt_ids) for call in self._calls)
 
-    def find_call(self, choice: int) -> Call:
-        """The call whose prompt a choice completes; choices of one prompt follow each other."""
+    def find_call(self, choice: int) -> SessionCall:
+        """The call that a choice belongs to; choices of one prompt are consecutive."""
         return self._calls[choice // self.request.num_choices]
 
-    async def sample(self, choice: int, on_tokens: OnTokens | None = None) -> Completion:
+    async def sample_choice(self, choice: int, on_tokens: OnTokens | None = None) -> Completion:
         """Sample one choice."""
         return await self._session.generate(
             self.find_call(choice),
@@ -54,66 +65,70 @@ class TextAnswer:
         )
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The answer that is sent at once."""
-        body = self.heading.to_json(self.chunk_kind)
-        body["choices"] = [self._build_choice(index, completion) for index, completion in enumerate(completions)]
+        """The body of a complete response."""
+        body = self.header.to_json(self.chunk_object)
+        body["choices"] = [self._build_full_choice(index, completion) for index, completion in enumerate(completions)]
         body["usage"] = build_usage(self.num_prompt_tokens, completions)
         return body
 
-    def stream_choice(self, index: int) -> StreamedText:
-        return StreamedText(self, index)
+    def open_choice_stream(self, index: int) -> TextChoiceStream:
+        return TextChoiceStream(self, index)
 
     def build_parser(self) -> ReplyParser:
-        """Cuts the text at stop strings."""
+        """A parser that only truncates the text at stop strings."""
         return ReplyParser(new_call_id=str, has_reasoning=False, has_tool_calls=False, stop=self.request.sampling.stop)
 
-    def _build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def _build_full_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         parser = self.build_parser()
         hidden = self.request.sampling.stop_token_ids
-        text = parser.read(self.renderer.decode(completion.sampled_ids, also_hidden=hidden)).content
+        text = parser.parse(self.renderer.decode(completion.sampled_ids, extra_hidden_ids=hidden)).content
         tokens = list(zip(completion.sampled_ids, completion.logprobs, strict=True))
         reason = build_finish_reason(completion, has_calls=False, is_stopped=parser.is_stopped)
-        return self.build_part(index, text, tokens, reason=reason, is_first=True)
+        return self.build_choice(index, text, tokens, reason=reason, is_first=True)
 
-    def build_part(
+    def build_choice(
         self, index: int, text: str, tokens: Sequence[tuple[int, float]], *, reason: str | None, is_first: bool
     ) -> dict[str, Any]:
-        """A choice, or what a chunk of a stream adds to it."""
-        part: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        """Fields of a choice, or of one stream chunk of it."""
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
         if self.request.has_logprobs:
-            part["logprobs"] = build_text_logprobs([(self.renderer.format_token(i), logprob) for i, logprob in tokens])
+            choice["logprobs"] = build_text_logprobs(
+                [(self.renderer.format_token(i), logprob) for i, logprob in tokens]
+            )
         if self.request.has_token_ids:
-            part["token_ids"] = [token_id for token_id, _ in tokens]
+            choice["token_ids"] = [token_id for token_id, _ in tokens]
             if is_first:
-                part["prompt_token_ids"] = list(self.find_call(index).prompt_ids)
-        return part
+                choice["prompt_token_ids"] = list(self.find_call(index).prompt_ids)
+        return choice
 
 
-class StreamedText:
-    """One choice on its way out, as its tokens come."""
+class TextChoiceStream:
+    """Turns the tokens of one choice into text completion chunks."""
 
-    def __init__(self, answer: TextAnswer, index: int) -> None:
-        self._answer = answer
+    def __init__(self, pending: PendingTextCompletion, index: int) -> None:
+        self._pending = pending
         self._index = index
-        self._parser = answer.build_parser()
-        self._text = answer.renderer.build_text_stream(also_hidden=answer.request.sampling.stop_token_ids)
+        self._parser = pending.build_parser()
+        self._detokenizer = pending.renderer.build_incremental_detokenizer(
+            extra_hidden_ids=pending.request.sampling.stop_token_ids
+        )
         self._tokens: list[tuple[int, float]] = []
         self._is_first = True
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
-        """The chunk that these tokens complete, if they complete one."""
+        """The next chunk, if these tokens complete one."""
         self._tokens += zip(token_ids, logprobs, strict=True)
-        text = "".join(map(self._text.feed, token_ids))
+        text = "".join(map(self._detokenizer.feed, token_ids))
         delta = self._parser.feed(text) if text else Delta()
         return self._build_chunk(delta.content) if delta.content else None
 
     def finish(self, completion: Completion) -> list[dict[str, Any]]:
-        """The last chunk: what was held back, and why the choice ended."""
-        rest = self._parser.feed(self._text.finish()).content + self._parser.finish().content
+        """The last chunk: held-back text and the finish reason."""
+        rest = self._parser.feed(self._detokenizer.finish()).content + self._parser.finish().content
         reason = build_finish_reason(completion, has_calls=False, is_stopped=self._parser.is_stopped)
         return [self._build_chunk(rest, reason)]
 
     def _build_chunk(self, text: str, reason: str | None = None) -> dict[str, Any]:
-        part = self._answer.build_part(self._index, text, self._tokens, reason=reason, is_first=self._is_first)
+        choice = self._pending.build_choice(self._index, text, self._tokens, reason=reason, is_first=self._is_first)
         self._tokens, self._is_first = [], False
-        return self._answer.heading.to_json(self._answer.chunk_kind) | {"choices": [part]}
+        return self._pending.header.to_json(self._pending.chunk_object) | {"choices": [choice]}

@@ -1,7 +1,8 @@
-"""A coroutine of user code, driven so that it cannot change what others run under.
+"""Drives a coroutine of user code, isolated from other rollouts on the same thread.
 
-Torch's modes are its own between two awaits. Its turns are timed: one that takes long has blocked the event loop, and
-every other rollout with it.
+Torch modes (gradients, inference mode, autocast, default dtype) set by the coroutine apply to it only; they are swapped
+in and out around each step, that is the code between two awaits. Each step is timed: a long one has blocked the event
+loop and all other rollouts.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ from collections.abc import Awaitable, Generator
 from typing import Any, Generic, TypeVar
 
 from tunesmith.model.torch_modes import UserModes
-from tunesmith.rollout.watchdog import RunBlocks, Watchdog
+from tunesmith.rollout.watchdog import BlockedTime, EventLoopWatchdog
 from tunesmith.user_lines import find_waiting_line
 
 Output = TypeVar("Output")
 
 
-class UserCall(Generic[Output]):
-    """Await it once."""
+class UserCoroutine(Generic[Output]):
+    """An awaitable around a user coroutine; await it once."""
 
-    def __init__(self, awaitable: Awaitable[Output], watchdog: Watchdog, run: RunBlocks) -> None:
-        """Blocked turns are noted in the watchdog as the run's."""
+    def __init__(self, awaitable: Awaitable[Output], watchdog: EventLoopWatchdog, run: BlockedTime) -> None:
+        """Blocking steps are recorded in the watchdog and in `run`."""
         self._awaitable = awaitable
         self._watchdog = watchdog
         self._run = run
 
     def find_line(self) -> str | None:
-        """The line at which it waits."""
+        """The line of user code at which the coroutine is suspended."""
         return find_waiting_line(self._awaitable)
 
     def __await__(self) -> Generator[Any, Any, Output]:
@@ -45,9 +46,9 @@ class UserCall(Generic[Output]):
                 return end.value
             finally:
                 modes.leave(has_ended=has_ended)
-                self._watchdog.note_turn(self._run, time.monotonic() - started)
+                self._watchdog.record_step(self._run, time.monotonic() - started)
             value, error = None, None
             try:
                 value = yield yielded
-            except BaseException as thrown:  # noqa: BLE001 - what is thrown in belongs to the user's coroutine
+            except BaseException as thrown:  # noqa: BLE001 - exceptions thrown in are forwarded to the user's coroutine
                 error = thrown
