@@ -42,7 +42,9 @@ def build_samples(num_groups: int, *, distributions: tuple[Distribution, ...] = 
                     logprobs=tuple(-4.0 - rng.random() if m else 0.0 for m in mask),
                     advantages=tuple((1.0 if run % 2 else -0.7) if m else 0.0 for m in mask),
                     policy_versions=tuple(0 if m else None for m in mask),
-                    distribution_spans=build_spans([distributions[run % len(distributions)] if m else None for m in mask]),
+                    distribution_spans=build_spans(
+                        [distributions[run % len(distributions)] if m else None for m in mask]
+                    ),
                     group_index=group, trajectory_index=4 * group + run,
                 )
             )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from test_gradients import build_samples
 from transformers import AutoModelForCausalLM
 
+from sample_spans import list_distributions
 from tiny_models import CONFIGS
 from trainable_models import build_trainable
 from tunesmith.config import AlgorithmSection, TrainerSection
