@@ -205,7 +205,7 @@ def test_steps_raise_the_chance_of_what_was_rewarded():
 def test_supervised_training_needs_no_sampler():
     model = build_trainable(dtype=torch.float32)
     samples = [replace(sample, logprobs=(0.0,) * len(sample.logprobs)) for sample in build_samples()]
-    samples = [replace(sample, distribution_spans=()(sample.logprobs)) for sample in samples]
+    samples = [replace(sample, distribution_spans=()) for sample in samples]
     trainer = build_trainer(model, AlgorithmSection(algorithm_type="sft"), learning_rate=1e-2, mismatch_stop=1e-12)
     before = trainer.compute_loss(samples)
     metrics = trainer.step(samples)
