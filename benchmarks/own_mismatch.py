@@ -26,7 +26,7 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.forward.fp32_residual import widen_residuals
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Completion, Distribution, Sample, Sampling
+from tunesmith.types import Completion, Distribution, DistributionSpan, Sample, Sampling
 
 LOGIT_STD = 4.2
 """As of SmolLM2-135M on chats."""
@@ -150,7 +150,9 @@ def build_samples(prompts: Sequence[list[int]], completions: Sequence[Completion
                 logprobs=(*[0.0] * len(prompt), *completion.logprobs),
                 advantages=tuple((1.0 if index % 2 else -1.0) if m else 0.0 for m in mask),
                 policy_versions=tuple(0 if m else None for m in mask),
-                distributions=tuple(distribution if m else None for m in mask),
+                distribution_spans=(
+                    DistributionSpan(start=mask.index(True), end=len(mask), distribution=distribution),
+                ),
                 group_index=index // 2,
                 trajectory_index=index,
             )

@@ -38,7 +38,7 @@ from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.row_graphs import RowGraphs, is_small
 from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Distribution, Sample
+from tunesmith.types import Distribution, DistributionSpan, Sample
 
 WORKS = ("packed", "long", "grpo")
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
@@ -83,7 +83,7 @@ def build_sample(ids: list[int], num_prompt: int, group: int, trajectory: int, v
         logprobs=tuple(-math.log(vocab_size) if m else 0.0 for m in mask),
         advantages=tuple(advantage if m else 0.0 for m in mask),
         policy_versions=tuple(0 if m else None for m in mask),
-        distributions=tuple(distribution if m else None for m in mask),
+        distribution_spans=(DistributionSpan(start=mask.index(True), end=len(mask), distribution=distribution),),
         group_index=group,
         trajectory_index=trajectory,
     )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from sample_spans import build_spans
 from tiny_models import CONFIGS
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.forward.fp32_residual import widen_residuals
@@ -83,7 +84,7 @@ def build_answered(prompts: list[list[int]], answers: list[Completion]) -> list[
                 logprobs=(*[0.0] * len(prompt), *answer.logprobs),
                 advantages=tuple((1.0 if index % 2 else -1.0) if m else 0.0 for m in mask),
                 policy_versions=tuple(0 if m else None for m in mask),
-                distributions=tuple(Distribution() if m else None for m in mask),
+                distribution_spans=build_spans([Distribution() if m else None for m in mask]),
                 group_index=index, trajectory_index=index,
             )
         )  # fmt: skip

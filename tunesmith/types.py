@@ -219,6 +219,15 @@ RunAdvantage = float | tuple[float, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DistributionSpan:
+    """Tokens `start` to `end - 1` of a sample, all sampled from one distribution."""
+
+    start: int
+    end: int
+    distribution: Distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """Turns of one trajectory merged while each prompt extends the last one token for token."""
 
@@ -230,7 +239,8 @@ class Sample:
     advantages: tuple[float, ...]
     """The advantage of each sampled token; 0.0 elsewhere and never read there."""
     policy_versions: tuple[int | None, ...]
-    distributions: tuple[Distribution | None, ...]
+    distribution_spans: tuple[DistributionSpan, ...]
+    """In order, without overlap; tokens in no span are scored untempered."""
     group_index: int
     """Which group of the batch; samples of one group share prefixes."""
     trajectory_index: int
@@ -241,7 +251,9 @@ class Sample:
     def __post_init__(self) -> None:
         lengths = {
             len(self.token_ids), len(self.is_sampled), len(self.logprobs), len(self.advantages),
-            len(self.policy_versions), len(self.distributions),
+            len(self.policy_versions),
         }  # fmt: skip
         assert len(lengths) == 1, "per-token fields of a sample have one length"
+        borders = [border for span in self.distribution_spans for border in (span.start, span.end)]
+        assert borders == sorted(borders) and max(borders, default=0) <= len(self.token_ids), "spans are in order"
         assert not (self.is_sampled and self.is_sampled[0]), "the first token of a sample cannot be sampled"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.experience.samples import add_experts, build_samples, chain_turns
-from tunesmith.types import Distribution, Group, Sample, Task, Trajectory, Turn
+from tunesmith.types import Distribution, DistributionSpan, Group, Sample, Task, Trajectory, Turn
 
 TASK = Task(task_id="t/0", index=0, row={})
 
@@ -49,9 +49,10 @@ def test_turns_that_extend_each_other_are_one_sample():
     assert sample.logprobs == (0.0, 0.0, -1.0, -2.0, 0.0, -1.0)
     assert sample.advantages == (0.0, 0.0, 0.5, 0.5, 0.0, 0.5)
     assert sample.policy_versions == (None, None, 0, 0, None, 1)
-    assert sample.distributions == (
-        None, None, first.distribution, first.distribution, None, second.distribution,
-    )  # fmt: skip
+    assert sample.distribution_spans == (
+        DistributionSpan(start=2, end=4, distribution=first.distribution),
+        DistributionSpan(start=5, end=6, distribution=second.distribution),
+    )
 
 
 def test_prompt_that_changes_the_past_starts_a_new_sample():

@@ -17,7 +17,7 @@ def build_sample(token_ids: list[int], is_sampled: list[bool]) -> Sample:
     n = len(token_ids)
     return Sample(
         token_ids=tuple(token_ids), is_sampled=tuple(is_sampled), logprobs=(0.0,) * n, advantages=(0.0,) * n,
-        policy_versions=(None,) * n, distributions=(None,) * n, group_index=0, trajectory_index=0,
+        policy_versions=(None,) * n, distribution_spans=(), group_index=0, trajectory_index=0,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from sample_spans import build_spans
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
@@ -36,7 +37,7 @@ def build_samples(seed: int, *, num_groups: int = 8) -> list[Sample]:
                     logprobs=tuple(-4.5 if m else 0.0 for m in mask),
                     advantages=tuple((1.0 if run % 2 else -0.7) if m else 0.0 for m in mask),
                     policy_versions=tuple(0 if m else None for m in mask),
-                    distributions=tuple(distribution if m else None for m in mask),
+                    distribution_spans=build_spans([distribution if m else None for m in mask]),
                     group_index=group, trajectory_index=4 * group + run,
                 )
             )  # fmt: skip

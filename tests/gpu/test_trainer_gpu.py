@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from sample_spans import build_spans
 from tiny_models import CONFIGS
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
@@ -46,7 +47,7 @@ def build_samples(num_groups: int, *, prompt: int = 60, answer: int = 50) -> lis
                     logprobs=tuple(-4.5 if m else 0.0 for m in mask),
                     advantages=tuple((1.0 if run % 2 else -0.7) if m else 0.0 for m in mask),
                     policy_versions=tuple(0 if m else None for m in mask),
-                    distributions=tuple(Distribution() if m else None for m in mask),
+                    distribution_spans=build_spans([Distribution() if m else None for m in mask]),
                     group_index=group, trajectory_index=4 * group + run,
                 )
             )  # fmt: skip

@@ -12,6 +12,7 @@ from test_gradients import build_samples
 from test_trainer import score
 from transformers import AutoModelForCausalLM
 
+from sample_spans import build_spans
 from tiny_models import CONFIGS
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
@@ -56,7 +57,7 @@ def build_demonstrations(num_rows=5):
                 logprobs=(0.0,) * length,
                 advantages=tuple(1.0 if trained else 0.0 for trained in mask),
                 policy_versions=tuple(0 if trained else None for trained in mask),
-                distributions=tuple(Distribution() if trained else None for trained in mask),
+                distribution_spans=build_spans([Distribution() if trained else None for trained in mask]),
                 group_index=row,
                 trajectory_index=row,
             )

@@ -15,6 +15,7 @@ from test_gradients import NORM_LENGTH, assert_same, take_gradient
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from sample_spans import build_spans
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
@@ -49,7 +50,7 @@ def build_batch(labels: list[float], groups: list[int], *, experts: tuple[int, .
                     logprobs=tuple(-rng.uniform(0.5, 8) if m and not is_expert else 0.0 for m in mask),
                     advantages=tuple(label if m else 0.0 for m in mask),
                     policy_versions=tuple(0 if m else None for m in mask),
-                    distributions=tuple(Distribution() if m else None for m in mask),
+                    distribution_spans=build_spans([Distribution() if m else None for m in mask]),
                     group_index=group,
                     trajectory_index=trajectory,
                     is_expert=is_expert,

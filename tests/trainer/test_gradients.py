@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from sample_spans import build_spans, list_distributions
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
@@ -54,7 +55,7 @@ def build_sample(ids: list[int], mask: list[bool], group: int, trajectory: int, 
         logprobs=tuple(-rng.uniform(0.5, 8) if m else 0.0 for m in mask),
         advantages=tuple(advantage if m else 0.0 for m in mask),
         policy_versions=tuple(0 if m else None for m in mask),
-        distributions=tuple(distribution if m else None for m in mask),
+        distribution_spans=build_spans([distribution if m else None for m in mask]),
         group_index=group,
         trajectory_index=trajectory,
     )
@@ -62,7 +63,7 @@ def build_sample(ids: list[int], mask: list[bool], group: int, trajectory: int, 
 
 def score_naively(model: PreTrainedModel, sample: Sample, time: int, logits: torch.Tensor) -> torch.Tensor:
     """Log-distribution [V] of one token, -1e9 where it was dropped."""
-    distribution = sample.distributions[time]
+    distribution = list_distributions(sample)[time]
     row = logits[time - 1] / distribution.temperature
     if distribution.top_k:
         is_kept = row >= row.topk(distribution.top_k).values[-1]

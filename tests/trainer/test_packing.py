@@ -16,7 +16,7 @@ def build_sample(token_ids: list[int], group: int = 0, *, num_sampled: int = 1) 
     n = len(token_ids)
     return Sample(
         token_ids=tuple(token_ids), is_sampled=(False,) * (n - num_sampled) + (True,) * num_sampled,
-        logprobs=(0.0,) * n, advantages=(0.0,) * n, policy_versions=(None,) * n, distributions=(None,) * n,
+        logprobs=(0.0,) * n, advantages=(0.0,) * n, policy_versions=(None,) * n, distribution_spans=(),
         group_index=group, trajectory_index=group,
     )  # fmt: skip
 

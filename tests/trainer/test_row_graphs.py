@@ -10,6 +10,7 @@ from operator import itemgetter
 import pytest
 import torch
 
+from sample_spans import build_spans
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, TrainerSection
@@ -41,7 +42,9 @@ def build_samples(num_groups: int, *, distributions: tuple[Distribution, ...] = 
                     logprobs=tuple(-4.0 - rng.random() if m else 0.0 for m in mask),
                     advantages=tuple((1.0 if run % 2 else -0.7) if m else 0.0 for m in mask),
                     policy_versions=tuple(0 if m else None for m in mask),
-                    distributions=tuple(distributions[run % len(distributions)] if m else None for m in mask),
+                    distribution_spans=build_spans(
+                        [distributions[run % len(distributions)] if m else None for m in mask]
+                    ),
                     group_index=group, trajectory_index=4 * group + run,
                 )
             )  # fmt: skip
@@ -102,7 +105,7 @@ def test_no_table_is_longer_than_the_memory_that_is_reserved():
     samples = [replace(sample, group_index=index) for index, sample in enumerate(build_samples(20))]
     (row,) = pack_samples(samples, max_tokens_per_row=9999, has_prefix_sharing=True, hidden_size=32)
     one_path = pack_samples(
-        [replace(samples[0], **{name: 60 * getattr(samples[0], name) for name in PER_TOKEN})],
+        [replace(samples[0], distribution_spans=(), **{name: 60 * getattr(samples[0], name) for name in PER_TOKEN})],
         max_tokens_per_row=9999, has_prefix_sharing=True, hidden_size=32,
     )  # fmt: skip
     for trie in (row, *one_path):
@@ -110,7 +113,7 @@ def test_no_table_is_longer_than_the_memory_that_is_reserved():
         assert len(build_table(filled, None, NARROW)) <= compute_table_size(filled.num_tokens, NARROW)
 
 
-PER_TOKEN = ("token_ids", "is_sampled", "logprobs", "advantages", "policy_versions", "distributions")
+PER_TOKEN = ("token_ids", "is_sampled", "logprobs", "advantages", "policy_versions")
 
 
 def test_a_row_that_ran_leaves_no_graph_behind_and_a_result_that_is_kept_does():

@@ -203,4 +203,6 @@ def test_tokens_of_the_newest_version_are_told_apart():
 
 def test_distributions_of_the_samples_are_more_than_one():
     """The tests above would be weaker if all tokens were sampled alike."""
-    assert len({d for sample in build_samples() for d in sample.distributions if d}) == len(DISTRIBUTIONS)
+    assert len({span.distribution for sample in build_samples() for span in sample.distribution_spans}) == len(
+        DISTRIBUTIONS
+    )

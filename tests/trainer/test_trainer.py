@@ -12,6 +12,7 @@ import torch
 from test_gradients import build_samples
 from transformers import AutoModelForCausalLM
 
+from sample_spans import list_distributions
 from tiny_models import CONFIGS
 from trainable_models import build_trainable
 from tunesmith.config import AlgorithmSection, TrainerSection
@@ -41,7 +42,7 @@ def score(model, samples: list[Sample], *, shift: float = 0.0) -> list[Sample]:
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([sample.token_ids])).logits[0]
         logprobs = [0.0] * len(sample.token_ids)
-        for time, distribution in enumerate(sample.distributions):
+        for time, distribution in enumerate(list_distributions(sample)):
             if distribution is not None:
                 row = logits[time - 1] / distribution.temperature
                 if distribution.top_k:
@@ -204,7 +205,7 @@ def test_steps_raise_the_chance_of_what_was_rewarded():
 def test_supervised_training_needs_no_sampler():
     model = build_trainable(dtype=torch.float32)
     samples = [replace(sample, logprobs=(0.0,) * len(sample.logprobs)) for sample in build_samples()]
-    samples = [replace(sample, distributions=(None,) * len(sample.logprobs)) for sample in samples]
+    samples = [replace(sample, distribution_spans=()) for sample in samples]
     trainer = build_trainer(model, AlgorithmSection(algorithm_type="sft"), learning_rate=1e-2, mismatch_stop=1e-12)
     before = trainer.compute_loss(samples)
     metrics = trainer.step(samples)

@@ -37,7 +37,7 @@ def build_random_trie(seed: int, *, num_groups: int = 3, max_length: int = 12, v
                 Sample(
                     token_ids=tuple(rng.randrange(vocab) for _ in range(n)), is_sampled=(False,) * (n - 1) + (True,),
                     logprobs=(0.0,) * n, advantages=(0.0,) * n, policy_versions=(None,) * n,
-                    distributions=(None,) * n, group_index=0, trajectory_index=0,
+                    distribution_spans=(), group_index=0, trajectory_index=0,
                 )
             )  # fmt: skip
         tries.append(build_trie(samples, range(len(samples))))
@@ -232,7 +232,7 @@ def build_path(length: int) -> Trie:
     sample = Sample(
         token_ids=(1,) * (length + 1), is_sampled=(False,) * length + (True,), logprobs=(0.0,) * (length + 1),
         advantages=(0.0,) * (length + 1), policy_versions=(None,) * (length + 1),
-        distributions=(None,) * (length + 1), group_index=0, trajectory_index=0,
+        distribution_spans=(), group_index=0, trajectory_index=0,
     )  # fmt: skip
     return build_trie([sample], [0])
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tunesmith.types import Distribution, Group, RunAdvantage, Sample, Trajectory, Turn
+from tunesmith.types import DistributionSpan, Group, RunAdvantage, Sample, Trajectory, Turn
 
 
 def build_samples(
@@ -101,7 +101,7 @@ def _merge_turns(
     is_sampled = [False] * len(token_ids)
     logprobs, advantages = [0.0] * len(token_ids), [0.0] * len(token_ids)
     policy_versions: list[int | None] = [None] * len(token_ids)
-    distributions: list[Distribution | None] = [None] * len(token_ids)
+    spans: list[DistributionSpan] = []
     for turn in chain:
         if not turn.is_trained:
             continue
@@ -110,14 +110,14 @@ def _merge_turns(
         logprobs[start:end] = turn.logprobs
         advantages[start:end] = [advantage_of[id(turn)]] * (end - start)
         policy_versions[start:end] = turn.policy_versions
-        distributions[start:end] = [turn.distribution] * (end - start)
+        spans.append(DistributionSpan(start=start, end=end, distribution=turn.distribution))
     return Sample(
         token_ids=token_ids,
         is_sampled=tuple(is_sampled),
         logprobs=tuple(logprobs),
         advantages=tuple(advantages),
         policy_versions=tuple(policy_versions),
-        distributions=tuple(distributions),
+        distribution_spans=tuple(spans),
         group_index=group_index,
         trajectory_index=trajectory_index,
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 
 import numpy as np
 import torch
@@ -131,24 +130,17 @@ def build_row(trie: Trie, kinds: Kinds, *, chunk_tokens: int, model: PreTrainedM
 
 
 def number_distributions(samples: Sequence[Sample], trie: Trie) -> Kinds:
-    """The kinds of the tokens of the samples in a row, while a GPU computes the row before.
-
-    Only where the object changes from one token to the next is it looked at.
-    """
-    indices = np.flatnonzero(np.bincount(trie.sample_E))
-    columns = [samples[index].distributions for index in indices.tolist()]
-    objects = list(chain.from_iterable(columns))
-    object_N = np.fromiter(map(id, objects), dtype=np.int64, count=len(objects))
-    first_R = np.flatnonzero(np.diff(object_N, prepend=-1))
-    kind_of: dict[Distribution, int] = {}
-    kind_R = [kind_of.setdefault(objects[first] or UNTEMPERED, len(kind_of)) for first in first_R.tolist()]
+    """Number the distributions of the samples in a row; tokens that were not sampled are untempered, number 0."""
+    indices = np.flatnonzero(np.bincount(trie.sample_E)).tolist()
     starts = np.zeros(len(samples), dtype=np.int64)
-    starts[indices] = np.cumsum([0, *map(len, columns)])[:-1]
-    return Kinds(
-        distributions=tuple(kind_of),
-        kind_N=np.repeat(kind_R, np.diff(first_R, append=len(objects))),
-        starts=starts,
-    )
+    starts[indices] = np.cumsum([0, *(len(samples[index].token_ids) for index in indices)])[:-1]
+    kind_N = np.zeros(sum(len(samples[index].token_ids) for index in indices), dtype=np.int64)
+    kind_of = {UNTEMPERED: 0}
+    for index in indices:
+        for span in samples[index].distribution_spans:
+            kind = kind_of.setdefault(span.distribution, len(kind_of))
+            kind_N[starts[index] + span.start : starts[index] + span.end] = kind
+    return Kinds(distributions=tuple(kind_of), kind_N=kind_N, starts=starts)
 
 
 def send(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

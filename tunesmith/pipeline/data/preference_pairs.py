@@ -158,7 +158,10 @@ def join_prompt(prompt: Sample, completion: Sample) -> Sample:
         logprobs=(0.0,) * num_tokens,
         advantages=(0.0,) * num_tokens,
         policy_versions=prompt.policy_versions[:end] + completion.policy_versions[start:],
-        distributions=prompt.distributions[:end] + completion.distributions[start:],
+        distribution_spans=tuple(
+            replace(span, start=span.start + end - start, end=span.end + end - start)
+            for span in completion.distribution_spans
+        ),
         group_index=prompt.group_index,
         trajectory_index=prompt.trajectory_index,
     )
