@@ -64,11 +64,11 @@ def test_demonstrations_begin_as_the_agents_prompts_do(demo):
 
 
 def test_easy_problems_are_oftener_answered_from_the_head():
-    from tunesmith.pipeline.demo.agent import SHARE_FROM_HEAD, build_demonstrations
+    from tunesmith.pipeline.demo.agent import SHARE_WITHOUT_TOOL, build_demonstrations
 
     problems = build_problems("train", num_problems=900, seed=0)
     rows = build_demonstrations(problems, seed=0)
-    for num_operations, share in SHARE_FROM_HEAD.items():
+    for num_operations, share in SHARE_WITHOUT_TOOL.items():
         lengths = [
             len(row["messages"]) for row, p in zip(rows, problems, strict=True) if p.num_operations == num_operations
         ]

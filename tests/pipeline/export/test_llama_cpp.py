@@ -39,15 +39,17 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False, eos_token_id=2
     )[0, len(ids) :]
     write_tiny_gguf(name, tmp_path / "m.gguf")
-    with GgufModel(tmp_path / "m.gguf", context=512, num_threads=1) as opened:
-        assert opened.tokenize(text) == ids
-        assert opened.generate_greedy(ids, max_tokens=24, end_ids=[2]) == made.tolist()
+    with GgufModel(tmp_path / "m.gguf", context=512, num_threads=1) as gguf_model:
+        assert gguf_model.tokenize(text) == ids
+        assert gguf_model.generate_greedy(ids, max_tokens=24, end_ids=[2]) == made.tolist()
 
 
 def test_the_template_in_the_file_renders_as_the_tokenizer_does(tmp_path):
     write_tiny_gguf("qwen2", tmp_path / "m.gguf")
-    opened = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
-    formatter = Jinja2ChatFormatter(opened.metadata["tokenizer.chat_template"], eos_token="<|im_end|>", bos_token="")
+    gguf_model = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
+    formatter = Jinja2ChatFormatter(
+        gguf_model.metadata["tokenizer.chat_template"], eos_token="<|im_end|>", bos_token=""
+    )
     tokenizer = build_tokenizer("qwen2")
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert formatter(messages=MESSAGES).prompt == expected
@@ -74,9 +76,9 @@ def test_four_bits_load_and_answer(tmp_path):
     types = {tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "q4.gguf").tensors}
     assert {"Q4_K", "Q6_K"} <= types
     ids = list(range(20))
-    with GgufModel(tmp_path / "q4.gguf", context=64, num_threads=1) as opened:
-        assert len(opened.generate_greedy(ids, max_tokens=5, end_ids=[])) == 5
-        found = torch.from_numpy(opened.compute_logits(ids))
+    with GgufModel(tmp_path / "q4.gguf", context=64, num_threads=1) as gguf_model:
+        assert len(gguf_model.generate_greedy(ids, max_tokens=5, end_ids=[])) == 5
+        found = torch.from_numpy(gguf_model.compute_logits(ids))
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([ids])).logits[0]
     divergence = torch.nn.functional.kl_div(
@@ -105,5 +107,5 @@ def test_the_pocket_model_reads_and_answers_as_it_was_trained(tmp_path):
         for _ in range(200)
     ]
     texts += [problem.question for problem in build_problems("train", num_problems=100, seed=1)]
-    with GgufModel(file, context=64, num_threads=1) as opened:
-        assert [opened.tokenize(text) for text in texts] == [tokenizer(text)["input_ids"] for text in texts]
+    with GgufModel(file, context=64, num_threads=1) as gguf_model:
+        assert [gguf_model.tokenize(text) for text in texts] == [tokenizer(text)["input_ids"] for text in texts]

@@ -28,24 +28,24 @@ def test_a_file_that_computes_something_else_is_found(wrong, tmp_path):
     write_tiny_gguf("llama", tmp_path / "wrong.gguf", **wrong)
     prompts = build_prompts(tokenizer)
     expected = compute_logits(model, prompts)
-    with GgufModel(tmp_path / "right.gguf", context=512, num_threads=1) as opened:
-        figures = check_gguf_file(opened, tokenizer, prompts, expected, file_type="f32")
+    with GgufModel(tmp_path / "right.gguf", context=512, num_threads=1) as gguf_model:
+        figures = check_gguf_file(gguf_model, tokenizer, prompts, expected, file_type="f32")
     assert figures["kl_mean"] < 1e-9 and figures["same_top_token"] == 1.0
     with (
-        GgufModel(tmp_path / "wrong.gguf", context=512, num_threads=1) as opened,
+        GgufModel(tmp_path / "wrong.gguf", context=512, num_threads=1) as gguf_model,
         pytest.raises(ModelError, match="does not predict what the model does: KL"),
     ):
-        check_gguf_file(opened, tokenizer, prompts, expected, file_type="f32")
+        check_gguf_file(gguf_model, tokenizer, prompts, expected, file_type="f32")
 
 
 def test_text_that_is_read_differently_is_found(tmp_path):
     write_tiny_gguf("smollm", tmp_path / "m.gguf")
     tokenizer = build_tokenizer("gpt-2")
     with (
-        GgufModel(tmp_path / "m.gguf", context=64, num_threads=1) as opened,
+        GgufModel(tmp_path / "m.gguf", context=64, num_threads=1) as gguf_model,
         pytest.raises(ModelError, match="llama.cpp reads '.*' as .*, the model's tokenizer as"),
     ):
-        check_gguf_file(opened, tokenizer, build_prompts(tokenizer), [], file_type="f32")
+        check_gguf_file(gguf_model, tokenizer, build_prompts(tokenizer), [], file_type="f32")
 
 
 def test_divergence_of_two_coins_by_hand():

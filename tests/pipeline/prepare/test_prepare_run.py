@@ -170,7 +170,7 @@ def test_pass_rates_go_on_after_a_kill(prepare, pocket_folder, tmp_path, monkeyp
     pass_rate = {"models": {"m": tiny_model(pocket_folder)}, "num_samples": 1, "batch_size": 1}
     pass_rate["engine"] = {"kv_cache_tokens": 8192}
     tried = []
-    original = pass_rates.try_tasks
+    original = pass_rates.sample_pass_rates
 
     async def die_at_the_second(config, stage, tasks, **options):
         tried.append(tasks[0].row["place"])
@@ -178,7 +178,7 @@ def test_pass_rates_go_on_after_a_kill(prepare, pocket_folder, tmp_path, monkeyp
             raise KeyboardInterrupt
         return await original(config, stage, tasks, **options)
 
-    monkeypatch.setattr(pass_rates, "try_tasks", die_at_the_second)
+    monkeypatch.setattr(pass_rates, "sample_pass_rates", die_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         prepare(pass_rate=pass_rate)
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ from tunesmith.pipeline.prepare.trajectories import (
     build_messages,
     build_plain_messages,
     check_calculations,
-    find_fault,
+    find_rejection_reason,
     is_confirmed,
 )
 from tunesmith.tasks.solutions import Calculation, SolutionError, parse_solution
@@ -48,7 +48,7 @@ def test_every_calculation_is_a_call_with_its_result():
         {"role": "tool", "tool_call_id": "call_2", "content": "72"},
         {"role": "assistant", "content": "<think>\n72 clips.\n</think>\n\n#### 72"},
     ]
-    assert find_fault(QUESTION, messages, "72") is None
+    assert find_rejection_reason(QUESTION, messages, "72") is None
 
 
 def test_the_last_calculation_alone():
@@ -117,11 +117,11 @@ def test_a_solution_that_is_not_confirmed_has_no_calls():
 
 def test_faults_of_a_conversation():
     messages = build_messages(QUESTION, check_calculations(parse_solution(SOLUTION)), style="all")
-    assert find_fault(QUESTION, messages, "71") == "invalid_answer"
-    assert find_fault(QUESTION, [*messages[:-1], {"role": "assistant", "content": "#### 72"}], "72") is None
+    assert find_rejection_reason(QUESTION, messages, "71") == "invalid_answer"
+    assert find_rejection_reason(QUESTION, [*messages[:-1], {"role": "assistant", "content": "#### 72"}], "72") is None
     silent = [
         {**m, "content": "<think></think>#### 72" if m["role"] == "assistant" else m["content"]} for m in messages
     ]
-    assert find_fault(QUESTION, silent, "72") == "invalid_format"
+    assert find_rejection_reason(QUESTION, silent, "72") == "invalid_format"
     unanswered = [message for message in messages if message.get("tool_call_id") != "call_1"]
-    assert find_fault(QUESTION, unanswered, "72") == "invalid_format"
+    assert find_rejection_reason(QUESTION, unanswered, "72") == "invalid_format"

@@ -23,7 +23,7 @@ from tunesmith.tools import calculator
 from tunesmith.types import JudgeOutput, WorkflowOutput
 
 SYSTEM_PROMPT = "Use the tool."
-SHARE_FROM_HEAD: Mapping[int, float] = {1: 0.75, 2: 0.35, 3: 0.1}
+SHARE_WITHOUT_TOOL: Mapping[int, float] = {1: 0.75, 2: 0.35, 3: 0.1}
 """Number of operations -> share of the demonstrations that do not use the tool."""
 MAX_ITERATIONS = 3
 """Model calls of one run; one to compute and one to answer is enough."""
@@ -65,23 +65,23 @@ async def judge_answer(task: Mapping[str, Any], response: Any) -> JudgeOutput:
 
 
 def build_demonstrations(
-    problems: Sequence[Problem], *, seed: int, share_from_head: Mapping[int, float] = SHARE_FROM_HEAD
+    problems: Sequence[Problem], *, seed: int, share_without_tool: Mapping[int, float] = SHARE_WITHOUT_TOOL
 ) -> list[dict[str, Any]]:
     """Rows to fine-tune on: the easier a problem, the oftener it is answered from the head, as people do."""
     rng = random.Random(f"demonstrations-{seed}")
     return [
-        _build_answer_from_head(problem)
-        if rng.random() < share_from_head[problem.num_operations]
-        else _build_answer_by_tool(problem)
+        _build_direct_answer(problem)
+        if rng.random() < share_without_tool[problem.num_operations]
+        else _build_tool_answer(problem)
         for problem in problems
     ]
 
 
-def _build_answer_from_head(problem: Problem) -> dict[str, Any]:
+def _build_direct_answer(problem: Problem) -> dict[str, Any]:
     return _build_row(problem, [])
 
 
-def _build_answer_by_tool(problem: Problem) -> dict[str, Any]:
+def _build_tool_answer(problem: Problem) -> dict[str, Any]:
     call = {
         "id": "call_1",
         "type": "function",

@@ -28,7 +28,7 @@ def quantize_file(source: Path, target: Path, *, file_type: str, num_threads: in
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = FILE_TYPES[file_type]
     parameters.nthread = num_threads
-    with collected_errors() as errors:
+    with capture_errors() as errors:
         code = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
     if code != 0:
         raise StorageError(f"llama.cpp could not quantise to {target}: {summarize(errors)}")
@@ -38,7 +38,7 @@ class GgufModel:
     """A GGUF file as llama.cpp reads it, in memory until `close`."""
 
     def __init__(self, path: Path, *, context: int, num_threads: int, has_weights: bool = True) -> None:
-        with collected_errors() as errors:
+        with capture_errors() as errors:
             try:
                 self._llama = llama_cpp.Llama(
                     str(path),
@@ -91,7 +91,7 @@ class GgufModel:
 
 
 @contextmanager
-def collected_errors() -> Iterator[list[str]]:
+def capture_errors() -> Iterator[list[str]]:
     """What llama.cpp logs as errors, in place of its printing anything."""
     errors: list[str] = []
 

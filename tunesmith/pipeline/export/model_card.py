@@ -86,8 +86,8 @@ def write_card(path: Path, card: Card, *, folder_format: FolderFormat) -> None:
         checks=[
             (
                 name.removeprefix("gguf/"),
-                number(found.get("kl_mean")),
-                number(found.get("kl_max")),
+                format_number(found.get("kl_mean")),
+                format_number(found.get("kl_max")),
                 f"{found.get('same_top_token', 1.0):.1%}",
             )
             for name, found in checks.items()
@@ -134,10 +134,12 @@ def describe_training(source: ExportSource, run: RunPaths) -> Training:
         first_step=first.get("step"),
         last_step=last.get("step"),
         progress=[
-            (name, number(first[name]), number(last[name])) for name in METRICS if name in first and name in last
+            (name, format_number(first[name]), format_number(last[name]))
+            for name in METRICS
+            if name in first and name in last
         ],
         losses=[
-            (record["step"], number(record["eval/loss"]))
+            (record["step"], format_number(record["eval/loss"]))
             for record in records
             if record["kind"] == "eval" and "eval/loss" in record
         ],
@@ -156,7 +158,13 @@ def list_evaluations(run: RunPaths, step: int | None) -> list[Row]:
             if result["mean"] is not None:
                 low, high = result["interval_95"]
                 rows.append(
-                    (at, name, len(result["tasks"]), number(result["mean"]), f"{number(low)} to {number(high)}")
+                    (
+                        at,
+                        name,
+                        len(result["tasks"]),
+                        format_number(result["mean"]),
+                        f"{format_number(low)} to {format_number(high)}",
+                    )
                 )
     return rows
 
@@ -229,5 +237,5 @@ def shorten(path: str) -> str:
     return path if is_hub_id(path) else choose_name(Path(path), None)
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.4g}"

@@ -79,9 +79,9 @@ def run_export(settings: ExportSection, *, out_dir: Path) -> ExportReport:
     set_num_threads(settings.num_cpu_threads)
     plan = build_plan(settings, source)
     record: dict[str, Any] = {"settings": list_settings(settings), "source": source.describe()}
-    remove_abandoned(root)
+    remove_stale_folders(root)
     with new_folder(root, record) as temporary:
-        record["figures"] = write_all(plan, temporary)
+        record["figures"] = write_formats(plan, temporary)
     return build_report(root, record["figures"])
 
 
@@ -123,7 +123,7 @@ def choose_dtype(settings: ExportSection, config: PretrainedConfig) -> torch.dty
     return dtype
 
 
-def write_all(plan: ExportPlan, folder: Path) -> dict[str, Any]:
+def write_formats(plan: ExportPlan, folder: Path) -> dict[str, Any]:
     """Write every format, compare, then the cards; return the figures."""
     settings, source = plan.settings, plan.source
     figures: dict[str, Any] = {"name": source.name, "formats": list(settings.formats), "gguf": {}, "checks": {}}
@@ -145,7 +145,7 @@ def write_all(plan: ExportPlan, folder: Path) -> dict[str, Any]:
     if plan.gguf is not None:
         figures["gguf"] = write_gguf_files(plan.gguf, model, folder / "gguf")
     if settings.has_verification:
-        figures["checks"] = check_all(plan, model, folder)
+        figures["checks"] = verify_formats(plan, model, folder)
     del model
     card = Card(settings=settings, source=source, config=plan.config, dtype=plan.dtype, figures=figures)
     for name in settings.formats:
@@ -153,7 +153,7 @@ def write_all(plan: ExportPlan, folder: Path) -> dict[str, Any]:
     return figures
 
 
-def check_all(plan: ExportPlan, model: PreTrainedModel, folder: Path) -> dict[str, dict[str, float]]:
+def verify_formats(plan: ExportPlan, model: PreTrainedModel, folder: Path) -> dict[str, dict[str, float]]:
     """Compare what was written with the model in memory, which is float32 afterwards where GGUF is compared."""
     prompts = build_prompts(plan.tokenizer)
     checks: dict[str, dict[str, float]] = {}
@@ -198,7 +198,7 @@ def estimate_bytes(plan: ExportPlan, *, num_parameters: int) -> int:
     return int(num_bytes * num_parameters) + SMALL_FILES_BYTES
 
 
-def remove_abandoned(root: Path) -> None:
+def remove_stale_folders(root: Path) -> None:
     """Remove what killed exports to this place left; those of living processes stay."""
     for path in root.parent.iterdir() if root.parent.is_dir() else ():
         name, _, process_id = path.name.rpartition(".tmp-")

@@ -28,7 +28,7 @@ QUESTIONS = (
     "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many did she sell altogether?",
     "Write a Python function that returns the first n prime numbers, and say in one sentence why it is right.",
 )
-AWKWARD_TEXTS = (
+TOKENIZER_TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
     "  two spaces,\ttab\n\n\nthree lines   \n and trailing  ",
     "1234567 + 89.01 = 1,234,656.01; 3rd 2x4 0xFF",
@@ -48,25 +48,25 @@ KL_LIMITS: Mapping[str, float] = {"f32": 1e-4, "f16": 1e-2, "q8_0": 0.1, "q4_k_m
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class VerificationPrompt:
     """One conversation as the model sees it."""
 
     text: str
     ids: list[int]
 
 
-def build_prompts(tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def build_prompts(tokenizer: PreTrainedTokenizerBase) -> list[VerificationPrompt]:
     """A few questions through the chat template."""
     prompts = []
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompts.append(Prompt(text=text, ids=tokenizer(text, add_special_tokens=False)["input_ids"]))
+        prompts.append(VerificationPrompt(text=text, ids=tokenizer(text, add_special_tokens=False)["input_ids"]))
     return prompts
 
 
 @torch.inference_mode()
-def compute_logits(model: PreTrainedModel, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
+def compute_logits(model: PreTrainedModel, prompts: Sequence[VerificationPrompt]) -> list[torch.Tensor]:
     """Logits after each token of each prompt, [tokens, vocabulary], in the model's type."""
     return [model(input_ids=torch.tensor([prompt.ids])).logits[0] for prompt in prompts]
 
@@ -74,14 +74,14 @@ def compute_logits(model: PreTrainedModel, prompts: Sequence[Prompt]) -> list[to
 def check_hf_folder(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[VerificationPrompt],
     expected: Sequence[torch.Tensor],
     *,
     trust_remote_code: bool,
 ) -> dict[str, float]:
     """Raise ModelError unless the folder gives the source's ids, and its logits bit for bit."""
     reloaded = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
-    for text in (*AWKWARD_TEXTS, *(prompt.text for prompt in prompts)):
+    for text in (*TOKENIZER_TEXTS, *(prompt.text for prompt in prompts)):
         if reloaded(text)["input_ids"] != tokenizer(text)["input_ids"]:
             raise ModelError(f"the exported tokenizer reads {text!r} differently from the source's")
     model = load_model(
@@ -95,18 +95,18 @@ def check_hf_folder(
 
 
 def check_gguf_file(
-    opened: GgufModel,
+    gguf_model: GgufModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[VerificationPrompt],
     expected: Sequence[torch.Tensor],
     *,
     file_type: str,
 ) -> dict[str, float]:
     """Raise ModelError unless llama.cpp reads the same ids, and predicts what the source in float32 predicts."""
-    check_gguf_tokens(opened, tokenizer, [*AWKWARD_TEXTS, *(prompt.text for prompt in prompts)])
+    check_gguf_tokens(gguf_model, tokenizer, [*TOKENIZER_TEXTS, *(prompt.text for prompt in prompts)])
     divergences, num_same = [], 0
     for prompt, logits in zip(prompts, expected, strict=True):
-        found = torch.from_numpy(opened.compute_logits(prompt.ids))
+        found = torch.from_numpy(gguf_model.compute_logits(prompt.ids))
         divergences.append(compute_divergence(logits, found))
         num_same += int((logits.argmax(-1) == found.argmax(-1)).sum())
     divergence = torch.cat(divergences)
@@ -124,10 +124,10 @@ def check_gguf_file(
     }
 
 
-def check_gguf_tokens(opened: GgufModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
+def check_gguf_tokens(gguf_model: GgufModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
     """Raise ModelError for the first text that llama.cpp reads differently."""
     for text in texts:
-        expected, found = tokenizer(text)["input_ids"], opened.tokenize(text)
+        expected, found = tokenizer(text)["input_ids"], gguf_model.tokenize(text)
         if found != expected:
             raise ModelError(f"llama.cpp reads {text!r} as {found}, the model's tokenizer as {expected}")
 

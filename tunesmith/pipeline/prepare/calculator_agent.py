@@ -47,17 +47,17 @@ def build_calculator_agent(
     async def calculator_agent(task: Mapping[str, Any], model: Any) -> WorkflowOutput:
         """Ask, compute what is called for, and ask again, until the model answers without a call."""
         messages = build_conversation(task["question"])
-        num_asked = len(messages)
+        num_prompt_messages = len(messages)
         for _ in range(max_model_calls):
             try:
                 completion = await ask_model(model, messages, tools=TOOLS)
             except openai.BadRequestError as error:
-                if error.code != CONTEXT_LENGTH_EXCEEDED or len(messages) == num_asked:
+                if error.code != CONTEXT_LENGTH_EXCEEDED or len(messages) == num_prompt_messages:
                     raise
                 break  # the run ends with what the model has said, as where its last answer filled the context
             choice = completion.choices[0]
             messages.append(build_reply(choice.message))
-            observations = observe(choice.message, max_parallel_calls=max_parallel_calls)
+            observations = run_tool_calls(choice.message, max_parallel_calls=max_parallel_calls)
             if not observations or choice.finish_reason == "length":
                 break
             messages += observations
@@ -77,7 +77,7 @@ def build_reply(message: ChatCompletionMessage) -> dict[str, Any]:
     return reply
 
 
-def observe(message: ChatCompletionMessage, *, max_parallel_calls: int) -> list[dict[str, Any]]:
+def run_tool_calls(message: ChatCompletionMessage, *, max_parallel_calls: int) -> list[dict[str, Any]]:
     """What the model reads next: a result for each of its calls, or that it wrote a call that cannot be read."""
     if not message.tool_calls:
         if CALL_OPEN not in (message.content or ""):

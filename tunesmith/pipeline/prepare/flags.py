@@ -29,8 +29,8 @@ def collect_values(
         "data": drop_none({"path": data, "name": data_name}),
         "eval_data": drop_none({"path": eval_data, "name": eval_name}),
         "style": style,
-        "paraphrase": None if paraphrase is None else split_server(paraphrase),
-        "pass_rate": drop_none({"models": name_models(pass_rate) or None, "num_samples": samples}),
+        "paraphrase": None if paraphrase is None else parse_server_url(paraphrase),
+        "pass_rate": drop_none({"models": parse_model_names(pass_rate) or None, "num_samples": samples}),
         "max_rows": max_rows,
     }
     return {key: value for key, value in values.items() if value not in (None, {})}
@@ -40,7 +40,7 @@ def drop_none(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def split_server(text: str) -> dict[str, str]:
+def parse_server_url(text: str) -> dict[str, str]:
     """`http://localhost:8000/v1/my-model` as URL and model name."""
     found = SERVER.fullmatch(text)
     if found is None:
@@ -50,7 +50,7 @@ def split_server(text: str) -> dict[str, str]:
     return found.groupdict()
 
 
-def name_models(models: Sequence[str]) -> dict[str, dict[str, str]]:
+def parse_model_names(models: Sequence[str]) -> dict[str, dict[str, str]]:
     """`NAME=MODEL`, or a folder or hub id that gives the name itself, in lower case with underscores for dashes."""
     named: dict[str, dict[str, str]] = {}
     for each in models:

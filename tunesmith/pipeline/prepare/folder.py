@@ -71,7 +71,7 @@ def find_report(folder: Path, settings: PrepareSection) -> dict[str, Any] | None
         raise StorageError(f"{folder} is unfinished or holds something else (no {DONE}): remove it, or choose another")
     done = load_json(folder / DONE)
     if done.get("settings_hash") != hash_settings(settings):
-        changed = find_changes(done.get("settings", {}), list_settings(settings))
+        changed = list_changed_keys(done.get("settings", {}), list_settings(settings))
         raise StorageError(
             f"{folder} was prepared with other settings ({', '.join(changed)}): remove it, or choose another folder"
         )
@@ -85,13 +85,13 @@ def find_report(folder: Path, settings: PrepareSection) -> dict[str, Any] | None
     return report
 
 
-def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+def list_changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Dotted keys in which two settings differ."""
     changed = []
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            changed += find_changes(before, after, f"{prefix}{key}.")
+            changed += list_changed_keys(before, after, f"{prefix}{key}.")
         elif before != after:
             changed.append(f"{prefix}{key}")
     return changed

@@ -22,7 +22,7 @@ from tunesmith.pipeline.prepare.trajectories import (
     build_messages,
     build_plain_messages,
     check_calculations,
-    find_fault,
+    find_rejection_reason,
 )
 from tunesmith.tasks.contamination import find_overlaps
 from tunesmith.tasks.paraphrase import paraphrase
@@ -78,7 +78,7 @@ class Candidate:
 
 
 @dataclass(slots=True, kw_only=True)
-class Losses:
+class DroppedRows:
     """What was left out, and why."""
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -98,7 +98,9 @@ class Losses:
         }
 
 
-def read_training_rows(rows: Sequence[Mapping[str, Any]], settings: PrepareSection, losses: Losses) -> list[Candidate]:
+def read_training_rows(
+    rows: Sequence[Mapping[str, Any]], settings: PrepareSection, dropped: DroppedRows
+) -> list[Candidate]:
     """The rows that make a demonstration: read, checked by the calculator, and accepted by the agent's own judge."""
     candidates = []
     for index, row in enumerate(rows):
@@ -106,18 +108,20 @@ def read_training_rows(rows: Sequence[Mapping[str, Any]], settings: PrepareSecti
             candidate = read_row(index, row, settings)
             candidate = replace(candidate, solution=check_calculations(candidate.solution))
         except SolutionError as error:
-            losses.add(error.reason, index, str(error))
+            dropped.add(error.reason, index, str(error))
             continue
-        fault = find_fault(candidate.question, candidate.build_messages(settings.style), candidate.solution.answer)
+        fault = find_rejection_reason(
+            candidate.question, candidate.build_messages(settings.style), candidate.solution.answer
+        )
         if fault is None:
             candidates.append(candidate)
         else:
-            losses.add(fault, index, candidate.text)
+            dropped.add(fault, index, candidate.text)
     return candidates
 
 
 def read_evaluation_rows(
-    rows: Sequence[Mapping[str, Any]], settings: PrepareSection, losses: Losses
+    rows: Sequence[Mapping[str, Any]], settings: PrepareSection, dropped: DroppedRows
 ) -> list[Candidate]:
     """Every row with a readable answer: a test set is not to be thinned out by what its solutions look like."""
     candidates = []
@@ -125,7 +129,7 @@ def read_evaluation_rows(
         try:
             candidate = read_row(index, row, settings)
         except SolutionError as error:
-            losses.add(error.reason, index, str(error))
+            dropped.add(error.reason, index, str(error))
             continue
         try:
             candidates.append(replace(candidate, solution=check_calculations(candidate.solution)))
@@ -141,11 +145,11 @@ def read_row(index: int, row: Mapping[str, Any], settings: PrepareSection) -> Ca
     return Candidate(index=index, question=question, text=text, solution=parse_solution(text))
 
 
-def keep_apart(
+def check_contamination(
     candidates: Sequence[Candidate],
     evaluation: Sequence[str],
     settings: ContaminationSection,
-    losses: Losses,
+    dropped: DroppedRows,
 ) -> tuple[list[Candidate], list[dict[str, Any]]]:
     """The candidates that the evaluation questions have nothing of, and the overlaps that were found."""
     questions = [candidate.question for candidate in candidates]
@@ -168,7 +172,7 @@ def keep_apart(
     if settings.action != "drop":
         return list(candidates), overlaps
     for each in overlaps:
-        losses.add(f"contaminated_{each['kind']}", each["source_index"], f"eval row {each['eval_index']}")
+        dropped.add(f"contaminated_{each['kind']}", each["source_index"], f"eval row {each['eval_index']}")
     hit = {overlap.train_index for overlap in found}
     return [candidate for place, candidate in enumerate(candidates) if place not in hit], overlaps
 
@@ -196,7 +200,7 @@ def add_paraphrases(
 
 
 def drop_candidates(
-    candidates: Sequence[Candidate], fault_of: Callable[[Candidate], tuple[str, str] | None], losses: Losses
+    candidates: Sequence[Candidate], fault_of: Callable[[Candidate], tuple[str, str] | None], dropped: DroppedRows
 ) -> list[Candidate]:
     """Those without a fault, which is a reason and a detail."""
     kept = []
@@ -205,7 +209,7 @@ def drop_candidates(
         if fault is None:
             kept.append(candidate)
         else:
-            losses.add(fault[0], candidate.index, fault[1])
+            dropped.add(fault[0], candidate.index, fault[1])
     return kept
 
 

@@ -32,10 +32,10 @@ from tunesmith.pipeline.prepare.folder import (
 from tunesmith.pipeline.prepare.model_stats import add_pass_rates, check_pass_rate_models, drop_long_rows, load_reader
 from tunesmith.pipeline.prepare.rows import (
     Candidate,
-    Losses,
+    DroppedRows,
     add_paraphrases,
+    check_contamination,
     compute_format_report,
-    keep_apart,
     read_evaluation_rows,
     read_training_rows,
 )
@@ -96,16 +96,16 @@ def prepare_folder(settings: PrepareSection, folder: Path) -> dict[str, Any]:
     if settings.eval_data is not None:
         held_out = load_source(settings.eval_data, settings, default_split="test", knob="eval_data")
     work = open_work_folder(folder)
-    losses, eval_losses = Losses(), Losses()
-    evaluation = None if held_out is None else read_evaluation_rows(held_out, settings, eval_losses)
-    candidates = read_training_rows(rows, settings, losses)
-    candidates, report = refine(candidates, evaluation, settings, reader=reader, work=work, losses=losses)
+    dropped, eval_dropped = DroppedRows(), DroppedRows()
+    evaluation = None if held_out is None else read_evaluation_rows(held_out, settings, eval_dropped)
+    candidates = read_training_rows(rows, settings, dropped)
+    candidates, report = filter_and_augment(candidates, evaluation, settings, reader=reader, work=work, dropped=dropped)
     if not candidates:
-        raise DataError(f"no row of {settings.data.path!r} is left; dropped: {losses.counts}")
+        raise DataError(f"no row of {settings.data.path!r} is left; dropped: {dropped.counts}")
     train = [candidate.build_row(settings.style) for candidate in candidates]
     content = {
-        "train": {"num_rows": len(rows), "num_kept": len(train), **losses.to_json()},
-        "eval": describe_evaluation(evaluation, len(held_out or []), eval_losses),
+        "train": {"num_rows": len(rows), "num_kept": len(train), **dropped.to_json()},
+        "eval": describe_evaluation(evaluation, len(held_out or []), eval_dropped),
         "style": settings.style,
         "format": compute_format_report(train),
         "num_steps": dict(sorted(Counter(str(row["num_steps"]) for row in train).items())),
@@ -116,14 +116,14 @@ def prepare_folder(settings: PrepareSection, folder: Path) -> dict[str, Any]:
     return content
 
 
-def refine(
+def filter_and_augment(
     candidates: list[Candidate],
     evaluation: Sequence[Candidate] | None,
     settings: PrepareSection,
     *,
     reader: DemonstrationReader | None,
     work: Path,
-    losses: Losses,
+    dropped: DroppedRows,
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """Gate, paraphrases, gate again, lengths, pass rates; each with its part of the report, None where it was not asked
     for."""
@@ -131,34 +131,34 @@ def refine(
     report: dict[str, Any] = {"contamination": None, "paraphrase": None, "tokens": None, "pass_rate": None}
     overlaps: list[dict[str, Any]] = []
     if questions is not None:
-        candidates, overlaps = keep_apart(candidates, questions, settings.contamination, losses)
+        candidates, overlaps = check_contamination(candidates, questions, settings.contamination, dropped)
     if settings.paraphrase is not None:
         added, report["paraphrase"] = add_paraphrases(
             candidates, settings.paraphrase, cache_path=str(work / PARAPHRASES)
         )
         if questions is not None:
-            added, more = keep_apart(added, questions, settings.contamination, losses)
+            added, more = check_contamination(added, questions, settings.contamination, dropped)
             overlaps += more
         candidates = sorted([*candidates, *added], key=lambda each: (each.index, each.paraphrase is not None))
     if questions is not None:
         report["contamination"] = describe_overlaps(overlaps, settings)
     if reader is not None and settings.tokens is not None:
-        candidates, report["tokens"] = drop_long_rows(candidates, settings.tokens, reader, settings.style, losses)
+        candidates, report["tokens"] = drop_long_rows(candidates, settings.tokens, reader, settings.style, dropped)
     if settings.pass_rate is not None and candidates:
-        candidates, report["pass_rate"] = add_pass_rates(candidates, settings, work=work, losses=losses)
+        candidates, report["pass_rate"] = add_pass_rates(candidates, settings, work=work, dropped=dropped)
     return candidates, report
 
 
 def check_settings(settings: PrepareSection) -> DemonstrationReader | None:
     """Find what is wrong with models and keys before data is read; returns the reader that counts tokens."""
     if settings.paraphrase is not None:
-        check_key(settings.paraphrase)
+        check_api_key(settings.paraphrase)
     if settings.pass_rate is not None:
         check_pass_rate_models(settings.pass_rate)
     return None if settings.tokens is None else load_reader(settings.tokens)
 
 
-def check_key(section: ParaphraseSection) -> None:
+def check_api_key(section: ParaphraseSection) -> None:
     if section.api_key_env is not None and section.api_key_env not in os.environ:
         raise ConfigError(f"paraphrase.api_key_env: the environment has no {section.api_key_env}")
 
@@ -184,11 +184,13 @@ def load_source(
     return rows
 
 
-def describe_evaluation(evaluation: Sequence[Candidate] | None, num_rows: int, losses: Losses) -> dict[str, Any] | None:
+def describe_evaluation(
+    evaluation: Sequence[Candidate] | None, num_rows: int, dropped: DroppedRows
+) -> dict[str, Any] | None:
     if evaluation is None:
         return None
     num_unverified = sum(not candidate.is_verified for candidate in evaluation)
-    return {"num_rows": num_rows, "num_kept": len(evaluation), "num_unverified": num_unverified, **losses.to_json()}
+    return {"num_rows": num_rows, "num_kept": len(evaluation), "num_unverified": num_unverified, **dropped.to_json()}
 
 
 def describe_overlaps(overlaps: Sequence[Mapping[str, Any]], settings: PrepareSection) -> dict[str, Any]:

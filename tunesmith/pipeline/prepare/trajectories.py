@@ -64,13 +64,13 @@ def build_messages(question: str, solution: Solution, *, style: Style) -> list[d
         messages += [
             {
                 "role": "assistant",
-                "content": think(text or f"{calculation.expression} ="),
+                "content": wrap_reasoning(text or f"{calculation.expression} ="),
                 "tool_calls": [{"id": call_id, "type": "function", "function": call}],
             },
             {"role": "tool", "tool_call_id": call_id, "content": calculate(calculation.expression)},
         ]
     ending = solution.texts[-1] or solution.answer
-    messages.append({"role": "assistant", "content": f"{think(ending)}\n\n{ANSWER_MARK} {solution.answer}"})
+    messages.append({"role": "assistant", "content": f"{wrap_reasoning(ending)}\n\n{ANSWER_MARK} {solution.answer}"})
     return messages
 
 
@@ -81,11 +81,11 @@ def build_plain_messages(question: str, solution: Solution) -> list[dict[str, An
     return build_messages(question, solution, style="all")
 
 
-def think(text: str) -> str:
+def wrap_reasoning(text: str) -> str:
     return f"{THINK_OPEN}\n{text}\n{THINK_CLOSE}"
 
 
-def find_fault(question: str, messages: list[dict[str, Any]], answer: str) -> str | None:
+def find_rejection_reason(question: str, messages: list[dict[str, Any]], answer: str) -> str | None:
     """What the agent's judge would say against a conversation: `invalid_format`, `invalid_answer`, or nothing."""
     task, transcript = {"question": question, "answer": answer}, build_transcript(messages)
     if match_numeric(task, transcript) != 1.0:

@@ -41,7 +41,7 @@ TABLES = "tables"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class StageResult:
     """What a stage leaves besides its files."""
 
     model: Path | None = None
@@ -55,7 +55,7 @@ ChooseModel = Callable[[RunConfig], BuildModel]
 """What workflows of a run get as `model`."""
 
 
-def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: ChooseModel) -> Outcome:
+def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
     """Run a stage whose references are resolved; it goes on with what an earlier attempt left in `out_dir`."""
     if kind == "prepare":
         return run_prepare_stage(expect(settings, PrepareSection), out_dir)
@@ -79,13 +79,13 @@ def expect(settings: Section, kind: type[Kind]) -> Kind:
     return settings
 
 
-def run_prepare_stage(settings: PrepareSection, out_dir: Path) -> Outcome:
+def run_prepare_stage(settings: PrepareSection, out_dir: Path) -> StageResult:
     report = run_prepare(settings, out_dir=out_dir)
     dropped = {f"dropped: {reason}": count for reason, count in report.content["train"].get("dropped", {}).items()}
-    return Outcome(figures={"training rows": report.num_train, "held-out rows": report.num_eval} | dropped)
+    return StageResult(figures={"training rows": report.num_train, "held-out rows": report.num_eval} | dropped)
 
 
-def describe_finetuning(config: OfflineConfig, result: FinetuneResult) -> Outcome:
+def describe_finetuning(config: OfflineConfig, result: FinetuneResult) -> StageResult:
     figures = {
         "rows": result.num_rows,
         "steps": result.num_steps,
@@ -94,7 +94,7 @@ def describe_finetuning(config: OfflineConfig, result: FinetuneResult) -> Outcom
         "kept the weights of step": result.best_step,
         "rows left out as too long": result.num_dropped_rows,
     }
-    return Outcome(
+    return StageResult(
         model=result.folder,
         tokens=result.num_trained_tokens * config.num_epochs,
         device=describe_device(config.model.device, config.num_cpu_threads),
@@ -102,7 +102,7 @@ def describe_finetuning(config: OfflineConfig, result: FinetuneResult) -> Outcom
     )
 
 
-def run_rl_stage(config: RunConfig, out_dir: Path, choose_model: ChooseModel) -> Outcome:
+def run_rl_stage(config: RunConfig, out_dir: Path, choose_model: ChooseModel) -> StageResult:
     place = {
         "checkpoint_root_dir": str(out_dir.parent.parent),
         "project": out_dir.parent.name,
@@ -113,7 +113,7 @@ def run_rl_stage(config: RunConfig, out_dir: Path, choose_model: ChooseModel) ->
     workflow, judge = load_functions(config)
     result = run_tuning(config, workflow=workflow, judge=judge, build_model=choose_model(config))
     assert result.checkpoint is not None, "the last step is always saved"
-    return Outcome(
+    return StageResult(
         model=result.checkpoint,
         device=describe_device(config.model.device, config.num_cpu_threads),
         **describe_training(RunPaths(result.folder)),
@@ -137,7 +137,7 @@ def describe_training(paths: RunPaths) -> dict[str, Any]:
     return {"tokens": int(sum(record["rollout/num_sampled_tokens"] for record in steps)), "figures": figures}
 
 
-def run_eval_stage(config: EvalConfig, out_dir: Path, choose_model: ChooseModel) -> Outcome:
+def run_eval_stage(config: EvalConfig, out_dir: Path, choose_model: ChooseModel) -> StageResult:
     comparison = run_eval(config, out_dir=out_dir, build_model=choose_model(config.to_run_config()))
     figures: dict[str, Any] = {TABLES: format_comparison(comparison)}
     num_tokens = 0
@@ -145,7 +145,7 @@ def run_eval_stage(config: EvalConfig, out_dir: Path, choose_model: ChooseModel)
         for label, result in of_set.results.items():
             num_tokens += result.num_sampled_tokens
             figures[f"{label} on {name}"] = describe_result(result)
-    return Outcome(
+    return StageResult(
         tokens=num_tokens, device=describe_device(config.model.device, config.num_cpu_threads), figures=figures
     )
 
@@ -154,7 +154,7 @@ def describe_result(result: ModelResult) -> str:
     return f"{result.num_runs} runs, {result.num_sampled_tokens} tokens, {result.seconds:.1f} s"
 
 
-def run_export_stage(settings: ExportSection, out_dir: Path) -> Outcome:
+def run_export_stage(settings: ExportSection, out_dir: Path) -> StageResult:
     report = run_export(settings, out_dir=out_dir)
     figures: dict[str, Any] = {"parameters": report.num_parameters}
     for place, checks in report.checks.items():
@@ -162,7 +162,7 @@ def run_export_stage(settings: ExportSection, out_dir: Path) -> Outcome:
     for written in (report.hf, report.adapter, *report.gguf.values()):
         if written is not None:
             figures[f"MB of {written.relative_to(report.folder)}"] = round(count_bytes(written) / 1e6, 1)
-    return Outcome(model=report.hf, device="cpu", figures=figures)
+    return StageResult(model=report.hf, device="cpu", figures=figures)
 
 
 def count_bytes(place: Path) -> int:
@@ -170,7 +170,7 @@ def count_bytes(place: Path) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def run_function_stage(settings: FunctionStage, out_dir: Path) -> Outcome:
+def run_function_stage(settings: FunctionStage, out_dir: Path) -> StageResult:
     """A step of the user's own, in a folder that is new each time it is tried."""
     function = load_function(settings.function, knob="function")
     if out_dir.exists():
@@ -180,7 +180,7 @@ def run_function_stage(settings: FunctionStage, out_dir: Path) -> Outcome:
     told = function(out_dir, **settings.args)
     if told is not None and not isinstance(told, Mapping):
         raise ConfigError(f"function={settings.function!r} must return a mapping or nothing, got {type(told).__name__}")
-    return Outcome(figures={str(name): figure for name, figure in (told or {}).items()})
+    return StageResult(figures={str(name): figure for name, figure in (told or {}).items()})
 
 
 def describe_device(device: str, num_cpu_threads: int) -> str:

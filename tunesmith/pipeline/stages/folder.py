@@ -39,7 +39,7 @@ with other settings or from other stages, to be set aside; or not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
+class StartRecord:
     """What a stage was begun with."""
 
     digest: str
@@ -51,7 +51,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class DoneRecord:
     """What a stage left."""
 
     digest: str
@@ -83,16 +83,16 @@ class PipelineFolder:
         """What the stage makes goes here."""
         return self.root / name
 
-    def load_start(self, name: str) -> Start | None:
+    def load_start(self, name: str) -> StartRecord | None:
         path = self.root / STATES / name / START
-        return Start(**load_json(path)) if path.exists() else None
+        return StartRecord(**load_json(path)) if path.exists() else None
 
-    def load_done(self, name: str) -> Done | None:
+    def load_done(self, name: str) -> DoneRecord | None:
         path = self.root / STATES / name / DONE
         if not path.exists():
             return None
         try:
-            return Done(**load_json(path))
+            return DoneRecord(**load_json(path))
         except TypeError as error:
             raise StorageError(
                 f"{path} is damaged or of another version ({error}): remove it, and the stage is looked at anew"
@@ -139,7 +139,7 @@ class PipelineFolder:
         made_from = {name: mark for name, mark in self.find_marks(stage).items() if mark is not None}
         assert made_from.keys() == set(stage.needs), "the stages that it needs are done"
         attempts = [] if old is None else list(old.attempts)
-        start = Start(digest=stage.digest, values=stage.values, made_from=made_from, attempts=[*attempts, None])
+        start = StartRecord(digest=stage.digest, values=stage.values, made_from=made_from, attempts=[*attempts, None])
         with storage_errors(state, "write"):
             (state / DONE).unlink(missing_ok=True)
         save_json(state / START, asdict(start))
@@ -163,7 +163,7 @@ class PipelineFolder:
         start = self.load_start(stage.name)
         assert start is not None
         known = [seconds for seconds in start.attempts if seconds is not None]
-        done = Done(
+        done = DoneRecord(
             digest=stage.digest,
             mark=secrets.token_hex(8),
             made_from=start.made_from,
@@ -182,20 +182,20 @@ class PipelineFolder:
         """Make room for the stage to be made anew; returns where the old one is now, None when it made nothing."""
         state, place, aside = self.root / STATES / name, self.place(name), None
         if place.exists():
-            aside = self.choose_name(f"{name}.old-{datetime.now():%Y%m%d%H%M%S}")
+            aside = self.find_unused_path(f"{name}.old-{datetime.now():%Y%m%d%H%M%S}")
             with storage_errors(place, "rename"):
                 place.rename(aside)
         if state.exists():
             remove_tree(state)
         return aside
 
-    def choose_name(self, wanted: str) -> Path:
+    def find_unused_path(self, wanted: str) -> Path:
         """A name in the folder that nothing has."""
         names = (wanted if number == 0 else f"{wanted}-{number}" for number in range(1000))
         return next(path for name in names if not (path := self.root / name).exists())
 
 
-def is_same_stage(start: Start, stage: PlannedStage) -> bool:
+def is_same_stage(start: StartRecord, stage: PlannedStage) -> bool:
     """Whether what was begun may be gone on with: the same settings, or others in what may change in a run."""
     if start.digest == stage.digest:
         return True

@@ -40,8 +40,8 @@ SECTIONS: Mapping[str, type[Section]] = {
     "function": FunctionStage,
 }
 """What each kind of stage runs on."""
-LEAVES_MODEL = ("sft", "prefer", "rl", "export")
-SILENT_KEYS = ("monitor", "has_progress")
+MODEL_KINDS = ("sft", "prefer", "rl", "export")
+KEYS_WITHOUT_EFFECT = ("monitor", "has_progress")
 """What changes nothing that a stage makes."""
 
 
@@ -73,7 +73,7 @@ class PlannedStage:
     @property
     def digest(self) -> str:
         """Equal for equal settings."""
-        told = {key: value for key, value in self.values.items() if key not in SILENT_KEYS}
+        told = {key: value for key, value in self.values.items() if key not in KEYS_WITHOUT_EFFECT}
         return hashlib.sha256(json.dumps([self.kind, told], sort_keys=True).encode()).hexdigest()
 
     def resolve(self, find: Callable[[Reference], str]) -> Section:
@@ -83,23 +83,23 @@ class PlannedStage:
             reference = read_reference(text)
             return text if reference is None else find(reference)
 
-        values = map_texts(self.values, replace)
+        values = map_strings(self.values, replace)
         kind = {"kind": self.kind} if self.kind == "function" else {}
         return build_section(SECTIONS[self.kind], values | kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class StageSelection:
     """Which stages a command is about."""
 
     only: str | None = None
     """This one alone."""
     start_from: str | None = None
     """This one and those after it."""
-    is_again: bool = False
+    is_rerun: bool = False
     """Make them anew even where they are done."""
 
-    def pick(self, stages: Sequence[PlannedStage]) -> list[PlannedStage]:
+    def select(self, stages: Sequence[PlannedStage]) -> list[PlannedStage]:
         names = [stage.name for stage in stages]
         if self.only is not None and self.start_from is not None:
             raise ConfigError("--only and --from are both given: choose one")
@@ -131,7 +131,7 @@ def plan_stages(config: PipelineConfig) -> list[PlannedStage]:
     planned: dict[str, PlannedStage] = {}
     for name, stage in config.stages.items():
         values = stage.model_dump(mode="json", exclude={"kind"}, exclude_unset=True)
-        found = map(read_reference, list_texts(values))
+        found = map(read_reference, list_strings(values))
         references = tuple(reference for reference in found if reference is not None)
         for reference in references:
             check_reference(reference, planned, config, where=name)
@@ -152,14 +152,14 @@ def check_reference(
         why = "comes no earlier" if reference.stage in config.stages else "is no stage"
         raise ConfigError(f"{written}: {reference.stage!r} {why}; earlier are {', '.join(earlier) or 'none'}")
     source = earlier[reference.stage]
-    leaves_model = source.kind in LEAVES_MODEL and "hf" in source.values.get("formats", ("hf",))
+    leaves_model = source.kind in MODEL_KINDS and "hf" in source.values.get("formats", ("hf",))
     if reference.file is None and not leaves_model:
         raise ConfigError(f"{written}: a stage of kind {source.kind} leaves no model; name a file, as {written}/NAME")
     if reference.file is not None and ".." in Path(reference.file).parts:
         raise ConfigError(f"{written}/{reference.file} leads out of the stage's folder")
 
 
-def list_texts(value: Any) -> list[str]:
+def list_strings(value: Any) -> list[str]:
     """All texts in nested values."""
     found: list[str] = []
 
@@ -167,16 +167,16 @@ def list_texts(value: Any) -> list[str]:
         found.append(text)
         return text
 
-    map_texts(value, note)
+    map_strings(value, note)
     return found
 
 
-def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """Nested values with every text changed; keys stay."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: map_texts(inner, change) for key, inner in value.items()}
+        return {key: map_strings(inner, change) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [map_texts(inner, change) for inner in value]
+        return [map_strings(inner, change) for inner in value]
     return value

@@ -11,7 +11,7 @@ from typing import Any
 from tunesmith.monitor.console import format_duration
 from tunesmith.pipeline.eval.comparison_table import format_table
 from tunesmith.pipeline.stages.commands import TABLES
-from tunesmith.pipeline.stages.folder import REPORT_JSON, REPORT_TABLE, Done, PipelineFolder
+from tunesmith.pipeline.stages.folder import REPORT_JSON, REPORT_TABLE, DoneRecord, PipelineFolder
 from tunesmith.pipeline.stages.plan import PlannedStage
 from tunesmith.storage import save_json, save_text
 
@@ -35,7 +35,7 @@ def save_report(folder: PipelineFolder, stages: Sequence[PlannedStage]) -> Path:
     return path
 
 
-def format_report(folder: PipelineFolder, stages: Sequence[PlannedStage], done: Mapping[str, Done | None]) -> str:
+def format_report(folder: PipelineFolder, stages: Sequence[PlannedStage], done: Mapping[str, DoneRecord | None]) -> str:
     header = ["stage", "kind", "state", "time", "tokens", "device"]
     rows = [[stage.name, stage.kind, folder.find_state(stage), *format_costs(done[stage.name])] for stage in stages]
     parts = [f"# {folder.root.name}", "", format_table(header, rows)]
@@ -46,7 +46,7 @@ def format_report(folder: PipelineFolder, stages: Sequence[PlannedStage], done: 
     return "\n".join(parts) + "\n"
 
 
-def format_costs(done: Done | None) -> list[str]:
+def format_costs(done: DoneRecord | None) -> list[str]:
     """Time, tokens, device."""
     if done is None:
         return ["-", "-", "-"]
@@ -57,7 +57,7 @@ def format_costs(done: Done | None) -> list[str]:
     return [time, "-" if done.tokens is None else f"{done.tokens:,}", done.device or "-"]
 
 
-def format_stage(done: Done) -> list[str]:
+def format_stage(done: DoneRecord) -> list[str]:
     lines = [f"- {name}: {format_figure(figure)}" for name, figure in done.figures.items() if name != TABLES]
     if done.model is not None:
         lines.append(f"- model: `{done.model}`")

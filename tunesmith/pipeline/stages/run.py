@@ -24,12 +24,12 @@ from tunesmith.pipeline.session.run_folder import take_lock
 from tunesmith.pipeline.stages.check import check_stage
 from tunesmith.pipeline.stages.commands import ChooseModel, run_stage
 from tunesmith.pipeline.stages.folder import CONFIG_FILE, PipelineFolder, State
-from tunesmith.pipeline.stages.plan import Choice, PlannedStage, Reference, plan_stages
+from tunesmith.pipeline.stages.plan import PlannedStage, Reference, StageSelection, plan_stages
 from tunesmith.pipeline.stages.report import save_report
 from tunesmith.storage import RunPaths, save_text, storage_errors
 
 SKIPPED = "is done, and is skipped"
-PLANS: Mapping[State, str] = {
+ACTIONS: Mapping[State, str] = {
     "done": SKIPPED,
     "begun": "was begun, and goes on",
     "changed": "is made anew",
@@ -37,15 +37,17 @@ PLANS: Mapping[State, str] = {
 }
 
 
-def run_pipeline(config: PipelineConfig, *, choose_model: ChooseModel, choice: Choice = Choice()) -> Path:
+def run_pipeline(
+    config: PipelineConfig, *, choose_model: ChooseModel, selection: StageSelection = StageSelection()
+) -> Path:
     """Run what is not done; returns the report. Raises what the first stage that fails raises."""
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
     stages = plan_stages(config)
-    chosen = choice.pick(stages)
+    chosen = selection.select(stages)
     folder = PipelineFolder(Path(config.folder).expanduser().absolute())
     screen = Console(stderr=True, highlight=False, soft_wrap=True)
-    check_chosen(stages, chosen, folder, is_again=choice.is_again)
+    check_selected(stages, chosen, folder, is_rerun=selection.is_rerun)
     with storage_errors(folder.root, "write"):
         folder.root.mkdir(parents=True, exist_ok=True)
         lock = take_lock(RunPaths(folder.root))
@@ -53,35 +55,35 @@ def run_pipeline(config: PipelineConfig, *, choose_model: ChooseModel, choice: C
         save_text(folder.root / CONFIG_FILE, dump_config(config))
         for stage in chosen:
             title = f"stage {[each.name for each in stages].index(stage.name) + 1}/{len(stages)} {stage.name}"
-            if folder.find_state(stage) == "done" and not choice.is_again:
+            if folder.find_state(stage) == "done" and not selection.is_rerun:
                 screen.print(f"{title}: done before, skipped", markup=False)
                 continue
-            make_stage(stage, folder, screen, title=title, choose_model=choose_model, is_again=choice.is_again)
+            run_and_record(stage, folder, screen, title=title, choose_model=choose_model, is_rerun=selection.is_rerun)
         return save_report(folder, stages)
 
 
-def check_pipeline(config: PipelineConfig, *, choice: Choice = Choice()) -> dict[str, str]:
+def check_pipeline(config: PipelineConfig, *, selection: StageSelection = StageSelection()) -> dict[str, str]:
     """What would become of each chosen stage, when nothing is wrong with any; nothing is written."""
     folder = PipelineFolder(Path(config.folder).expanduser().absolute())
     stages = plan_stages(config)
-    return check_chosen(stages, choice.pick(stages), folder, is_again=choice.is_again)
+    return check_selected(stages, selection.select(stages), folder, is_rerun=selection.is_rerun)
 
 
-def check_chosen(
-    stages: Sequence[PlannedStage], chosen: Sequence[PlannedStage], folder: PipelineFolder, *, is_again: bool
+def check_selected(
+    stages: Sequence[PlannedStage], chosen: Sequence[PlannedStage], folder: PipelineFolder, *, is_rerun: bool
 ) -> dict[str, str]:
     """Check every stage that would run, and what those left that would be skipped or are needed.
 
     A stage is made anew when one that it needs is.
     """
-    check_order(chosen, folder)
+    check_dependencies(chosen, folder)
     plans: dict[str, str] = {}
     for stage in chosen:
         is_stale = any(plans.get(needed, SKIPPED) != SKIPPED for needed in stage.needs)
         state = folder.find_state(stage)
-        if state != "new" and (is_again or is_stale):
+        if state != "new" and (is_rerun or is_stale):
             state = "changed"
-        plans[stage.name] = PLANS[state]
+        plans[stage.name] = ACTIONS[state]
         if state != "done":
             check_stage(stage)
     check_outputs(stages, plans, folder)
@@ -97,10 +99,10 @@ def check_outputs(stages: Sequence[PlannedStage], plans: Mapping[str, str], fold
             folder.check_output(stage)
         for reference in stage.references:
             if reference.stage in kept:
-                find_input(reference, folder, where=stage.name)
+                resolve_reference(reference, folder, where=stage.name)
 
 
-def check_order(chosen: Sequence[PlannedStage], folder: PipelineFolder) -> None:
+def check_dependencies(chosen: Sequence[PlannedStage], folder: PipelineFolder) -> None:
     """Refuse to leave out a stage that a chosen one needs and that is not done."""
     names = {stage.name for stage in chosen}
     for stage in chosen:
@@ -109,37 +111,37 @@ def check_order(chosen: Sequence[PlannedStage], folder: PipelineFolder) -> None:
                 raise ConfigError(f"stage {stage.name!r} needs {needed!r}, which is not done: run it first")
 
 
-def make_stage(
+def run_and_record(
     stage: PlannedStage,
     folder: PipelineFolder,
     screen: Console,
     *,
     title: str,
     choose_model: ChooseModel,
-    is_again: bool,
+    is_rerun: bool,
 ) -> None:
     """Run one stage to its end, from where it was if that is what was asked for."""
     state = folder.find_state(stage)
     word = "begins"
-    if state == "begun" and not is_again:
+    if state == "begun" and not is_rerun:
         word = "goes on"
     elif state != "new":
         aside = folder.set_aside(stage.name)
         word = "begins anew" if aside is None else f"begins anew; what it made before is in {aside.name}"
     screen.print(f"{title}: {word}", markup=False)
     folder.begin(stage)
-    settings = stage.resolve(lambda reference: find_input(reference, folder, where=stage.name))
+    settings = stage.resolve(lambda reference: resolve_reference(reference, folder, where=stage.name))
     started = time.monotonic()
     try:
         outcome = run_stage(stage.kind, settings, out_dir=folder.place(stage.name), choose_model=choose_model)
     finally:
         folder.end_attempt(stage.name, time.monotonic() - started)
-        free_memory()
+        release_memory()
     folder.finish(stage, model=outcome.model, tokens=outcome.tokens, device=outcome.device, figures=outcome.figures)
     screen.print(f"{title}: done in {format_duration(time.monotonic() - started)}", markup=False)
 
 
-def find_input(reference: Reference, folder: PipelineFolder, *, where: str) -> str:
+def resolve_reference(reference: Reference, folder: PipelineFolder, *, where: str) -> str:
     """The path that a reference means, now that its stage is done."""
     if reference.file is not None:
         path = folder.place(reference.stage) / reference.file
@@ -160,7 +162,7 @@ def find_input(reference: Reference, folder: PipelineFolder, *, where: str) -> s
     return str(model)
 
 
-def free_memory() -> None:
+def release_memory() -> None:
     """Give back what a stage's models held."""
     gc.collect()
     if torch.cuda.is_available():

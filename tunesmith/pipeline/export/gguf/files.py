@@ -18,7 +18,7 @@ from tunesmith.config import ExportSection
 from tunesmith.errors import ModelError
 from tunesmith.pipeline.export.gguf.architecture import GgufArchitecture, describe_architecture
 from tunesmith.pipeline.export.gguf.vocabulary import GgufVocabulary, describe_vocabulary
-from tunesmith.pipeline.export.verify import Prompt, check_gguf_file
+from tunesmith.pipeline.export.verify import VerificationPrompt, check_gguf_file
 from tunesmith.pipeline.session.trained_model import ExportSource
 from tunesmith.storage import storage_errors
 
@@ -128,7 +128,7 @@ def check_gguf_files(
     plan: GgufPlan,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[VerificationPrompt],
     expected: Sequence[torch.Tensor],
 ) -> Mapping[str, dict[str, float]]:
     """Compare each file with the logits of the model in float32, where llama.cpp is there to read it."""
@@ -140,6 +140,6 @@ def check_gguf_files(
     context = max(len(prompt.ids) for prompt in prompts) + 1
     for kind in plan.types:
         path = folder / plan.file_name(kind)
-        with GgufModel(path, context=context, num_threads=plan.num_threads) as opened:
-            checks[f"gguf/{path.name}"] = check_gguf_file(opened, tokenizer, prompts, expected, file_type=kind)
+        with GgufModel(path, context=context, num_threads=plan.num_threads) as gguf_model:
+            checks[f"gguf/{path.name}"] = check_gguf_file(gguf_model, tokenizer, prompts, expected, file_type=kind)
     return checks

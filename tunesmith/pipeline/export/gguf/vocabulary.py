@@ -29,22 +29,22 @@ NO_DIGITS = re.compile("[!-/:-~\u0100-\u0120]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Splitting:
+class SplitRules:
     """How text is cut before merges: patterns applied one after the other; a whole word may skip the merges."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
 
 
-PRE_TOKENIZERS: Mapping[Splitting, str] = {
-    Splitting(patterns=(GPT2,)): "gpt-2",
-    Splitting(patterns=(DIGIT, GPT2)): "smollm",
-    Splitting(patterns=(f"{CONTRACTION}|{WORDS % ''}",)): "qwen2",
-    Splitting(patterns=(f"{CONTRACTION}|{WORDS % '{1,3}'}",), ignore_merges=True): "llama-bpe",
-    Splitting(patterns=(f"{CONTRACTION}|{WORDS % '{1,3}'}",)): "smaug-bpe",
+PRE_TOKENIZERS: Mapping[SplitRules, str] = {
+    SplitRules(patterns=(GPT2,)): "gpt-2",
+    SplitRules(patterns=(DIGIT, GPT2)): "smollm",
+    SplitRules(patterns=(f"{CONTRACTION}|{WORDS % ''}",)): "qwen2",
+    SplitRules(patterns=(f"{CONTRACTION}|{WORDS % '{1,3}'}",), ignore_merges=True): "llama-bpe",
+    SplitRules(patterns=(f"{CONTRACTION}|{WORDS % '{1,3}'}",)): "smaug-bpe",
 }
 """llama.cpp's names of the splittings that it does as `tokenizers` does."""
-DIGITS_ALONE, RUNS_OF_DIGITS = Splitting(patterns=(DIGIT,)), "superbpe"
+SINGLE_DIGITS, SUPERBPE = SplitRules(patterns=(DIGIT,)), "superbpe"
 """Nothing but each digit is set apart. llama.cpp sets runs of digits apart, then threes of them, which makes the same
 tokens where merges hold no digit."""
 
@@ -77,7 +77,7 @@ def describe_vocabulary(
     if backend is None:
         raise ModelError("the tokenizer has no tokenizer.json, from which GGUF is written; leave gguf out of formats")
     parts = json.loads(backend.to_str())
-    check_parts(parts)
+    check_tokenizer(parts)
     pre_tokenizer = find_pre_tokenizer(parts)
     tokens, types = list_tokens(parts, num_embeddings=config.vocab_size)
     has_bos, has_eos = find_added_ends(tokenizer)
@@ -93,7 +93,7 @@ def describe_vocabulary(
     )
 
 
-def check_parts(parts: Mapping[str, Any]) -> None:
+def check_tokenizer(parts: Mapping[str, Any]) -> None:
     """Refuse what byte-level BPE in llama.cpp does not do."""
     model, normalizer, decoder = parts["model"], parts["normalizer"] or {}, parts["decoder"] or {}
     refused = {
@@ -105,14 +105,14 @@ def check_parts(parts: Mapping[str, Any]) -> None:
         f"the normaliser {normalizer.get('type')}": normalizer.get("type") not in {None, "NFC"},
         f"the decoder {decoder.get('type')} (not ByteLevel)": decoder.get("type") != "ByteLevel",
     }
-    stripped = [token["content"] for token in parts["added_tokens"] if changes_neighbours(token)]
+    stripped = [token["content"] for token in parts["added_tokens"] if affects_neighbours(token)]
     refused[f"tokens that take the spaces beside them or match whole words only: {stripped[:3]}"] = bool(stripped)
     named = [name for name, is_refused in refused.items() if is_refused]
     if named:
         raise ModelError(f"the tokenizer has {'; '.join(named)}: GGUF cannot say so. Leave gguf out of formats")
 
 
-def changes_neighbours(token: Mapping[str, Any]) -> bool:
+def affects_neighbours(token: Mapping[str, Any]) -> bool:
     return bool(token["lstrip"] or token["rstrip"] or token["single_word"])
 
 
@@ -120,11 +120,11 @@ def find_pre_tokenizer(parts: Mapping[str, Any]) -> str:
     """The name of the built-in pre-tokenizer that splits as this tokenizer does."""
     patterns = list_patterns(flatten(parts["pre_tokenizer"] or {}))
     if patterns is not None:
-        splitting = Splitting(patterns=patterns, ignore_merges=bool(parts["model"].get("ignore_merges")))
+        splitting = SplitRules(patterns=patterns, ignore_merges=bool(parts["model"].get("ignore_merges")))
         if splitting in PRE_TOKENIZERS:
             return PRE_TOKENIZERS[splitting]
-        if splitting == DIGITS_ALONE and not has_merged_digits(parts["model"]["merges"]):
-            return RUNS_OF_DIGITS
+        if splitting == SINGLE_DIGITS and not has_merged_digits(parts["model"]["merges"]):
+            return SUPERBPE
     raise ModelError(
         "the tokenizer splits text in a way that is none of llama.cpp's known to us "
         f"({', '.join(PRE_TOKENIZERS.values())}): a GGUF file would read text differently from the trained model. "

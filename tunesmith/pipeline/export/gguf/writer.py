@@ -42,7 +42,7 @@ class GgufHeader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class TensorEntry:
     """One tensor to be written."""
 
     name: str
@@ -54,17 +54,17 @@ class Slot:
 
 def write_gguf(path: Path, model: PreTrainedModel, header: GgufHeader, *, file_type: str) -> None:
     """Write the whole file at `path`; raises OSError where the disk does, ModelError for what f16 cannot hold."""
-    slots = list(plan_tensors(model, header.architecture, MATRIX_TYPES[file_type]))
+    entries = list(plan_tensors(model, header.architecture, MATRIX_TYPES[file_type]))
     writer = GGUFWriter(path=None, arch=header.architecture.name)
     try:
         add_header(writer, header, file_type=file_type)
-        for slot in slots:
-            add_slot(writer, slot)
+        for entry in entries:
+            add_tensor_info(writer, entry)
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for slot in slots:
-            writer.write_tensor_data(convert_tensor(slot))
+        for entry in entries:
+            writer.write_tensor_data(convert_tensor(entry))
         writer.flush()
     finally:
         writer.close()
@@ -105,19 +105,21 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: GgufVocabulary) -> None:
 
 def plan_tensors(
     model: PreTrainedModel, architecture: GgufArchitecture, matrix_type: GGMLQuantizationType
-) -> Iterator[Slot]:
+) -> Iterator[TensorEntry]:
     """Every tensor of the file in the model's order; raises for one that GGUF has no name for."""
     known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
     names = build_name_map(known[architecture.name], architecture.num_layers)
     if architecture.rope_factors is not None:
-        yield Slot(name=ROPE_FACTORS, source=torch.tensor(architecture.rope_factors), storage=F32, num_rotated_heads=0)
+        yield TensorEntry(
+            name=ROPE_FACTORS, source=torch.tensor(architecture.rope_factors), storage=F32, num_rotated_heads=0
+        )
     for key, tensor in model.state_dict().items():
         if architecture.has_tied_embeddings and key == "lm_head.weight":
             continue
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise ModelError(f"GGUF has no name for the model's tensor {key}; leave gguf out of formats")
-        yield Slot(
+        yield TensorEntry(
             name=name,
             source=tensor,
             storage=choose_storage(tensor, matrix_type),
@@ -140,24 +142,26 @@ def count_rotated_heads(name: str, architecture: GgufArchitecture) -> int:
     return architecture.num_heads if match[1] == "attn_q" else architecture.num_kv_heads
 
 
-def add_slot(writer: GGUFWriter, slot: Slot) -> None:
+def add_tensor_info(writer: GGUFWriter, entry: TensorEntry) -> None:
     """Announce a tensor; its data follow later, in the same order."""
-    block_size, block_bytes = GGML_QUANT_SIZES[slot.storage]
-    num_bytes = slot.source.numel() // block_size * block_bytes
-    writer.add_tensor_info(slot.name, list(slot.source.shape), np.dtype(np.float32), num_bytes, raw_dtype=slot.storage)
+    block_size, block_bytes = GGML_QUANT_SIZES[entry.storage]
+    num_bytes = entry.source.numel() // block_size * block_bytes
+    writer.add_tensor_info(
+        entry.name, list(entry.source.shape), np.dtype(np.float32), num_bytes, raw_dtype=entry.storage
+    )
 
 
-def convert_tensor(slot: Slot) -> np.ndarray:
+def convert_tensor(entry: TensorEntry) -> np.ndarray:
     """The tensor's values as they are stored."""
-    values = slot.source.detach().to(device="cpu", dtype=torch.float32)
-    if slot.num_rotated_heads:
-        values = pair_rotated_rows(values, num_heads=slot.num_rotated_heads)
+    values = entry.source.detach().to(device="cpu", dtype=torch.float32)
+    if entry.num_rotated_heads:
+        values = pair_rotated_rows(values, num_heads=entry.num_rotated_heads)
     largest = values.abs().max().item()
     if not math.isfinite(largest):
-        raise ModelError(f"{slot.name} has values that are not finite; the model is broken")
-    if slot.storage == F16 and largest > torch.finfo(torch.float16).max:
-        raise ModelError(f"{slot.name} has values up to {largest:g}, beyond f16; set gguf_types to f32")
-    return np.ascontiguousarray(quantize(values.contiguous().numpy(), slot.storage))
+        raise ModelError(f"{entry.name} has values that are not finite; the model is broken")
+    if entry.storage == F16 and largest > torch.finfo(torch.float16).max:
+        raise ModelError(f"{entry.name} has values up to {largest:g}, beyond f16; set gguf_types to f32")
+    return np.ascontiguousarray(quantize(values.contiguous().numpy(), entry.storage))
 
 
 def pair_rotated_rows(values: torch.Tensor, *, num_heads: int) -> torch.Tensor:
