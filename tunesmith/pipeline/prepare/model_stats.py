@@ -1,4 +1,4 @@
-"""What models say of prepared questions: how many tokens they take, and how often they are solved."""
+"""Statistics of prepared rows that need a model: lengths in tokens (tokenizer only) and pass rates (weights)."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ PASS_RATE_SUFFIX = "_pass_rate"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationLength:
-    """One conversation in tokens."""
+    """Length of one conversation in tokens."""
 
     num_tokens: int
     num_trained: int
-    """Tokens of the replies."""
+    """Tokens of the assistant's messages, on which fine-tuning computes the loss."""
     num_samples: int
-    """Above 1 where the template renders a conversation's past differently, so that it is several sequences."""
+    """Above 1 if the template renders earlier turns differently later on, so that several sequences are needed."""
 
 
 def load_reader(section: TokensSection) -> DemonstrationReader:
-    """The tokenizer that counts; no weights are read."""
+    """Reader with the tokenizer that measures lengths; loads no weights."""
     tokenizer = load_tokenizer(
         section.model, chat_template=section.chat_template, trust_remote_code=section.trust_remote_code
     )
@@ -46,7 +46,7 @@ def load_reader(section: TokensSection) -> DemonstrationReader:
 
 
 def measure_length(reader: DemonstrationReader, row: Mapping[str, Any]) -> ConversationLength:
-    """Read a row as fine-tuning reads it."""
+    """Length of a row as fine-tuning tokenizes it."""
     samples = reader.read([row], max_model_len=NO_LIMIT)
     return ConversationLength(
         num_tokens=max(len(sample.token_ids) for sample in samples),
@@ -62,7 +62,7 @@ def drop_long_rows(
     style: Style,
     dropped: DroppedRows,
 ) -> tuple[list[Candidate], dict[str, Any]]:
-    """The candidates that the model has room for, and the lengths of these."""
+    """Drop candidates longer than `max_model_len`; return the others and the report of their lengths."""
     kept, lengths = [], []
     for candidate in candidates:
         length = measure_length(reader, candidate.build_row(style))
@@ -91,7 +91,7 @@ def describe_lengths(lengths: Sequence[ConversationLength], section: TokensSecti
 
 
 def check_pass_rate_models(section: PassRateSection) -> None:
-    """Raise for whatever is wrong with the models that are to be tried, reading no weights."""
+    """Raise if a model for pass rates cannot be loaded; reads no weights."""
     for model in section.models.values():
         check_policy(model)
 
@@ -99,7 +99,7 @@ def check_pass_rate_models(section: PassRateSection) -> None:
 def add_pass_rates(
     candidates: Sequence[Candidate], settings: PrepareSection, *, work: Path, dropped: DroppedRows
 ) -> tuple[list[Candidate], dict[str, Any]]:
-    """The candidates with a column for each model; those of which no run was scored are left out."""
+    """Add a pass-rate column per model; candidates without a scored rollout are dropped."""
     section = settings.pass_rate
     assert section is not None
     report: dict[str, Any] = {"num_samples": section.num_samples}
@@ -108,14 +108,14 @@ def add_pass_rates(
         rates = measure_model(kept, name, settings, work=work)
         for candidate, rate in zip(kept, rates, strict=True):
             if rate is None:
-                dropped.add("no_scored_run", candidate.index, f"none of the runs of {name} was scored")
+                dropped.add("no_scored_run", candidate.index, f"no rollout of {name} was scored")
         kept = [
             replace(candidate, features={**candidate.features, name + PASS_RATE_SUFFIX: rate})
             for candidate, rate in zip(kept, rates, strict=True)
             if rate is not None
         ]
         if not kept:
-            raise DataError(f"pass_rate.models.{name}: no run of any question was scored")
+            raise DataError(f"pass_rate.models.{name}: no rollout of any question was scored")
         report[name + PASS_RATE_SUFFIX] = {"mean": round(fmean(c.features[name + PASS_RATE_SUFFIX] for c in kept), 6)}
     return kept, report
 
@@ -123,12 +123,12 @@ def add_pass_rates(
 def measure_model(
     candidates: Sequence[Candidate], name: str, settings: PrepareSection, *, work: Path
 ) -> list[float | None]:
-    """The pass rate of each candidate by our own agent; a measurement that was killed goes on where it was."""
+    """Pass rate of each candidate with the calculator agent; resumes a killed measurement from the work folder."""
     section = settings.pass_rate
     assert section is not None
     rows = [
-        {"place": place, "question": candidate.question, "answer": candidate.solution.answer}
-        for place, candidate in enumerate(candidates)
+        {"place": index, "question": candidate.question, "answer": candidate.solution.answer}
+        for index, candidate in enumerate(candidates)
     ]
     model = section.models[name]
     key = hash_json(
@@ -147,10 +147,11 @@ def measure_model(
             out=out,
         )
     rates = {row["place"]: float(row[name + PASS_RATE_SUFFIX]) for row in load_json_lines(out)}
-    return [rates.get(place) for place in range(len(candidates))]
+    return [rates.get(index) for index in range(len(candidates))]
 
 
 def build_run_config(questions: Path, name: str, settings: PrepareSection) -> RunConfig:
+    """Run configuration for measuring pass rates of the model `name`."""
     section = settings.pass_rate
     assert section is not None
     return RunConfig(
