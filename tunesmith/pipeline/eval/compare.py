@@ -251,7 +251,7 @@ def save_comparison(out: Path, comparison: Comparison, *, has_plot: bool) -> Non
 
 
 def release_memory() -> None:
-    """Collect garbage and empty the CUDA cache after a model is no longer used."""
+    """Collect garbage and empty the CUDA cache, once a model is no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

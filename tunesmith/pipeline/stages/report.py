@@ -1,4 +1,4 @@
-"""One report of a pipeline: what each stage took and what came of it, as Markdown and as JSON."""
+"""The report of a pipeline: state, time, tokens, device and figures of each stage, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tunesmith.storage import save_json, save_text
 
 
 def save_report(folder: PipelineFolder, stages: Sequence[PlannedStage]) -> Path:
-    """Write report.json and report.md from what the stages left; returns the latter."""
+    """Write report.json and report.md from the records of the stages; returns the path of report.md."""
     done = {stage.name: folder.load_done(stage.name) for stage in stages}
     records = [
         {
@@ -47,12 +47,12 @@ def format_report(folder: PipelineFolder, stages: Sequence[PlannedStage], done: 
 
 
 def format_costs(done: DoneRecord | None) -> list[str]:
-    """Time, tokens, device."""
+    """Columns time, tokens and device."""
     if done is None:
         return ["-", "-", "-"]
     time = format_duration(done.seconds)
     if done.num_attempts > 1:
-        killed = f", {done.num_killed} killed and not counted" if done.num_killed else ""
+        killed = f"; the time of {done.num_killed} killed is not included" if done.num_killed else ""
         time += f" in {done.num_attempts} attempts{killed}"
     return [time, "-" if done.tokens is None else f"{done.tokens:,}", done.device or "-"]
 
