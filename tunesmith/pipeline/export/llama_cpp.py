@@ -1,7 +1,7 @@
-"""Adapter for llama.cpp (package llama-cpp-python): quantises GGUF files and runs them. The only file that imports it.
+"""Wrapper around llama.cpp (llama-cpp-python): quantises GGUF files and runs them. The only file that imports it.
 
-Errors that llama.cpp only logs are raised as exceptions. Inference runs on the CPU with float32 keys and values, so that
-differences from the source model come from the file alone.
+Errors that llama.cpp only logs are raised as exceptions. Inference runs on the CPU with float32 keys and values, so
+that differences from the source model come from the file alone.
 """
 
 from __future__ import annotations

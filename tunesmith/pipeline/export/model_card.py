@@ -160,7 +160,7 @@ def list_evaluations(run: RunPaths, step: int | None) -> list[Row]:
                 low, high = result["interval_95"]
                 rows.append(
                     (
-                        at,
+                        eval_step,
                         name,
                         len(result["tasks"]),
                         format_number(result["mean"]),

@@ -89,8 +89,8 @@ def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
     """Validate everything that needs no weights."""
     if "adapter" in settings.formats and source.adapter is None:
         raise ConfigError(
-            f"formats holds adapter, but path={settings.path!r} is a full model: export it as hf, or set path to the folder "
-            "that holds adapter_config.json"
+            f"formats holds adapter, but path={settings.path!r} is a full model: export it as hf, or set path to the "
+            "folder that holds adapter_config.json"
         )
     options: dict[str, Any] = {"base_path": settings.base_path, "trust_remote_code": settings.trust_remote_code}
     config = load_config(source.path, **options)
@@ -186,7 +186,8 @@ def check_finite(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise ModelError(
-                f"the weights {name} are not finite in {parameter.dtype}; set dtype to float32, or the training diverged"
+                f"the weights {name} are not finite in {parameter.dtype}: training diverged, or the type overflows; "
+                "try dtype=float32"
             )
 
 
@@ -222,7 +223,7 @@ def list_settings(settings: ExportSection) -> dict[str, Any]:
 
 
 def load_report(root: Path, settings: ExportSection, source: ExportSource) -> ExportReport:
-    """The report of an existing export; raises StorageError if it is damaged or was made from other settings or source."""
+    """The report of an existing export; raises StorageError if it is damaged or has other settings or sources."""
     record = load_json(root / DONE)
     if record.get("settings") != list_settings(settings) or record.get("source") != source.describe():
         raise StorageError(f"{root} already holds another export: choose another folder, or remove it")

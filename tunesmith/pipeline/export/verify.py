@@ -92,7 +92,9 @@ def check_hf_folder(
     for prompt, before, after in zip(prompts, expected, compute_logits(model, prompts), strict=True):
         if not torch.equal(before, after):
             largest = (before.double() - after.double()).abs().max().item()
-            raise ModelError(f"the exported weights give other logits than the source on {prompt.text!r}: by {largest:g}")
+            raise ModelError(
+                f"the exported weights give other logits than the source on {prompt.text!r}: by {largest:g}"
+            )
     return {"num_tokens": float(sum(len(prompt.ids) for prompt in prompts)), "max_logit_difference": 0.0}
 
 
