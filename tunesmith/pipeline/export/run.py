@@ -75,7 +75,7 @@ def run_export(settings: ExportSection, *, out_dir: Path) -> ExportReport:
     if (root / DONE).is_file():
         return load_report(root, settings, source)
     if root.exists() and (not root.is_dir() or any(root.iterdir())):
-        raise StorageError(f"{root} already holds other files: choose another folder, or remove it")
+        raise StorageError(f"{root} already holds something else: choose another folder, or remove it")
     set_num_threads(settings.num_cpu_threads)
     plan = build_plan(settings, source)
     record: dict[str, Any] = {"settings": list_settings(settings), "source": source.describe()}
