@@ -111,7 +111,7 @@ def test_max_rows_and_other_fields(prepare, data):
 
 
 def test_a_split_without_valid_rows_is_an_error(prepare, data):
-    with pytest.raises(DataError, match="no row of .* is left; dropped: {'wrong_calculation': 1}"):
+    with pytest.raises(DataError, match="no row of .* remains; dropped: {'wrong_calculation': 1}"):
         prepare(data={"path": str(data), "split": "test"})
 
 
@@ -133,7 +133,7 @@ def test_the_contamination_action_is_error_ignore_or_drop(prepare, data):
     assert (through.num_train, through.content["contamination"]["num_exact"]) == (2, 1)
     strict = prepare(out="strict", **values, contamination={"ngram_words": 50})
     assert (strict.num_train, strict.content["train"]["dropped"]["contaminated_exact"]) == (1, 1)
-    with pytest.raises(DataError, match=r"no row of .* is left; dropped: .*'contaminated_ngram': 1"):
+    with pytest.raises(DataError, match=r"no row of .* remains; dropped: .*'contaminated_ngram': 1"):
         prepare(out="none", **values, contamination={"ngram_words": 8})
 
 

@@ -347,7 +347,7 @@ def test_missing_packages_are_reported_before_any_stage_runs(workdir, monkeypatc
 
 def test_a_reference_to_a_missing_file_is_named(copied):
     output = run("--set", "stages.export.path=stage:make/modell", expected_status=1)
-    assert "stages.export: the output of stage 'make' has no 'modell'" in output
+    assert "stages.export: stage 'make' wrote no 'modell'" in output
 
 
 def truncate(path):
@@ -357,8 +357,8 @@ def truncate(path):
 @pytest.mark.parametrize(
     ("stage", "damage", "message"),
     [
-        ("make", lambda out: (out / "make/test.jsonl").unlink(), "the output of stage 'make' has no 'test.jsonl'"),
-        ("make", lambda out: shutil.rmtree(out / "make/model"), "the output of stage 'make' has no 'model'"),
+        ("make", lambda out: (out / "make/test.jsonl").unlink(), "stages.prepare: stage 'make' wrote no 'test.jsonl'"),
+        ("make", lambda out: shutil.rmtree(out / "make/model"), "stages.sft: stage 'make' wrote no 'model'"),
         ("make", lambda out: shutil.rmtree(out / "make"), "make is missing"),
         ("prepare", lambda out: truncate(out / "prepare/train.jsonl"), "train.jsonl is damaged: it has"),
         ("prepare", lambda out: shutil.rmtree(out / "prepare"), "prepare is not a complete"),

@@ -104,9 +104,9 @@ def count_done(partial_file: Path, batch_size: int) -> int:
     if not partial_file.exists():
         return 0
     text = partial_file.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        partial_file.write_text(whole, encoding="utf-8")
+    complete = text[: text.rfind("\n") + 1]
+    if complete != text:
+        partial_file.write_text(complete, encoding="utf-8")
     sizes = [len(batch) for batch in load_json_lines(partial_file)]
     if any(size != batch_size for size in sizes[:-1]):
         raise ConfigError(f"{partial_file} was written with another algorithm.batch_size than {batch_size}; remove it")

@@ -188,7 +188,7 @@ def describe_method(values: Mapping[str, Any]) -> str:
     if method is None:
         return "supervised fine-tuning"
     has_rollouts = read_key(values, "algorithm.group_size") is not None
-    return f"{'reinforcement learning' if has_rollouts else 'learning from preferences'} ({method})"
+    return f"{'reinforcement learning' if has_rollouts else 'preference optimization'} ({method})"
 
 
 def find_base(card: Card) -> str | None:

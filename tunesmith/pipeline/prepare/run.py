@@ -101,7 +101,7 @@ def prepare_folder(settings: PrepareSection, folder: Path) -> dict[str, Any]:
     candidates = read_training_rows(rows, settings, dropped)
     candidates, report = filter_and_augment(candidates, evaluation, settings, reader=reader, work=work, dropped=dropped)
     if not candidates:
-        raise DataError(f"no row of {settings.data.path!r} is left; dropped: {dropped.counts}")
+        raise DataError(f"no row of {settings.data.path!r} remains; dropped: {dropped.counts}")
     train = [candidate.build_row(settings.style) for candidate in candidates]
     content = {
         "train": {"num_rows": len(rows), "num_kept": len(train), **dropped.to_json()},

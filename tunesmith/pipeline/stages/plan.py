@@ -122,9 +122,9 @@ def load_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> PipelineCo
         raise ConfigError("; ".join(describe_fault(fault) for fault in faults)) from error
 
 
-def drop_kind(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
+def drop_kind(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Location of a validation error without the kind that pydantic inserts after the stage's name."""
-    return (*place[:2], *place[3:]) if place[:1] == ("stages",) else place
+    return (*location[:2], *location[3:]) if location[:1] == ("stages",) else location
 
 
 def plan_stages(config: PipelineConfig) -> list[PlannedStage]:
@@ -135,7 +135,7 @@ def plan_stages(config: PipelineConfig) -> list[PlannedStage]:
         found = map(read_reference, list_strings(values))
         references = tuple(reference for reference in found if reference is not None)
         for reference in references:
-            check_reference(reference, planned, config, where=name)
+            check_reference(reference, planned, config, stage_name=name)
         planned[name] = PlannedStage(name=name, kind=stage.kind, values=values, references=references)
     return list(planned.values())
 
@@ -146,10 +146,10 @@ def read_reference(text: str) -> Reference | None:
 
 
 def check_reference(
-    reference: Reference, earlier: Mapping[str, PlannedStage], config: PipelineConfig, *, where: str
+    reference: Reference, earlier: Mapping[str, PlannedStage], config: PipelineConfig, *, stage_name: str
 ) -> None:
     """Raise ConfigError unless the reference names the model or a file of an earlier stage."""
-    written = f"stages.{where}: stage:{reference.stage}"
+    written = f"stages.{stage_name}: stage:{reference.stage}"
     if reference.stage not in earlier:
         why = "is not an earlier stage" if reference.stage in config.stages else "is not a stage"
         raise ConfigError(f"{written}: {reference.stage!r} {why}; earlier stages: {', '.join(earlier) or 'none'}")

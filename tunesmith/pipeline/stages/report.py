@@ -11,9 +11,11 @@ from typing import Any
 from tunesmith.monitor.console import format_duration
 from tunesmith.pipeline.eval.comparison_table import format_table
 from tunesmith.pipeline.stages.commands import TABLES
-from tunesmith.pipeline.stages.folder import REPORT_JSON, REPORT_TABLE, DoneRecord, PipelineFolder
+from tunesmith.pipeline.stages.folder import REPORT_JSON, REPORT_TABLE, DoneRecord, PipelineFolder, State
 from tunesmith.pipeline.stages.plan import PlannedStage
 from tunesmith.storage import save_json, save_text
+
+STATE_LABELS: Mapping[State, str] = {"done": "done", "begun": "unfinished", "changed": "outdated", "new": "not run"}
 
 
 def save_report(folder: PipelineFolder, stages: Sequence[PlannedStage]) -> Path:
@@ -37,7 +39,10 @@ def save_report(folder: PipelineFolder, stages: Sequence[PlannedStage]) -> Path:
 
 def format_report(folder: PipelineFolder, stages: Sequence[PlannedStage], done: Mapping[str, DoneRecord | None]) -> str:
     header = ["stage", "kind", "state", "time", "tokens", "device"]
-    rows = [[stage.name, stage.kind, folder.find_state(stage), *format_costs(done[stage.name])] for stage in stages]
+    rows = [
+        [stage.name, stage.kind, STATE_LABELS[folder.find_state(stage)], *format_costs(done[stage.name])]
+        for stage in stages
+    ]
     parts = [f"# {folder.root.name}", "", format_table(header, rows)]
     for stage in stages:
         each = done[stage.name]

@@ -100,7 +100,7 @@ def check_outputs(stages: Sequence[PlannedStage], plans: Mapping[str, str], fold
             folder.check_output(stage)
         for reference in stage.references:
             if reference.stage in kept:
-                resolve_reference(reference, folder, where=stage.name)
+                resolve_reference(reference, folder, stage_name=stage.name)
 
 
 def check_dependencies(selected: Sequence[PlannedStage], folder: PipelineFolder) -> None:
@@ -131,7 +131,7 @@ def run_and_record(
         message = "restarted" if aside is None else f"restarted; its previous output is in {aside.name}"
     screen.print(f"{title}: {message}", markup=False)
     folder.begin(stage)
-    settings = stage.resolve(lambda reference: resolve_reference(reference, folder, where=stage.name))
+    settings = stage.resolve(lambda reference: resolve_reference(reference, folder, stage_name=stage.name))
     started = time.monotonic()
     try:
         result = run_stage(stage.kind, settings, out_dir=folder.output_folder(stage.name), choose_model=choose_model)
@@ -142,14 +142,14 @@ def run_and_record(
     screen.print(f"{title}: done in {format_duration(time.monotonic() - started)}", markup=False)
 
 
-def resolve_reference(reference: Reference, folder: PipelineFolder, *, where: str) -> str:
+def resolve_reference(reference: Reference, folder: PipelineFolder, *, stage_name: str) -> str:
     """Path that a reference to a completed stage stands for."""
     if reference.file is not None:
         path = folder.output_folder(reference.stage) / reference.file
         if not path.exists():
             raise StorageError(
-                f"stages.{where}: the output of stage {reference.stage!r} has no {reference.file!r} in {path.parent}; "
-                f"name another file, or run the stage again with --only {reference.stage} --again"
+                f"stages.{stage_name}: stage {reference.stage!r} wrote no {reference.file!r} to {path.parent}, or it "
+                f"was removed; name another file, or run the stage again with --only {reference.stage} --again"
             )
         return str(path)
     done = folder.load_done(reference.stage)
@@ -157,7 +157,7 @@ def resolve_reference(reference: Reference, folder: PipelineFolder, *, where: st
     model = folder.root / done.model
     if not model.exists():
         raise StorageError(
-            f"stages.{where}: the model of stage {reference.stage!r} is missing from {model}; "
+            f"stages.{stage_name}: the model of stage {reference.stage!r} is missing from {model}; "
             f"run the stage again with --only {reference.stage} --again"
         )
     return str(model)
