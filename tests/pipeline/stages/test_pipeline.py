@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 
@@ -10,10 +11,14 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tunesmith.cli import app
+from tunesmith.config import PipelineConfig
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics_file import load_metrics
+from tunesmith.pipeline.session.load_config import build_section
+from tunesmith.pipeline.session.run_folder import take_lock
 from tunesmith.pipeline.stages.folder import PipelineFolder, is_same_stage
 from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
+from tunesmith.storage import RunPaths
 
 MAKER = """
 import json
@@ -288,9 +293,6 @@ def test_a_run_resumes_only_if_the_changed_settings_may_change(copied):
 
 
 def test_two_commands_cannot_write_one_pipeline(workdir):
-    from tunesmith.pipeline.session.run_folder import take_lock
-    from tunesmith.storage import RunPaths
-
     (workdir / "out").mkdir()
     with take_lock(RunPaths(workdir / "out")):
         assert "is being written by process" in run(expected_status=1)
@@ -335,8 +337,6 @@ def test_errors_are_reported_before_any_stage_runs(workdir, overrides, message):
 
 
 def test_missing_packages_are_reported_before_any_stage_runs(workdir, monkeypatch):
-    import importlib.util
-
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in ("wandb", "matplotlib") else find(name)
@@ -393,15 +393,8 @@ def test_a_damaged_stage_record_is_named(copied):
     assert f"{record} is damaged or of another version" in run("--check", expected_status=1)
 
 
-def test_stage_names_must_be_folder_names():
+@pytest.mark.parametrize("name", ["stages", "../x"])
+def test_stage_names_must_be_folder_names(name):
+    stages = {name: {"kind": "function", "function": "a:b"}}
     with pytest.raises(ConfigError, match="cannot name a stage"):
-        load_pipeline_of({"stages": {"kind": "function", "function": "a:b"}})
-    with pytest.raises(ConfigError, match="cannot name a stage"):
-        load_pipeline_of({"../x": {"kind": "function", "function": "a:b"}})
-
-
-def load_pipeline_of(stages):
-    from tunesmith.config import PipelineConfig
-    from tunesmith.pipeline.session.load_config import build_section
-
-    return build_section(PipelineConfig, {"folder": "out", "stages": stages})
+        build_section(PipelineConfig, {"folder": "out", "stages": stages})
