@@ -27,7 +27,7 @@ from tunesmith.pipeline.demo.run import DemoSettings, finetune, load_agent, save
 from tunesmith.storage import load_json_lines
 from tunesmith.tasks.arithmetic import Problem, Split, build_problems
 
-SHARES_FROM_HEAD = {"hard": {1: 0.97, 2: 0.5, 3: 0.0}, "unlocking": {1: 0.9, 2: 0.6, 3: 0.0}}
+SHARES_WITHOUT_TOOL = {"hard": {1: 0.97, 2: 0.5, 3: 0.0}, "unlocking": {1: 0.9, 2: 0.6, 3: 0.0}}
 """Task set -> number of operations -> share of the demonstrations that do not use the tool. In `hard` the model calls
 the tool for one short problem in 33, and training seldom sees it pay; in `unlocking` one in ten is enough to learn."""
 GRADE_OF = {3: "easy", 2: "within reach", 1: "hard"}
@@ -73,7 +73,7 @@ def build_run(root: Path, model: Path, *, num_steps: int) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder to make")
-    parser.add_argument("--task-set", choices=tuple(SHARES_FROM_HEAD), default="hard")
+    parser.add_argument("--task-set", choices=tuple(SHARES_WITHOUT_TOOL), default="hard")
     parser.add_argument("--num-tasks", type=int, default=1200)
     parser.add_argument("--num-held-out", type=int, default=400)
     parser.add_argument("--steps", type=int, default=24)
@@ -83,7 +83,7 @@ def main() -> None:
     agent = load_agent()
     settings = DemoSettings(num_train_tasks=1, num_test_tasks=1)
     base = save_base(root, seed=arguments.seed, settings=settings)
-    demonstrators = partial(agent.build_demonstrations, share_from_head=SHARES_FROM_HEAD[arguments.task_set])
+    demonstrators = partial(agent.build_demonstrations, share_without_tool=SHARES_WITHOUT_TOOL[arguments.task_set])
     model = finetune(
         base,
         type(agent)(workflow=agent.workflow, judge=agent.judge, build_demonstrations=demonstrators),

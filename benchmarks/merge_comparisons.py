@@ -13,7 +13,7 @@ from typing import Any
 
 from tunesmith.pipeline.eval.comparison import ModelResult, compare_results, compute_result
 from tunesmith.pipeline.eval.comparison_table import format_comparison
-from tunesmith.pipeline.eval.sample_scores import load_attempts
+from tunesmith.pipeline.eval.sample_scores import scores_from_json
 from tunesmith.storage import save_text
 
 
@@ -33,7 +33,7 @@ def main() -> None:
         for name, of_set in load_comparison(path).items():
             for label, saved in of_set["models"].items():
                 results.setdefault(name, {})[label] = compute_result(
-                    label, label, load_attempts(saved["tasks"]), seed=arguments.seed, seconds=saved["seconds"],
+                    label, label, scores_from_json(saved["tasks"]), seed=arguments.seed, seconds=saved["seconds"],
                     outcome_key=arguments.outcome_key,
                 )  # fmt: skip
     for name, models in results.items():

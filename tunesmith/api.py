@@ -30,7 +30,7 @@ from tunesmith.pipeline.rl.load_tasks import OwnParts
 from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
 from tunesmith.pipeline.session.load_function import load_functions
 from tunesmith.pipeline.session.policy import BuildModel
-from tunesmith.pipeline.stages.plan import Choice
+from tunesmith.pipeline.stages.plan import StageSelection
 from tunesmith.pipeline.stages.run import run_pipeline
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
@@ -162,7 +162,7 @@ def measure_config(config: RunConfig, *, field: str, num_runs: int, out: str) ->
         )
 
 
-def run_pipeline_config(config: PipelineConfig, *, choice: Choice = Choice()) -> Path:
+def run_pipeline_config(config: PipelineConfig, *, choice: StageSelection = StageSelection()) -> Path:
     """Run the stages that a pipeline file names and that are not done; returns the report."""
     with agent_output(is_shown=False) as switch_output:
 
@@ -170,7 +170,7 @@ def run_pipeline_config(config: PipelineConfig, *, choice: Choice = Choice()) ->
             switch_output(config.rollout.has_agent_output)
             return choose_chat_model(config)
 
-        return run_pipeline(config, choose_model=choose_model, choice=choice)
+        return run_pipeline(config, choose_model=choose_model, selection=choice)
 
 
 def choose_chat_model(config: RunConfig) -> BuildModel:

@@ -220,21 +220,21 @@ def run_pipeline(
     """Prepare, fine-tune, train, evaluate and export as a pipeline file says; what is done is skipped."""
 
     def work() -> None:
-        from tunesmith.pipeline.stages.plan import Choice, load_pipeline, plan_stages
+        from tunesmith.pipeline.stages.plan import StageSelection, load_pipeline, plan_stages
 
-        choice = Choice(only=only, start_from=start_from, is_again=again)
+        selection = StageSelection(only=only, start_from=start_from, is_rerun=again)
         settings = load_pipeline(config, overrides or [])
-        names = ", ".join(stage.name for stage in choice.pick(plan_stages(settings)))
+        names = ", ".join(stage.name for stage in selection.select(plan_stages(settings)))
         if not check:
             typer.echo(f"run: {config} is valid, loading libraries for {names}", err=True)
         from tunesmith.api import run_pipeline_config
         from tunesmith.pipeline.stages.run import check_pipeline
 
         if check:
-            for name, state in check_pipeline(settings, choice=choice).items():
+            for name, state in check_pipeline(settings, selection=selection).items():
                 typer.echo(f"{name}: {state}")
             return
-        report = run_pipeline_config(settings, choice=choice)
+        report = run_pipeline_config(settings, choice=selection)
         typer.echo(report.read_text(encoding="utf-8"))
         typer.echo(f"report: {report}")
 

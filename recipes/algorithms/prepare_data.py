@@ -48,7 +48,7 @@ def main() -> None:
     folder = parser.parse_args().demo
     rng = random.Random(SEED)
     problems = build_problems("train", num_problems=NUM_PROBLEMS, seed=SEED)
-    experts = build_demonstrations(problems, seed=SEED, share_from_head={1: 0.0, 2: 0.0, 3: 0.0})
+    experts = build_demonstrations(problems, seed=SEED, share_without_tool={1: 0.0, 2: 0.0, 3: 0.0})
     pairs = [build_pair(expert, problem.answer, rng) for expert, problem in zip(experts, problems, strict=True)]
     save_rows(folder / "experts.jsonl", experts)
     save_rows(folder / "pairs.jsonl", pairs)

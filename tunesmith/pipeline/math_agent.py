@@ -1,4 +1,4 @@
-"""The calculator agent, under the path that run files name: `tunesmith.pipeline.math_agent:calculator_agent`."""
+"""Stable import path of the calculator agent for run files: `tunesmith.pipeline.math_agent:calculator_agent`."""
 
 from tunesmith.pipeline.prepare.calculator_agent import build_calculator_agent, calculator_agent
 

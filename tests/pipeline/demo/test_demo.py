@@ -1,4 +1,4 @@
-"""The demo at a small size: the path of the big one, and demonstrations in the very words of the agent."""
+"""The demo with small settings, and demonstrations that use the agent's own prompt."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def demo(tmp_path_factory):
     return result, root
 
 
-def test_it_returns_accuracies_and_seconds(demo):
+def test_the_demo_returns_accuracies_and_seconds(demo):
     result, _ = demo
     assert list(result) == ["base", "sft", "rl", "seconds"]
     assert all(0.0 <= result[name] <= 1.0 for name in ("base", "sft", "rl"))
 
 
-def test_it_leaves_models_data_and_the_run(demo):
+def test_the_demo_writes_models_data_and_the_run_folder(demo):
     _, root = demo
     assert {path.name for path in root.iterdir()} == {"base", "data", "demonstrations.jsonl", "sft", "pocket"}
     assert (root / "pocket" / "rl" / "global_step_2" / "model.safetensors").is_file()
 
 
-def test_demonstrations_begin_as_the_agents_prompts_do(demo):
+def test_demonstrations_start_with_the_agents_prompt(demo):
     from tunesmith.pipeline.demo.agent import build_demonstrations
 
     _, root = demo
@@ -63,12 +63,12 @@ def test_demonstrations_begin_as_the_agents_prompts_do(demo):
         assert sample.is_sampled.index(True) == len(prompt_ids)
 
 
-def test_easy_problems_are_oftener_answered_from_the_head():
-    from tunesmith.pipeline.demo.agent import SHARE_FROM_HEAD, build_demonstrations
+def test_easy_problems_are_answered_more_often_without_the_tool():
+    from tunesmith.pipeline.demo.agent import SHARE_WITHOUT_TOOL, build_demonstrations
 
     problems = build_problems("train", num_problems=900, seed=0)
     rows = build_demonstrations(problems, seed=0)
-    for num_operations, share in SHARE_FROM_HEAD.items():
+    for num_operations, share in SHARE_WITHOUT_TOOL.items():
         lengths = [
             len(row["messages"]) for row, p in zip(rows, problems, strict=True) if p.num_operations == num_operations
         ]
@@ -76,7 +76,7 @@ def test_easy_problems_are_oftener_answered_from_the_head():
         assert lengths.count(3) / len(lengths) == pytest.approx(share, abs=0.08)
 
 
-def test_the_tool_answers_as_the_calculator_does():
+def test_the_tool_returns_the_calculators_result():
     from tunesmith.pipeline.demo.agent import calculate, judge_answer
 
     assert read_text({"content": calculate("6 * 7").content}) == "42"

@@ -1,4 +1,4 @@
-"""Several models side by side: what is counted, what is compared, what is left on disk, and going on after a kill."""
+"""Comparisons of several models: estimates, paired differences, files on disk, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from tunesmith.model.load import load_tokenizer
 from tunesmith.pipeline.eval.comparison import compare_quantity, compare_results, compute_result
 from tunesmith.pipeline.eval.comparison_plot import check_plot, save_plot
 from tunesmith.pipeline.eval.comparison_table import format_comparison
-from tunesmith.pipeline.eval.sample_scores import Attempt, AttemptedTask, load_attempts, read_attempts, save_attempts
+from tunesmith.pipeline.eval.sample_scores import (
+    SampleScore,
+    TaskScores,
+    score_groups,
+    scores_from_json,
+    scores_to_json,
+)
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 
 AGENT = """
@@ -27,7 +33,7 @@ from tunesmith.chat.client import create_chat_completion
 async def ask(task, model):
     if Path("stop").exists() and Path("stop").read_text() in model.model_name:
         raise KeyboardInterrupt
-    with Path("asked").open("a") as file:
+    with Path("called").open("a") as file:
         file.write(model.model_name + chr(10))
     completion = await create_chat_completion(model, [{"role": "user", "content": task["question"]}])
     return WorkflowOutput(response=completion.choices[0].message.content)
@@ -37,8 +43,8 @@ async def judge(task, response):
 """
 
 
-def build_attempt(reward, *, failure=None, tokens=3, calls=0, truncated=False, **metrics):
-    return Attempt(
+def build_sample(reward, *, failure=None, tokens=3, calls=0, truncated=False, **metrics):
+    return SampleScore(
         reward=reward,
         metrics=metrics,
         failure=failure,
@@ -51,13 +57,13 @@ def build_attempt(reward, *, failure=None, tokens=3, calls=0, truncated=False, *
 
 
 def build_tasks(*rows):
-    return [AttemptedTask(task_id=f"t/{index}", attempts=tuple(row)) for index, row in enumerate(rows)]
+    return [TaskScores(task_id=f"t/{index}", samples=tuple(row)) for index, row in enumerate(rows)]
 
 
-def test_estimates_are_means_over_tasks_of_means_over_runs():
+def test_estimates_are_means_over_tasks_of_means_over_rollouts():
     tasks = build_tasks(
-        [build_attempt(1.0, accuracy=1.0, tokens=4, truncated=True), build_attempt(0.0, accuracy=0.0, tokens=6)],
-        [build_attempt(0.5, accuracy=1.0, tokens=1), build_attempt(None, failure="judge: none", tokens=9)],
+        [build_sample(1.0, accuracy=1.0, tokens=4, truncated=True), build_sample(0.0, accuracy=0.0, tokens=6)],
+        [build_sample(0.5, accuracy=1.0, tokens=1), build_sample(None, failure="judge: none", tokens=9)],
     )
     found = compute_result("m", "path", tasks, seed=0)
     means = {name: each.mean for name, each in found.estimates.items()}
@@ -69,8 +75,8 @@ def test_estimates_are_means_over_tasks_of_means_over_runs():
     assert found.estimates["reward"].interval == (0.5, 0.5)
 
 
-def test_pass_at_k_takes_the_metric_that_says_whether_a_run_passed():
-    tasks = build_tasks([build_attempt(0.3, accuracy=1.0), build_attempt(0.2, accuracy=0.0)])
+def test_pass_at_k_uses_the_outcome_metric():
+    tasks = build_tasks([build_sample(0.3, accuracy=1.0), build_sample(0.2, accuracy=0.0)])
     assert "pass@2" not in compute_result("m", "path", tasks, seed=0).estimates
     found = compute_result("m", "path", tasks, seed=0, outcome_key="accuracy").estimates
     assert (found["pass@1"].mean, found["pass@2"].mean) == (0.5, 1.0)
@@ -78,9 +84,9 @@ def test_pass_at_k_takes_the_metric_that_says_whether_a_run_passed():
         compute_result("m", "path", tasks, seed=0, outcome_key="exact")
 
 
-def test_models_are_paired_by_task_and_unscored_tasks_are_left_out():
-    before = build_tasks([build_attempt(0.0)], [build_attempt(0.0)], [build_attempt(None, failure="x")])
-    after = build_tasks([build_attempt(1.0)], [build_attempt(0.0)], [build_attempt(1.0)])[::-1]
+def test_models_are_paired_by_task_and_unscored_tasks_are_excluded():
+    before = build_tasks([build_sample(0.0)], [build_sample(0.0)], [build_sample(None, failure="x")])
+    after = build_tasks([build_sample(1.0)], [build_sample(0.0)], [build_sample(1.0)])[::-1]
     found = compare_quantity("reward", before, after, seed=0)
     assert (found.num_better, found.num_worse, found.num_tasks) == (1, 0, 2)
     assert (found.mean, found.p_value, found.test) == (0.5, 1.0, "McNemar")
@@ -90,7 +96,7 @@ def test_models_are_paired_by_task_and_unscored_tasks_are_left_out():
 def build_comparison():
     outcomes = {"base": [0.0] * 12, "sft": [1.0] * 8 + [0.0] * 4, "rl": [1.0] * 10 + [0.0] * 2}
     results = {
-        label: compute_result(label, label, build_tasks(*[[build_attempt(r, tokens=4)] for r in rewards]), seed=0)
+        label: compute_result(label, label, build_tasks(*[[build_sample(r, tokens=4)] for r in rewards]), seed=0)
         for label, rewards in outcomes.items()
     }
     return {"test": compare_results("test", results, seed=0)}
@@ -102,7 +108,7 @@ def test_every_later_model_is_compared_with_every_earlier_one():
     assert contrasts[0].difference.p_value == 2 / 2**8
 
 
-def test_the_table_says_shares_in_percent_and_differences_with_their_test():
+def test_the_table_has_proportions_in_percent_and_differences_with_their_test():
     table = format_comparison(build_comparison()).splitlines()
     assert table[0] == "### test: 12 tasks, 1 run of each"
     assert "| 66.7% (" in next(line for line in table if line.startswith("| reward"))
@@ -115,29 +121,29 @@ def test_the_table_says_shares_in_percent_and_differences_with_their_test():
     assert "McNemar" in contrast
 
 
-def test_a_plot_needs_its_extra(monkeypatch):
+def test_a_plot_requires_matplotlib(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'tunesmith\[plot\]'"):
         check_plot()
 
 
-def test_a_plot_is_a_picture(tmp_path):
+def test_a_plot_is_a_png_file(tmp_path):
     pytest.importorskip("matplotlib")
     save_plot(tmp_path / "x.png", build_comparison())
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plot_shows_models_whose_scores_all_agree(tmp_path):
+def test_a_plot_handles_models_with_equal_scores_on_all_tasks(tmp_path):
     pytest.importorskip("matplotlib")
-    tasks = build_tasks(*([build_attempt(0.05)] * 3 for _ in range(7)))
+    tasks = build_tasks(*([build_sample(0.05)] * 3 for _ in range(7)))
     result = compute_result("m", "m", tasks, seed=0, seconds=1.0)
     low, high = result.estimates["reward"].interval
-    assert not low <= result.estimates["reward"].mean <= high, "rounding puts the interval beside the mean"
+    assert not low <= result.estimates["reward"].mean <= high, "rounding moves the mean out of its interval"
     save_plot(tmp_path / "x.png", {"test": compare_results("test", {"m": result}, seed=0)})
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_attempts_count_tokens_calls_and_turns_that_were_cut_short(pocket_folder):
+def test_sample_scores_count_tokens_tool_calls_and_truncated_turns(pocket_folder):
     tokenizer = load_tokenizer(pocket_folder)
 
     def build_turn(text, stop_reason):
@@ -155,13 +161,13 @@ def test_attempts_count_tokens_calls_and_turns_that_were_cut_short(pocket_folder
         Trajectory(task=task, run_index=0, turns=turns, reward=1.0, metrics={"a": 1}, response_text="2"),
         Trajectory(task=task, run_index=1, turns=turns[:1], reward=None, failure=failure),
     )
-    (found,) = read_attempts([Group(task=task, trajectories=runs)], Renderer(tokenizer))
-    first, second = found.attempts
+    (found,) = score_groups([Group(task=task, trajectories=runs)], Renderer(tokenizer))
+    first, second = found.samples
     assert (first.tool_calls, first.turns, first.truncated) == (2, 2, True)
     assert first.sampled_tokens == sum(len(turn.sampled_ids) for turn in turns)
     assert (second.tool_calls, second.truncated, second.failure) == (2, False, "workflow: broke")
-    assert found.score("a") == 1.0
-    assert load_attempts(json.loads(json.dumps(save_attempts([found])))) == [found]
+    assert found.compute_mean("a") == 1.0
+    assert scores_from_json(json.loads(json.dumps(scores_to_json([found])))) == [found]
 
 
 @pytest.fixture
@@ -196,27 +202,27 @@ def read_outcomes(folder):
     saved = json.loads((folder / "comparison.json").read_text())
     return {
         (name, label): [
-            [attempt["response"] for attempt in task["attempts"]] for task in saved[name]["models"][label]["tasks"]
+            [sample["response"] for sample in task["attempts"]] for task in saved[name]["models"][label]["tasks"]
         ]
         for name in saved
         for label in saved[name]["models"]
     }
 
 
-def test_a_file_that_names_models_is_one_command(workplace):
+def test_an_evaluation_file_compares_its_models_on_every_set(workplace):
     output = run_eval("eval.yaml", "--out", "out", "--samples", "2").output
     saved = json.loads((workplace / "out/comparison.json").read_text())
     assert (workplace / "out/comparison.md").read_text().strip() in output
     assert list(saved) == ["a", "b"]
-    for of_set in saved.values():
-        first, second = of_set["models"]["first"], of_set["models"]["second"]
-        assert first["estimates"] == second["estimates"], "the same weights with the same draws"
-        accuracies = [[attempt["metrics"]["accuracy"] for attempt in task["attempts"]] for task in first["tasks"]]
+    for set_comparison in saved.values():
+        first, second = set_comparison["models"]["first"], set_comparison["models"]["second"]
+        assert first["estimates"] == second["estimates"], "equal weights and seeds"
+        accuracies = [[sample["metrics"]["accuracy"] for sample in task["attempts"]] for task in first["tasks"]]
         assert first["estimates"]["accuracy"]["mean"] == pytest.approx(
             statistics.fmean(statistics.fmean(each) for each in accuracies)
         )
         assert first["num_runs"] == 6
-        assert {each["difference"]["p_value"] for each in of_set["contrasts"]} == {1.0}
+        assert {each["difference"]["p_value"] for each in set_comparison["contrasts"]} == {1.0}
     assert not (workplace / "out/parts").exists()
 
 
@@ -228,33 +234,33 @@ def test_a_run_file_with_labelled_models_gives_the_same_numbers(workplace):
     assert read_outcomes(workplace / "third")["a", "first"] != read_outcomes(workplace / "out")["a", "first"]
 
 
-def test_greedy_runs_of_one_task_are_alike(workplace):
+def test_greedy_rollouts_of_one_task_are_equal(workplace):
     run_eval("run.yaml", "--temperature", "0", "--samples", "3", "--out", "out")
     assert all(len(set(task)) == 1 for task in read_outcomes(workplace / "out")["a", "one"])
 
 
-def test_a_killed_evaluation_goes_on_with_what_was_not_tried(workplace):
+def test_a_killed_evaluation_resumes_with_the_models_not_yet_evaluated(workplace):
     run_eval("eval.yaml", "--out", "whole")
-    (workplace / "asked").unlink()
+    (workplace / "called").unlink()
     (workplace / "stop").write_text("two")
     run_eval("eval.yaml", "--out", "killed", expected_status=130)
     assert not (workplace / "killed/comparison.json").exists()
-    assert set((workplace / "asked").read_text().split()) == {str(workplace / "one")}
-    (workplace / "asked").unlink()
+    assert set((workplace / "called").read_text().split()) == {str(workplace / "one")}
+    (workplace / "called").unlink()
     (workplace / "stop").unlink()
     run_eval("eval.yaml", "--out", "killed")
-    assert set((workplace / "asked").read_text().split()) == {str(workplace / "two")}
+    assert set((workplace / "called").read_text().split()) == {str(workplace / "two")}
     assert read_outcomes(workplace / "killed") == read_outcomes(workplace / "whole")
 
 
-def test_a_comparison_of_other_models_is_not_written_over(workplace):
+def test_a_comparison_of_other_models_is_not_overwritten(workplace):
     run_eval("eval.yaml", "--out", "out")
-    told = (workplace / "out/comparison.md").read_text()
+    table = (workplace / "out/comparison.md").read_text()
     failed = run_eval("run.yaml", "--model", "first=two", "--out", "out", expected_status=1)
     assert "holds a comparison of other models (first, second)" in failed.output
-    assert (workplace / "out/comparison.md").read_text() == told
+    assert (workplace / "out/comparison.md").read_text() == table
     run_eval("eval.yaml", "--out", "out", "--seed", "5")
-    assert (workplace / "out/comparison.md").read_text() != told
+    assert (workplace / "out/comparison.md").read_text() != table
 
 
 @pytest.mark.parametrize(
@@ -269,13 +275,13 @@ def test_a_comparison_of_other_models_is_not_written_over(workplace):
         (["run.yaml", "--plot"], "plot"),
     ],
 )
-def test_bad_input_is_one_sentence_and_nothing_is_tried(workplace, arguments, message):
+def test_invalid_input_is_one_sentence_and_no_model_is_evaluated(workplace, arguments, message):
     result = run_eval(*arguments, expected_status=1)
     assert message in result.output
-    assert not (workplace / "asked").exists()
+    assert not (workplace / "called").exists()
 
 
-def test_an_empty_folder_is_no_model(workplace):
+def test_an_empty_folder_is_not_a_model(workplace):
     (workplace / "empty").mkdir()
     from tunesmith.pipeline.eval.compare import find_model
 

@@ -1,4 +1,4 @@
-"""Pass rates of a model become a field of the training set; a measurement that was cut short goes on."""
+"""Pass rates of a model are written as a field of the training set; a killed measurement resumes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_rows_get_their_clipped_pass_rate_and_failures_are_left_out(measure):
+def test_rows_get_clipped_pass_rates_and_rows_without_a_score_are_omitted(measure):
     result = measure()
     assert [row["rate"] for row in read(result.path)] == [0.0, 1.0, 1.0, 0.0]
     assert read(result.path)[1]["question"] == "1 apples"
@@ -59,24 +59,24 @@ def test_rows_get_their_clipped_pass_rate_and_failures_are_left_out(measure):
     assert sorted(p.suffix for p in result.path.parent.glob("out*")) == [".jsonl"]
 
 
-def test_a_measurement_that_was_cut_short_goes_on_after_the_last_whole_batch(measure, tmp_path):
-    tried = []
+def test_a_killed_measurement_resumes_after_the_last_complete_batch(measure, tmp_path):
+    measured = []
 
-    async def watch(task, model):
-        tried.append(task["number"])
+    async def recording_ask(task, model):
+        measured.append(task["number"])
         return await ask(task, model)
 
     (tmp_path / "out.jsonl.part").write_text("[[0, 0.5], [1, 0.25]]\n[[2, 0.")
-    result = measure(workflow=watch)
-    assert sorted(set(tried)) == [2, 3, 4]
+    result = measure(workflow=recording_ask)
+    assert sorted(set(measured)) == [2, 3, 4]
     assert [row["rate"] for row in read(result.path)] == [0.5, 0.25, 1.0, 0.0]
 
 
-def test_what_is_there_already_is_not_written_over(measure, tmp_path):
-    with pytest.raises(DataError, match="a field 'number' already"):
+def test_existing_fields_and_files_are_not_overwritten(measure, tmp_path):
+    with pytest.raises(DataError, match="already have a field 'number'"):
         measure(field="number")
     (tmp_path / "out.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         measure()
     (tmp_path / "other.jsonl.part").write_text("[[0, 0.5]]\n[[1, 0.5]]\n")
     with pytest.raises(ConfigError, match="another algorithm.batch_size"):

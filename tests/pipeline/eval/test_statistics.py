@@ -1,4 +1,4 @@
-"""Statistics against numbers worked by hand, closed formulas, and scipy where it is installed."""
+"""Statistics compared with numbers worked out by hand, closed formulas, and scipy if it is installed."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from hypothesis import strategies as st
 
 from tunesmith.pipeline.eval import statistics as significance
 from tunesmith.pipeline.eval.statistics import (
+    choose_pass_at_k,
     compare_paired,
     compute_bootstrap_interval,
     compute_pass_at_k,
     compute_sign_test,
-    list_powers,
 )
 
 
-def test_bootstrap_interval_is_near_the_normal_one():
+def test_bootstrap_interval_is_close_to_the_normal_approximation():
     low, high = compute_bootstrap_interval([1.0] * 60 + [0.0] * 40, seed=0)
     assert low == pytest.approx(0.6 - 1.96 * 0.049, abs=0.011)
     assert high == pytest.approx(0.6 + 1.96 * 0.049, abs=0.011)
 
 
-def test_bootstrap_of_three_scores_is_the_exact_one():
+def test_bootstrap_of_three_scores_matches_the_exact_distribution():
     """All 27 equally likely resamples of (0, 0, 1) give means 0 (8/27), 1/3 (12/27), 2/3 (6/27) and 1 (1/27)."""
     assert compute_bootstrap_interval([0.0, 0.0, 1.0], seed=3) == (0.0, pytest.approx(1.0))
     assert compute_bootstrap_interval([0.5] * 3, seed=3) == (0.5, 0.5)
 
 
-def test_bootstrap_does_not_depend_on_how_many_draws_are_made_at_once(monkeypatch):
+def test_bootstrap_does_not_depend_on_the_chunk_size_of_its_draws(monkeypatch):
     scores = [random.Random(1).random() for _ in range(7)]
     expected = compute_bootstrap_interval(scores, seed=5)
     monkeypatch.setattr(significance, "MAX_DRAWS_AT_ONCE", 7 * 1000)
@@ -61,11 +61,11 @@ def test_bootstrap_agrees_with_scipy():
         (9, 1, 2 * (1 + 10) / 1024),
     ],
 )
-def test_sign_test_on_splits_worked_by_hand(num_better, num_worse, p_value):
+def test_sign_test_on_splits_worked_out_by_hand(num_better, num_worse, p_value):
     assert compute_sign_test(num_better, num_worse) == pytest.approx(p_value, rel=1e-15)
 
 
-def test_sign_test_is_exact_for_many_pairs_and_near_the_normal_one():
+def test_sign_test_is_exact_for_many_pairs_and_close_to_the_normal_approximation():
     z = (700 - 600 - 1) / math.sqrt(1300)
     assert compute_sign_test(700, 600) == pytest.approx(math.erfc(z / math.sqrt(2)), rel=0.01)
     assert 0 < compute_sign_test(1000, 0) == 2.0**-999
@@ -80,17 +80,17 @@ def test_sign_test_agrees_with_scipy(num_better, num_worse):
 
 
 @given(st.integers(1, 9), st.data())
-def test_pass_at_k_is_the_share_of_subsets_with_a_pass(num_samples, data):
+def test_pass_at_k_is_the_fraction_of_subsets_with_a_pass(num_samples, data):
     num_passed = data.draw(st.integers(0, num_samples))
     k = data.draw(st.integers(1, num_samples))
-    runs = [1] * num_passed + [0] * (num_samples - num_passed)
-    subsets = list(itertools.combinations(runs, k))
+    outcomes = [1] * num_passed + [0] * (num_samples - num_passed)
+    subsets = list(itertools.combinations(outcomes, k))
     expected = sum(any(each) for each in subsets) / len(subsets)
     found = compute_pass_at_k(num_samples=num_samples, num_passed=num_passed, k=k)
     assert found == pytest.approx(expected, abs=1e-15)
 
 
-def test_pass_at_k_of_the_published_product_form():
+def test_pass_at_k_equals_the_published_product_form():
     """Chen et al. (2021) compute 1 - prod(1 - k / i for i in n-c+1 .. n)."""
     expected = 1.0 - math.prod(1.0 - 10 / i for i in range(200 - 7 + 1, 200 + 1))
     assert compute_pass_at_k(num_samples=200, num_passed=7, k=10) == pytest.approx(expected, rel=1e-12)
@@ -101,11 +101,11 @@ def test_pass_at_k_needs_k_samples():
         compute_pass_at_k(num_samples=4, num_passed=1, k=5)
 
 
-def test_the_k_of_pass_at_k():
-    assert [list_powers(n) for n in (1, 2, 5, 8)] == [(1,), (1, 2), (1, 2, 4, 5), (1, 2, 4, 8)]
+def test_pass_at_k_is_reported_for_powers_of_two_and_the_number_of_samples():
+    assert [choose_pass_at_k(n) for n in (1, 2, 5, 8)] == [(1,), (1, 2), (1, 2, 4, 5), (1, 2, 4, 8)]
 
 
-def test_paired_scores_of_zero_and_one_go_to_mcnemar():
+def test_paired_binary_scores_use_mcnemars_test():
     before = [0.0] * 8 + [1.0] * 12
     after = [1.0] * 6 + [0.0] * 2 + [1.0] * 10 + [0.0] * 2
     found = compare_paired(before, after, seed=0)
@@ -116,15 +116,15 @@ def test_paired_scores_of_zero_and_one_go_to_mcnemar():
     assert found.interval == pytest.approx((0.2 - 1.96 * spread, 0.2 + 1.96 * spread), abs=0.03)
 
 
-def test_paired_scores_that_are_means_go_to_the_sign_test():
+def test_paired_mean_scores_use_the_sign_test():
     found = compare_paired([0.25, 0.5, 1.0, 0.0], [0.5, 0.75, 1.0, 0.25], seed=0)
     assert (found.num_better, found.num_worse, found.test) == (3, 0, "sign")
     assert found.p_value == 0.25
     assert found.mean == pytest.approx(0.1875)
 
 
-def test_pairing_sees_what_two_intervals_hide():
-    """Tasks differ far more than models: the intervals overlap, the paired one is clear of zero."""
+def test_the_paired_interval_resolves_differences_that_single_intervals_do_not():
+    """Tasks differ far more than models: the single intervals overlap, the paired interval excludes zero."""
     before = [random.Random(i).random() for i in range(50)]
     after = [score + 0.05 for score in before]
     assert compute_bootstrap_interval(before, seed=0)[1] > compute_bootstrap_interval(after, seed=0)[0]

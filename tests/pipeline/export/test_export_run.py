@@ -1,4 +1,4 @@
-"""Exports: whole folders or none, equal to their source, and errors before anything is written."""
+"""Exports: complete folders or none, equal to their source; errors before anything is written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def list_tree(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
-def test_an_hf_folder_is_the_source_bit_for_bit(source, tmp_path):
+def test_an_hf_folder_equals_its_source_bit_for_bit(source, tmp_path):
     report = run_export(ExportSection(path=str(source)), out_dir=tmp_path / "out")
     assert (report.folder, report.hf, report.gguf) == (tmp_path / "out", tmp_path / "out" / "hf", {})
     assert report.name == "tiny-smollm" and report.adapter is None
@@ -59,7 +59,7 @@ def test_an_hf_folder_is_the_source_bit_for_bit(source, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_weights_are_stored_in_the_type_asked_for(name, source, tmp_path):
+def test_weights_are_stored_in_the_requested_type(name, source, tmp_path):
     report = run_export(ExportSection(path=str(source), dtype=name), out_dir=tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(report.hf, dtype="auto")
     rounded = AutoModelForCausalLM.from_pretrained(source).to(getattr(torch, name))
@@ -68,14 +68,14 @@ def test_weights_are_stored_in_the_type_asked_for(name, source, tmp_path):
         assert torch.equal(loaded.state_dict()[key], value)
 
 
-def test_the_stored_type_is_kept(tmp_path):
+def test_the_type_of_the_source_is_the_default(tmp_path):
     folder = save_tiny("qwen2", tmp_path / "model-bf16", dtype=torch.bfloat16)
     report = run_export(ExportSection(path=str(folder)), out_dir=tmp_path / "out")
     assert AutoModelForCausalLM.from_pretrained(report.hf, dtype="auto").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["smollm", "qwen3"])
-def test_gguf_files_are_written_for_each_type(name, tmp_path):
+def test_one_gguf_file_is_written_per_type(name, tmp_path):
     pytest.importorskip("gguf")
     folder = save_tiny(name, tmp_path / "tiny")
     settings = ExportSection(path=str(folder), formats=("gguf",), gguf_types=("f32", "f16", "q8_0"), name="mine")
@@ -88,7 +88,7 @@ def test_gguf_files_are_written_for_each_type(name, tmp_path):
     assert torch.allclose(compute_logits(loaded), compute_logits(build_random_model(CONFIGS[name])), atol=1e-5)
 
 
-def test_four_bits_leave_no_larger_file_behind(source, tmp_path):
+def test_quantisation_leaves_no_temporary_file(source, tmp_path):
     pytest.importorskip("llama_cpp")
     settings = ExportSection(path=str(source), formats=("gguf",), gguf_types=("q4_k_m",))
     report = run_export(settings, out_dir=tmp_path / "out")
@@ -99,7 +99,7 @@ def test_four_bits_leave_no_larger_file_behind(source, tmp_path):
     assert report.checks["gguf/tiny-smollm-q4_k_m.gguf"]["kl_mean"] < 0.5
 
 
-def test_files_are_written_and_not_compared_without_llama_cpp(source, tmp_path, monkeypatch):
+def test_without_llama_cpp_files_are_written_and_not_compared(source, tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     monkeypatch.setattr(export_gguf, "has_llama_cpp", lambda: False)
     settings = ExportSection(path=str(source), formats=("gguf",))
@@ -110,7 +110,7 @@ def test_files_are_written_and_not_compared_without_llama_cpp(source, tmp_path, 
 
 
 def build_adapter(base: Path, folder: Path) -> PreTrainedModel:
-    """A PEFT adapter with weights that matter, saved; the model with the adapter live."""
+    """Save a PEFT adapter with non-zero weights; return the model with the adapter active."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
@@ -122,7 +122,7 @@ def build_adapter(base: Path, folder: Path) -> PreTrainedModel:
     return model
 
 
-def test_an_adapter_is_exported_as_it_is_and_merged(source, tmp_path):
+def test_an_adapter_is_exported_unmerged_and_merged(source, tmp_path):
     expected = compute_logits(build_adapter(source, tmp_path / "solver"))
     settings = ExportSection(path=str(tmp_path / "solver"), formats=("hf", "adapter"))
     report = run_export(settings, out_dir=tmp_path / "out")
@@ -142,7 +142,7 @@ def test_an_adapter_of_another_base_is_refused(source, tmp_path):
     other = save_tiny("qwen3", tmp_path / "other")
     with pytest.raises(ModelError, match="for another base than"):
         run_export(ExportSection(path=str(tmp_path / "solver"), base_path=str(other)), out_dir=tmp_path / "out")
-    with pytest.raises(ConfigError, match="formats holds adapter, but path=.* is a whole model"):
+    with pytest.raises(ConfigError, match="formats holds adapter, but path=.* is a full model"):
         run_export(ExportSection(path=str(source), formats=("adapter",)), out_dir=tmp_path / "out")
 
 
@@ -177,7 +177,7 @@ def save_run(root: Path, *, steps: tuple[int, ...]) -> None:
         )
 
 
-def test_a_run_folder_means_its_last_checkpoint(tmp_path):
+def test_a_run_folder_stands_for_its_last_checkpoint(tmp_path):
     save_run(tmp_path / "my run", steps=(2, 10))
     report = run_export(ExportSection(path=str(tmp_path / "my run")), out_dir=tmp_path / "out")
     expected = compute_logits(build_random_model(CONFIGS["qwen2"], seed=10))
@@ -186,7 +186,7 @@ def test_a_run_folder_means_its_last_checkpoint(tmp_path):
     assert not (report.hf / "trainer").exists() and not (report.hf / "DONE.json").exists()
 
 
-def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path):
+def test_an_incomplete_checkpoint_is_refused(tmp_path):
     save_run(tmp_path / "run", steps=(1,))
     checkpoint = tmp_path / "run" / "global_step_1"
     with (checkpoint / "model.safetensors").open("r+b") as file:
@@ -204,7 +204,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_same_export_again_is_found_and_another_is_refused(source, tmp_path):
+def test_an_existing_export_is_reused_and_another_is_refused(source, tmp_path):
     copy = shutil.copytree(source, tmp_path / "model-a")
     settings = ExportSection(path=str(copy))
     first = run_export(settings, out_dir=tmp_path / "out")
@@ -218,7 +218,7 @@ def test_the_same_export_again_is_found_and_another_is_refused(source, tmp_path)
         run_export(settings, out_dir=tmp_path / "out")
 
 
-def test_a_damaged_export_is_not_taken_for_whole(source, tmp_path):
+def test_a_damaged_export_is_an_error(source, tmp_path):
     settings = ExportSection(path=str(source))
     report = run_export(settings, out_dir=tmp_path / "out")
     (report.hf / "tokenizer.json").unlink()
@@ -226,7 +226,7 @@ def test_a_damaged_export_is_not_taken_for_whole(source, tmp_path):
         run_export(settings, out_dir=tmp_path / "out")
 
 
-def test_folders_of_others_are_left_alone(source, tmp_path):
+def test_folders_with_other_files_are_left_unchanged(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("keep", encoding="utf-8")
     with pytest.raises(StorageError, match="already holds something else: choose another folder"):
@@ -234,7 +234,7 @@ def test_folders_of_others_are_left_alone(source, tmp_path):
     assert (tmp_path / "out" / "thesis.txt").read_text() == "keep"
 
 
-def test_what_a_killed_export_left_is_swept_away_and_living_ones_stay(source, tmp_path):
+def test_temporary_folders_of_killed_exports_are_removed_and_of_running_ones_kept(source, tmp_path):
     dead, living = tmp_path / "out.tmp-99999999", tmp_path / f"out.tmp-{os.getppid()}"
     for folder in (dead, living):
         (folder / "hf").mkdir(parents=True)
@@ -246,43 +246,43 @@ def test_what_a_killed_export_left_is_swept_away_and_living_ones_stay(source, tm
     ("formats", "gguf_types"),
     [(("hf",), ("f16",)), (("gguf",), ("f32",)), (("gguf",), ("q8_0",)), (("gguf",), ("q4_k_m",))],
 )
-def test_a_disk_that_fills_up_leaves_nothing(formats, gguf_types, source, tmp_path):
+def test_a_full_disk_leaves_no_partial_output(formats, gguf_types, source, tmp_path):
     if "gguf" in formats:
         pytest.importorskip("llama_cpp" if gguf_types == ("q4_k_m",) else "gguf")
-    given = {"path": str(source), "formats": formats, "has_verification": False}
-    settings = ExportSection(**given | ({"gguf_types": gguf_types} if "gguf" in formats else {}))
+    values = {"path": str(source), "formats": formats, "has_verification": False}
+    settings = ExportSection(**values | ({"gguf_types": gguf_types} if "gguf" in formats else {}))
     with full_disk(60_000), pytest.raises(StorageError, match="cannot write|could not quantise"):
         run_export(settings, out_dir=tmp_path / "out")
     assert list_tree(tmp_path) == []
 
 
-def test_too_little_space_is_said_before_writing(source, tmp_path, monkeypatch):
+def test_too_little_space_is_an_error_before_writing(source, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**6, 10**6, 0))
     with pytest.raises(StorageError, match="bytes\\) are needed and 0.00 GiB are free"):
         run_export(ExportSection(path=str(source)), out_dir=tmp_path / "out")
     assert list_tree(tmp_path) == []
 
 
-def test_what_gguf_cannot_hold_is_said_before_anything_is_written(pocket_folder, tmp_path):
+def test_unsupported_gguf_models_are_refused_before_anything_is_written(pocket_folder, tmp_path):
     pytest.importorskip("gguf")
     settings = ExportSection(path=pocket_folder, formats=("hf", "gguf"))
-    with pytest.raises(ModelError, match="splits text in a way that is none of llama.cpp's"):
+    with pytest.raises(ModelError, match="split rules match no supported pre-tokenizer of llama.cpp"):
         run_export(settings, out_dir=tmp_path / "out")
     build_random_model(OTHER_CONFIGS["gemma"]).save_pretrained(tmp_path / "gemma")
     build_tokenizer("gpt-2").save_pretrained(tmp_path / "gemma")
-    (tmp_path / "gemma" / "model.safetensors").write_text("weights that nobody reads", encoding="utf-8")
+    (tmp_path / "gemma" / "model.safetensors").write_text("not weights", encoding="utf-8")
     settings = ExportSection(path=str(tmp_path / "gemma"), formats=("hf", "gguf"))
     with pytest.raises(ModelError, match="'gemma' cannot be written as GGUF"):
         run_export(settings, out_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_the_pocket_model_is_exported_as_a_folder(pocket_folder, tmp_path):
+def test_the_pocket_model_is_exported_as_an_hf_folder(pocket_folder, tmp_path):
     report = run_export(ExportSection(path=pocket_folder), out_dir=tmp_path / "out")
     assert report.checks["hf"]["max_logit_difference"] == 0.0 and report.name == "pocket"
 
 
-def test_broken_weights_are_refused(source, tmp_path):
+def test_weights_that_are_not_finite_are_refused(source, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(source)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
@@ -304,7 +304,7 @@ def test_quantised_weights_are_refused(source, tmp_path):
 
 def test_a_name_that_llama_cpp_misreads_is_refused(source, tmp_path):
     settings = ExportSection(path=str(source), formats=("gguf",), name="student-of-Phi-3")
-    with pytest.raises(ModelError, match="takes a model named 'student-of-Phi-3' for a Phi-3; set another name"):
+    with pytest.raises(ModelError, match="treats a model named 'student-of-Phi-3' as a Phi-3; set another name"):
         run_export(settings, out_dir=tmp_path / "out")
 
 
@@ -334,13 +334,13 @@ def test_paths_without_a_model_are_refused(path, message, tmp_path, monkeypatch)
         ({"gguf_type": ["f16"]}, "did you mean 'gguf_types'?"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(values, message):
+def test_invalid_settings_are_refused(values, message):
     with pytest.raises(ConfigError) as raised:
         build_section(ExportSection, {"path": "m"} | values)
     assert message in str(raised.value)
 
 
-def test_the_command_exports_and_says_what_it_compared(source, tmp_path):
+def test_the_command_exports_and_prints_the_comparison(source, tmp_path):
     result = CliRunner().invoke(app, ["export", str(source), "--out", str(tmp_path / "out"), "--set", "license=mit"])
     assert result.exit_code == 0, result.output
     assert "exported tiny-smollm" in result.output and "hf: num_tokens=" in result.output

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what they say of a configuration, and which configurations they refuse."""
+"""Architecture metadata of GGUF files, and the configs that are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tunesmith.errors import ModelError
 from tunesmith.pipeline.export.gguf.architecture import describe_architecture
 
 
-def test_a_llama_header_says_every_size():
+def test_llama_metadata_has_every_size():
     described = describe_architecture(CONFIGS["smollm"])
     assert described.name == "llama" and described.is_rotated_in_pairs and described.has_tied_embeddings
     assert described.fields == {
@@ -24,21 +24,21 @@ def test_a_llama_header_says_every_size():
     }  # fmt: skip
 
 
-def test_heads_may_be_wider_than_the_hidden_size_divided():
+def test_the_head_size_may_exceed_the_hidden_size_per_head():
     fields = describe_architecture(CONFIGS["qwen3"]).fields
     assert fields["attention.key_length"] == fields["rope.dimension_count"] == 128
     assert not describe_architecture(CONFIGS["qwen3"]).is_rotated_in_pairs
 
 
 def compute_llama3_factor(wavelength: float) -> float:
-    """Llama 3.1's rule: long waves are stretched by 8, short ones kept, between them a blend of the two frequencies."""
+    """Llama 3.1's rule: long wavelengths are scaled by 8, short ones kept, and interpolated in between."""
     turns = LLAMA3_ROPE["original_max_position_embeddings"] / wavelength
     if turns > 4:
         return 1.0
     if turns < 1:
         return 8.0
-    blend = (turns - 1) / (4 - 1)
-    return 1 / ((1 - blend) / 8 + blend)
+    weight = (turns - 1) / (4 - 1)
+    return 1 / ((1 - weight) / 8 + weight)
 
 
 def test_llama3_scaling_becomes_a_divisor_for_each_frequency():
@@ -48,7 +48,7 @@ def test_llama3_scaling_becomes_a_divisor_for_each_frequency():
     assert factors[0] == 1.0 and factors[-1] == pytest.approx(8.0) and any(1.01 < factor < 7.9 for factor in factors)
 
 
-def test_linear_and_yarn_scaling_are_named():
+def test_linear_and_yarn_scaling_have_their_fields():
     assert describe_architecture(CONFIGS["llama-biased"]).fields["rope.scaling.type"] == "linear"
     fields = describe_architecture(CONFIGS["qwen2-yarn"]).fields
     assert fields["rope.scaling.type"] == "yarn" and fields["rope.scaling.factor"] == 4.0
@@ -58,7 +58,7 @@ def test_linear_and_yarn_scaling_are_named():
 @pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "mistral", "phi3"])
 def test_other_architectures_are_refused_by_name(name):
     with pytest.raises(
-        ModelError, match=r"cannot be written as GGUF; known: llama, smollm3, qwen2, qwen3.*out of formats"
+        ModelError, match=r"cannot be written as GGUF; supported: llama, smollm3, qwen2, qwen3.*gguf from formats"
     ):
         describe_architecture(OTHER_CONFIGS[name])
 
@@ -75,7 +75,7 @@ def test_a_model_without_rotary_positions_is_refused():
         (Qwen2Config(**SIZES, use_sliding_window=True, max_window_layers=1), "sliding-window attention"),
         (Qwen3Config(**SIZES, attention_bias=True), "attention_bias"),
         (SmolLM3Config(**SIZES, mlp_bias=True), "mlp_bias"),
-        (SmolLM3Config(**SIZES, no_rope_layer_interval=2), "layers without positions elsewhere"),
+        (SmolLM3Config(**SIZES, no_rope_layer_interval=2), "layers without rotary embedding other than"),
         (
             LlamaConfig(**SIZES, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
             "partial_rotary_factor",

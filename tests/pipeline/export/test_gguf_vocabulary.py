@@ -1,4 +1,4 @@
-"""Tokenizers as GGUF holds them, and those that it cannot hold."""
+"""Vocabularies of GGUF files, and tokenizers that GGUF cannot represent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG = CONFIGS["smollm"]
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "smollm", "qwen2", "llama-bpe", "smaug-bpe"])
-def test_splitting_is_recognised_by_its_rules(name):
+def test_pre_tokenizers_are_recognised_by_their_split_rules(name):
     assert describe_vocabulary(build_tokenizer(name), CONFIG).pre_tokenizer == name
 
 
@@ -45,7 +45,7 @@ def test_every_embedding_has_a_token_with_its_type():
     assert [merge.split(" ") for merge in described.merges] == merges and len(merges) > 20
 
 
-def test_special_ids_and_templates_are_kept():
+def test_special_ids_and_chat_templates_are_kept():
     described = describe_vocabulary(build_tokenizer("llama-bpe"), CONFIG, end_ids=[2, 0, 1])
     assert described.has_bos and not described.has_eos
     assert described.special_ids == {"bos": 0, "eos": 2, "pad": 0, "eot": 0, "eom": 1}
@@ -58,19 +58,19 @@ def test_the_tokenizers_of_transformers_are_recognised():
     assert describe_vocabulary(GPT2Tokenizer(vocabulary, merges), CONFIG).pre_tokenizer == "gpt-2"
 
 
-def test_a_tokenizer_without_a_beginning_names_one_that_is_never_added():
+def test_a_tokenizer_without_bos_names_its_eos_and_never_adds_it():
     described = describe_vocabulary(build_tokenizer("smollm"), CONFIG)
     assert not described.has_bos and described.special_ids["bos"] == described.special_ids["eos"] == 2
 
 
-def test_more_ends_than_gguf_has_room_for_are_refused():
+def test_more_end_ids_than_gguf_can_store_are_refused():
     with pytest.raises(ModelError, match=r"\[0, 1, 5\] besides 2"):
         describe_vocabulary(build_tokenizer("smollm"), CONFIG, end_ids=[0, 1, 5])
 
 
 def test_the_pocket_tokenizer_is_refused():
     with pytest.raises(
-        ModelError, match=r"none of llama.cpp's known to us \(gpt-2, smollm, qwen2, llama-bpe, smaug-bpe\)"
+        ModelError, match=r"no supported pre-tokenizer of llama.cpp \(gpt-2, smollm, qwen2, llama-bpe, smaug-bpe\)"
     ):
         describe_vocabulary(build_pocket_tokenizer(), CONFIG)
 
@@ -85,31 +85,31 @@ def test_the_pocket_tokenizer_is_refused():
         Whitespace(),
     ],
 )
-def test_another_order_or_kind_of_splits_is_refused(change):
+def test_other_split_rules_are_refused(change):
     tokenizer = build_tokenizer("smollm")
     tokenizer.backend_tokenizer.pre_tokenizer = change
-    with pytest.raises(ModelError, match="splits text in a way"):
+    with pytest.raises(ModelError, match="split rules match no supported"):
         describe_vocabulary(tokenizer, CONFIG)
 
 
-def test_merges_that_whole_words_skip_are_refused_where_llama_cpp_does_not_skip_them():
+def test_ignore_merges_is_refused_where_llama_cpp_does_not_support_it():
     tokenizer = build_tokenizer("smollm")
     tokenizer.backend_tokenizer.model.ignore_merges = True
-    with pytest.raises(ModelError, match="splits text in a way"):
+    with pytest.raises(ModelError, match="split rules match no supported"):
         describe_vocabulary(tokenizer, CONFIG)
 
 
-def test_normalisers_other_than_composition_are_refused():
+def test_normalisers_other_than_nfc_are_refused():
     tokenizer = build_tokenizer("smollm")
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     with pytest.raises(ModelError, match="the normaliser Lowercase"):
         describe_vocabulary(tokenizer, CONFIG)
 
 
-def test_tokens_that_swallow_spaces_are_refused():
+def test_added_tokens_that_strip_spaces_are_refused():
     tokenizer = build_tokenizer("smollm")
     tokenizer.add_tokens([AddedToken("<mask>", lstrip=True)])
-    with pytest.raises(ModelError, match=r"take the spaces beside them.*<mask>"):
+    with pytest.raises(ModelError, match=r"strip adjacent spaces.*<mask>"):
         describe_vocabulary(tokenizer, CONFIG)
 
 
@@ -120,11 +120,11 @@ def test_other_kinds_of_tokenizers_are_refused(model):
     backend = Tokenizer(model)
     backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    with pytest.raises(ModelError, match="GGUF cannot say so"):
+    with pytest.raises(ModelError, match="GGUF cannot represent it"):
         describe_vocabulary(tokenizer, CONFIG)
 
 
-def test_text_that_gets_other_tokens_than_its_ends_is_refused():
+def test_added_tokens_other_than_bos_and_eos_are_refused():
     tokenizer = build_tokenizer("smollm")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A <|im_start|>", special_tokens=[("<|im_start|>", 1)]
@@ -157,13 +157,13 @@ def test_the_pocket_tokenizer_for_gguf_is_recognised():
         (["\u00c2", "\u00bd"], True),
     ],
 )
-def test_merges_that_may_hold_a_digit_are_found(merge, expected):
+def test_merges_that_may_contain_a_digit_are_found(merge, expected):
     assert has_merged_digits([["a", "b"], merge]) is expected
     assert has_merged_digits(["a b", " ".join(merge)]) is expected
 
 
-def test_digits_alone_with_merges_over_other_characters_are_refused():
+def test_single_digit_splits_with_merged_multi_byte_digits_are_refused():
     tokenizer = build_pocket_tokenizer("\u00bd\u00bd \u00bd\u00bd\n" * 50, is_for_gguf=True)
     config = build_pocket_model(tokenizer, hidden_size=96, num_layers=1).config
-    with pytest.raises(ModelError, match="splits text in a way"):
+    with pytest.raises(ModelError, match="split rules match no supported"):
         describe_vocabulary(tokenizer, config)

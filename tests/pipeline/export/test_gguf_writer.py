@@ -1,4 +1,4 @@
-"""GGUF files read back: by the gguf package value by value, by transformers logit by logit."""
+"""GGUF files read back: values by the gguf package, logits by transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IDS = torch.tensor([[1, 17, 300, 5, 42, 42, 99, 260, 8, 2, 31]])
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Values by name in float32."""
+    """Tensor values by name, in float32."""
     tensors = gguf.GGUFReader(path).tensors
     return {t.name: gguf.dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in tensors}
 
@@ -40,13 +40,13 @@ def compute_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["smollm", "qwen2", "qwen3"])
-def test_transformers_loads_the_file_to_the_same_logits(name, tmp_path):
+def test_transformers_computes_the_same_logits_from_the_file(name, tmp_path):
     model = write_tiny_gguf(name, tmp_path / "m.gguf", file_type="f32")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
     assert torch.allclose(compute_logits(loaded), compute_logits(model), atol=1e-5)
 
 
-def test_f16_rounds_matrices_and_leaves_vectors_alone(tmp_path):
+def test_f16_rounds_matrices_and_keeps_vectors_in_f32(tmp_path):
     model = write_tiny_gguf("qwen3", tmp_path / "m.gguf", file_type="f16")
     values = read_tensors(tmp_path / "m.gguf")
     state = model.state_dict()
@@ -57,7 +57,7 @@ def test_f16_rounds_matrices_and_leaves_vectors_alone(tmp_path):
     assert count_types(tmp_path / "m.gguf") == {"F16": 16, "F32": 9}
 
 
-def test_q8_0_is_within_half_a_step_of_each_block(tmp_path):
+def test_q8_0_error_is_at_most_half_a_quantisation_step(tmp_path):
     model = write_tiny_gguf("qwen2", tmp_path / "m.gguf", file_type="q8_0")
     found = read_tensors(tmp_path / "m.gguf")["blk.0.ffn_gate.weight"]
     expected = model.state_dict()["model.layers.0.mlp.gate_proj.weight"].numpy()
@@ -66,7 +66,7 @@ def test_q8_0_is_within_half_a_step_of_each_block(tmp_path):
     assert (error <= steps * 0.502 + 127 * steps * 2**-11).all() and error.max() > 0
 
 
-def test_rows_that_do_not_divide_into_blocks_stay_f16(tmp_path):
+def test_rows_that_are_no_multiple_of_a_block_are_f16(tmp_path):
     model = build_random_model(CONFIGS["qwen2"].__class__(**CONFIGS["qwen2"].to_dict() | {"intermediate_size": 40}))
     write_gguf(tmp_path / "m.gguf", model, build_header(model), file_type="q8_0")
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
@@ -80,16 +80,18 @@ def test_tied_embeddings_are_written_once(tmp_path):
     assert {"output.weight", "rope_freqs.weight"} <= read_tensors(tmp_path / "untied.gguf").keys()
 
 
-def test_rotated_rows_are_paired_by_hand():
+def test_rotary_rows_are_reordered_into_pairs():
     rows = torch.arange(8.0)[:, None].expand(8, 3)  # two heads of four rows
     assert pair_rotated_rows(rows, num_heads=2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
-def test_the_tokenizer_comes_back(tmp_path):
+def test_the_tokenizer_is_read_back(tmp_path):
     write_tiny_gguf("smollm", tmp_path / "m.gguf", file_type="f32")
     source = build_tokenizer("smollm")
     loaded = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    loaded.backend_tokenizer.pre_tokenizer = source.backend_tokenizer.pre_tokenizer  # transformers reads no names
+    loaded.backend_tokenizer.pre_tokenizer = (
+        source.backend_tokenizer.pre_tokenizer
+    )  # transformers ignores the pre-tokenizer's name
     text = "<|im_start|>user\nThe farmer's 12 hens!<|im_end|>\n"
     assert loaded(text)["input_ids"] == source(text)["input_ids"]
     assert loaded.chat_template == CHAT
@@ -101,7 +103,7 @@ def test_the_tokenizer_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(("value", "message"), [(1e6, "beyond f16; set gguf_types to f32"), (np.nan, "not finite")])
-def test_values_that_f16_cannot_hold_are_refused(value, message, tmp_path):
+def test_values_out_of_the_range_of_f16_are_refused(value, message, tmp_path):
     model = build_random_model(CONFIGS["qwen2"])
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 3] = value
@@ -109,7 +111,7 @@ def test_values_that_f16_cannot_hold_are_refused(value, message, tmp_path):
         write_gguf(tmp_path / "m.gguf", model, build_header(model), file_type="f16")
 
 
-def test_a_tensor_without_a_name_in_gguf_is_refused(tmp_path):
+def test_a_tensor_that_gguf_has_no_name_for_is_refused(tmp_path):
     model = build_random_model(CONFIGS["qwen2"])
     model.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
     with pytest.raises(ModelError, match="no name for the model's tensor extra"):
@@ -117,7 +119,7 @@ def test_a_tensor_without_a_name_in_gguf_is_refused(tmp_path):
     assert not (tmp_path / "m.gguf").exists()
 
 
-def test_the_pocket_model_is_exported_and_loads_back_to_the_same_logits(tmp_path):
+def test_the_exported_pocket_model_computes_the_same_logits(tmp_path):
     folder = prepare_model("pocket-gguf", tmp_path / "pocket-gguf")
     settings = ExportSection(path=str(folder), formats=("gguf",), gguf_types=("f32",))
     file = run_export(settings, out_dir=tmp_path / "out").gguf["f32"]

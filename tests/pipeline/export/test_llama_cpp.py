@@ -1,4 +1,4 @@
-"""What llama.cpp makes of our files: the same tokens in, the same tokens out, whatever the family."""
+"""llama.cpp encodes text to the same ids and decodes greedily to the same tokens as transformers, for every family."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
     text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text)["input_ids"]
     prompt = torch.tensor([ids])
-    made = model.generate(
+    generated = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False, eos_token_id=2
     )[0, len(ids) :]
     write_tiny_gguf(name, tmp_path / "m.gguf")
-    with GgufModel(tmp_path / "m.gguf", context=512, num_threads=1) as opened:
-        assert opened.tokenize(text) == ids
-        assert opened.generate_greedy(ids, max_tokens=24, end_ids=[2]) == made.tolist()
+    with GgufModel(tmp_path / "m.gguf", context=512, num_threads=1) as gguf_model:
+        assert gguf_model.tokenize(text) == ids
+        assert gguf_model.generate_greedy(ids, max_tokens=24, end_ids=[2]) == generated.tolist()
 
 
-def test_the_template_in_the_file_renders_as_the_tokenizer_does(tmp_path):
+def test_the_chat_template_in_the_file_renders_like_the_tokenizers(tmp_path):
     write_tiny_gguf("qwen2", tmp_path / "m.gguf")
-    opened = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
-    formatter = Jinja2ChatFormatter(opened.metadata["tokenizer.chat_template"], eos_token="<|im_end|>", bos_token="")
+    llama = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
+    formatter = Jinja2ChatFormatter(llama.metadata["tokenizer.chat_template"], eos_token="<|im_end|>", bos_token="")
     tokenizer = build_tokenizer("qwen2")
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert formatter(messages=MESSAGES).prompt == expected
 
 
-def test_our_q8_0_is_that_of_llama_cpp_bit_for_bit(tmp_path):
+def test_q8_0_equals_that_of_llama_cpp_bit_for_bit(tmp_path):
     write_tiny_gguf("qwen3", tmp_path / "f32.gguf")
     write_tiny_gguf("qwen3", tmp_path / "ours.gguf", file_type="q8_0")
     quantize_file(tmp_path / "f32.gguf", tmp_path / "theirs.gguf", file_type="q8_0", num_threads=1)
@@ -65,7 +65,7 @@ def test_our_q8_0_is_that_of_llama_cpp_bit_for_bit(tmp_path):
         assert np.array_equal(tensor.data, theirs[tensor.name].data)
 
 
-def test_four_bits_load_and_answer(tmp_path):
+def test_q4_k_m_loads_and_generates(tmp_path):
     config = copy.deepcopy(CONFIGS["qwen2"])
     config.hidden_size, config.intermediate_size = 256, 512
     model = build_random_model(config, std=0.05)
@@ -74,9 +74,9 @@ def test_four_bits_load_and_answer(tmp_path):
     types = {tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "q4.gguf").tensors}
     assert {"Q4_K", "Q6_K"} <= types
     ids = list(range(20))
-    with GgufModel(tmp_path / "q4.gguf", context=64, num_threads=1) as opened:
-        assert len(opened.generate_greedy(ids, max_tokens=5, end_ids=[])) == 5
-        found = torch.from_numpy(opened.compute_logits(ids))
+    with GgufModel(tmp_path / "q4.gguf", context=64, num_threads=1) as gguf_model:
+        assert len(gguf_model.generate_greedy(ids, max_tokens=5, end_ids=[])) == 5
+        found = torch.from_numpy(gguf_model.compute_logits(ids))
     with torch.inference_mode():
         expected = model(input_ids=torch.tensor([ids])).logits[0]
     divergence = torch.nn.functional.kl_div(
@@ -85,7 +85,7 @@ def test_four_bits_load_and_answer(tmp_path):
     assert 1e-6 < divergence < 0.5
 
 
-def test_errors_of_llama_cpp_are_told(tmp_path):
+def test_errors_of_llama_cpp_are_raised_with_its_messages(tmp_path):
     broken = tmp_path / "broken.gguf"
     broken.write_text("no model", encoding="utf-8")
     with pytest.raises(ModelError, match="llama.cpp cannot load .*broken.gguf: .*invalid magic"):
@@ -94,7 +94,7 @@ def test_errors_of_llama_cpp_are_told(tmp_path):
         quantize_file(broken, tmp_path / "out.gguf", file_type="q4_k_m", num_threads=1)
 
 
-def test_the_pocket_model_reads_and_answers_as_it_was_trained(tmp_path):
+def test_the_exported_pocket_model_encodes_text_like_its_tokenizer(tmp_path):
     folder = prepare_model("pocket-gguf", tmp_path / "pocket-gguf")
     settings = ExportSection(path=str(folder), formats=("gguf",), gguf_types=("f32",))
     file = run_export(settings, out_dir=tmp_path / "out").gguf["f32"]
@@ -105,5 +105,5 @@ def test_the_pocket_model_reads_and_answers_as_it_was_trained(tmp_path):
         for _ in range(200)
     ]
     texts += [problem.question for problem in build_problems("train", num_problems=100, seed=1)]
-    with GgufModel(file, context=64, num_threads=1) as opened:
-        assert [opened.tokenize(text) for text in texts] == [tokenizer(text)["input_ids"] for text in texts]
+    with GgufModel(file, context=64, num_threads=1) as gguf_model:
+        assert [gguf_model.tokenize(text) for text in texts] == [tokenizer(text)["input_ids"] for text in texts]

@@ -1,4 +1,4 @@
-"""Model cards tell the run's own data and figures, and nothing that is not known."""
+"""Model cards contain the data and figures of the run, and nothing that is unknown."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def save_run(root: Path) -> None:
 
 
 def evaluate(*, num_right: int):
-    """Of four tasks."""
+    """An evaluation on four tasks."""
     tasks = [Task(task_id=f"test/{index}", index=index, row={}) for index in range(4)]
     groups = [
-        Group(task=task, trajectories=(Trajectory(task=task, run_index=0, turns=(), reward=float(place < num_right)),))
-        for place, task in enumerate(tasks)
+        Group(task=task, trajectories=(Trajectory(task=task, run_index=0, turns=(), reward=float(index < num_right)),))
+        for index, task in enumerate(tasks)
     ]
     return compute_evaluation("test", groups, policy_version=0)
 
@@ -59,7 +59,7 @@ def read_card(path: Path) -> tuple[dict, str]:
     return yaml.safe_load(front), text
 
 
-def test_the_card_of_a_checkpoint_tells_its_run(tmp_path):
+def test_the_card_of_a_checkpoint_describes_its_run(tmp_path):
     save_run(tmp_path / "solver")
     settings = ExportSection(path=str(tmp_path / "solver" / "global_step_2"), license="apache-2.0")
     report = run_export(settings, out_dir=tmp_path / "out")
@@ -71,17 +71,19 @@ def test_the_card_of_a_checkpoint_tells_its_run(tmp_path):
         "tags": ["tunesmith", "qwen2"],
         "base_model": "Qwen/Qwen2.5-0.5B-Instruct",
     }
-    assert "# solver\n" in text and "By reinforcement learning (grpo). These are the weights after step 2." in text
+    assert (
+        "# solver\n" in text and "Trained by reinforcement learning (grpo). These are the weights after step 2." in text
+    )
     assert "| data | gsm8k (train) |" in text and "/home/ada" not in text
     assert "| algorithm.group_size | 8 |" in text and "| trainer.learning_rate | 3e-06 |" in text
     assert "| rollout/reward_mean | 0.125 | 0.25 |" in text
     low, high = json.loads((tmp_path / "solver" / "eval" / "step_000002.json").read_text())["test"]["interval_95"]
     assert f"| 2 | test | 4 | 0.5 | {low:.4g} to {high:.4g} |" in text
     assert "| 3 | test" not in text and "perf/step_s" not in text
-    assert f"the same logits bit for bit on {report.checks['hf']['num_tokens']:.0f} tokens" in text
+    assert f"the same logits as the source, bit for bit on {report.checks['hf']['num_tokens']:.0f} tokens" in text
 
 
-def test_the_card_of_a_fine_tuning_tells_its_losses(tmp_path):
+def test_the_card_of_a_fine_tuned_model_has_its_losses(tmp_path):
     root = tmp_path / "sft-run"
     values = {
         "model": {"path": "/models/base", "lora": {"r": 8}},
@@ -99,12 +101,12 @@ def test_the_card_of_a_fine_tuning_tells_its_losses(tmp_path):
     files = {path.name: path.stat().st_size for path in (root / "model").iterdir()}
     save_json(root / "model" / "DONE.json", {"step": 1, "files": files, "figures": {}})
     _, text = read_card(run_export(ExportSection(path=str(root)), out_dir=tmp_path / "out").hf / "README.md")
-    assert "# sft-run\n" in text and "By supervised fine-tuning. These are the weights after step 1." in text
+    assert "# sft-run\n" in text and "Trained by supervised fine-tuning. These are the weights after step 1." in text
     assert "from base, exported" in text and "| data | a.jsonl, b.jsonl |" in text and "| model.lora.r | 8 |" in text
     assert "| 1 | 1.25 |" in text and "1.5" not in text
 
 
-def test_the_card_of_an_adapter_tells_what_the_adapter_is_and_not_what_a_config_left_out(tmp_path):
+def test_the_card_of_an_adapter_has_the_adapters_own_settings(tmp_path):
     root, base = tmp_path / "run", save_tiny("smollm", tmp_path / "base")
     lora = LoraSection(r=4, alpha=12.0, target_modules=("v_proj", "q_proj"))
     live = load_model(str(base), dtype=torch.float32, device=torch.device("cpu"), lora=lora)
@@ -116,16 +118,16 @@ def test_the_card_of_an_adapter_tells_what_the_adapter_is_and_not_what_a_config_
     assert "| model.lora.target_modules | q_proj, v_proj |" in text
 
 
-def test_a_model_without_a_run_says_that_nothing_is_known(tmp_path):
+def test_the_card_of_a_model_without_a_run_says_that_its_training_is_unknown(tmp_path):
     folder = save_tiny("smollm", tmp_path / "found-somewhere")
     report = run_export(ExportSection(path=str(folder), has_verification=False), out_dir=tmp_path / "out")
     front, text = read_card(report.hf / "README.md")
     assert front["license"] == "unknown" and "base_model" not in front
-    assert "nothing is known of how it was trained" in text and "Not given." in text
-    assert "Compared with the source" not in text
+    assert "How the model was trained is unknown." in text and "Not stated." in text
+    assert "Comparison with the source" not in text
 
 
-def test_the_card_of_gguf_files_tells_what_each_type_costs(tmp_path):
+def test_the_card_of_gguf_files_has_the_divergence_of_each_type(tmp_path):
     pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
     folder = save_tiny("qwen3", tmp_path / "tiny")

@@ -1,4 +1,4 @@
-"""The calculator agent: it calls, reads, calls again and answers; demonstrations have the very tokens of its runs."""
+"""The calculator agent: tool calls, errors, limits; demonstrations have exactly the tokens of its rollouts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ QWEN3_SPLITTING = QWEN3.replace(
 {%- endif %}
 {%- if loop.index0 > ns.last_query and""",
 )
-"""As Qwen3 itself: reasoning in the content is found there."""
+"""Like the template of Qwen3: extracts reasoning from the content."""
 
 
 def write_call(*expressions):
@@ -52,7 +52,7 @@ def write_call(*expressions):
 
 
 def run(*replies, agent=calculator_agent, template=QWEN25, build_model=None, max_tokens=2000, script=None):
-    """The agent's output, its turns, and the texts that the engine was prompted with."""
+    """The agent's output, its turns, and the decoded prompts of the engine."""
     tokenizer = build_chat_tokenizer(template)
     engine = FakeEngine(tokenizer, script or say(tokenizer, *replies))
     options = {} if build_model is None else {"build_model": lambda endpoint: build_model(endpoint)}
@@ -70,7 +70,7 @@ if has_agentscope():
 
 
 @pytest.mark.parametrize("build_model", MODELS)
-def test_it_calls_the_calculator_and_answers(build_model):
+def test_the_agent_calls_the_calculator_and_answers(build_model):
     output, turns, prompts = run(
         f"<think>\nHalf of 48.\n</think>\n{write_call('48/2')}",
         f"<think>\nAnd all.\n</think>\n{write_call('48+24')}",
@@ -88,7 +88,7 @@ def test_it_calls_the_calculator_and_answers(build_model):
         assert after.prompt_ids[: len(before.prompt_ids)] == before.prompt_ids
 
 
-def test_parallel_calls_are_all_computed_up_to_a_limit():
+def test_parallel_calls_are_executed_up_to_a_limit():
     agent = build_calculator_agent(max_parallel_calls=2)
     output, _, prompts = run(write_call("1+1", "2*3", "5-5"), "#### 2", agent=agent)
     results = [call.result for call in output.response.calls]
@@ -109,7 +109,7 @@ def test_parallel_calls_are_all_computed_up_to_a_limit():
         ("<tool_call></tool_call>", MALFORMED_CALL),
     ],
 )
-def test_what_the_model_does_wrong_it_reads(reply, error):
+def test_errors_of_the_model_are_returned_as_tool_results(reply, error):
     output, turns, prompts = run(reply, "#### 72")
     assert error in prompts[1]
     assert len(turns) == 2
@@ -117,14 +117,14 @@ def test_what_the_model_does_wrong_it_reads(reply, error):
     assert output.response.answer == "#### 72"
 
 
-def test_a_model_that_calls_for_ever_is_stopped():
+def test_the_number_of_model_calls_is_limited():
     output, turns, _ = run(write_call("1+1"), agent=build_calculator_agent(max_model_calls=3))
     assert len(turns) == 3
     assert output.response.answer == ""
     assert asyncio.run(gsm8k_judge({**TASK, "answer": "2"}, output.response)).metrics["accuracy"] == 0.0
 
 
-def test_a_reply_that_was_cut_short_is_the_last():
+def test_a_truncated_reply_ends_the_rollout():
     output, turns, _ = run("<tool_call>\n" + "1 + " * 200, max_tokens=20)
     assert len(turns) == 1
     assert output.response.answer == ""
@@ -135,20 +135,20 @@ def test_a_plain_answer_needs_no_call():
     assert (len(turns), output.response.answer, output.metrics["tool_calls"]) == (1, "She sold 72.", 0.0)
 
 
-def test_it_is_a_workflow():
+def test_the_agent_has_the_signature_of_a_workflow():
     check_workflow_function(calculator_agent)
 
 
 @pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3_SPLITTING])
 @pytest.mark.parametrize("style", ["all", "last"])
-def test_demonstrations_have_the_tokens_of_the_agents_own_runs(template, style):
+def test_demonstrations_have_the_tokens_of_the_agents_rollouts(template, style):
     tokenizer = build_chat_tokenizer(template)
     messages = build_messages(TASK["question"], check_calculations(parse_solution(SOLUTION)), style=style)
     (sample,) = DemonstrationReader(tokenizer).read([{"messages": messages, "tools": list(TOOLS)}], max_model_len=10**6)
-    trained = cut_replies(sample)
-    rest = list(trained)
-    output, turns, _ = run(template=template, script=lambda *request: rest.pop(0))
-    assert rest == []
+    trained = list_trained_spans(sample)
+    remaining = list(trained)
+    output, turns, _ = run(template=template, script=lambda *request: remaining.pop(0))
+    assert remaining == []
     assert [turn.sampled_ids for turn in turns] == trained
     assert turns[-1].prompt_ids + turns[-1].sampled_ids == sample.token_ids
     assert asyncio.run(gsm8k_judge(TASK, output.response)).reward == pytest.approx(1.0)
@@ -157,27 +157,27 @@ def test_demonstrations_have_the_tokens_of_the_agents_own_runs(template, style):
     assert (sampled.token_ids, sampled.is_sampled) == (sample.token_ids, sample.is_sampled)
 
 
-def test_only_replies_train():
+def test_only_assistant_tokens_are_trained():
     tokenizer = build_chat_tokenizer(CHATML)
     messages = build_messages(TASK["question"], check_calculations(parse_solution(SOLUTION)), style="all")
     (sample,) = DemonstrationReader(tokenizer).read([{"messages": messages, "tools": list(TOOLS)}], max_model_len=10**6)
-    assert [tokenizer.decode(ids) for ids in cut_replies(sample)] == [
+    assert [tokenizer.decode(ids) for ids in list_trained_spans(sample)] == [
         f"<think>\nIn May she sold 48/2 =\n</think>\n{write_call('48/2')}<|im_end|>",
         f"<think>\n24 clips.\nShe sold 48+24 =\n</think>\n{write_call('48+24')}<|im_end|>",
         "<think>\n72 clips, a lot of clips.\n</think>\n\n#### 72<|im_end|>",
     ]
 
 
-def cut_replies(sample):
-    """The stretches of a sample that train."""
-    pieces, was_sampled = [], False
+def list_trained_spans(sample):
+    """Contiguous trained spans of a sample."""
+    spans, was_sampled = [], False
     for token_id, is_sampled in zip(sample.token_ids, sample.is_sampled, strict=True):
         if is_sampled and not was_sampled:
-            pieces.append([])
+            spans.append([])
         if is_sampled:
-            pieces[-1].append(token_id)
+            spans[-1].append(token_id)
         was_sampled = is_sampled
-    return [tuple(piece) for piece in pieces]
+    return [tuple(span) for span in spans]
 
 
 def join_turns(turns):
@@ -187,8 +187,8 @@ def join_turns(turns):
 
 
 @pytest.mark.parametrize(("room", "num_turns"), [(2, 1), (-2000, 0)])
-def test_a_conversation_that_fills_the_context_ends_with_what_was_said(room, num_turns):
-    """The result of the first call leaves no room for an answer; a question that leaves none is an error."""
+def test_a_full_context_ends_the_rollout_with_its_text_so_far(room, num_turns):
+    """No room for an answer after the first tool result ends the rollout; no room after the question is an error."""
     _, (turn,), _ = run(write_call("48/2"), agent=build_calculator_agent(max_model_calls=1))
     tokenizer = build_chat_tokenizer(QWEN25)
     max_model_len = max(1, len(turn.prompt_ids) + len(turn.sampled_ids) + room)

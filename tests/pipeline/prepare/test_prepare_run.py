@@ -1,4 +1,4 @@
-"""Preparing data: what is kept and left out, the gate, models' columns, and a folder that is whole or not there."""
+"""Data preparation: kept and dropped rows, contamination, pass-rate columns, and atomic output folders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write(path, rows):
 
 @pytest.fixture
 def data(tmp_path):
-    """Four rows, two of them good, and a test set."""
+    """Four rows, two of them valid, and a test set."""
     folder = tmp_path / "data"
     folder.mkdir()
     bad = make_row(4, result=13)
@@ -57,7 +57,7 @@ def prepare(tmp_path, data):
     return call
 
 
-def test_rows_that_verify_are_kept_and_the_others_counted(prepare, tmp_path):
+def test_verified_rows_are_kept_and_others_counted_by_reason(prepare, tmp_path):
     report = prepare()
     assert (report.num_train, report.num_eval, report.eval_path) == (2, 0, None)
     assert report.content["train"]["dropped"] == {"wrong_calculation": 1, "no_answer": 1}
@@ -79,7 +79,7 @@ def test_rows_that_verify_are_kept_and_the_others_counted(prepare, tmp_path):
     assert sorted(path.name for path in report.folder.iterdir()) == ["DONE.json", "report.json", "train.jsonl"]
 
 
-def test_rows_can_be_learned_from_and_trained_on(prepare, pocket_folder):
+def test_prepared_rows_load_as_demonstrations_and_as_tasks(prepare, pocket_folder):
     report = prepare(eval_data={"path": str(prepare(out="other").folder.parent / "data")})
     reader = DemonstrationReader(load_tokenizer(pocket_folder))
     for path in (report.train_path, report.eval_path):
@@ -88,7 +88,7 @@ def test_rows_can_be_learned_from_and_trained_on(prepare, pocket_folder):
     assert {"question", "answer", "num_steps", "messages"} <= row.keys()
 
 
-def test_every_evaluation_row_is_kept(prepare, data):
+def test_every_evaluation_row_with_an_answer_is_kept(prepare, data):
     report = prepare(eval_data={"path": str(data)})
     assert report.num_eval == 1
     assert report.content["eval"]["num_unverified"] == 1
@@ -97,7 +97,7 @@ def test_every_evaluation_row_is_kept(prepare, data):
     assert [message["role"] for message in row["messages"]] == ["system", "user", "assistant"]
 
 
-def test_style_last_calls_once(prepare):
+def test_style_last_has_one_call_per_conversation(prepare):
     rows = read_lines(prepare(style="last").train_path)
     assert [sum(len(m.get("tool_calls", [])) for m in row["messages"]) for row in rows] == [1, 1]
     assert [row["num_steps"] for row in rows] == [2, 2]
@@ -110,31 +110,31 @@ def test_max_rows_and_other_fields(prepare, data):
     assert prepare(out="b", data={"path": other}, question_field="q", answer_field="steps").num_train == 2
 
 
-def test_another_split_and_nothing_left_of_it(prepare, data):
-    with pytest.raises(DataError, match="no row of .* is left; dropped: {'wrong_calculation': 1}"):
+def test_a_split_without_valid_rows_is_an_error(prepare, data):
+    with pytest.raises(DataError, match="no row of .* remains; dropped: {'wrong_calculation': 1}"):
         prepare(data={"path": str(data), "split": "test"})
 
 
-def test_the_gate_drops_what_the_evaluation_set_has(prepare, data):
+def test_training_questions_of_the_evaluation_set_are_dropped(prepare, data):
     write(data / "test.jsonl", [make_row(3), make_row(9, name="Ann")])
     report = prepare(eval_data={"path": str(data)}, contamination={"ngram_words": 30})
-    gate = report.content["contamination"]
-    assert (report.num_train, gate["num_exact"], gate["num_ngram"]) == (1, 1, 0)
+    contamination = report.content["contamination"]
+    assert (report.num_train, contamination["num_exact"], contamination["num_ngram"]) == (1, 1, 0)
     assert report.content["train"]["dropped"]["contaminated_exact"] == 1
-    assert [(each["source_index"], each["eval_index"]) for each in gate["overlaps"]] == [(2, 0)]
+    assert [(each["source_index"], each["eval_index"]) for each in contamination["overlaps"]] == [(2, 0)]
 
 
-def test_the_gate_stops_or_lets_through_as_told(prepare, data):
+def test_the_contamination_action_is_error_ignore_or_drop(prepare, data):
     write(data / "test.jsonl", [make_row(3)])
-    given = {"eval_data": {"path": str(data)}}
+    values = {"eval_data": {"path": str(data)}}
     with pytest.raises(DataError, match="2 training questions overlap with eval_data; row 0 shares"):
-        prepare(**given, contamination={"action": "error", "ngram_words": 8})
-    through = prepare(**given, contamination={"action": "ignore", "ngram_words": 8})
+        prepare(**values, contamination={"action": "error", "ngram_words": 8})
+    through = prepare(**values, contamination={"action": "ignore", "ngram_words": 8})
     assert (through.num_train, through.content["contamination"]["num_exact"]) == (2, 1)
-    strict = prepare(out="strict", **given, contamination={"ngram_words": 50})
+    strict = prepare(out="strict", **values, contamination={"ngram_words": 50})
     assert (strict.num_train, strict.content["train"]["dropped"]["contaminated_exact"]) == (1, 1)
-    with pytest.raises(DataError, match=r"no row of .* is left; dropped: .*'contaminated_ngram': 1"):
-        prepare(out="none", **given, contamination={"ngram_words": 8})
+    with pytest.raises(DataError, match=r"no row of .* remains; dropped: .*'contaminated_ngram': 1"):
+        prepare(out="none", **values, contamination={"ngram_words": 8})
 
 
 def test_lengths_are_measured_and_long_rows_dropped(prepare, data, pocket_folder):
@@ -153,7 +153,7 @@ def tiny_model(folder):
     return {"path": folder, "max_model_len": 1024, "max_tokens": 2, "device": "cpu"}
 
 
-def test_models_get_a_column_each(prepare, pocket_folder, monkeypatch):
+def test_every_pass_rate_model_gets_a_column(prepare, pocket_folder, monkeypatch):
     pass_rate = {
         "models": {"small": tiny_model(pocket_folder), "large": tiny_model(pocket_folder)},
         "num_samples": 2,
@@ -166,39 +166,43 @@ def test_models_get_a_column_each(prepare, pocket_folder, monkeypatch):
     assert report.content["pass_rate"]["small_pass_rate"] == {"mean": 0.0}
 
 
-def test_pass_rates_go_on_after_a_kill(prepare, pocket_folder, tmp_path, monkeypatch):
+def test_pass_rates_resume_after_a_kill(prepare, pocket_folder, tmp_path, monkeypatch):
     pass_rate = {"models": {"m": tiny_model(pocket_folder)}, "num_samples": 1, "batch_size": 1}
     pass_rate["engine"] = {"kv_cache_tokens": 8192}
-    tried = []
-    original = pass_rates.try_tasks
+    measured = []
+    original = pass_rates.sample_pass_rates
 
-    async def die_at_the_second(config, stage, tasks, **options):
-        tried.append(tasks[0].row["place"])
-        if len(tried) == 2:
+    async def die_at_the_second_batch(config, actors, tasks, **options):
+        measured.append(tasks[0].row["place"])
+        if len(measured) == 2:
             raise KeyboardInterrupt
-        return await original(config, stage, tasks, **options)
+        return await original(config, actors, tasks, **options)
 
-    monkeypatch.setattr(pass_rates, "try_tasks", die_at_the_second)
+    monkeypatch.setattr(pass_rates, "sample_pass_rates", die_at_the_second_batch)
     with pytest.raises(KeyboardInterrupt):
         prepare(pass_rate=pass_rate)
     assert not (tmp_path / "out").exists()
     assert prepare(pass_rate=pass_rate).num_train == 2
-    assert tried == [0, 1, 1]
+    assert measured == [0, 1, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out"]
 
 
 class Rewriter(BaseHTTPRequestHandler):
-    """An OpenAI-compatible server that puts words around what it is asked to rewrite, and counts."""
+    """An OpenAI-compatible server that adds words to the question, or loses it, and counts requests."""
 
-    num_asked = 0
-    spoils = False
+    num_requests = 0
+    loses_question = False
 
     def do_POST(self):
-        type(self).num_asked += 1
+        type(self).num_requests += 1
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         text = body["messages"][0]["content"].rpartition("\n\n")[2]
-        said = "Nothing at all." if self.spoils else f"Tell me, version {body['seed']}: {text}".replace("version 0", "")
-        message = {"role": "assistant", "content": said}
+        content = (
+            "Nothing at all."
+            if self.loses_question
+            else f"Tell me, version {body['seed']}: {text}".replace("version 0", "")
+        )
+        message = {"role": "assistant", "content": content}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         answer = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
         payload = json.dumps(answer).encode()
@@ -223,10 +227,10 @@ def rewriter():
     server.server_close()
 
 
-def test_paraphrases_follow_their_row_and_are_asked_for_once(prepare, rewriter, data):
+def test_paraphrases_follow_their_row_and_are_requested_once(prepare, rewriter, data):
     handler, url = rewriter
-    given = {"paraphrase": {"base_url": url, "model": "m"}}
-    report = prepare(**given)
+    values = {"paraphrase": {"base_url": url, "model": "m"}}
+    report = prepare(**values)
     rows = read_lines(report.train_path)
     assert [(row["source_index"], row["paraphrase"]) for row in rows] == [(0, None), (0, 0), (2, None), (2, 0)]
     assert rows[1]["question"].startswith("Tell me") and rows[1]["messages"][1]["content"] == rows[1]["question"]
@@ -234,16 +238,16 @@ def test_paraphrases_follow_their_row_and_are_asked_for_once(prepare, rewriter, 
     assert report.content["paraphrase"] == {
         "num_asked": 2, "num_refused": 0, "num_repeated": 0, "num_echoed": 0, "num_added": 2,
     }  # fmt: skip
-    assert handler.num_asked == 2
+    assert handler.num_requests == 2
     assert (report.folder / "paraphrases.jsonl").read_text().count("\n") == 2
-    given["paraphrase"]["max_concurrency"] = 1
-    assert prepare(**given).num_train == 4
-    assert handler.num_asked == 2
+    values["paraphrase"]["max_concurrency"] = 1
+    assert prepare(**values).num_train == 4
+    assert handler.num_requests == 2
 
 
 def test_paraphrases_that_lose_a_number_are_refused(prepare, rewriter):
     handler, url = rewriter
-    handler.spoils = True
+    handler.loses_question = True
     report = prepare(paraphrase={"base_url": url, "model": "m", "num_variants": 2})
     assert report.num_train == 2
     assert report.content["paraphrase"] == {
@@ -251,7 +255,7 @@ def test_paraphrases_that_lose_a_number_are_refused(prepare, rewriter):
     }  # fmt: skip
 
 
-def test_paraphrases_pass_the_gate_too(prepare, rewriter, data):
+def test_paraphrases_are_checked_for_contamination(prepare, rewriter, data):
     _, url = rewriter
     write(data / "test.jsonl", [{"question": "Tell me, : Tom has 2 red apples", "answer": "#### 2"}])
     report = prepare(
@@ -263,7 +267,7 @@ def test_paraphrases_pass_the_gate_too(prepare, rewriter, data):
     assert report.num_train == 3
 
 
-def test_the_same_settings_find_their_folder_and_others_are_refused(prepare, data):
+def test_the_same_settings_reuse_the_folder_and_others_are_refused(prepare, data):
     first = prepare()
     before = first.train_path.stat().st_mtime_ns
     again = prepare()
@@ -273,11 +277,11 @@ def test_the_same_settings_find_their_folder_and_others_are_refused(prepare, dat
         prepare(style="last", seed=1)
 
 
-def test_other_rows_at_the_same_place_are_noticed(prepare, data):
+def test_changed_input_rows_are_detected(prepare, data):
     prepare(eval_data={"path": str(data)})
     train = (data / "train.jsonl").read_text()
     write(data / "train.jsonl", [make_row(7)])
-    with pytest.raises(StorageError, match="was prepared when data held other rows"):
+    with pytest.raises(StorageError, match="was prepared from other rows in data"):
         prepare(eval_data={"path": str(data)})
     (data / "train.jsonl").write_text(train)
     assert prepare(eval_data={"path": str(data)}).num_train == 2
@@ -285,19 +289,19 @@ def test_other_rows_at_the_same_place_are_noticed(prepare, data):
     assert prepare(eval_data={"path": str(data)}).num_train == 2
 
 
-def test_a_half_written_folder_is_an_error(prepare, tmp_path):
+def test_a_damaged_or_incomplete_folder_is_an_error(prepare, tmp_path):
     report = prepare()
     report.train_path.write_text("{}\n")
     with pytest.raises(StorageError, match=r"train.jsonl is damaged: it has 3 bytes"):
         prepare()
     (report.folder / "DONE.json").unlink()
-    with pytest.raises(StorageError, match=r"unfinished or holds something else \(no DONE.json\)"):
+    with pytest.raises(StorageError, match=r"incomplete or not a prepared folder \(no DONE.json\)"):
         prepare()
     (tmp_path / "empty").mkdir()
     assert prepare(out="empty").num_train == 2
 
 
-def test_a_full_disk_leaves_nothing_half_written(prepare, tmp_path):
+def test_a_full_disk_leaves_no_partial_output(prepare, tmp_path):
     with full_disk(2000), pytest.raises(StorageError, match="cannot write"):
         prepare()
     assert not (tmp_path / "out").exists()
@@ -316,16 +320,16 @@ NEEDS_KEY = {"base_url": "http://x/v1", "model": "m", "api_key_env": "NO_SUCH_KE
         ({"answer_field": "solution"}, DataError, "has no 'solution'"),
         ({"tokens": {"model": "./nowhere"}}, ModelError, "nowhere"),
         ({"pass_rate": {"models": {"m": {"path": "./nowhere"}}}}, ModelError, "nowhere"),
-        ({"paraphrase": NEEDS_KEY}, ConfigError, "paraphrase.api_key_env: the environment has no NO_SUCH_KEY"),
+        ({"paraphrase": NEEDS_KEY}, ConfigError, "api_key_env: the environment variable NO_SUCH_KEY is not set"),
     ],
 )  # fmt: skip
-def test_bad_input_is_one_sentence(prepare, tmp_path, values, error, message):
+def test_invalid_input_is_one_sentence(prepare, tmp_path, values, error, message):
     with pytest.raises(error, match=message):
         prepare(**values)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_row_without_its_answer_is_named(prepare, data):
+def test_a_row_without_an_answer_is_named(prepare, data):
     write(data / "train.jsonl", [make_row(2), {"question": "What?"}])
     with pytest.raises(DataError, match="data: row 1 of .* has no 'answer'"):
         prepare()
@@ -342,12 +346,12 @@ def test_a_row_without_its_answer_is_named(prepare, data):
         ({"paraphrase": {"model": "m"}}, "paraphrase.base_url is required"),
     ],
 )
-def test_settings_that_cannot_be(values, message):
+def test_invalid_settings_are_refused(values, message):
     with pytest.raises(ConfigError, match=message):
         load_section(PrepareSection, None, values={"data": {"path": "x"}, **values})
 
 
-def test_flags_are_settings():
+def test_flags_become_settings():
     values = collect_values(
         data="d", data_name="main", eval_data="e", style="last", paraphrase="http://h:1/v1/org/model-7b",
         pass_rate=["models/Qwen3-0.6B", "big=org/other"], samples=4, max_rows=9,
@@ -383,7 +387,7 @@ def test_the_command_prepares_and_reports(data, tmp_path):
     assert (settings["style"], settings["seed"]) == ("last", 3)
 
 
-def test_the_command_says_what_is_missing():
+def test_the_command_names_a_missing_setting():
     result = CliRunner().invoke(app, ["prepare"])
     assert result.exit_code == 1
     assert "data is required" in result.output

@@ -1,4 +1,4 @@
-"""Solutions become conversations whose every call the calculator confirms."""
+"""Conversion of solutions into conversations in which the calculator confirms every call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tunesmith.pipeline.prepare.trajectories import (
     build_messages,
     build_plain_messages,
     check_calculations,
-    find_fault,
+    find_rejection_reason,
     is_confirmed,
 )
 from tunesmith.tasks.solutions import Calculation, SolutionError, parse_solution
@@ -48,10 +48,10 @@ def test_every_calculation_is_a_call_with_its_result():
         {"role": "tool", "tool_call_id": "call_2", "content": "72"},
         {"role": "assistant", "content": "<think>\n72 clips.\n</think>\n\n#### 72"},
     ]
-    assert find_fault(QUESTION, messages, "72") is None
+    assert find_rejection_reason(QUESTION, messages, "72") is None
 
 
-def test_the_last_calculation_alone():
+def test_style_last_calls_only_the_last_calculation():
     messages = build_messages(QUESTION, check_calculations(parse_solution(SOLUTION)), style="last")
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert messages[2]["tool_calls"] == call(1, "48+24")
@@ -59,7 +59,7 @@ def test_the_last_calculation_alone():
 
 
 @pytest.mark.parametrize("style", ["all", "last"])
-def test_what_is_taught_is_what_is_rewarded(style):
+def test_demonstrations_get_full_reward(style):
     messages = build_messages(QUESTION, check_calculations(parse_solution(SOLUTION)), style=style)
     verdict = asyncio.run(gsm8k_judge({"question": QUESTION, "answer": "72"}, {"messages": messages}))
     assert verdict.reward == pytest.approx(1.0)
@@ -77,7 +77,7 @@ def test_what_is_taught_is_what_is_rewarded(style):
         ("I just know.\n#### 26", "no_calculation"),
     ],
 )
-def test_what_the_calculator_does_not_confirm_is_refused(solution, reason):
+def test_unconfirmed_solutions_are_refused(solution, reason):
     with pytest.raises(SolutionError) as error:
         check_calculations(parse_solution(solution))
     assert error.value.reason == reason
@@ -89,7 +89,7 @@ def test_what_the_calculator_does_not_confirm_is_refused(solution, reason):
         ("10/4", "2.5", True),
         ("100/3", "33.33", True),
         ("200/3", "66.67", True),
-        ("200/3", "66.66", True),  # cut off instead of rounded
+        ("200/3", "66.66", True),  # truncated instead of rounded
         ("200/3", "66.65", False),
         ("200/3", "67", False),
         ("2*3", "6.00", True),
@@ -100,28 +100,28 @@ def test_what_the_calculator_does_not_confirm_is_refused(solution, reason):
         ("2*3", "six", False),
     ],
 )
-def test_results_may_be_rounded_at_their_decimals(expression, result, verdict):
+def test_results_may_be_rounded_or_truncated_at_their_last_decimal(expression, result, verdict):
     assert is_confirmed(Calculation(expression=expression, result=result, is_marked=True)) is verdict
 
 
-def test_a_calculation_without_words_still_thinks():
+def test_a_calculation_without_text_still_has_reasoning():
     messages = build_messages(QUESTION, check_calculations(parse_solution("<<2*3=6>>\n#### 6")), style="all")
     assert [m["content"] for m in messages[2:]] == ["<think>\n2*3 =\n</think>", "6", "<think>\n6\n</think>\n\n#### 6"]
 
 
-def test_a_solution_that_is_not_confirmed_has_no_calls():
+def test_an_unconfirmed_solution_has_no_calls():
     messages = build_plain_messages(QUESTION, parse_solution("He has 5*7=<<5*7=36>>36 apples.\n#### 36"))
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
     assert messages[-1]["content"] == "<think>\nHe has 5*7= 36 apples.\n</think>\n\n#### 36"
 
 
-def test_faults_of_a_conversation():
+def test_conversations_are_rejected_for_a_wrong_answer_or_format():
     messages = build_messages(QUESTION, check_calculations(parse_solution(SOLUTION)), style="all")
-    assert find_fault(QUESTION, messages, "71") == "invalid_answer"
-    assert find_fault(QUESTION, [*messages[:-1], {"role": "assistant", "content": "#### 72"}], "72") is None
+    assert find_rejection_reason(QUESTION, messages, "71") == "invalid_answer"
+    assert find_rejection_reason(QUESTION, [*messages[:-1], {"role": "assistant", "content": "#### 72"}], "72") is None
     silent = [
         {**m, "content": "<think></think>#### 72" if m["role"] == "assistant" else m["content"]} for m in messages
     ]
-    assert find_fault(QUESTION, silent, "72") == "invalid_format"
+    assert find_rejection_reason(QUESTION, silent, "72") == "invalid_format"
     unanswered = [message for message in messages if message.get("tool_call_id") != "call_1"]
-    assert find_fault(QUESTION, unanswered, "72") == "invalid_format"
+    assert find_rejection_reason(QUESTION, unanswered, "72") == "invalid_format"

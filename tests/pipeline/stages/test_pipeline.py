@@ -1,7 +1,8 @@
-"""`tunesmith run`: stages in order, what is skipped, what is gone on with, what is made anew, and what is refused."""
+"""`tunesmith run`: order of stages; skipped, resumed and repeated stages; validation before the first stage."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 
@@ -10,10 +11,14 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tunesmith.cli import app
+from tunesmith.config import PipelineConfig
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics_file import load_metrics
+from tunesmith.pipeline.session.load_config import build_section
+from tunesmith.pipeline.session.run_folder import take_lock
 from tunesmith.pipeline.stages.folder import PipelineFolder, is_same_stage
 from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
+from tunesmith.storage import RunPaths
 
 MAKER = """
 import json
@@ -25,7 +30,7 @@ from tunesmith.pipeline.prepare.calculator_agent import calculator_agent
 
 def make(out_dir, num_rows):
     if Path("fail").exists():
-        raise ValueError("the maker is out of order")
+        raise ValueError("make failed")
     for split, first in (("train", 10), ("test", 50)):
         rows = [
             {"question": f"Tom has {n} apples and buys 7. How many in the end?",
@@ -39,9 +44,9 @@ def make(out_dir, num_rows):
     return {"rows": 2 * num_rows, "about": "apples"}
 
 async def agent(task, model):
-    with Path("asked").open("a") as file:
+    with Path("called").open("a") as file:
         file.write("x")
-    if Path("stop").exists() and len(Path("asked").read_text()) > 6:
+    if Path("stop").exists() and len(Path("called").read_text()) > 6:
         raise KeyboardInterrupt
     return await calculator_agent(task, model)
 
@@ -92,16 +97,16 @@ STAGES = {
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "maker.py").write_text(MAKER)
     write(tmp_path, STAGES)
     return tmp_path
 
 
-def write(place, stages, **more):
+def write(workdir, stages, **more):
     config = {"folder": "out", "variables": {"num_rows": 3}, "stages": stages} | more
-    (place / "pipeline.yaml").write_text(json.dumps(config))
+    (workdir / "pipeline.yaml").write_text(json.dumps(config))
 
 
 def run(*arguments, expected_status=0):
@@ -110,32 +115,32 @@ def run(*arguments, expected_status=0):
     return result.output
 
 
-def read_words(output):
-    """What was said of each stage: its name -> skipped, begins ..."""
+def read_messages(output):
+    """Messages printed for each stage, by its name: started, done, skipped ..."""
     lines = [line.partition(" ")[2] for line in output.splitlines() if line.startswith("stage ")]
-    words: dict[str, list[str]] = {}
+    messages: dict[str, list[str]] = {}
     for line in lines:
-        name, _, word = line.partition(" ")[2].partition(": ")
-        words.setdefault(name, []).append(word.partition(" in ")[0])
-    return words
+        name, _, message = line.partition(" ")[2].partition(": ")
+        messages.setdefault(name, []).append(message.partition(" in ")[0])
+    return messages
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A pipeline that ran once, to be copied; and what it said."""
-    place = tmp_path_factory.mktemp("whole")
+def completed(tmp_path_factory):
+    """A folder with a completed pipeline, and the output of the command."""
+    workdir = tmp_path_factory.mktemp("completed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        (place / "maker.py").write_text(MAKER)
-        write(place, STAGES)
+        patch.chdir(workdir)
+        (workdir / "maker.py").write_text(MAKER)
+        write(workdir, STAGES)
         output = run()
-    return place, output
+    return workdir, output
 
 
 @pytest.fixture
-def copied(whole, tmp_path, monkeypatch):
-    """A pipeline that ran in this very folder, as far as its files know."""
-    original, _ = whole
+def copied(completed, tmp_path, monkeypatch):
+    """A copy of the completed pipeline, with its absolute paths replaced."""
+    original, _ = completed
     for name in ("maker.py", "pipeline.yaml"):
         shutil.copy(original / name, tmp_path / name)
     shutil.copytree(original / "out", tmp_path / "out")
@@ -147,22 +152,22 @@ def copied(whole, tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_all_stages_run_in_order_and_leave_what_they_promise(whole):
-    place, output = whole
-    assert list(read_words(output)) == list(STAGES)
-    assert all(words == ["begins", "done"] for words in read_words(output).values())
-    out = place / "out"
+def test_all_stages_run_in_order_and_write_their_outputs(completed):
+    workdir, output = completed
+    assert list(read_messages(output)) == list(STAGES)
+    assert all(messages == ["started", "done"] for messages in read_messages(output).values())
+    out = workdir / "out"
     AutoModelForCausalLM.from_pretrained(out / "export" / "hf")
     assert (out / "prepare" / "eval.jsonl").read_text().count("\n") == 3
     assert [record["step"] for record in load_metrics(out / "rl" / "metrics.jsonl")] == [1]
     assert list(json.loads((out / "eval/comparison.json").read_text())["test"]["models"]) == ["base", "sft", "rl"]
 
 
-def test_the_report_has_time_tokens_device_and_figures_of_each_stage(whole):
-    place, output = whole
-    text = (place / "out/report.md").read_text()
+def test_the_report_has_time_tokens_device_and_figures_of_each_stage(completed):
+    workdir, output = completed
+    text = (workdir / "out/report.md").read_text()
     assert text in output
-    report = {each["name"]: each for each in json.loads((place / "out/report.json").read_text())["stages"]}
+    report = {each["name"]: each for each in json.loads((workdir / "out/report.json").read_text())["stages"]}
     assert list(report) == list(STAGES)
     assert all(each["state"] == "done" and each["done"]["seconds"] > 0 for each in report.values())
     done = {name: each["done"] for name, each in report.items()}
@@ -170,50 +175,50 @@ def test_the_report_has_time_tokens_device_and_figures_of_each_stage(whole):
     assert {name: done[name]["device"] for name in ("sft", "rl", "eval")} == dict.fromkeys(
         ("sft", "rl", "eval"), "cpu, 1 thread"
     )
-    (step,) = [row for row in load_metrics(place / "out/rl/metrics.jsonl") if row["kind"] == "train"]
+    (step,) = [row for row in load_metrics(workdir / "out/rl/metrics.jsonl") if row["kind"] == "train"]
     assert done["rl"]["tokens"] == step["rollout/num_sampled_tokens"]
     assert done["rl"]["figures"]["mean reward of the last tenth of the steps"] == step["rollout/reward_mean"]
     assert done["sft"]["tokens"] > 0
-    comparison = json.loads((place / "out/eval/comparison.json").read_text())
+    comparison = json.loads((workdir / "out/eval/comparison.json").read_text())
     assert done["eval"]["tokens"] == sum(model["num_sampled_tokens"] for model in comparison["test"]["models"].values())
     assert "### test: 2 tasks, 1 run of each" in text
     assert "| mean (95 % interval) | base " in text
 
 
-def test_what_is_done_is_skipped(copied):
+def test_completed_stages_are_skipped(copied):
     before = (copied / "out/rl/metrics.jsonl").read_bytes()
-    assert all(words == ["done before, skipped"] for words in read_words(run()).values())
+    assert all(messages == ["already done, skipped"] for messages in read_messages(run()).values())
     assert (copied / "out/rl/metrics.jsonl").read_bytes() == before
 
 
-def test_a_changed_stage_and_all_that_was_made_from_it_are_made_anew(copied):
-    words = read_words(run("--set", "stages.rl.trainer.learning_rate=0.002"))
-    assert {name: each[0] for name, each in words.items()} == {
-        "make": "done before, skipped",
-        "prepare": "done before, skipped",
-        "sft": "done before, skipped",
-        "rl": "begins anew; what it made before is",
-        "eval": "begins anew; what it made before is",
-        "export": "begins anew; what it made before is",
+def test_a_changed_stage_and_all_that_depend_on_it_run_again(copied):
+    messages = read_messages(run("--set", "stages.rl.trainer.learning_rate=0.002"))
+    assert {name: each[0] for name, each in messages.items()} == {
+        "make": "already done, skipped",
+        "prepare": "already done, skipped",
+        "sft": "already done, skipped",
+        "rl": "restarted; its previous output is",
+        "eval": "restarted; its previous output is",
+        "export": "restarted; its previous output is",
     }
     (aside,) = (copied / "out").glob("rl.old-*")
     assert (aside / "metrics.jsonl").exists()
 
 
-def test_what_changes_no_result_changes_no_stage(copied):
-    words = read_words(run("--set", "stages.rl.monitor.log_interval_steps=7"))
-    assert all(each == ["done before, skipped"] for each in words.values())
+def test_settings_without_effect_on_results_rerun_no_stage(copied):
+    messages = read_messages(run("--set", "stages.rl.monitor.log_interval_steps=7"))
+    assert all(each == ["already done, skipped"] for each in messages.values())
 
 
-def test_a_longer_training_run_goes_on_from_its_last_commit(copied):
-    words = read_words(run("--set", "stages.rl.total_steps=2"))
-    assert words["rl"] == ["goes on", "done"]
-    assert words["eval"][0].startswith("begins anew")
+def test_a_longer_training_run_resumes_from_its_last_commit(copied):
+    messages = read_messages(run("--set", "stages.rl.total_steps=2"))
+    assert messages["rl"] == ["resumed", "done"]
+    assert messages["eval"][0].startswith("restarted")
     steps = [row for row in load_metrics(copied / "out/rl/metrics.jsonl") if row["kind"] == "train"]
     assert [row["step"] for row in steps] == [1, 2]
 
 
-def test_a_stage_that_is_killed_half_way_goes_on_from_its_last_commit_to_the_same_numbers(copied):
+def test_a_killed_training_stage_resumes_from_its_last_commit_with_equal_metrics(copied):
     arguments = [
         "--set", "stages.rl.workflow=maker.py:agent", "--set", "stages.rl.total_steps=2",
         "--set", "stages.rl.save_interval_steps=1", "--only", "rl",
@@ -221,58 +226,58 @@ def test_a_stage_that_is_killed_half_way_goes_on_from_its_last_commit_to_the_sam
     run(*arguments)
     expected = load_metrics(copied / "out/rl/metrics.jsonl", has_times=False)
     assert [row["step"] for row in expected] == [1, 2]
-    (copied / "asked").unlink()
+    (copied / "called").unlink()
     (copied / "stop").write_text("")
     run(*arguments, "--again", expected_status=130)
     assert (copied / "out/rl/global_step_1").exists()
     assert not (copied / "out/rl/global_step_2").exists()
     (copied / "stop").unlink()
-    (copied / "asked").unlink()
-    assert read_words(run(*arguments)) == {"rl": ["goes on", "done"]}
-    assert len((copied / "asked").read_text()) == 4, "one step of two tasks, two runs each"
+    (copied / "called").unlink()
+    assert read_messages(run(*arguments)) == {"rl": ["resumed", "done"]}
+    assert len((copied / "called").read_text()) == 4, "one step of two tasks with two rollouts each"
     assert load_metrics(copied / "out/rl/metrics.jsonl", has_times=False) == expected
     done = PipelineFolder(copied / "out").load_done("rl")
     assert (done.num_attempts, done.num_killed) == (2, 0)
 
 
-def test_one_stage_can_be_run_alone_and_made_again(copied):
-    assert read_words(run("--only", "eval")) == {"eval": ["done before, skipped"]}
-    words = read_words(run("--only", "eval", "--again"))
-    assert words == {"eval": ["begins anew; what it made before is", "done"]}
-    words = read_words(run("--from", "eval"))
-    assert words == {"eval": ["done before, skipped"], "export": ["done before, skipped"]}
-    remade = read_words(run("--only", "sft", "--again"))
+def test_one_stage_can_run_alone_and_again(copied):
+    assert read_messages(run("--only", "eval")) == {"eval": ["already done, skipped"]}
+    messages = read_messages(run("--only", "eval", "--again"))
+    assert messages == {"eval": ["restarted; its previous output is", "done"]}
+    messages = read_messages(run("--from", "eval"))
+    assert messages == {"eval": ["already done, skipped"], "export": ["already done, skipped"]}
+    remade = read_messages(run("--only", "sft", "--again"))
     assert list(remade) == ["sft"]
     assert run("--check").splitlines() == [
-        "make: is done, and is skipped",
-        "prepare: is done, and is skipped",
-        "sft: is done, and is skipped",
-        "rl: is made anew",
-        "eval: is made anew",
-        "export: is made anew",
+        "make: done, will be skipped",
+        "prepare: done, will be skipped",
+        "sft: done, will be skipped",
+        "rl: will run again",
+        "eval: will run again",
+        "export: will run again",
     ]
 
 
-def test_a_check_writes_nothing_and_says_what_would_run(place):
-    assert run("--check").splitlines() == [f"{name}: is made" for name in STAGES]
-    assert not (place / "out").exists()
+def test_check_writes_nothing_and_prints_what_would_run(workdir):
+    assert run("--check").splitlines() == [f"{name}: will run" for name in STAGES]
+    assert not (workdir / "out").exists()
 
 
-def test_a_stage_that_failed_or_was_killed_is_tried_again_in_its_place(place):
-    write(place, {"fill": {"kind": "function", "function": "maker.py:fill"}})
-    (place / "fail").write_text("")
+def test_a_failed_or_killed_stage_is_resumed_in_its_folder(workdir):
+    write(workdir, {"fill": {"kind": "function", "function": "maker.py:fill"}})
+    (workdir / "fail").write_text("")
     assert "not now" in run(expected_status=1)
-    assert run("--check").strip() == "fill: was begun, and goes on"
-    (place / "fail").unlink()
-    folder = PipelineFolder(place / "out")
-    folder.begin(*plan_stages(load_pipeline("pipeline.yaml")))  # as a killed attempt leaves it
-    assert read_words(run()) == {"fill": ["goes on", "done"]}
+    assert run("--check").strip() == "fill: unfinished, will be resumed"
+    (workdir / "fail").unlink()
+    folder = PipelineFolder(workdir / "out")
+    folder.begin(*plan_stages(load_pipeline("pipeline.yaml")))  # the record that a killed attempt leaves
+    assert read_messages(run()) == {"fill": ["resumed", "done"]}
     done = folder.load_done("fill")
     assert (done.num_attempts, done.num_killed) == (3, 1)
-    assert "in 3 attempts, 1 killed and not counted" in (place / "out/report.md").read_text()
+    assert "in 3 attempts; the time of 1 killed is not included" in (workdir / "out/report.md").read_text()
 
 
-def test_only_settings_that_may_change_in_a_run_let_it_go_on(copied):
+def test_a_run_resumes_only_if_the_changed_settings_may_change(copied):
     folder = PipelineFolder(copied / "out")
     start = folder.load_start("rl")
 
@@ -287,28 +292,28 @@ def test_only_settings_that_may_change_in_a_run_let_it_go_on(copied):
     )
 
 
-def test_two_commands_do_not_write_one_pipeline(place):
-    from tunesmith.pipeline.session.run_folder import take_lock
-    from tunesmith.storage import RunPaths
-
-    (place / "out").mkdir()
-    with take_lock(RunPaths(place / "out")):
+def test_two_commands_cannot_write_one_pipeline(workdir):
+    (workdir / "out").mkdir()
+    with take_lock(RunPaths(workdir / "out")):
         assert "is being written by process" in run(expected_status=1)
 
 
-def test_a_stage_that_is_needed_and_not_done_is_named(place):
+def test_a_missing_input_stage_is_named(workdir):
     assert "stage 'sft' needs 'make', which is not done" in run("--only", "sft", expected_status=1)
     assert "there is no stage 'stf'" in run("--only", "stf", expected_status=1)
-    assert "--only and --from are both given" in run("--only", "sft", "--from", "sft", expected_status=1)
+    assert "--only and --from are both set" in run("--only", "sft", "--from", "sft", expected_status=1)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["stages.rl.model.path=stage:stf"], "stages.rl: stage:stf: 'stf' is no stage; earlier are make, prepare, sft"),
-        (["stages.sft.model.path=stage:rl"], "stages.sft: stage:rl: 'rl' comes no earlier"),
-        (["stages.rl.model.path=stage:prepare"], "a stage of kind prepare leaves no model; name a file"),
-        (["stages.export.path=stage:make/../../x"], "leads out of the stage's folder"),
+        (
+            ["stages.rl.model.path=stage:stf"],
+            "stages.rl: stage:stf: 'stf' is not a stage; earlier stages: make, prepare, sft",
+        ),
+        (["stages.sft.model.path=stage:rl"], "stages.sft: stage:rl: 'rl' is not an earlier stage"),
+        (["stages.rl.model.path=stage:prepare"], "a stage of kind prepare has no model; name a file"),
+        (["stages.export.path=stage:make/../../x"], "is outside of the stage's folder"),
         (
             ["stages.rl.algorithm.group_sze=3"],
             "stages.rl.algorithm.group_sze is not a known key: did you mean 'group_size'?",
@@ -325,15 +330,13 @@ def test_a_stage_that_is_needed_and_not_done_is_named(place):
         (["folder=null"], "folder must be a valid string"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_runs(place, overrides, message):
+def test_errors_are_reported_before_any_stage_runs(workdir, overrides, message):
     output = run(*(part for each in overrides for part in ("--set", each)), expected_status=1)
     assert message in output
-    assert not (place / "out").exists()
+    assert not (workdir / "out").exists()
 
 
-def test_a_tracker_or_a_plot_without_its_package_is_said_before_anything_runs(place, monkeypatch):
-    import importlib.util
-
+def test_missing_packages_are_reported_before_any_stage_runs(workdir, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in ("wandb", "matplotlib") else find(name)
@@ -342,63 +345,56 @@ def test_a_tracker_or_a_plot_without_its_package_is_said_before_anything_runs(pl
     assert "stages.eval: a plot needs matplotlib" in run("--set", "stages.eval.has_plot=true", expected_status=1)
 
 
-def test_a_file_that_a_stage_did_not_make_is_named(copied):
+def test_a_reference_to_a_missing_file_is_named(copied):
     output = run("--set", "stages.export.path=stage:make/modell", expected_status=1)
-    assert "stages.export: stage 'make' made no 'modell'" in output
+    assert "stages.export: stage 'make' wrote no 'modell'" in output
 
 
-def cut(path):
+def truncate(path):
     path.write_bytes(path.read_bytes()[:-9])
 
 
 @pytest.mark.parametrize(
     ("stage", "damage", "message"),
     [
-        ("make", lambda out: (out / "make/test.jsonl").unlink(), "stages.prepare: stage 'make' made no 'test.jsonl'"),
-        ("make", lambda out: shutil.rmtree(out / "make/model"), "stages.sft: stage 'make' made no 'model'"),
-        ("make", lambda out: shutil.rmtree(out / "make"), "make is gone"),
-        ("prepare", lambda out: cut(out / "prepare/train.jsonl"), "train.jsonl is damaged: it has"),
+        ("make", lambda out: (out / "make/test.jsonl").unlink(), "stages.prepare: stage 'make' wrote no 'test.jsonl'"),
+        ("make", lambda out: shutil.rmtree(out / "make/model"), "stages.sft: stage 'make' wrote no 'model'"),
+        ("make", lambda out: shutil.rmtree(out / "make"), "make is missing"),
+        ("prepare", lambda out: truncate(out / "prepare/train.jsonl"), "train.jsonl is damaged: it has"),
         ("prepare", lambda out: shutil.rmtree(out / "prepare"), "prepare is not a complete"),
         ("sft", lambda out: shutil.rmtree(out / "sft"), "model is not a complete"),
-        ("sft", lambda out: cut(out / "sft/model/model.safetensors"), "model.safetensors is damaged: it has"),
+        ("sft", lambda out: truncate(out / "sft/model/model.safetensors"), "model.safetensors is damaged: it has"),
         ("rl", lambda out: (out / "rl/global_step_1/config.json").unlink(), "config.json is damaged: it has 0 bytes"),
         ("eval", lambda out: (out / "eval/comparison.json").unlink(), "comparison.json: No such file"),
-        ("eval", lambda out: cut(out / "eval/comparison.json"), "comparison.json: it is not JSON"),
-        ("export", lambda out: cut(out / "export/hf/model.safetensors"), "model.safetensors is damaged: it has"),
+        ("eval", lambda out: truncate(out / "eval/comparison.json"), "comparison.json: it is not JSON"),
+        ("export", lambda out: truncate(out / "export/hf/model.safetensors"), "model.safetensors is damaged: it has"),
     ],
 )
-def test_a_stage_that_is_done_and_damaged_is_seen_before_anything_runs(copied, stage, damage, message):
+def test_damaged_outputs_are_reported_before_any_stage_runs(copied, stage, damage, message):
     damage(copied / "out")
     for arguments in (["--check"], ["--check", "--from", stage], []):
         output = run(*arguments, expected_status=1)
         assert message in output and f"stage '{stage}' " in output
         assert f"--only {stage} --again" in output
-    assert run("--check", "--only", stage, "--again").strip() == f"{stage}: is made anew"
+    assert run("--check", "--only", stage, "--again").strip() == f"{stage}: will run again"
 
 
-def test_damage_is_of_interest_where_it_is_needed(copied):
+def test_damaged_outputs_matter_only_to_stages_that_need_them(copied):
     shutil.rmtree(copied / "out/sft/model")
-    assert run("--check", "--from", "export").strip() == "export: is done, and is skipped"
-    assert run("--check", "--only", "rl").strip() == "rl: is done, and is skipped"
+    assert run("--check", "--from", "export").strip() == "export: done, will be skipped"
+    assert run("--check", "--only", "rl").strip() == "rl: done, will be skipped"
     output = run("--check", "--only", "rl", "--again", expected_status=1)
-    assert "stage 'sft' is done, but what it left is not whole" in output
+    assert "stage 'sft' is done, but its output is incomplete" in output
 
 
-def test_a_record_that_is_damaged_is_named(copied):
+def test_a_damaged_stage_record_is_named(copied):
     record = copied / "out/stages/sft/DONE.json"
     record.write_text('{"mark": "x"}')
     assert f"{record} is damaged or of another version" in run("--check", expected_status=1)
 
 
-def test_names_of_stages_are_names_of_folders():
+@pytest.mark.parametrize("name", ["stages", "../x"])
+def test_stage_names_must_be_folder_names(name):
+    stages = {name: {"kind": "function", "function": "a:b"}}
     with pytest.raises(ConfigError, match="cannot name a stage"):
-        load_pipeline_of({"stages": {"kind": "function", "function": "a:b"}})
-    with pytest.raises(ConfigError, match="cannot name a stage"):
-        load_pipeline_of({"../x": {"kind": "function", "function": "a:b"}})
-
-
-def load_pipeline_of(stages):
-    from tunesmith.config import PipelineConfig
-    from tunesmith.pipeline.session.load_config import build_section
-
-    return build_section(PipelineConfig, {"folder": "out", "stages": stages})
+        build_section(PipelineConfig, {"folder": "out", "stages": stages})

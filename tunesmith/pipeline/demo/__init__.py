@@ -1,1 +1,1 @@
-"""The demo: the whole job on the embedded model."""
+"""The demo: fine-tuning, reinforcement learning and evaluation of the embedded pocket model."""

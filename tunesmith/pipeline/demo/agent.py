@@ -1,8 +1,8 @@
-"""The demo's agent: AgentScope's ReActAgent with a calculator, as a user would write it, and its judge.
+"""The demo's agent, AgentScope's ReActAgent with a calculator as a user would write it, and its judge.
 
-`build_demonstrations` writes down how good conversations go, with the very system prompt and tool schema that the agent
-sends. The demonstrators are right where the pocket model, imitating them, cannot be: it has no head for sums. That the
-tool pays everywhere is left to reinforcement learning.
+`build_demonstrations` writes correct conversations with the system prompt and tool schema that the agent sends. Some of
+them answer without the tool, which a model as small as the pocket model cannot imitate correctly: it cannot do the
+arithmetic itself. Reinforcement learning then has to find that calling the tool is better for every problem.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tunesmith.tools import calculator
 from tunesmith.types import JudgeOutput, WorkflowOutput
 
 SYSTEM_PROMPT = "Use the tool."
-SHARE_FROM_HEAD: Mapping[int, float] = {1: 0.75, 2: 0.35, 3: 0.1}
-"""Number of operations -> share of the demonstrations that do not use the tool."""
+SHARE_WITHOUT_TOOL: Mapping[int, float] = {1: 0.75, 2: 0.35, 3: 0.1}
+"""Number of operations -> fraction of the demonstrations that answer without the tool."""
 MAX_ITERATIONS = 3
-"""Model calls of one run; one to compute and one to answer is enough."""
+"""Limit of model calls per rollout; one tool call and one answer suffice."""
 
 
 def calculate(expression: str) -> ToolResponse:
@@ -46,7 +46,7 @@ def build_toolkit() -> Toolkit:
 
 
 async def solve_problem(task: Mapping[str, Any], model: ChatModelBase) -> WorkflowOutput:
-    """The workflow: ask the agent, return its last message."""
+    """The workflow: the agent's reply to the question."""
     agent = ReActAgent(
         name="solver",
         sys_prompt=SYSTEM_PROMPT,
@@ -60,45 +60,45 @@ async def solve_problem(task: Mapping[str, Any], model: ChatModelBase) -> Workfl
 
 
 async def judge_answer(task: Mapping[str, Any], response: Any) -> JudgeOutput:
-    """The judge: 1.0 for the right final number."""
+    """The judge: reward 1.0 for the correct final number."""
     return await judge_number(task, response)
 
 
 def build_demonstrations(
-    problems: Sequence[Problem], *, seed: int, share_from_head: Mapping[int, float] = SHARE_FROM_HEAD
+    problems: Sequence[Problem], *, seed: int, share_without_tool: Mapping[int, float] = SHARE_WITHOUT_TOOL
 ) -> list[dict[str, Any]]:
-    """Rows to fine-tune on: the easier a problem, the oftener it is answered from the head, as people do."""
+    """Rows for fine-tuning; the easier a problem, the more often it is answered without the tool."""
     rng = random.Random(f"demonstrations-{seed}")
     return [
-        _build_answer_from_head(problem)
-        if rng.random() < share_from_head[problem.num_operations]
-        else _build_answer_by_tool(problem)
+        _build_direct_answer(problem)
+        if rng.random() < share_without_tool[problem.num_operations]
+        else _build_tool_answer(problem)
         for problem in problems
     ]
 
 
-def _build_answer_from_head(problem: Problem) -> dict[str, Any]:
+def _build_direct_answer(problem: Problem) -> dict[str, Any]:
     return _build_row(problem, [])
 
 
-def _build_answer_by_tool(problem: Problem) -> dict[str, Any]:
+def _build_tool_answer(problem: Problem) -> dict[str, Any]:
     call = {
         "id": "call_1",
         "type": "function",
         "function": {"name": calculate.__name__, "arguments": {"expression": problem.expression}},
     }
-    used: list[dict[str, Any]] = [
+    tool_messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": problem.answer},
     ]
-    return _build_row(problem, used)
+    return _build_row(problem, tool_messages)
 
 
-def _build_row(problem: Problem, before_answer: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _build_row(problem: Problem, tool_messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
     messages = [
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": problem.question},
-        *before_answer,
+        *tool_messages,
         {"role": "assistant", "content": f"The answer is {problem.answer}."},
     ]
     return {"messages": messages, "tools": build_toolkit().get_json_schemas()}

@@ -1,8 +1,8 @@
-"""The main job on the embedded model: demonstrations, fine-tuning, reinforcement learning, evaluation, a table.
+"""The demo: trains the pocket model to solve word problems in AgentScope's ReActAgent with a calculator.
 
-A pocket model is built from a seed, learns the agent's way of speaking from a few demonstrations, then learns by trial
-and error to solve word problems inside AgentScope's ReActAgent with a calculator. Base, fine-tuned and trained model
-are compared on held-out problems, sampled as they were in training and greedily.
+A pocket model is initialised from a seed, fine-tuned on demonstrations of the agent's message format, and then trained
+by reinforcement learning. Base, fine-tuned and trained model are compared on held-out problems, sampled as in training
+and greedily.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ AGENT_FUNCTIONS = ("solve_problem", "judge_answer", "build_demonstrations")
 TEST_SET = "test"
 DEMONSTRATIONS = "demonstrations.jsonl"
 FINETUNE_SAVE_INTERVAL = 1000
-"""More steps than the fine-tuning of the demo has: it is over in a minute, and is not resumed."""
+"""Larger than the number of fine-tuning steps: it takes a minute and is not resumed, so it needs no checkpoint."""
 MODES: Mapping[str, float] = {"sampled": 1.0, "greedy": 0.0}
-"""Ways to evaluate -> temperature."""
+"""Evaluation mode -> temperature."""
 REPORTED = "sampled"
-"""The mode whose accuracies `run_demo` returns: the agent as it acts in training."""
+"""The mode whose accuracies `run_demo` returns; the one used in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """Sizes of the demo."""
+    """Sizes and hyperparameters of the demo."""
 
     num_demonstrations: int = 2500
     num_epochs: int = 5
@@ -82,7 +82,7 @@ DEFAULTS = DemoSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoAgent:
-    """What the demo takes from the agent's file."""
+    """Functions of the agent's module."""
 
     workflow: WorkflowType
     judge: JudgeType
@@ -90,7 +90,7 @@ class DemoAgent:
 
 
 def run_demo(*, seed: int, out: Path, build_model: BuildModel, settings: DemoSettings = DEFAULTS) -> dict[str, float]:
-    """Run everything in a new folder below `out`; return accuracies on held-out problems and the seconds it took."""
+    """Run the demo in a new folder below `out`; return accuracies on held-out problems and the elapsed seconds."""
     started = time.monotonic()
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
@@ -98,7 +98,7 @@ def run_demo(*, seed: int, out: Path, build_model: BuildModel, settings: DemoSet
     agent = load_agent()
     screen = Console(stderr=True, highlight=False, soft_wrap=True)
     root = out.expanduser().absolute() / f"{datetime.now():%Y%m%d%H%M%S}-seed{seed}"
-    screen.print(f"1/4  a pocket model and {settings.num_train_tasks} word problems, in {root}")
+    screen.print(f"1/4  writing a pocket model and {settings.num_train_tasks} word problems to {root}")
     base = save_base(root, seed=seed, settings=settings)
     screen.print(f"2/4  fine-tuning on {settings.num_demonstrations} demonstrations")
     finetuned = finetune(base, agent, root, seed=seed, settings=settings)
@@ -116,9 +116,9 @@ def run_demo(*, seed: int, out: Path, build_model: BuildModel, settings: DemoSet
 
 
 def load_agent() -> DemoAgent:
-    """Load the agent's file, which needs AgentScope."""
+    """Load the agent's module, which requires AgentScope."""
     if importlib.util.find_spec("agentscope") is None:
-        raise ConfigError("the demo's agent is AgentScope's: pip install 'tunesmith[agentscope]'")
+        raise ConfigError("the demo's agent needs AgentScope: pip install 'tunesmith[agentscope]'")
     functions = {name: load_function(f"{AGENT_MODULE}:{name}", knob="demo") for name in AGENT_FUNCTIONS}
     return DemoAgent(
         workflow=functions["solve_problem"],
@@ -139,7 +139,7 @@ def save_base(root: Path, *, seed: int, settings: DemoSettings) -> Path:
 
 
 def finetune(base: Path, agent: DemoAgent, root: Path, *, seed: int, settings: DemoSettings) -> Path:
-    """Teach the base model how an agent's conversation goes; return the folder of the result."""
+    """Fine-tune the base model on demonstrations; return the model's folder."""
     problems = build_problems("train", num_problems=settings.num_demonstrations, seed=seed)
     rows = agent.build_demonstrations(problems, seed=seed)
     save_text(root / DEMONSTRATIONS, "".join(json.dumps(row) + "\n" for row in rows))
@@ -163,7 +163,7 @@ def finetune(base: Path, agent: DemoAgent, root: Path, *, seed: int, settings: D
 
 
 def build_config(finetuned: Path, root: Path, *, seed: int, settings: DemoSettings) -> RunConfig:
-    """The run file of the reinforcement learning."""
+    """Run configuration of the reinforcement learning."""
     data = str(root / "data")
     return RunConfig(
         checkpoint_root_dir=str(root),
@@ -195,7 +195,7 @@ def build_model_section(path: Path, **sampling: Any) -> ModelSection:
 def evaluate(
     models: Mapping[str, Path], config: RunConfig, agent: DemoAgent, *, build_model: BuildModel
 ) -> dict[str, dict[str, Estimate]]:
-    """Each model's accuracy in each mode."""
+    """Accuracy of each model in each mode."""
     comparisons = {
         mode: run_comparison(
             config.model_copy(update={"evaluation": EvaluationSection(temperature=temperature)}),
@@ -210,7 +210,7 @@ def evaluate(
 
 
 def print_table(results: Mapping[str, Mapping[str, Estimate]]) -> None:
-    """Accuracy with its 95 % interval, by model and mode."""
+    """Print accuracies with 95 % intervals, by model and mode."""
     table = Table(title="accuracy on held-out problems")
     table.add_column("model")
     for mode, temperature in MODES.items():

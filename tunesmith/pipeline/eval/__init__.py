@@ -1,1 +1,1 @@
-"""Evaluation: held-out tasks, statistics, models side by side."""
+"""Evaluation on held-out tasks: results, statistics, and comparisons of several models."""

@@ -1,7 +1,8 @@
-"""Evaluating several models on the same held-out tasks, one after the other, with the same draws.
+"""Evaluation of several models on the same held-out tasks with the same sampling seeds.
 
-Each model is loaded once and let go before the next. With a folder, what is done is kept there model by model and set
-by set, so a comparison that is killed goes on where it was; the results take its place at the end.
+Models are evaluated one after the other; each is loaded once and released before the next loads. With an output folder,
+the result of each model on each set is written to `parts/` as soon as it is complete, so that a killed evaluation
+resumes there. `comparison.json`, `comparison.md` and the optional plot replace `parts/` at the end.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ from tunesmith.pipeline.eval.comparison import Comparison, ModelResult, compare_
 from tunesmith.pipeline.eval.comparison_plot import check_plot, save_plot
 from tunesmith.pipeline.eval.comparison_table import format_comparison
 from tunesmith.pipeline.eval.held_out import run_held_out
-from tunesmith.pipeline.eval.sample_scores import AttemptedTask, load_attempts, read_attempts, save_attempts
+from tunesmith.pipeline.eval.sample_scores import TaskScores, score_groups, scores_from_json, scores_to_json
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.load_function import load_function
 from tunesmith.pipeline.session.policy import BuildModel, Policy, check_auxiliary, check_policy
@@ -43,6 +45,15 @@ JSON_FILE, TABLE_FILE, PLOT_FILE = "comparison.json", "comparison.md", "comparis
 PARTS = "parts"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetScores:
+    """One model's scores on one task set."""
+
+    tasks: Sequence[TaskScores]
+    seconds: float
+    """Time of the rollouts, without loading the model."""
+
+
 def run_comparison(
     config: RunConfig,
     *,
@@ -53,18 +64,18 @@ def run_comparison(
     out: Path | None = None,
     has_plot: bool = False,
 ) -> Comparison:
-    """Try each model, by label, on each of the config's held-out sets; write the results to `out`.
+    """Evaluate each model of `models` (label -> path) on each set in `eval_datasets`; write the results to `out`.
 
-    Raises before a model loads for whatever is wrong with functions, sets or models, and afterwards when more runs of a
-    set fail than `rollout.max_failure_rate` allows.
+    Raises before any model loads when a function, a task set or a model is invalid, and afterwards when more rollouts
+    of a set fail than `rollout.max_failure_rate` allows.
     """
     models = {label: find_model(path) for label, path in models.items()}
     sets = check_comparison(config, models=models, workflow=workflow, judge=judge)
     if has_plot:
         check_plot()
     if has_plot and out is None:
-        raise ConfigError("a plot needs a folder to go to: give --out")
-    check_out(out, models)
+        raise ConfigError("a plot is written to the output folder: set --out")
+    check_output_folder(out, models)
     results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
     progress = ConsoleProgress(
         first_step=0,
@@ -74,12 +85,12 @@ def run_comparison(
     )
     try:
         for number, (label, path) in enumerate(models.items()):
-            each = with_model_path(config, path)
-            parts = {name: find_part(out, each, name) for name in sets}
-            tried = try_model(
-                each,
+            model_config = with_model_path(config, path)
+            partial_files = {name: find_partial_file(out, model_config, name) for name in sets}
+            scores = evaluate_model(
+                model_config,
                 sets,
-                parts,
+                partial_files,
                 label=label,
                 workflow=workflow,
                 judge=judge,
@@ -87,26 +98,26 @@ def run_comparison(
                 progress=progress,
                 num_done=number * len(sets),
             )
-            free_memory()
-            for name, (tasks, seconds) in tried.items():
+            release_memory()
+            for name, set_scores in scores.items():
                 results[name][label] = compute_result(
                     label,
                     path,
-                    tasks,
+                    set_scores.tasks,
                     seed=config.seed,
-                    seconds=seconds,
+                    seconds=set_scores.seconds,
                     outcome_key=config.experience.outcome_key,
                 )
     finally:
         progress.close()
-    comparison = {name: compare_results(name, of_set, seed=config.seed) for name, of_set in results.items()}
+    comparison = {name: compare_results(name, by_label, seed=config.seed) for name, by_label in results.items()}
     if out is not None:
         save_comparison(out, comparison, has_plot=has_plot)
     return comparison
 
 
 def run_eval(config: EvalConfig, *, out_dir: Path | None, build_model: BuildModel) -> Comparison:
-    """The evaluation that a file of its own describes."""
+    """Run an evaluation described by an evaluation file or an `eval` stage."""
     return run_comparison(
         config.to_run_config(),
         models=config.models,
@@ -121,15 +132,15 @@ def run_eval(config: EvalConfig, *, out_dir: Path | None, build_model: BuildMode
 def check_comparison(
     config: RunConfig, *, models: Mapping[str, str], workflow: WorkflowType, judge: JudgeType | None
 ) -> dict[str, list[Task]]:
-    """The tasks of each set, when everything that needs no weights is in order."""
+    """Validate everything that needs no weights; return the tasks of each set."""
     check_workflow_function(workflow)
     if judge is not None:
         check_judge_function(judge)
     if not config.eval_datasets:
-        raise ConfigError("eval_datasets is empty: name at least one held-out set, as eval_datasets.test.path=...")
+        raise ConfigError("eval_datasets is empty: name at least one held-out set, as in eval_datasets.test.path=...")
     for label in models:
         if not LABEL.fullmatch(label):
-            raise ConfigError(f"the label {label!r} of a model must be text on one line, without '|'")
+            raise ConfigError(f"the model label {label!r} must be one line of text without '|'")
     sets = {
         name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
@@ -142,27 +153,23 @@ def check_comparison(
 
 
 def find_model(path: str) -> str:
-    """The path itself, or the model that the run or stage in this folder left."""
+    """The model of the run or stage in the folder `path`, or `path` itself (a hub id)."""
     folder = Path(path).expanduser()
     return str(find_model_folder(folder.absolute())) if folder.is_dir() else path
 
 
 def with_model_path(config: RunConfig, path: str) -> RunConfig:
-    """The config for another model; an adapter's settings belong to the model that they were written for."""
+    """The config with another model. `lora` and, for another path, `base_path` are reset: they describe one model."""
     section = config.model
     if path != section.path:
         section = section.model_copy(update={"path": path, "base_path": None})
     return config.model_copy(update={"model": section.model_copy(update={"lora": None})})
 
 
-Parts = Mapping[str, Path | None]
-Tried = dict[str, tuple[list[AttemptedTask], float]]
-
-
-def try_model(
+def evaluate_model(
     config: RunConfig,
     sets: Mapping[str, Sequence[Task]],
-    parts: Parts,
+    partial_files: Mapping[str, Path | None],
     *,
     label: str,
     workflow: WorkflowType,
@@ -170,34 +177,37 @@ def try_model(
     build_model: BuildModel,
     progress: ConsoleProgress,
     num_done: int,
-) -> Tried:
-    """One model's attempts and seconds by set; a set whose part is there is not tried again, and loads no model."""
-    tried: Tried = {}
+) -> dict[str, SetScores]:
+    """Evaluate one model on every set; sets whose partial file exists are read from it.
+
+    The model loads at the first set without a partial file, and not at all if every set has one.
+    """
+    scores: dict[str, SetScores] = {}
     loaded: tuple[Policy, Actors] | None = None
     for number, (name, tasks) in enumerate(sets.items(), start=num_done + 1):
-        part = parts[name]
-        if part is not None and part.exists():
-            saved = load_json(part)
-            tried[name] = load_attempts(saved["tasks"]), saved["seconds"]
-            progress.show_done(number, f"{label} on {name}: done before")
+        partial_file = partial_files[name]
+        if partial_file is not None and partial_file.exists():
+            saved = load_json(partial_file)
+            scores[name] = SetScores(tasks=scores_from_json(saved["tasks"]), seconds=saved["seconds"])
+            progress.show_done(number, f"{label} on {name}: already evaluated")
             continue
         progress.show_status(f"{label} on {name}: loading")
         loaded = loaded or load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
-        attempts, seconds = try_set(config, *loaded, name, tasks, progress)
-        tried[name] = attempts, seconds
-        if part is not None:
-            save_json(part, {"seconds": seconds, "tasks": save_attempts(attempts)})
-        progress.show_done(number, f"{label} on {name}: {len(tasks)} tasks in {format_duration(seconds)}")
-    return tried
+        found = evaluate_set(config, *loaded, name, tasks, progress)
+        scores[name] = found
+        if partial_file is not None:
+            save_json(partial_file, {"seconds": found.seconds, "tasks": scores_to_json(found.tasks)})
+        progress.show_done(number, f"{label} on {name}: {len(tasks)} tasks in {format_duration(found.seconds)}")
+    return scores
 
 
-def try_set(
+def evaluate_set(
     config: RunConfig, policy: Policy, actors: Actors, name: str, tasks: Sequence[Task], progress: ConsoleProgress
-) -> tuple[list[AttemptedTask], float]:
-    """Attempts and seconds."""
+) -> SetScores:
+    """Run the agent on one task set and score the rollouts."""
     started = time.perf_counter()
-    running = run_held_out(config, actors, name, tasks, policy_version=0, status=progress)
-    groups = run_lockstep(running, config.rollout)
+    rollouts = run_held_out(config, actors, name, tasks, policy_version=0, status=progress)
+    groups = run_lockstep(rollouts, config.rollout)
     seconds = time.perf_counter() - started
     check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
     renderer = Renderer(
@@ -205,23 +215,23 @@ def try_set(
         tool_call_parser=config.model.tool_call_parser,
         reasoning_parser=config.model.reasoning_parser,
     )
-    return read_attempts(groups, renderer), seconds
+    return SetScores(tasks=score_groups(groups, renderer), seconds=seconds)
 
 
-def check_out(out: Path | None, models: Mapping[str, str]) -> None:
-    """A folder may be written again, but not with other models than it tells of."""
+def check_output_folder(out: Path | None, models: Mapping[str, str]) -> None:
+    """Raise ConfigError when the folder holds a comparison of other models; one of the same models is overwritten."""
     if out is None or not (out / JSON_FILE).exists():
         return
-    for of_set in load_json(out / JSON_FILE).values():
-        told = {label: result["path"] for label, result in of_set["models"].items()}
-        if told != models:
+    for set_comparison in load_json(out / JSON_FILE).values():
+        compared = {label: result["path"] for label, result in set_comparison["models"].items()}
+        if compared != models:
             raise ConfigError(
-                f"{out} holds a comparison of other models ({', '.join(told)}); choose another folder, or remove it"
+                f"{out} holds a comparison of other models ({', '.join(compared)}); choose another folder, or remove it"
             )
 
 
-def find_part(out: Path | None, config: RunConfig, name: str) -> Path | None:
-    """Where one model's attempts at one set are kept until all is done; named after all that they depend on."""
+def find_partial_file(out: Path | None, config: RunConfig, name: str) -> Path | None:
+    """File with one model's scores on one set until the comparison is complete; named by a hash of its inputs."""
     if out is None:
         return None
     settings = config.model_dump(mode="json", exclude={"monitor", "trainer", "algorithm"})
@@ -231,7 +241,7 @@ def find_part(out: Path | None, config: RunConfig, name: str) -> Path | None:
 
 
 def save_comparison(out: Path, comparison: Comparison, *, has_plot: bool) -> None:
-    """Write the results, and remove the parts that they were made of."""
+    """Write the results, then remove the partial files."""
     save_text(out / TABLE_FILE, format_comparison(comparison))
     if has_plot:
         save_plot(out / PLOT_FILE, comparison)
@@ -240,8 +250,8 @@ def save_comparison(out: Path, comparison: Comparison, *, has_plot: bool) -> Non
         remove_tree(out / PARTS)
 
 
-def free_memory() -> None:
-    """Give back what a model held that nothing refers to any more."""
+def release_memory() -> None:
+    """Collect garbage and empty the CUDA cache, once a model is no longer referenced."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

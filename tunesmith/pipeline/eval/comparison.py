@@ -1,7 +1,8 @@
-"""Several models on the same held-out tasks: what each scores, and whether the differences are more than chance.
+"""Comparison of several models on the same held-out tasks: estimates with intervals, and paired tests of differences.
 
-Models keep the order in which they were named, which is that of the phases of training. Every number is a mean over
-tasks of a task's mean over its runs; pairs of models are compared task by task.
+Every estimate is a mean over tasks of a task's mean over its rollouts. Pairs of models are compared task by task.
+Models keep the order in which they were given, normally that of the training stages; each is compared with every later
+one.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from typing import Any
 
 from tunesmith.pipeline.eval.sample_scores import (
     REWARD,
-    SIZES,
-    AttemptedTask,
-    compute_pass_curve,
-    find_outcomes,
-    list_reported,
-    save_attempts,
+    SAMPLE_STATS,
+    TaskScores,
+    collect_outcomes,
+    compute_pass_at_k_by_task,
+    list_reported_metrics,
+    scores_to_json,
 )
 from tunesmith.pipeline.eval.statistics import Difference, Interval, compare_paired, compute_bootstrap_interval
 
 COUNTS = ("sampled_tokens", "tool_calls", "turns")
-"""Numbers that are no shares even where each of them is 0 or 1."""
+"""Quantities that are counts, not proportions, even when every value is 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +36,9 @@ class Estimate:
     interval: Interval
     """95 % bootstrap interval over tasks."""
     num_tasks: int
-    """Tasks that have the number."""
+    """Tasks on which the quantity is known."""
     is_share: bool
-    """Whether every run is 0 or 1 in it."""
+    """Whether the quantity is a proportion: 0 or 1 for every rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,28 +47,28 @@ class ModelResult:
 
     label: str
     path: str
-    tasks: Sequence[AttemptedTask]
+    tasks: Sequence[TaskScores]
     estimates: Mapping[str, Estimate]
-    """By name: reward, what was reported, pass@k, sampled_tokens, tool_calls, turns, truncated."""
+    """By name: reward, reported metrics, pass@k, sampled_tokens, tool_calls, turns, truncated."""
     seconds: float
-    """Time of the runs, without loading the model."""
+    """Time of the rollouts, without loading the model."""
 
     @property
     def num_runs(self) -> int:
-        return sum(len(task.attempts) for task in self.tasks)
+        return sum(len(task.samples) for task in self.tasks)
 
     @property
     def num_failures(self) -> int:
-        return sum(attempt.failure is not None for task in self.tasks for attempt in task.attempts)
+        return sum(sample.failure is not None for task in self.tasks for sample in task.samples)
 
     @property
     def num_sampled_tokens(self) -> int:
-        return sum(attempt.sampled_tokens for task in self.tasks for attempt in task.attempts)
+        return sum(sample.sampled_tokens for task in self.tasks for sample in task.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contrast:
-    """Two models in one number."""
+    """The difference of two models in one quantity."""
 
     before: str
     after: str
@@ -85,7 +86,7 @@ class SetComparison:
     contrasts: Sequence[Contrast]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, with each task's runs."""
+        """The content of comparison.json, with every rollout of every task."""
         return {
             "models": {
                 label: {
@@ -96,7 +97,7 @@ class SetComparison:
                     "num_sampled_tokens": result.num_sampled_tokens,
                     "seconds": result.seconds,
                     "estimates": {name: asdict(each) for name, each in result.estimates.items()},
-                    "tasks": save_attempts(result.tasks),
+                    "tasks": scores_to_json(result.tasks),
                 }
                 for label, result in self.results.items()
             },
@@ -111,28 +112,28 @@ Comparison = Mapping[str, SetComparison]
 def compute_result(
     label: str,
     path: str,
-    tasks: Sequence[AttemptedTask],
+    tasks: Sequence[TaskScores],
     *,
     seed: int,
     seconds: float = 0.0,
     outcome_key: str | None = None,
 ) -> ModelResult:
-    """Estimate everything that the attempts tell."""
+    """Estimate every quantity that the scores contain."""
     estimates: dict[str, Estimate] = {}
-    for name in (REWARD, *list_reported(tasks)):
+    for name in (REWARD, *list_reported_metrics(tasks)):
         add_estimate(estimates, name, tasks, seed=seed)
-    for k, values in compute_pass_curve(find_outcomes(tasks, outcome_key)).items():
+    for k, values in compute_pass_at_k_by_task(collect_outcomes(tasks, outcome_key)).items():
         estimates[f"pass@{k}"] = estimate(values, is_share=True, seed=seed)
-    for name in SIZES:
+    for name in SAMPLE_STATS:
         add_estimate(estimates, name, tasks, seed=seed)
     return ModelResult(label=label, path=path, tasks=tasks, estimates=estimates, seconds=seconds)
 
 
-def add_estimate(estimates: dict[str, Estimate], name: str, tasks: Sequence[AttemptedTask], *, seed: int) -> None:
-    """Estimate one number where any run has it."""
-    scores = [score for task in tasks if (score := task.score(name)) is not None]
+def add_estimate(estimates: dict[str, Estimate], name: str, tasks: Sequence[TaskScores], *, seed: int) -> None:
+    """Estimate one quantity if any rollout has it."""
+    scores = [score for task in tasks if (score := task.compute_mean(name)) is not None]
     if scores:
-        is_binary = {attempt.find(name) for task in tasks for attempt in task.attempts} <= {0.0, 1.0, None}
+        is_binary = {sample.get(name) for task in tasks for sample in task.samples} <= {0.0, 1.0, None}
         estimates[name] = estimate(scores, is_share=is_binary and name not in COUNTS, seed=seed)
 
 
@@ -146,10 +147,10 @@ def estimate(scores: Sequence[float], *, is_share: bool, seed: int) -> Estimate:
 
 
 def compare_results(name: str, results: Mapping[str, ModelResult], *, seed: int) -> SetComparison:
-    """Compare each model with each later one, in the reward and in what is reported."""
+    """Compare each model with each later one, in the reward and in every reported metric."""
     contrasts = []
     for before, after in combinations(results.values(), 2):
-        for quantity in (REWARD, *list_reported([*before.tasks, *after.tasks])):
+        for quantity in (REWARD, *list_reported_metrics([*before.tasks, *after.tasks])):
             difference = compare_quantity(quantity, before.tasks, after.tasks, seed=seed)
             if difference is not None:
                 contrasts.append(Contrast(before=before.label, after=after.label, name=quantity, difference=difference))
@@ -157,13 +158,14 @@ def compare_results(name: str, results: Mapping[str, ModelResult], *, seed: int)
 
 
 def compare_quantity(
-    name: str, before: Sequence[AttemptedTask], after: Sequence[AttemptedTask], *, seed: int
+    name: str, before: Sequence[TaskScores], after: Sequence[TaskScores], *, seed: int
 ) -> Difference | None:
-    """Pair by task; tasks that one of the two has no number of are left out. None when no task is left."""
-    old = {task.task_id: task.score(name) for task in before}
+    """Paired difference over the tasks on which both models have the quantity; None when there is no such task."""
+    old_scores = {task.task_id: task.compute_mean(name) for task in before}
     pairs = [
         (old_score, new_score)
         for task in after
-        if (old_score := old.get(task.task_id)) is not None and (new_score := task.score(name)) is not None
+        if (old_score := old_scores.get(task.task_id)) is not None
+        and (new_score := task.compute_mean(name)) is not None
     ]
     return compare_paired([a for a, _ in pairs], [b for _, b in pairs], seed=seed) if pairs else None

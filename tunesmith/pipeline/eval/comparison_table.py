@@ -1,4 +1,4 @@
-"""A comparison in words: Markdown tables that read well on a terminal too."""
+"""A comparison as Markdown tables, aligned so that they are readable on a terminal."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Sequence
 
 from tunesmith.pipeline.eval.comparison import Comparison, Contrast, Estimate, SetComparison
 
-UNLIKELY = 1e-4
+SMALLEST_P_VALUE = 1e-4
+"""Smaller p-values are printed as `< 0.0001`."""
 
 
 def format_comparison(comparison: Comparison) -> str:
-    """Two tables for each task set: the models, and their differences."""
+    """For each task set a table of the models and a table of their differences."""
     return "\n".join(format_set(each) for each in comparison.values())
 
 
 def format_set(comparison: SetComparison) -> str:
-    """A row for each number; and for each pair of models and number in which any task differs."""
+    """One row per quantity, then one row per pair of models and quantity in which at least one task differs."""
     results = list(comparison.results.values())
     num_tasks = max(len(result.tasks) for result in results)
-    num_runs = max(len(task.attempts) for result in results for task in result.tasks)
+    num_runs = max(len(task.samples) for result in results for task in result.tasks)
     title = f"### {comparison.name}: {num_tasks} tasks, {num_runs} {'run' if num_runs == 1 else 'runs'} of each"
     names = {name: None for result in results for name in result.estimates}
     rows = [format_row(name, [result.estimates.get(name) for result in results]) for name in names]
@@ -32,7 +33,7 @@ def format_set(comparison: SetComparison) -> str:
 
 
 def format_row(name: str, found: Sequence[Estimate | None]) -> list[str]:
-    """One number of all models, in percent where it is a share for each of them."""
+    """One quantity of all models, in percent if it is a proportion for each of them."""
     is_share = all(each is None or each.is_share for each in found)
     return [name.replace("_", " "), *(format_estimate(each, is_share=is_share) for each in found)]
 
@@ -49,7 +50,7 @@ def format_estimate(found: Estimate | None, *, is_share: bool) -> str:
 def format_contrast(contrast: Contrast) -> list[str]:
     found = contrast.difference
     low, high = found.interval
-    p_value = f"< {UNLIKELY:g}" if found.p_value < UNLIKELY else f"{found.p_value:.4f}"
+    p_value = f"< {SMALLEST_P_VALUE:g}" if found.p_value < SMALLEST_P_VALUE else f"{found.p_value:.4f}"
     return [
         f"{contrast.before} -> {contrast.after}",
         contrast.name.replace("_", " "),

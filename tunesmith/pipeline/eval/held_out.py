@@ -1,4 +1,4 @@
-"""Held-out tasks run with the weights as they are."""
+"""Rollouts on held-out tasks with the current weights, during training and in `tunesmith eval`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def evaluate_all(
     policy_version: int,
     status: StatusLine | None = None,
 ) -> dict[str, EvaluationResult]:
-    """Run every held-out set. Seeds do not depend on the step, so evaluations of a run sample the same draws."""
+    """Evaluate every held-out set. Seeds do not depend on the step, so all evaluations of a run use the same seeds."""
     results = {}
     for name, tasks in eval_tasks.items():
         groups = await run_held_out(config, actors, name, tasks, policy_version=policy_version, status=status)
@@ -43,7 +43,7 @@ async def run_held_out(
     policy_version: int,
     status: StatusLine | None = None,
 ) -> list[Group]:
-    """Run one held-out set; its engine and recorder counters are discarded, so they do not count as training."""
+    """Run one held-out set. Engine and recorder counters are discarded, so that training metrics exclude them."""
     actors.engine.resume(policy_version)
     groups = await run_tasks(
         actors,

@@ -1,7 +1,7 @@
-"""Held-out tasks tried with the workflow as it is used, and what the rewards say.
+"""Results of one evaluation of a policy on held-out tasks, as metrics and as `eval/step_N.json`.
 
-A task's score is the mean reward of its runs; the interval is a bootstrap over tasks. A failed run has no reward: it is
-left out of the mean and counted.
+A task's score is the mean reward of its rollouts; the interval is a bootstrap over tasks. A failed rollout has no
+reward: it is excluded from the mean and counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunesmith.experience.outcomes import compute_outcome
-from tunesmith.pipeline.eval.sample_scores import compute_pass_curve
+from tunesmith.pipeline.eval.sample_scores import compute_pass_at_k_by_task
 from tunesmith.pipeline.eval.statistics import Interval, compute_bootstrap_interval
 from tunesmith.types import Group
 
@@ -25,15 +25,15 @@ class EvaluationResult:
     policy_version: int
     groups: list[Group] = field(repr=False)
     mean: float | None
-    """Mean over tasks of the mean reward of a task's runs; None when every run failed."""
+    """Mean over tasks of the mean reward of a task's rollouts; None when every rollout failed."""
     interval: Interval | None
     """95 % bootstrap interval of the mean over tasks."""
     num_failures: int
     metric_means: dict[str, float]
-    """Mean over runs of what the workflow and the judge reported."""
+    """Means over rollouts of the metrics that workflow and judge reported."""
     pass_at_k: Mapping[int, float]
-    """Mean over tasks of the chance that one of k runs has outcome 1; empty unless tasks were tried several times and
-    every outcome is 0 or 1."""
+    """k -> mean over tasks of the probability that at least one of k rollouts has outcome 1. Empty unless tasks have
+    several rollouts and every outcome is 0 or 1."""
 
     def to_metrics(self) -> dict[str, float]:
         prefix = f"eval/{self.name}"
@@ -45,7 +45,7 @@ class EvaluationResult:
         return metrics | {f"{prefix}/{key}": value for key, value in self.metric_means.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Summary and one record a task, as written to `eval/step_N.json`."""
+        """Summary and one record per task, as written to `eval/step_N.json`."""
         tasks = [
             {
                 "task_id": group.task.task_id,
@@ -73,7 +73,7 @@ class EvaluationResult:
 def compute_evaluation(
     name: str, groups: Sequence[Group], *, policy_version: int, seed: int = 0, outcome_key: str | None = None
 ) -> EvaluationResult:
-    """Summarise the groups of one task set; `outcome_key` names the metric that says whether a run passed."""
+    """Summarise the groups of one task set; `outcome_key` is the metric that is 1 for a passed rollout."""
     scores = [statistics.fmean(t.reward for t in g.scored if t.reward is not None) for g in groups if g.scored]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     reported: dict[str, list[float]] = {}
@@ -81,7 +81,7 @@ def compute_evaluation(
         if trajectory.failure is None:
             for key, value in trajectory.metrics.items():
                 reported.setdefault(key, []).append(value)
-    curve = compute_pass_curve([[compute_outcome(run, outcome_key) for run in group.scored] for group in groups])
+    outcomes = [[compute_outcome(trajectory, outcome_key) for trajectory in group.scored] for group in groups]
     return EvaluationResult(
         name=name,
         policy_version=policy_version,
@@ -90,5 +90,5 @@ def compute_evaluation(
         interval=compute_bootstrap_interval(scores, seed=seed) if scores else None,
         num_failures=sum(trajectory.failure is not None for trajectory in trajectories),
         metric_means={key: statistics.fmean(values) for key, values in reported.items()},
-        pass_at_k={k: statistics.fmean(values) for k, values in curve.items()},
+        pass_at_k={k: statistics.fmean(values) for k, values in compute_pass_at_k_by_task(outcomes).items()},
     )

@@ -1,8 +1,7 @@
-"""What is kept of each run of an evaluation, and the scores of tasks that come of it.
+"""Scores of single rollouts and of tasks in an evaluation, without tokens, convertible to and from JSON.
 
-An attempt is one run in numbers and words, without its tokens; it goes to JSON and back, so that an evaluation of
-several models that is killed goes on where it was. A task's score is the mean over its attempts, and None where none
-of them has that number: a failed attempt has a size and no reward.
+A `SampleScore` describes one rollout of the agent; `TaskScores` holds all rollouts of one task. The value of a quantity
+on a task is the mean over the rollouts that have it, or None if none has: a failed rollout has counts but no reward.
 """
 
 from __future__ import annotations
@@ -14,66 +13,66 @@ from typing import Any
 
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.eval.statistics import compute_pass_at_k, list_powers
+from tunesmith.pipeline.eval.statistics import choose_pass_at_k, compute_pass_at_k
 from tunesmith.types import Group, StopReason, Trajectory
 
-CUT_SHORT: frozenset[StopReason] = frozenset({"length", "context", "deadline"})
-"""Stop reasons of a turn that did not end by itself."""
+TRUNCATED: frozenset[StopReason] = frozenset({"length", "context", "deadline"})
+"""Stop reasons of a turn that the model did not end itself."""
 REWARD = "reward"
-SIZES = ("sampled_tokens", "tool_calls", "turns", "truncated")
-"""What is known of every attempt, also of one that failed."""
+SAMPLE_STATS = ("sampled_tokens", "tool_calls", "turns", "truncated")
+"""Quantities that every rollout has, a failed one included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One run of the agent on a task."""
+class SampleScore:
+    """One rollout of the agent on a task. The field names are keys of comparison.json."""
 
     reward: float | None
     metrics: Mapping[str, float]
-    """What the workflow and the judge reported."""
+    """Metrics reported by the workflow and the judge."""
     failure: str | None
     response: str
     sampled_tokens: int
     tool_calls: int
-    """Well-formed calls that the model wrote."""
+    """Well-formed tool calls in the sampled text."""
     turns: int
     truncated: bool
-    """Whether a turn was cut short by max_tokens, the context or a deadline."""
+    """Whether max_tokens, the context or a deadline ended a turn."""
 
-    def find(self, name: str) -> float | None:
-        """A number by its name in tables; None when this attempt has no such number."""
+    def get(self, name: str) -> float | None:
+        """A quantity by its name in the tables; None when this rollout does not have it."""
         if name == REWARD:
             return self.reward
-        if name in SIZES:
+        if name in SAMPLE_STATS:
             return float(getattr(self, name))
         return None if self.failure is not None else self.metrics.get(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptedTask:
-    """A task and its attempts."""
+class TaskScores:
+    """A task and the scores of its rollouts."""
 
     task_id: str
-    attempts: tuple[Attempt, ...]
+    samples: tuple[SampleScore, ...]
 
-    def score(self, name: str) -> float | None:
-        """The mean of a number over the attempts that have it."""
-        values = [value for attempt in self.attempts if (value := attempt.find(name)) is not None]
+    def compute_mean(self, name: str) -> float | None:
+        """Mean of a quantity over the rollouts that have it."""
+        values = [value for sample in self.samples if (value := sample.get(name)) is not None]
         return statistics.fmean(values) if values else None
 
 
-def read_attempts(groups: Sequence[Group], renderer: Renderer) -> list[AttemptedTask]:
-    """The attempts of an evaluation's groups."""
+def score_groups(groups: Sequence[Group], renderer: Renderer) -> list[TaskScores]:
+    """One `TaskScores` for each group of an evaluation."""
     return [
-        AttemptedTask(
-            task_id=group.task.task_id, attempts=tuple(read_attempt(each, renderer) for each in group.trajectories)
+        TaskScores(
+            task_id=group.task.task_id, samples=tuple(score_trajectory(each, renderer) for each in group.trajectories)
         )
         for group in groups
     ]
 
 
-def read_attempt(trajectory: Trajectory, renderer: Renderer) -> Attempt:
-    return Attempt(
+def score_trajectory(trajectory: Trajectory, renderer: Renderer) -> SampleScore:
+    return SampleScore(
         reward=trajectory.reward,
         metrics={name: float(value) for name, value in trajectory.metrics.items()},
         failure=None if trajectory.failure is None else f"{trajectory.failure.where}: {trajectory.failure.message}",
@@ -81,12 +80,12 @@ def read_attempt(trajectory: Trajectory, renderer: Renderer) -> Attempt:
         sampled_tokens=sum(len(turn.sampled_ids) for turn in trajectory.turns),
         tool_calls=count_tool_calls(trajectory, renderer),
         turns=len(trajectory.turns),
-        truncated=any(turn.stop_reason in CUT_SHORT for turn in trajectory.turns),
+        truncated=any(turn.stop_reason in TRUNCATED for turn in trajectory.turns),
     )
 
 
 def count_tool_calls(trajectory: Trajectory, renderer: Renderer) -> int:
-    """Calls in what was sampled, as the endpoint reads them."""
+    """Number of tool calls in the sampled text, found by the parser that the endpoint uses."""
     num_calls = 0
     for turn in trajectory.turns:
         parser = renderer.build_parser(turn.prompt_ids, new_call_id=lambda: "call", has_tools=True)
@@ -95,46 +94,49 @@ def count_tool_calls(trajectory: Trajectory, renderer: Renderer) -> int:
     return num_calls
 
 
-def save_attempts(tasks: Sequence[AttemptedTask]) -> list[dict[str, Any]]:
-    """As plain values."""
-    return [asdict(task) for task in tasks]
+def scores_to_json(tasks: Sequence[TaskScores]) -> list[dict[str, Any]]:
+    """Scores as values that JSON can hold; the key of a task's samples is `attempts`."""
+    return [{"task_id": task.task_id, "attempts": [asdict(sample) for sample in task.samples]} for task in tasks]
 
 
-def load_attempts(values: Sequence[Mapping[str, Any]]) -> list[AttemptedTask]:
-    """Back from plain values."""
+def scores_from_json(values: Sequence[Mapping[str, Any]]) -> list[TaskScores]:
+    """The inverse of `scores_to_json`."""
     return [
-        AttemptedTask(task_id=each["task_id"], attempts=tuple(Attempt(**attempt) for attempt in each["attempts"]))
+        TaskScores(task_id=each["task_id"], samples=tuple(SampleScore(**sample) for sample in each["attempts"]))
         for each in values
     ]
 
 
-def list_reported(tasks: Sequence[AttemptedTask]) -> list[str]:
-    """Names of what workflows and judges reported, in the order in which they were first seen."""
-    names = {name: None for task in tasks for attempt in task.attempts for name in attempt.metrics}
-    return [name for name in names if name not in (REWARD, *SIZES)]
+def list_reported_metrics(tasks: Sequence[TaskScores]) -> list[str]:
+    """Names of the metrics that workflows and judges reported, in order of first appearance."""
+    names = {name: None for task in tasks for sample in task.samples for name in sample.metrics}
+    return [name for name in names if name not in (REWARD, *SAMPLE_STATS)]
 
 
-def find_outcomes(tasks: Sequence[AttemptedTask], outcome_key: str | None) -> list[list[float]]:
-    """For each task the outcomes of its scored attempts: a reported metric, or the reward."""
-    outcomes = [[each.find(outcome_key or REWARD) for each in task.attempts if each.failure is None] for task in tasks]
-    if any(outcome is None for of_task in outcomes for outcome in of_task):
+def collect_outcomes(tasks: Sequence[TaskScores], outcome_key: str | None) -> list[list[float]]:
+    """Outcomes of the scored rollouts of each task: the reported metric `outcome_key`, or the reward."""
+    outcomes = [[each.get(outcome_key or REWARD) for each in task.samples if each.failure is None] for task in tasks]
+    if any(outcome is None for task_outcomes in outcomes for outcome in task_outcomes):
         raise ConfigError(
             f"outcome_key={outcome_key!r} is not reported by every run; reported are "
-            f"{', '.join(list_reported(tasks)) or 'no metrics'}"
+            f"{', '.join(list_reported_metrics(tasks)) or 'no metrics'}"
         )
-    return [[outcome for outcome in of_task if outcome is not None] for of_task in outcomes]
+    return [[outcome for outcome in task_outcomes if outcome is not None] for task_outcomes in outcomes]
 
 
-def compute_pass_curve(outcomes: Sequence[Sequence[float]]) -> dict[int, list[float]]:
-    """k -> pass@k of each task with k scored runs; empty where runs are single or an outcome is neither 0 nor 1."""
-    num_samples = max((len(of_task) for of_task in outcomes), default=0)
-    if num_samples < 2 or not all(outcome in (0.0, 1.0) for of_task in outcomes for outcome in of_task):
+def compute_pass_at_k_by_task(outcomes: Sequence[Sequence[float]]) -> dict[int, list[float]]:
+    """Map k to pass@k of each task with at least k scored rollouts.
+
+    Empty when no task has two scored rollouts, or when an outcome is neither 0 nor 1.
+    """
+    num_samples = max((len(task_outcomes) for task_outcomes in outcomes), default=0)
+    if num_samples < 2 or not all(outcome in (0.0, 1.0) for task_outcomes in outcomes for outcome in task_outcomes):
         return {}
     return {
         k: [
-            compute_pass_at_k(num_samples=len(of_task), num_passed=round(sum(of_task)), k=k)
-            for of_task in outcomes
-            if len(of_task) >= k
+            compute_pass_at_k(num_samples=len(task_outcomes), num_passed=round(sum(task_outcomes)), k=k)
+            for task_outcomes in outcomes
+            if len(task_outcomes) >= k
         ]
-        for k in list_powers(num_samples)
+        for k in choose_pass_at_k(num_samples)
     }

@@ -1,6 +1,6 @@
-"""What a number of scores allows to be said: intervals, paired differences, exact tests, pass@k.
+"""Statistics of evaluation scores: bootstrap intervals, paired differences, exact tests, pass@k.
 
-All draws of a bootstrap are over tasks, which are independent; the runs of one task are not.
+Bootstrap resamples are drawn over tasks, which are independent, never over the rollouts of a task, which are not.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ import numpy as np
 
 NUM_RESAMPLES = 10_000
 MAX_DRAWS_AT_ONCE = 2_000_000
-"""Bounds the memory of a bootstrap to some tens of megabytes."""
+"""Limits the memory of a bootstrap to tens of megabytes."""
 
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How much higher one model's scores are than another's, on the same tasks."""
+    """Paired difference of two models' scores on the same tasks, later minus earlier model."""
 
     mean: float
     interval: Interval
     """95 % bootstrap interval of the mean difference over tasks."""
     num_better: int
-    """Tasks with a higher score."""
+    """Tasks on which the later model scores higher."""
     num_worse: int
     num_tasks: int
-    """Tasks that both have a score of."""
+    """Tasks on which both models have a score."""
     p_value: float
-    """Two-sided, exact: how likely so uneven a split of better and worse tasks is if either were as likely."""
+    """Two-sided and exact: probability of a split of better and worse tasks at least this uneven if both are equally
+    likely."""
     test: Literal["McNemar", "sign"]
-    """McNemar's test where every score is 0 or 1, the sign test otherwise."""
+    """McNemar's test if every score is 0 or 1, the sign test otherwise."""
 
 
 def compute_bootstrap_interval(scores: Sequence[float], *, seed: int) -> Interval:
-    """95 % percentile bootstrap of the mean (Efron, 1979), over `scores` as independent draws."""
+    """95 % percentile bootstrap interval of the mean of independent `scores` (Efron, 1979)."""
     values = np.asarray(scores, dtype=np.float64)
     rng = np.random.default_rng(seed)
     num_rows = max(1, MAX_DRAWS_AT_ONCE // len(values))
@@ -54,7 +55,7 @@ def compute_bootstrap_interval(scores: Sequence[float], *, seed: int) -> Interva
 
 
 def compare_paired(before: Sequence[float], after: Sequence[float], *, seed: int) -> Difference:
-    """Compare two models' scores of the same tasks, in the same order; at least one task is needed."""
+    """Compare two models' scores on the same tasks, given in the same order; needs at least one task."""
     differences = [new - old for old, new in zip(before, after, strict=True)]
     num_better, num_worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
     return Difference(
@@ -69,9 +70,9 @@ def compare_paired(before: Sequence[float], after: Sequence[float], *, seed: int
 
 
 def compute_sign_test(num_better: int, num_worse: int) -> float:
-    """Two-sided p-value of a split under a fair coin, exactly; ties are left out.
+    """Exact two-sided sign test of better against worse tasks, without ties.
 
-    On scores of 0 and 1 the split is that of the discordant pairs, and this is McNemar's exact test.
+    With scores of 0 and 1 the two counts are the discordant pairs, and this is McNemar's exact test.
     """
     num_pairs, num_rarer = num_better + num_worse, min(num_better, num_worse)
     tail = sum(math.comb(num_pairs, count) for count in range(num_rarer + 1))
@@ -79,14 +80,14 @@ def compute_sign_test(num_better: int, num_worse: int) -> float:
 
 
 def compute_pass_at_k(*, num_samples: int, num_passed: int, k: int) -> float:
-    """Chance that one of k runs passes, without bias, from n of which c did: 1 - C(n-c, k) / C(n, k) (Chen et al.,
-    2021, eq. 1)."""
+    """Unbiased estimate of pass@k from n samples of which c passed: 1 - C(n-c, k) / C(n, k) (Chen et al., 2021,
+    eq. 1)."""
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@{k} needs k from 1 to the number of samples, {num_samples}")
     return 1.0 - float(Fraction(math.comb(num_samples - num_passed, k), math.comb(num_samples, k)))
 
 
-def list_powers(num_samples: int) -> tuple[int, ...]:
-    """The k that pass@k is told for: 1, 2, 4, ... and the number of samples itself."""
+def choose_pass_at_k(num_samples: int) -> tuple[int, ...]:
+    """The k for which pass@k is reported: 1, 2, 4, ... and the number of samples itself."""
     powers = {2**exponent for exponent in range(num_samples.bit_length()) if 2**exponent <= num_samples}
     return tuple(sorted(powers | {num_samples}))

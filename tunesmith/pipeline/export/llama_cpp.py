@@ -1,7 +1,7 @@
-"""llama.cpp, through llama-cpp-python: it quantises GGUF files and reads them back. The only file that imports it.
+"""Wrapper around llama.cpp (llama-cpp-python): quantises GGUF files and runs them. The only file that imports it.
 
-Errors that llama.cpp only logs become exceptions. Everything is computed on the CPU, keys and values in float32, so
-that what differs from the source model is the file.
+Errors that llama.cpp only logs are raised as exceptions. Inference runs on the CPU with float32 keys and values, so
+that differences from the source model come from the file alone.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from tunesmith.errors import ModelError, StorageError
 
 FILE_TYPES = {"q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
 ERROR_LEVEL = 4
-"""ggml's log level of errors."""
+"""ggml's log level for errors."""
 F32 = 0
-"""ggml's number of the type."""
+"""ggml's number for the type f32."""
 
 
 def quantize_file(source: Path, target: Path, *, file_type: str, num_threads: int) -> None:
-    """Quantise an f32 or f16 file; raises StorageError with llama.cpp's own words when it fails."""
+    """Quantise an f32 or f16 file; raises StorageError with llama.cpp's messages on failure."""
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = FILE_TYPES[file_type]
     parameters.nthread = num_threads
-    with collected_errors() as errors:
+    with capture_errors() as errors:
         code = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
     if code != 0:
         raise StorageError(f"llama.cpp could not quantise to {target}: {summarize(errors)}")
 
 
 class GgufModel:
-    """A GGUF file as llama.cpp reads it, in memory until `close`."""
+    """A GGUF file loaded by llama.cpp; freed by `close`."""
 
     def __init__(self, path: Path, *, context: int, num_threads: int, has_weights: bool = True) -> None:
-        with collected_errors() as errors:
+        with capture_errors() as errors:
             try:
                 self._llama = llama_cpp.Llama(
                     str(path),
@@ -57,28 +57,28 @@ class GgufModel:
                 raise ModelError(f"llama.cpp cannot load {path}: {summarize(errors)}") from error
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text, with what the file says is added to it; special tokens in it are read as such."""
+        """Token ids of a text, with the tokens that the file says are added; special tokens in the text are parsed."""
         ids: list[int] = self._llama.tokenize(text.encode(), add_bos=True, special=True)
         return ids
 
     def compute_logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Logits after each of `ids`, float32 [len(ids), vocabulary]."""
+        """Logits after each of `ids`, float32 [len(ids), vocab_size]."""
         self._llama.reset()
         self._llama.eval(list(ids))
         scores: np.ndarray = np.array(self._llama.scores[: len(ids)])
         return scores
 
     def generate_greedy(self, ids: Sequence[int], *, max_tokens: int, end_ids: Sequence[int]) -> list[int]:
-        """The likeliest continuation, up to and with the first of `end_ids`."""
+        """Greedy continuation, up to and including the first of `end_ids`."""
         self._llama.reset()
         self._llama.eval(list(ids))
-        made: list[int] = []
-        while len(made) < max_tokens:
-            made.append(int(self._llama.scores[self._llama.n_tokens - 1].argmax()))
-            if made[-1] in end_ids or self._llama.n_tokens == self._llama.n_ctx():
+        generated: list[int] = []
+        while len(generated) < max_tokens:
+            generated.append(int(self._llama.scores[self._llama.n_tokens - 1].argmax()))
+            if generated[-1] in end_ids or self._llama.n_tokens == self._llama.n_ctx():
                 break
-            self._llama.eval(made[-1:])
-        return made
+            self._llama.eval(generated[-1:])
+        return generated
 
     def close(self) -> None:
         self._llama.close()
@@ -91,8 +91,8 @@ class GgufModel:
 
 
 @contextmanager
-def collected_errors() -> Iterator[list[str]]:
-    """What llama.cpp logs as errors, in place of its printing anything."""
+def capture_errors() -> Iterator[list[str]]:
+    """Collect the errors that llama.cpp logs; nothing is printed."""
     errors: list[str] = []
 
     @llama_cpp.llama_log_callback
@@ -109,8 +109,8 @@ def collected_errors() -> Iterator[list[str]]:
 
 @llama_cpp.llama_log_callback
 def silence(level: int, text: bytes, _: ctypes.c_void_p) -> None:
-    """Nothing is printed between calls either; a callback must outlive every call into the library."""
+    """Discard log messages between calls. A module-level callback, because it must outlive every call."""
 
 
 def summarize(errors: Sequence[str]) -> str:
-    return "; ".join(dict.fromkeys(errors)) or "it does not say why"
+    return "; ".join(dict.fromkeys(errors)) or "llama.cpp logged no reason"

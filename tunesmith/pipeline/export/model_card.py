@@ -1,7 +1,7 @@
-"""The model card: what was exported, how to load it, the run that made it with its data and figures, and the license.
+"""The model card: README.md with usage, training run, evaluation, comparison with the source, and license.
 
-Numbers come from the run's own files as they are; where there is no run the card says so. Paths of this machine are
-shortened to their last part, and `base_model` is given only where it is a hub id.
+Numbers are copied from the files of the run; without a run the card states that the training is unknown. Local paths
+are shortened to their last component, and `base_model` is set only if it is a hub id.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ SETTINGS = (
     "trainer.weight_decay", "trainer.num_minibatches", "model.max_model_len", "model.temperature", "model.lora.r",
     "model.lora.alpha", "model.lora.target_modules", "model.lora.quantization", "seed",
 )  # fmt: skip
-"""Keys of a run's config that the card shows, where it has them."""
+"""Config keys that the card lists, if the run has them."""
 METRICS = ("rollout/reward_mean", "rollout/accuracy/mean", "rollout/sampled_tokens_mean", "train/loss", "train/entropy")
+"""Metrics that the card lists for the first and the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What the cards of all formats are made from."""
+    """Inputs of the cards of all formats."""
 
     settings: ExportSection
     source: ExportSource
@@ -52,22 +53,22 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How a run trained the model, as rows of the card's tables."""
+    """Description of the training run, as rows of the card's tables."""
 
     method: str
     step: int | None
-    """The step whose weights these are."""
+    """Training step of the exported weights."""
     settings: Sequence[Row]
     first_step: int | None
     last_step: int | None
     progress: Sequence[Row]
-    """Metrics of the first and the last step."""
+    """Metric name, value at the first step, value at the last step."""
     losses: Sequence[Row]
     evaluations: Sequence[Row]
 
 
 def write_card(path: Path, card: Card, *, folder_format: FolderFormat) -> None:
-    """Write the README.md of one format's folder."""
+    """Write README.md for the folder of one format."""
     base = find_base(card)
     checks = {name: figures for name, figures in card.figures["checks"].items() if name.startswith(folder_format)}
     text = load_template().render(
@@ -86,8 +87,8 @@ def write_card(path: Path, card: Card, *, folder_format: FolderFormat) -> None:
         checks=[
             (
                 name.removeprefix("gguf/"),
-                number(found.get("kl_mean")),
-                number(found.get("kl_max")),
+                format_number(found.get("kl_mean")),
+                format_number(found.get("kl_max")),
                 f"{found.get('same_top_token', 1.0):.1%}",
             )
             for name, found in checks.items()
@@ -98,13 +99,13 @@ def write_card(path: Path, card: Card, *, folder_format: FolderFormat) -> None:
 
 
 def load_template() -> Template:
-    """The Markdown that all formats share; a name that the card does not give is an error."""
+    """The Markdown template of all formats; an undefined variable is an error."""
     source = files(__package__).joinpath("model_card.md.jinja").read_text(encoding="utf-8")
     return Environment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(source)
 
 
 def build_front_matter(card: Card, folder_format: FolderFormat) -> dict[str, Any]:
-    """What the hub reads."""
+    """YAML metadata that the Hugging Face hub reads."""
     front: dict[str, Any] = {
         "license": card.settings.license,
         "library_name": {"hf": "transformers", "adapter": "peft", "gguf": "gguf"}[folder_format],
@@ -118,12 +119,12 @@ def build_front_matter(card: Card, folder_format: FolderFormat) -> dict[str, Any
 
 
 def describe_training(source: ExportSource, run: RunPaths) -> Training:
-    """The run's data, settings and figures up to the exported step."""
+    """Data, settings, metrics and evaluations of the run up to the exported step."""
     values = load_values(run.config)
     step = find_step(Path(source.path))
     rows = [("data", describe_data(values, "train_dataset")), ("held-out data", describe_data(values, "eval_dataset"))]
-    of_adapter = describe_adapter(source.adapter)
-    rows += [(key, of_adapter.get(key, read_key(values, key))) for key in SETTINGS]
+    adapter_values = describe_adapter(source.adapter)
+    rows += [(key, adapter_values.get(key, read_key(values, key))) for key in SETTINGS]
     records = [record for record in load_metrics(run.metrics) if step is None or record["step"] <= step]
     train = [record for record in records if record["kind"] == "train"]
     first, last = (train[0], train[-1]) if train else ({}, {})
@@ -134,10 +135,12 @@ def describe_training(source: ExportSource, run: RunPaths) -> Training:
         first_step=first.get("step"),
         last_step=last.get("step"),
         progress=[
-            (name, number(first[name]), number(last[name])) for name in METRICS if name in first and name in last
+            (name, format_number(first[name]), format_number(last[name]))
+            for name in METRICS
+            if name in first and name in last
         ],
         losses=[
-            (record["step"], number(record["eval/loss"]))
+            (record["step"], format_number(record["eval/loss"]))
             for record in records
             if record["kind"] == "eval" and "eval/loss" in record
         ],
@@ -146,23 +149,29 @@ def describe_training(source: ExportSource, run: RunPaths) -> Training:
 
 
 def list_evaluations(run: RunPaths, step: int | None) -> list[Row]:
-    """Scores on held-out tasks with their intervals, up to a step."""
+    """Mean rewards on held-out tasks with their intervals, up to `step`."""
     rows: list[Row] = []
     for path in sorted(run.evaluation(0).parent.glob("step_*.json")):
-        at = int(path.stem.removeprefix("step_"))
-        if step is not None and at > step:
+        eval_step = int(path.stem.removeprefix("step_"))
+        if step is not None and eval_step > step:
             continue
         for name, result in load_json(path).items():
             if result["mean"] is not None:
                 low, high = result["interval_95"]
                 rows.append(
-                    (at, name, len(result["tasks"]), number(result["mean"]), f"{number(low)} to {number(high)}")
+                    (
+                        eval_step,
+                        name,
+                        len(result["tasks"]),
+                        format_number(result["mean"]),
+                        f"{format_number(low)} to {format_number(high)}",
+                    )
                 )
     return rows
 
 
 def describe_adapter(adapter: AdapterFiles | None) -> dict[str, str]:
-    """Keys that a loaded adapter has of its own, whatever the run's config says; none without an adapter."""
+    """Config keys whose values come from the adapter itself, which take precedence over the run's config."""
     if adapter is None:
         return {}
     targets = adapter.target_modules
@@ -179,11 +188,11 @@ def describe_method(values: Mapping[str, Any]) -> str:
     if method is None:
         return "supervised fine-tuning"
     has_rollouts = read_key(values, "algorithm.group_size") is not None
-    return f"{'reinforcement learning' if has_rollouts else 'learning from preferences'} ({method})"
+    return f"{'reinforcement learning' if has_rollouts else 'preference optimization'} ({method})"
 
 
 def find_base(card: Card) -> str | None:
-    """The model that training started from, where it is known."""
+    """The base model of the adapter or of the run, if known."""
     if card.source.adapter is not None:
         return card.source.adapter.base
     if card.source.run is not None:
@@ -193,7 +202,7 @@ def find_base(card: Card) -> str | None:
 
 
 def find_step(model: Path) -> int | None:
-    """The step whose weights these are."""
+    """Training step of the exported weights, if known."""
     if CHECKPOINT.fullmatch(model.name):
         return parse_checkpoint_step(model)
     step = load_json(model / DONE).get("step") if (model / DONE).is_file() else None
@@ -201,7 +210,7 @@ def find_step(model: Path) -> int | None:
 
 
 def describe_data(values: Mapping[str, Any], key: str) -> str | None:
-    """The data sets under a key and its plural, by their last part and split."""
+    """The data sets under a key and its plural, by last path component and split."""
     several = read_key(values, f"{key}s")
     found = [read_key(values, key), *(several.values() if isinstance(several, Mapping) else ())]
     described = []
@@ -214,7 +223,7 @@ def describe_data(values: Mapping[str, Any], key: str) -> str | None:
 
 
 def read_key(values: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key, None where a part of it is missing."""
+    """The value of a dotted key; None if a component is missing."""
     found: Any = values
     for part in key.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -229,5 +238,5 @@ def shorten(path: str) -> str:
     return path if is_hub_id(path) else choose_name(Path(path), None)
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.4g}"

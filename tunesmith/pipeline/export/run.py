@@ -1,10 +1,10 @@
-"""A trained model as others load it: a Hugging Face folder, a PEFT adapter, GGUF files.
+"""`tunesmith export`: writes a trained model as a Hugging Face folder, a PEFT adapter or GGUF files.
 
-    hf/        weights, configs, tokenizer, chat template, model card     adapter/   as PEFT saved it, with a card
-    gguf/      NAME-TYPE.gguf, one for each type, with a card             DONE.json  settings, files and figures, last
+    hf/        weights, configs, tokenizer, chat template, model card     adapter/   files of PEFT, with a model card
+    gguf/      NAME-TYPE.gguf, one per type, with a model card            DONE.json  settings, files, figures; last
 
-What cannot be written is said before weights load. All is written under a temporary name, loaded back and compared with
-the source, then renamed: a folder without that suffix is a whole export. The same command again finds it and is done.
+Formats that cannot be written are refused before weights load. Files are written to a temporary folder, loaded back,
+compared with the source and then renamed, so the output folder is complete or absent. An export that exists is reused.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tunesmith.storage import (
 )
 
 BYTES = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
-"""Of one weight in the hf folder."""
+"""Bytes per parameter in the hf folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
-    """What an export leaves."""
+    """Result of an export."""
 
     folder: Path
     name: str
@@ -51,14 +51,14 @@ class ExportReport:
     hf: Path | None
     adapter: Path | None
     gguf: Mapping[str, Path]
-    """Files by type."""
+    """GGUF files by type."""
     checks: Mapping[str, Mapping[str, float]]
-    """Figures of the comparison with the source, by file or folder; empty without verification."""
+    """Results of the comparison with the source, by file or folder; empty without verification."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportPlan:
-    """What is known before weights load."""
+    """Everything about an export that is known before weights load."""
 
     settings: ExportSection
     source: ExportSource
@@ -69,7 +69,7 @@ class ExportPlan:
 
 
 def run_export(settings: ExportSection, *, out_dir: Path) -> ExportReport:
-    """Export into the new folder `out_dir`; one that holds this very export is returned as it is."""
+    """Export into the new folder `out_dir`; return the report of one that already holds this export."""
     root = Path(out_dir).expanduser().absolute()
     source = find_source(settings)
     if (root / DONE).is_file():
@@ -79,27 +79,27 @@ def run_export(settings: ExportSection, *, out_dir: Path) -> ExportReport:
     set_num_threads(settings.num_cpu_threads)
     plan = build_plan(settings, source)
     record: dict[str, Any] = {"settings": list_settings(settings), "source": source.describe()}
-    remove_abandoned(root)
+    remove_stale_folders(root)
     with new_folder(root, record) as temporary:
-        record["figures"] = write_all(plan, temporary)
+        record["figures"] = write_formats(plan, temporary)
     return build_report(root, record["figures"])
 
 
 def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
-    """Check everything that needs no weights."""
+    """Validate everything that needs no weights."""
     if "adapter" in settings.formats and source.adapter is None:
         raise ConfigError(
-            f"formats holds adapter, but path={settings.path!r} is a whole model: export it as hf, or give the folder "
-            "that holds adapter_config.json"
+            f"formats holds adapter, but path={settings.path!r} is a full model: export it as hf, or set path to the "
+            "folder that holds adapter_config.json"
         )
-    places: dict[str, Any] = {"base_path": settings.base_path, "trust_remote_code": settings.trust_remote_code}
-    config = load_config(source.path, **places)
+    options: dict[str, Any] = {"base_path": settings.base_path, "trust_remote_code": settings.trust_remote_code}
+    config = load_config(source.path, **options)
     if source.adapter is not None:
         check_adapter(source.adapter, config)
         check_fingerprint(source.adapter)
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"path={settings.path!r} holds quantised weights; export the model that they were made from")
-    tokenizer = load_tokenizer(source.path, chat_template=settings.chat_template, **places)
+        raise ModelError(f"path={settings.path!r} holds quantised weights; export the model before quantisation")
+    tokenizer = load_tokenizer(source.path, chat_template=settings.chat_template, **options)
     gguf = None
     if "gguf" in settings.formats:
         gguf = plan_gguf(settings, source, config, tokenizer)
@@ -114,7 +114,7 @@ def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
 
 
 def choose_dtype(settings: ExportSection, config: PretrainedConfig) -> torch.dtype:
-    """The type of the exported weights; a model that does not say how it is stored counts as float32."""
+    """Type of the exported weights; float32 for a model whose config names no type."""
     dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if dtype is None:
         return torch.float32
@@ -123,8 +123,8 @@ def choose_dtype(settings: ExportSection, config: PretrainedConfig) -> torch.dty
     return dtype
 
 
-def write_all(plan: ExportPlan, folder: Path) -> dict[str, Any]:
-    """Write every format, compare, then the cards; return the figures."""
+def write_formats(plan: ExportPlan, folder: Path) -> dict[str, Any]:
+    """Write every format, compare it with the source, write the model cards; return the figures."""
     settings, source = plan.settings, plan.source
     figures: dict[str, Any] = {"name": source.name, "formats": list(settings.formats), "gguf": {}, "checks": {}}
     if "adapter" in settings.formats:
@@ -145,7 +145,7 @@ def write_all(plan: ExportPlan, folder: Path) -> dict[str, Any]:
     if plan.gguf is not None:
         figures["gguf"] = write_gguf_files(plan.gguf, model, folder / "gguf")
     if settings.has_verification:
-        figures["checks"] = check_all(plan, model, folder)
+        figures["checks"] = verify_formats(plan, model, folder)
     del model
     card = Card(settings=settings, source=source, config=plan.config, dtype=plan.dtype, figures=figures)
     for name in settings.formats:
@@ -153,8 +153,8 @@ def write_all(plan: ExportPlan, folder: Path) -> dict[str, Any]:
     return figures
 
 
-def check_all(plan: ExportPlan, model: PreTrainedModel, folder: Path) -> dict[str, dict[str, float]]:
-    """Compare what was written with the model in memory, which is float32 afterwards where GGUF is compared."""
+def verify_formats(plan: ExportPlan, model: PreTrainedModel, folder: Path) -> dict[str, dict[str, float]]:
+    """Compare the files with the model in memory. Converts the model to float32 in place if GGUF files are compared."""
     prompts = build_prompts(plan.tokenizer)
     checks: dict[str, dict[str, float]] = {}
     if "hf" in plan.settings.formats:
@@ -172,7 +172,7 @@ def check_all(plan: ExportPlan, model: PreTrainedModel, folder: Path) -> dict[st
 
 
 def copy_adapter(source: ExportSource, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """PEFT's own files, and the tokenizer with its chat template."""
+    """Copy the files of PEFT; save the tokenizer with its chat template."""
     assert source.adapter is not None
     with storage_errors(folder, "write"):
         folder.mkdir()
@@ -186,20 +186,21 @@ def check_finite(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise ModelError(
-                f"the weights {name} are not finite in {parameter.dtype}; the training failed, or set dtype to float32"
+                f"the weights {name} are not finite in {parameter.dtype}: training diverged, or the type overflows; "
+                "try dtype=float32"
             )
 
 
 def estimate_bytes(plan: ExportPlan, *, num_parameters: int) -> int:
-    """About what will be written, the f32 file that quantisation starts from included."""
+    """Estimated size of the export, including the temporary f32 file for quantisation."""
     num_bytes = BYTES[plan.dtype] if "hf" in plan.settings.formats else 0.0
     if plan.gguf is not None:
         num_bytes += plan.gguf.bytes_per_parameter
     return int(num_bytes * num_parameters) + SMALL_FILES_BYTES
 
 
-def remove_abandoned(root: Path) -> None:
-    """Remove what killed exports to this place left; those of living processes stay."""
+def remove_stale_folders(root: Path) -> None:
+    """Remove temporary folders of killed exports to `root`; those of running processes stay."""
     for path in root.parent.iterdir() if root.parent.is_dir() else ():
         name, _, process_id = path.name.rpartition(".tmp-")
         if name == root.name and process_id.isdigit() and not is_running(int(process_id)):
@@ -217,12 +218,12 @@ def is_running(process_id: int) -> bool:
 
 
 def list_settings(settings: ExportSection) -> dict[str, Any]:
-    """What tells one export from another besides its source: not how fast it was made, or how its path was written."""
+    """Settings that can change the export; the source is compared separately, threads change only the speed."""
     return settings.model_dump(mode="json", exclude={"path", "base_path", "num_cpu_threads"})
 
 
 def load_report(root: Path, settings: ExportSection, source: ExportSource) -> ExportReport:
-    """The report of an export that is there; another one than asked for, or a damaged one, is an error."""
+    """The report of an existing export; raises StorageError if it is damaged or has other settings or sources."""
     record = load_json(root / DONE)
     if record.get("settings") != list_settings(settings) or record.get("source") != source.describe():
         raise StorageError(f"{root} already holds another export: choose another folder, or remove it")

@@ -1,8 +1,8 @@
-"""Is what was written the model it was made from? Loaded back, and compared token by token and logit by logit.
+"""Verification of exported files: they are loaded back and compared with the source model.
 
-An hf folder must give the same logits bit for bit. A GGUF file is read by llama.cpp: its tokenizer must give the same
-ids on awkward text, and its next-token distributions may differ from those of the source in float32 by what rounding
-explains. That difference, KL(source || file) in nats a token, is what a quantisation costs, and goes into the card.
+An hf folder must give the same token ids and bit-identical logits. A GGUF file is read by llama.cpp: token ids must be
+equal on difficult text, and next-token distributions may differ from the source in float32 only by rounding. The
+divergence KL(source || file) in nats per token measures the cost of quantisation and is reported in the model card.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ QUESTIONS = (
     "Natalia sold clips to 48 of her friends in April, and then half as many in May. How many did she sell altogether?",
     "Write a Python function that returns the first n prime numbers, and say in one sentence why it is right.",
 )
-AWKWARD_TEXTS = (
+TOKENIZER_TEXTS = (
     "The quick brown fox jumps over the lazy dog.",
     "  two spaces,\ttab\n\n\nthree lines   \n and trailing  ",
     "1234567 + 89.01 = 1,234,656.01; 3rd 2x4 0xFF",
@@ -44,77 +44,81 @@ AWKWARD_TEXTS = (
     "a\u00a0b\u2003c\u3000d\ufeffe ... ---- ==== !!!??",
 )
 KL_LIMITS: Mapping[str, float] = {"f32": 1e-4, "f16": 1e-2, "q8_0": 0.1, "q4_k_m": math.inf}
-"""Nats a token, mean over the prompts; more is a fault of the file. How much 4 bits cost depends on the model."""
+"""Largest accepted KL divergence by file type, nats per token, mean over the prompts.
+
+A larger one means that the file is wrong. q4_k_m has no limit, because the cost of 4 bits depends on the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """One conversation as the model sees it."""
+class VerificationPrompt:
+    """A rendered conversation and its token ids."""
 
     text: str
     ids: list[int]
 
 
-def build_prompts(tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """A few questions through the chat template."""
+def build_prompts(tokenizer: PreTrainedTokenizerBase) -> list[VerificationPrompt]:
+    """Render `QUESTIONS` with the chat template."""
     prompts = []
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompts.append(Prompt(text=text, ids=tokenizer(text, add_special_tokens=False)["input_ids"]))
+        prompts.append(VerificationPrompt(text=text, ids=tokenizer(text, add_special_tokens=False)["input_ids"]))
     return prompts
 
 
 @torch.inference_mode()
-def compute_logits(model: PreTrainedModel, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
-    """Logits after each token of each prompt, [tokens, vocabulary], in the model's type."""
+def compute_logits(model: PreTrainedModel, prompts: Sequence[VerificationPrompt]) -> list[torch.Tensor]:
+    """Logits after each token, one [num_tokens, vocab_size] tensor per prompt, in the model's dtype."""
     return [model(input_ids=torch.tensor([prompt.ids])).logits[0] for prompt in prompts]
 
 
 def check_hf_folder(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[VerificationPrompt],
     expected: Sequence[torch.Tensor],
     *,
     trust_remote_code: bool,
 ) -> dict[str, float]:
-    """Raise ModelError unless the folder gives the source's ids, and its logits bit for bit."""
+    """Raise ModelError unless the folder gives the token ids and bit-identical logits of the source."""
     reloaded = load_tokenizer(str(folder), trust_remote_code=trust_remote_code)
-    for text in (*AWKWARD_TEXTS, *(prompt.text for prompt in prompts)):
+    for text in (*TOKENIZER_TEXTS, *(prompt.text for prompt in prompts)):
         if reloaded(text)["input_ids"] != tokenizer(text)["input_ids"]:
-            raise ModelError(f"the exported tokenizer reads {text!r} differently from the source's")
+            raise ModelError(f"the exported tokenizer encodes {text!r} differently from the source's")
     model = load_model(
         str(folder), dtype=expected[0].dtype, device=torch.device("cpu"), trust_remote_code=trust_remote_code
     )
     for prompt, before, after in zip(prompts, expected, compute_logits(model, prompts), strict=True):
         if not torch.equal(before, after):
             largest = (before.double() - after.double()).abs().max().item()
-            raise ModelError(f"the exported weights give other logits than the source on {prompt.text!r}: {largest:g}")
+            raise ModelError(
+                f"the exported weights give other logits than the source on {prompt.text!r}: by {largest:g}"
+            )
     return {"num_tokens": float(sum(len(prompt.ids) for prompt in prompts)), "max_logit_difference": 0.0}
 
 
 def check_gguf_file(
-    opened: GgufModel,
+    gguf_model: GgufModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[VerificationPrompt],
     expected: Sequence[torch.Tensor],
     *,
     file_type: str,
 ) -> dict[str, float]:
-    """Raise ModelError unless llama.cpp reads the same ids, and predicts what the source in float32 predicts."""
-    check_gguf_tokens(opened, tokenizer, [*AWKWARD_TEXTS, *(prompt.text for prompt in prompts)])
+    """Raise ModelError unless llama.cpp gives the same token ids and, within `KL_LIMITS`, the same distributions."""
+    check_gguf_tokens(gguf_model, tokenizer, [*TOKENIZER_TEXTS, *(prompt.text for prompt in prompts)])
     divergences, num_same = [], 0
     for prompt, logits in zip(prompts, expected, strict=True):
-        found = torch.from_numpy(opened.compute_logits(prompt.ids))
+        found = torch.from_numpy(gguf_model.compute_logits(prompt.ids))
         divergences.append(compute_divergence(logits, found))
         num_same += int((logits.argmax(-1) == found.argmax(-1)).sum())
     divergence = torch.cat(divergences)
     mean = divergence.mean().item()
     if not mean <= KL_LIMITS[file_type]:
         raise ModelError(
-            f"the {file_type} file does not predict what the model does: KL {mean:.3g} nats a token, "
-            f"at most {KL_LIMITS[file_type]:g} is rounding"
+            f"the {file_type} file differs from the model: KL divergence {mean:.3g} nats per token, "
+            f"rounding explains at most {KL_LIMITS[file_type]:g}"
         )
     return {
         "num_tokens": float(len(divergence)),
@@ -124,12 +128,12 @@ def check_gguf_file(
     }
 
 
-def check_gguf_tokens(opened: GgufModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
-    """Raise ModelError for the first text that llama.cpp reads differently."""
+def check_gguf_tokens(gguf_model: GgufModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
+    """Raise ModelError for the first text that llama.cpp encodes differently."""
     for text in texts:
-        expected, found = tokenizer(text)["input_ids"], opened.tokenize(text)
+        expected, found = tokenizer(text)["input_ids"], gguf_model.tokenize(text)
         if found != expected:
-            raise ModelError(f"llama.cpp reads {text!r} as {found}, the model's tokenizer as {expected}")
+            raise ModelError(f"llama.cpp encodes {text!r} as {found}, the model's tokenizer as {expected}")
 
 
 def compute_divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Questions with worked solutions become conversations of an agent."""
+"""Data preparation: questions with worked solutions become conversations of the calculator agent."""

@@ -1,8 +1,8 @@
-"""The agent that the pipeline prepares data for, trains and evaluates: one question, a calculator, one number.
+"""The agent that the pipeline prepares data for, trains and evaluates: it answers one question with a calculator.
 
-It needs no agent framework: whatever chat model it is given, it talks to the model's own client. `build_conversation`
-begins each run and each demonstration, so that fine-tuning teaches the very form that the agent is sampled in. What
-the model does wrong, it reads as a result that begins with "Error:".
+It needs no agent framework and uses the OpenAI client of whichever chat model it receives. `build_conversation` builds
+the first messages of rollouts and of demonstrations, so that fine-tuning and sampling use the same prompt. Errors of
+the model are returned to it as tool results that begin with "Error:".
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SYSTEM_PROMPT = (
 )
 TOOLS = (CALCULATOR_TOOL,)
 MAX_MODEL_CALLS = 16
-"""Of one run; the longest solutions of GSM8K take ten."""
+"""Limit per rollout; the longest solutions of GSM8K need ten."""
 MAX_PARALLEL_CALLS = 8
-"""Tool calls of one reply that are computed."""
+"""Tool calls of one reply that are executed; further calls get an error."""
 MALFORMED_CALL = (
     'Error: the tool call cannot be read; write <tool_call>\n{"name": "calculator", "arguments": '
     '{"expression": "2 * 3"}}\n</tool_call>'
@@ -35,29 +35,29 @@ MALFORMED_CALL = (
 
 
 def build_conversation(question: str) -> list[dict[str, Any]]:
-    """What the model is asked."""
+    """System prompt and question."""
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
 
 
 def build_calculator_agent(
     *, max_model_calls: int = MAX_MODEL_CALLS, max_parallel_calls: int = MAX_PARALLEL_CALLS
 ) -> WorkflowType:
-    """The agent with other limits."""
+    """The calculator agent with the given limits."""
 
     async def calculator_agent(task: Mapping[str, Any], model: Any) -> WorkflowOutput:
-        """Ask, compute what is called for, and ask again, until the model answers without a call."""
+        """Call the model and execute its tool calls until it answers without one or a limit is reached."""
         messages = build_conversation(task["question"])
-        num_asked = len(messages)
+        num_prompt_messages = len(messages)
         for _ in range(max_model_calls):
             try:
                 completion = await create_chat_completion(model, messages, tools=TOOLS)
             except openai.BadRequestError as error:
-                if error.code != CONTEXT_LENGTH_EXCEEDED or len(messages) == num_asked:
+                if error.code != CONTEXT_LENGTH_EXCEEDED or len(messages) == num_prompt_messages:
                     raise
-                break  # the run ends with what the model has said, as where its last answer filled the context
+                break  # no room for another turn: the response is what the model wrote so far
             choice = completion.choices[0]
             messages.append(build_reply(choice.message))
-            observations = observe(choice.message, max_parallel_calls=max_parallel_calls)
+            observations = run_tool_calls(choice.message, max_parallel_calls=max_parallel_calls)
             if not observations or choice.finish_reason == "length":
                 break
             messages += observations
@@ -67,7 +67,7 @@ def build_calculator_agent(
 
 
 def build_reply(message: ChatCompletionMessage) -> dict[str, Any]:
-    """The model's message as the history of the next request."""
+    """The model's message in the form that the next request sends as history."""
     reply: dict[str, Any] = {"role": "assistant", "content": message.content}
     reasoning = getattr(message, "reasoning_content", None)
     if reasoning:
@@ -77,8 +77,8 @@ def build_reply(message: ChatCompletionMessage) -> dict[str, Any]:
     return reply
 
 
-def observe(message: ChatCompletionMessage, *, max_parallel_calls: int) -> list[dict[str, Any]]:
-    """What the model reads next: a result for each of its calls, or that it wrote a call that cannot be read."""
+def run_tool_calls(message: ChatCompletionMessage, *, max_parallel_calls: int) -> list[dict[str, Any]]:
+    """Messages with the result of each tool call, or an error for an unparsable call; empty without calls."""
     if not message.tool_calls:
         if CALL_OPEN not in (message.content or ""):
             return []
@@ -96,7 +96,7 @@ def observe(message: ChatCompletionMessage, *, max_parallel_calls: int) -> list[
 
 
 def count_calls(messages: list[dict[str, Any]]) -> dict[str, float]:
-    """How often the model called the calculator, and how often it was told of an error."""
+    """Metrics: number of calculator calls, and of calls answered with an error."""
     results = [message["content"] for message in messages if message["role"] == "tool"]
     num_malformed = sum(message["content"] == MALFORMED_CALL for message in messages)
     num_errors = sum(result.startswith("Error:") for result in results) + num_malformed
@@ -104,4 +104,4 @@ def count_calls(messages: list[dict[str, Any]]) -> dict[str, float]:
 
 
 calculator_agent = build_calculator_agent()
-"""The agent: `workflow: tunesmith.pipeline.prepare.calculator_agent:calculator_agent`."""
+"""The agent with default limits: `workflow: tunesmith.pipeline.prepare.calculator_agent:calculator_agent`."""

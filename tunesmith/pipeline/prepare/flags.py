@@ -1,4 +1,4 @@
-"""The flags of `tunesmith prepare` as settings."""
+"""Command-line flags of `tunesmith prepare` as configuration values."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def collect_values(
     samples: int | None = None,
     max_rows: int | None = None,
 ) -> dict[str, Any]:
-    """Nested values of those that are given."""
+    """Nested configuration values of the flags that were set."""
     values: dict[str, Any] = {
         "data": drop_none({"path": data, "name": data_name}),
         "eval_data": drop_none({"path": eval_data, "name": eval_name}),
         "style": style,
-        "paraphrase": None if paraphrase is None else split_server(paraphrase),
-        "pass_rate": drop_none({"models": name_models(pass_rate) or None, "num_samples": samples}),
+        "paraphrase": None if paraphrase is None else parse_server_url(paraphrase),
+        "pass_rate": drop_none({"models": parse_model_names(pass_rate) or None, "num_samples": samples}),
         "max_rows": max_rows,
     }
     return {key: value for key, value in values.items() if value not in (None, {})}
@@ -40,8 +40,8 @@ def drop_none(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def split_server(text: str) -> dict[str, str]:
-    """`http://localhost:8000/v1/my-model` as URL and model name."""
+def parse_server_url(text: str) -> dict[str, str]:
+    """Split `http://localhost:8000/v1/my-model` into base URL and model name."""
     found = SERVER.fullmatch(text)
     if found is None:
         raise ConfigError(
@@ -50,14 +50,14 @@ def split_server(text: str) -> dict[str, str]:
     return found.groupdict()
 
 
-def name_models(models: Sequence[str]) -> dict[str, dict[str, str]]:
-    """`NAME=MODEL`, or a folder or hub id that gives the name itself, in lower case with underscores for dashes."""
+def parse_model_names(models: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Parse `NAME=MODEL`, or MODEL alone, whose last part in lower case with underscores for dashes is the name."""
     named: dict[str, dict[str, str]] = {}
     for each in models:
         name, equals, path = each.partition("=")
         if not equals:
             name, path = PurePosixPath(each).name.lower().replace("-", "_"), each
         if name in named:
-            raise ConfigError(f"--pass-rate names two models {name!r}; write NAME=MODEL to tell their columns apart")
+            raise ConfigError(f"--pass-rate names two models {name!r}; give each column its own name with NAME=MODEL")
         named[name] = {"path": path}
     return named

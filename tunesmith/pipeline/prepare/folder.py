@@ -1,7 +1,7 @@
-"""The folder that preparing leaves: written whole under a temporary name, `DONE.json` last, then renamed.
+"""The output folder of `tunesmith prepare`: written under a temporary name, `DONE.json` last, then renamed.
 
-A folder with its `DONE.json` is complete. What costs (rewritten questions, pass rates) is kept beside it, in
-`<name>.work`, until then, so that the same command after a kill asks no model twice.
+A folder that has a `DONE.json` is complete. Until then, expensive results (rewritten questions, pass rates) are kept in
+`<name>.work` next to it, so that rerunning a killed command repeats no request.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from tunesmith.model.checkpoint import DONE, check_complete, new_folder
 from tunesmith.storage import load_json, remove_tree, save_json, save_text, storage_errors
 from tunesmith.tasks.load import FORMATS
 
-BLOCK_BYTES = 2**20
+CHUNK_BYTES = 2**20
 TRAIN, EVALUATION, REPORT, PARAPHRASES = "train.jsonl", "eval.jsonl", "report.json", "paraphrases.jsonl"
 
 
 def hash_settings(settings: PrepareSection) -> str:
-    """What tells one preparation from another: everything but how fast it runs."""
+    """Hash of all settings that can change the result."""
     return hash_json(list_settings(settings))
 
 
 def list_settings(settings: PrepareSection) -> dict[str, Any]:
+    """All settings but those that change only the speed."""
     return settings.model_dump(mode="json", exclude={"num_cpu_threads": True, "paraphrase": {"max_concurrency"}})
 
 
@@ -39,66 +40,64 @@ def hash_json(value: Any) -> str:
 
 
 def hash_sources(settings: PrepareSection) -> dict[str, str | None]:
-    """SHA-256 of what is in each set's files; None for a set that is not on this disk."""
+    """SHA-256 of the files of each data set; None for one that is not a local path."""
     sources = {"data": settings.data, "eval_data": settings.eval_data}
     return {knob: hash_files(Path(section.path).expanduser()) for knob, section in sources.items() if section}
 
 
-def hash_files(place: Path) -> str | None:
-    """Of a data set's file, or of all of them in a folder with their names."""
-    if not place.exists():
+def hash_files(path: Path) -> str | None:
+    """SHA-256 of a data file, or of all data files in a folder with their names; None if `path` does not exist."""
+    if not path.exists():
         return None
-    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.suffix in FORMATS)
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in FORMATS)
     digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.relative_to(place)}\n{path.stat().st_size}\n".encode())
-        with storage_errors(path, "read"), path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
+    for file in files:
+        digest.update(f"{file.relative_to(path)}\n{file.stat().st_size}\n".encode())
+        with storage_errors(file, "read"), file.open("rb") as stream:
+            while chunk := stream.read(CHUNK_BYTES):
+                digest.update(chunk)
     return digest.hexdigest()
 
 
 def find_report(folder: Path, settings: PrepareSection) -> dict[str, Any] | None:
-    """The report of a complete folder; None where there is no folder yet.
+    """The report of a complete folder; None if the folder is missing or empty.
 
-    One of other settings or other rows, one that is damaged, and one that is not ours are errors.
+    Raises StorageError for a folder with other settings or other input rows, a damaged one, and one without DONE.json.
     """
     if not folder.exists():
         return None
     if not (folder / DONE).is_file():
         if folder.is_dir() and not any(folder.iterdir()):
             return None
-        raise StorageError(f"{folder} is unfinished or holds something else (no {DONE}): remove it, or choose another")
+        raise StorageError(f"{folder} is incomplete or not a prepared folder (no {DONE}): remove it, or choose another")
     done = load_json(folder / DONE)
     if done.get("settings_hash") != hash_settings(settings):
-        changed = find_changes(done.get("settings", {}), list_settings(settings))
+        changed = list_changed_keys(done.get("settings", {}), list_settings(settings))
         raise StorageError(
             f"{folder} was prepared with other settings ({', '.join(changed)}): remove it, or choose another folder"
         )
     for knob, digest in hash_sources(settings).items():
         if None not in (digest, done["sources"].get(knob)) and digest != done["sources"][knob]:
-            raise StorageError(
-                f"{folder} was prepared when {knob} held other rows: remove it, or choose another folder"
-            )
+            raise StorageError(f"{folder} was prepared from other rows in {knob}: remove it, or choose another folder")
     check_complete(folder)
     report: dict[str, Any] = load_json(folder / REPORT)
     return report
 
 
-def find_changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted keys in which two settings differ."""
+def list_changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ."""
     changed = []
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)
         if isinstance(before, Mapping) and isinstance(after, Mapping):
-            changed += find_changes(before, after, f"{prefix}{key}.")
+            changed += list_changed_keys(before, after, f"{prefix}{key}.")
         elif before != after:
             changed.append(f"{prefix}{key}")
     return changed
 
 
 def open_work_folder(folder: Path) -> Path:
-    """Where costly answers are kept until the folder is written."""
+    """Create the folder that keeps expensive results until the output folder is written."""
     work = folder.with_name(f"{folder.name}.work")
     with storage_errors(work, "write"):
         work.mkdir(parents=True, exist_ok=True)
@@ -114,7 +113,7 @@ def save_folder(
     report: Mapping[str, Any],
     sources: Mapping[str, str | None],
 ) -> None:
-    """Write all files, then make them the folder; `sources` are the hashes of what the rows were read from."""
+    """Write all files, then rename them into place; `sources` are the hashes of the input files."""
     work = folder.with_name(f"{folder.name}.work")
     done = {
         "settings_hash": hash_settings(settings),

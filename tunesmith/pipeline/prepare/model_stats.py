@@ -1,4 +1,4 @@
-"""What models say of prepared questions: how many tokens they take, and how often they are solved."""
+"""Statistics of prepared rows that need a model: lengths in tokens (tokenizer only) and pass rates (weights)."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from tunesmith.pipeline.data.conversations import DemonstrationReader
 from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
 from tunesmith.pipeline.prepare.calculator_agent import calculator_agent
 from tunesmith.pipeline.prepare.folder import format_lines, hash_json
-from tunesmith.pipeline.prepare.rows import Candidate, Losses
+from tunesmith.pipeline.prepare.rows import Candidate, DroppedRows
 from tunesmith.pipeline.prepare.trajectories import Style
 from tunesmith.pipeline.session.policy import check_policy
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.storage import load_json_lines, save_text
 
-UNBOUNDED = 2**62
-SUFFIX = "_pass_rate"
+NO_LIMIT = 2**62
+PASS_RATE_SUFFIX = "_pass_rate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Length:
-    """One conversation in tokens."""
+class ConversationLength:
+    """Length of one conversation in tokens."""
 
     num_tokens: int
     num_trained: int
-    """Tokens of the replies."""
+    """Tokens of the assistant's messages, on which fine-tuning computes the loss."""
     num_samples: int
-    """Above 1 where the template renders a conversation's past differently, so that it is several sequences."""
+    """Above 1 if the template renders earlier turns differently later on, so that several sequences are needed."""
 
 
 def load_reader(section: TokensSection) -> DemonstrationReader:
-    """The tokenizer that counts; no weights are read."""
+    """Reader with the tokenizer that measures lengths; loads no weights."""
     tokenizer = load_tokenizer(
         section.model, chat_template=section.chat_template, trust_remote_code=section.trust_remote_code
     )
     return DemonstrationReader(tokenizer)
 
 
-def measure_length(reader: DemonstrationReader, row: Mapping[str, Any]) -> Length:
-    """Read a row as fine-tuning reads it."""
-    samples = reader.read([row], max_model_len=UNBOUNDED)
-    return Length(
+def measure_length(reader: DemonstrationReader, row: Mapping[str, Any]) -> ConversationLength:
+    """Length of a row as fine-tuning tokenizes it."""
+    samples = reader.read([row], max_model_len=NO_LIMIT)
+    return ConversationLength(
         num_tokens=max(len(sample.token_ids) for sample in samples),
         num_trained=sum(sum(sample.is_sampled) for sample in samples),
         num_samples=len(samples),
@@ -56,21 +56,25 @@ def measure_length(reader: DemonstrationReader, row: Mapping[str, Any]) -> Lengt
 
 
 def drop_long_rows(
-    candidates: Sequence[Candidate], section: TokensSection, reader: DemonstrationReader, style: Style, losses: Losses
+    candidates: Sequence[Candidate],
+    section: TokensSection,
+    reader: DemonstrationReader,
+    style: Style,
+    dropped: DroppedRows,
 ) -> tuple[list[Candidate], dict[str, Any]]:
-    """The candidates that the model has room for, and the lengths of these."""
+    """Drop candidates longer than `max_model_len`; return the others and the report of their lengths."""
     kept, lengths = [], []
     for candidate in candidates:
         length = measure_length(reader, candidate.build_row(style))
         if section.max_model_len is not None and length.num_tokens > section.max_model_len:
-            losses.add("too_long", candidate.index, f"{length.num_tokens} tokens")
+            dropped.add("too_long", candidate.index, f"{length.num_tokens} tokens")
         else:
             kept.append(candidate)
             lengths.append(length)
     return kept, describe_lengths(lengths, section)
 
 
-def describe_lengths(lengths: Sequence[Length], section: TokensSection) -> dict[str, Any]:
+def describe_lengths(lengths: Sequence[ConversationLength], section: TokensSection) -> dict[str, Any]:
     totals = sorted(length.num_tokens for length in lengths)
     report: dict[str, Any] = {"model": section.model, "max_model_len": section.max_model_len}
     if totals:
@@ -87,44 +91,44 @@ def describe_lengths(lengths: Sequence[Length], section: TokensSection) -> dict[
 
 
 def check_pass_rate_models(section: PassRateSection) -> None:
-    """Raise for whatever is wrong with the models that are to be tried, reading no weights."""
+    """Raise if a model for pass rates cannot be loaded; reads no weights."""
     for model in section.models.values():
         check_policy(model)
 
 
 def add_pass_rates(
-    candidates: Sequence[Candidate], settings: PrepareSection, *, work: Path, losses: Losses
+    candidates: Sequence[Candidate], settings: PrepareSection, *, work: Path, dropped: DroppedRows
 ) -> tuple[list[Candidate], dict[str, Any]]:
-    """The candidates with a column for each model; those of which no run was scored are left out."""
+    """Add a pass-rate column per model; candidates without a scored rollout are dropped."""
     section = settings.pass_rate
     assert section is not None
     report: dict[str, Any] = {"num_samples": section.num_samples}
     kept = list(candidates)
     for name in section.models:
-        rates = measure_column(kept, name, settings, work=work)
+        rates = measure_model(kept, name, settings, work=work)
         for candidate, rate in zip(kept, rates, strict=True):
             if rate is None:
-                losses.add("no_scored_run", candidate.index, f"none of the runs of {name} was scored")
+                dropped.add("no_scored_run", candidate.index, f"no rollout of {name} was scored")
         kept = [
-            replace(candidate, features={**candidate.features, name + SUFFIX: rate})
+            replace(candidate, features={**candidate.features, name + PASS_RATE_SUFFIX: rate})
             for candidate, rate in zip(kept, rates, strict=True)
             if rate is not None
         ]
         if not kept:
-            raise DataError(f"pass_rate.models.{name}: no run of any question was scored")
-        report[name + SUFFIX] = {"mean": round(fmean(c.features[name + SUFFIX] for c in kept), 6)}
+            raise DataError(f"pass_rate.models.{name}: no rollout of any question was scored")
+        report[name + PASS_RATE_SUFFIX] = {"mean": round(fmean(c.features[name + PASS_RATE_SUFFIX] for c in kept), 6)}
     return kept, report
 
 
-def measure_column(
+def measure_model(
     candidates: Sequence[Candidate], name: str, settings: PrepareSection, *, work: Path
 ) -> list[float | None]:
-    """The pass rate of each candidate by our own agent; a measurement that was killed goes on where it was."""
+    """Pass rate of each candidate with the calculator agent; resumes a killed measurement from the work folder."""
     section = settings.pass_rate
     assert section is not None
     rows = [
-        {"place": place, "question": candidate.question, "answer": candidate.solution.answer}
-        for place, candidate in enumerate(candidates)
+        {"place": index, "question": candidate.question, "answer": candidate.solution.answer}
+        for index, candidate in enumerate(candidates)
     ]
     model = section.models[name]
     key = hash_json(
@@ -138,15 +142,16 @@ def measure_column(
             workflow=calculator_agent,
             judge=numeric_judge,
             build_model=lambda endpoint, options: ChatModel(endpoint, options=options),
-            field=name + SUFFIX,
+            field=name + PASS_RATE_SUFFIX,
             num_runs=section.num_samples,
             out=out,
         )
-    rates = {row["place"]: float(row[name + SUFFIX]) for row in load_json_lines(out)}
-    return [rates.get(place) for place in range(len(candidates))]
+    rates = {row["place"]: float(row[name + PASS_RATE_SUFFIX]) for row in load_json_lines(out)}
+    return [rates.get(index) for index in range(len(candidates))]
 
 
 def build_run_config(questions: Path, name: str, settings: PrepareSection) -> RunConfig:
+    """Run configuration for measuring pass rates of the model `name`."""
     section = settings.pass_rate
     assert section is not None
     return RunConfig(

@@ -1,7 +1,7 @@
-"""Questions with worked solutions -> rows of conversations, and what is left out on the way.
+"""Filtering and conversion of rows: question with worked solution -> `Candidate` -> row with a conversation.
 
-A `Candidate` is a question whose solution was read and checked; it becomes a row when everything about it is known.
-Every row that is left out is counted under one reason, with the first few to look at.
+A `Candidate` is a question with its parsed solution; `build_row` converts it after all filters. Each dropped row is
+counted under exactly one reason, and the first examples of each reason are kept for the report.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tunesmith.pipeline.prepare.trajectories import (
     build_messages,
     build_plain_messages,
     check_calculations,
-    find_fault,
+    find_rejection_reason,
 )
 from tunesmith.tasks.contamination import find_overlaps
 from tunesmith.tasks.paraphrase import paraphrase
@@ -30,7 +30,7 @@ from tunesmith.tasks.solutions import Solution, SolutionError, parse_solution
 from tunesmith.types import Task
 
 NUM_EXAMPLES = 5
-"""Left-out rows that the report shows for each reason, and overlaps that it shows."""
+"""Examples of dropped rows per reason in the report."""
 FORMAT_PARTS: Mapping[str, Callable[[Mapping[str, Any], Transcript], float | None]] = {
     "exact": match_numeric,
     "format": score_format,
@@ -41,23 +41,23 @@ FORMAT_PARTS: Mapping[str, Callable[[Mapping[str, Any], Transcript], float | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One question with its solution."""
+    """One question with its parsed solution."""
 
     index: int
-    """Row of its data set, from 0."""
+    """Row number in its data set, from 0."""
     question: str
     text: str
-    """The solution as it was written."""
+    """The solution as given in the data set."""
     solution: Solution
     is_verified: bool = True
-    """Whether the calculator confirms every calculation; the conversation of others has no calls."""
+    """Whether the calculator confirms every calculation; otherwise the conversation has no tool calls."""
     paraphrase: int | None = None
-    """Which rewriting of the row's question this is; None is the question itself."""
+    """Number of the paraphrase; None for the original question."""
     features: Mapping[str, float] = field(default_factory=dict)
-    """Pass rates by the name of their column."""
+    """Pass rates by column name."""
 
     def build_row(self, style: Style) -> dict[str, Any]:
-        """As a line of the file."""
+        """The row as written to train.jsonl or eval.jsonl."""
         return {
             "question": self.question,
             "answer": self.solution.answer,
@@ -78,8 +78,8 @@ class Candidate:
 
 
 @dataclass(slots=True, kw_only=True)
-class Losses:
-    """What was left out, and why."""
+class DroppedRows:
+    """Counts and examples of dropped rows by reason."""
 
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -98,34 +98,38 @@ class Losses:
         }
 
 
-def read_training_rows(rows: Sequence[Mapping[str, Any]], settings: PrepareSection, losses: Losses) -> list[Candidate]:
-    """The rows that make a demonstration: read, checked by the calculator, and accepted by the agent's own judge."""
+def read_training_rows(
+    rows: Sequence[Mapping[str, Any]], settings: PrepareSection, dropped: DroppedRows
+) -> list[Candidate]:
+    """Rows whose solution parses, is confirmed by the calculator, and whose conversation the agent's judge accepts."""
     candidates = []
     for index, row in enumerate(rows):
         try:
             candidate = read_row(index, row, settings)
             candidate = replace(candidate, solution=check_calculations(candidate.solution))
         except SolutionError as error:
-            losses.add(error.reason, index, str(error))
+            dropped.add(error.reason, index, str(error))
             continue
-        fault = find_fault(candidate.question, candidate.build_messages(settings.style), candidate.solution.answer)
-        if fault is None:
+        reason = find_rejection_reason(
+            candidate.question, candidate.build_messages(settings.style), candidate.solution.answer
+        )
+        if reason is None:
             candidates.append(candidate)
         else:
-            losses.add(fault, index, candidate.text)
+            dropped.add(reason, index, candidate.text)
     return candidates
 
 
 def read_evaluation_rows(
-    rows: Sequence[Mapping[str, Any]], settings: PrepareSection, losses: Losses
+    rows: Sequence[Mapping[str, Any]], settings: PrepareSection, dropped: DroppedRows
 ) -> list[Candidate]:
-    """Every row with a readable answer: a test set is not to be thinned out by what its solutions look like."""
+    """Every row with a readable answer; the form of the solution must not change which test questions remain."""
     candidates = []
     for index, row in enumerate(rows):
         try:
             candidate = read_row(index, row, settings)
         except SolutionError as error:
-            losses.add(error.reason, index, str(error))
+            dropped.add(error.reason, index, str(error))
             continue
         try:
             candidates.append(replace(candidate, solution=check_calculations(candidate.solution)))
@@ -141,13 +145,13 @@ def read_row(index: int, row: Mapping[str, Any], settings: PrepareSection) -> Ca
     return Candidate(index=index, question=question, text=text, solution=parse_solution(text))
 
 
-def keep_apart(
+def check_contamination(
     candidates: Sequence[Candidate],
     evaluation: Sequence[str],
     settings: ContaminationSection,
-    losses: Losses,
+    dropped: DroppedRows,
 ) -> tuple[list[Candidate], list[dict[str, Any]]]:
-    """The candidates that the evaluation questions have nothing of, and the overlaps that were found."""
+    """Find overlaps with the evaluation questions and apply `settings.action`; return candidates and overlaps."""
     questions = [candidate.question for candidate in candidates]
     found = find_overlaps(questions, evaluation, ngram_words=settings.ngram_words)
     overlaps: list[dict[str, Any]] = [
@@ -163,54 +167,40 @@ def keep_apart(
         first = overlaps[0]
         raise DataError(
             f"{len(overlaps)} training questions overlap with eval_data; row {first['source_index']} shares "
-            f"{first['words']!r} with its row {first['eval_index']}. Mend the data, or set contamination.action=drop"
+            f"{first['words']!r} with its row {first['eval_index']}. Fix the data, or set contamination.action=drop"
         )
     if settings.action != "drop":
         return list(candidates), overlaps
     for each in overlaps:
-        losses.add(f"contaminated_{each['kind']}", each["source_index"], f"eval row {each['eval_index']}")
-    hit = {overlap.train_index for overlap in found}
-    return [candidate for place, candidate in enumerate(candidates) if place not in hit], overlaps
+        dropped.add(f"contaminated_{each['kind']}", each["source_index"], f"eval row {each['eval_index']}")
+    contaminated = {overlap.train_index for overlap in found}
+    return [candidate for index, candidate in enumerate(candidates) if index not in contaminated], overlaps
 
 
 def add_paraphrases(
     candidates: Sequence[Candidate], section: ParaphraseSection, *, cache_path: str
 ) -> tuple[list[Candidate], dict[str, int]]:
-    """Each candidate's question in other words too; the solution stays."""
+    """Paraphrases of the questions as new candidates with the same solution, and their counts for the report."""
     tasks = [
-        Task(task_id=str(place), index=place, row={"question": candidate.question})
-        for place, candidate in enumerate(candidates)
+        Task(task_id=str(index), index=index, row={"question": candidate.question})
+        for index, candidate in enumerate(candidates)
     ]
     options = section.model_dump(exclude={"model", "base_url"})
-    said, numbers = paraphrase(
+    paraphrased, metrics = paraphrase(
         tasks, field="question", model=section.model, base_url=section.base_url, cache_path=cache_path, **options
     )
     rewritten = []
-    for task in said:
+    for task in paraphrased:
         _, is_variant, number = task.task_id.partition("/paraphrase-")
         if is_variant:
             source = candidates[task.index]
             rewritten.append(replace(source, question=task.row["question"], paraphrase=int(number)))
-    counts = {name: int(value) for name, value in numbers.items()} | {"num_added": len(rewritten)}
+    counts = {name: int(value) for name, value in metrics.items()} | {"num_added": len(rewritten)}
     return rewritten, counts
 
 
-def drop_candidates(
-    candidates: Sequence[Candidate], fault_of: Callable[[Candidate], tuple[str, str] | None], losses: Losses
-) -> list[Candidate]:
-    """Those without a fault, which is a reason and a detail."""
-    kept = []
-    for candidate in candidates:
-        fault = fault_of(candidate)
-        if fault is None:
-            kept.append(candidate)
-        else:
-            losses.add(fault[0], candidate.index, fault[1])
-    return kept
-
-
 def compute_format_report(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the parts of the agent's reward say of demonstrations: how many are right and in form, and the means."""
+    """Scores of the demonstrations under the parts of the agent's reward: means, and the number of fully valid rows."""
     transcripts = [build_transcript(row["messages"]) for row in rows]
     scores = {
         name: [score(row, transcript) or 0.0 for row, transcript in zip(rows, transcripts, strict=True)]

@@ -1,10 +1,10 @@
-"""Preparing data: questions with worked solutions become conversations of the calculator agent.
+"""`tunesmith prepare`: converts questions with worked solutions into conversations of the calculator agent.
 
-    train.jsonl   a line for each conversation: question, answer, solution, num_steps, messages, tools, pass rates
-    eval.jsonl    the held-out questions, every one with a readable answer     report.json  what was left out, and why
-    DONE.json     settings and sizes, written last
+    train.jsonl   one conversation per line: question, answer, solution, num_steps, messages, tools, pass rates
+    eval.jsonl    held-out questions with a readable answer     report.json  rows kept and dropped, by reason
+    DONE.json     settings and file sizes, written last
 
-Rows are read, checked by the calculator, kept apart from the evaluation set, rewritten, measured, and written whole.
+Steps: read, verify with the calculator, remove contamination, paraphrase, measure lengths and pass rates, write.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from tunesmith.pipeline.prepare.folder import (
 from tunesmith.pipeline.prepare.model_stats import add_pass_rates, check_pass_rate_models, drop_long_rows, load_reader
 from tunesmith.pipeline.prepare.rows import (
     Candidate,
-    Losses,
+    DroppedRows,
     add_paraphrases,
+    check_contamination,
     compute_format_report,
-    keep_apart,
     read_evaluation_rows,
     read_training_rows,
 )
@@ -44,7 +44,7 @@ from tunesmith.tasks.load import check_required_fields, load_preview, load_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareReport:
-    """What preparing leaves."""
+    """Result of a preparation."""
 
     folder: Path
     num_train: int
@@ -52,7 +52,7 @@ class PrepareReport:
     num_eval: int
     """Rows of eval.jsonl, 0 without an evaluation set."""
     content: Mapping[str, Any]
-    """All of report.json."""
+    """The content of report.json."""
 
     @property
     def train_path(self) -> Path:
@@ -69,10 +69,10 @@ class PrepareReport:
 
 
 def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareReport:
-    """Write the prepared rows to the new folder `out_dir`; one that holds this very preparation is returned as it is.
+    """Write the prepared rows to the new folder `out_dir`; return the report of one that already holds them.
 
-    Raises ConfigError, DataError or ModelError for bad input before any weights load, and StorageError where the folder
-    holds something else or cannot be written.
+    Raises ConfigError, DataError or ModelError for invalid input before any weights load, and StorageError if the
+    folder holds something else or cannot be written.
     """
     folder = Path(out_dir).expanduser().absolute()
     content = find_report(folder, settings)
@@ -88,7 +88,7 @@ def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareReport:
 
 
 def prepare_folder(settings: PrepareSection, folder: Path) -> dict[str, Any]:
-    """Do the work; returns the report."""
+    """Prepare all rows and write the folder; returns the report."""
     reader = check_settings(settings)
     sources = hash_sources(settings)
     rows = load_source(settings.data, settings, default_split="train", knob="data")
@@ -96,16 +96,16 @@ def prepare_folder(settings: PrepareSection, folder: Path) -> dict[str, Any]:
     if settings.eval_data is not None:
         held_out = load_source(settings.eval_data, settings, default_split="test", knob="eval_data")
     work = open_work_folder(folder)
-    losses, eval_losses = Losses(), Losses()
-    evaluation = None if held_out is None else read_evaluation_rows(held_out, settings, eval_losses)
-    candidates = read_training_rows(rows, settings, losses)
-    candidates, report = refine(candidates, evaluation, settings, reader=reader, work=work, losses=losses)
+    dropped, eval_dropped = DroppedRows(), DroppedRows()
+    evaluation = None if held_out is None else read_evaluation_rows(held_out, settings, eval_dropped)
+    candidates = read_training_rows(rows, settings, dropped)
+    candidates, report = filter_and_augment(candidates, evaluation, settings, reader=reader, work=work, dropped=dropped)
     if not candidates:
-        raise DataError(f"no row of {settings.data.path!r} is left; dropped: {losses.counts}")
+        raise DataError(f"no row of {settings.data.path!r} remains; dropped: {dropped.counts}")
     train = [candidate.build_row(settings.style) for candidate in candidates]
     content = {
-        "train": {"num_rows": len(rows), "num_kept": len(train), **losses.to_json()},
-        "eval": describe_evaluation(evaluation, len(held_out or []), eval_losses),
+        "train": {"num_rows": len(rows), "num_kept": len(train), **dropped.to_json()},
+        "eval": describe_evaluation(evaluation, len(held_out or []), eval_dropped),
         "style": settings.style,
         "format": compute_format_report(train),
         "num_steps": dict(sorted(Counter(str(row["num_steps"]) for row in train).items())),
@@ -116,57 +116,59 @@ def prepare_folder(settings: PrepareSection, folder: Path) -> dict[str, Any]:
     return content
 
 
-def refine(
+def filter_and_augment(
     candidates: list[Candidate],
     evaluation: Sequence[Candidate] | None,
     settings: PrepareSection,
     *,
     reader: DemonstrationReader | None,
     work: Path,
-    losses: Losses,
+    dropped: DroppedRows,
 ) -> tuple[list[Candidate], dict[str, Any]]:
-    """Gate, paraphrases, gate again, lengths, pass rates; each with its part of the report, None where it was not asked
-    for."""
+    """Check contamination, paraphrase (paraphrases are checked too), measure lengths and pass rates.
+
+    Returns the remaining candidates and one report section per step; the section of a step that is off is None.
+    """
     questions = None if evaluation is None else [candidate.question for candidate in evaluation]
     report: dict[str, Any] = {"contamination": None, "paraphrase": None, "tokens": None, "pass_rate": None}
     overlaps: list[dict[str, Any]] = []
     if questions is not None:
-        candidates, overlaps = keep_apart(candidates, questions, settings.contamination, losses)
+        candidates, overlaps = check_contamination(candidates, questions, settings.contamination, dropped)
     if settings.paraphrase is not None:
         added, report["paraphrase"] = add_paraphrases(
             candidates, settings.paraphrase, cache_path=str(work / PARAPHRASES)
         )
         if questions is not None:
-            added, more = keep_apart(added, questions, settings.contamination, losses)
+            added, more = check_contamination(added, questions, settings.contamination, dropped)
             overlaps += more
         candidates = sorted([*candidates, *added], key=lambda each: (each.index, each.paraphrase is not None))
     if questions is not None:
         report["contamination"] = describe_overlaps(overlaps, settings)
     if reader is not None and settings.tokens is not None:
-        candidates, report["tokens"] = drop_long_rows(candidates, settings.tokens, reader, settings.style, losses)
+        candidates, report["tokens"] = drop_long_rows(candidates, settings.tokens, reader, settings.style, dropped)
     if settings.pass_rate is not None and candidates:
-        candidates, report["pass_rate"] = add_pass_rates(candidates, settings, work=work, losses=losses)
+        candidates, report["pass_rate"] = add_pass_rates(candidates, settings, work=work, dropped=dropped)
     return candidates, report
 
 
 def check_settings(settings: PrepareSection) -> DemonstrationReader | None:
-    """Find what is wrong with models and keys before data is read; returns the reader that counts tokens."""
+    """Validate models and API keys before data is read; returns the reader that measures lengths."""
     if settings.paraphrase is not None:
-        check_key(settings.paraphrase)
+        check_api_key(settings.paraphrase)
     if settings.pass_rate is not None:
         check_pass_rate_models(settings.pass_rate)
     return None if settings.tokens is None else load_reader(settings.tokens)
 
 
-def check_key(section: ParaphraseSection) -> None:
+def check_api_key(section: ParaphraseSection) -> None:
     if section.api_key_env is not None and section.api_key_env not in os.environ:
-        raise ConfigError(f"paraphrase.api_key_env: the environment has no {section.api_key_env}")
+        raise ConfigError(f"paraphrase.api_key_env: the environment variable {section.api_key_env} is not set")
 
 
 def load_source(
     section: SourceSection, settings: PrepareSection, *, default_split: str, knob: str
 ) -> list[dict[str, Any]]:
-    """All rows, or the first `max_rows`, each with a question and a solution."""
+    """All rows, or the first `max_rows`; raises DataError for a row without question or solution."""
     split = section.split
     if split is None and not Path(section.path).expanduser().is_file():
         split = default_split
@@ -180,15 +182,18 @@ def load_source(
         check_required_fields(rows, (settings.question_field, settings.answer_field), path=section.path)
     except DataError as error:
         hint = "set question_field and answer_field to the fields that hold the question and the worked solution"
-        raise DataError(f"{knob}: {str(error).partition('. Mend')[0]}. Mend the data, or {hint}") from error
+        what, _, _ = str(error).rpartition(". ")  # the last sentence names required_fields, a knob of run files
+        raise DataError(f"{knob}: {what}. Fix the data, or {hint}") from error
     return rows
 
 
-def describe_evaluation(evaluation: Sequence[Candidate] | None, num_rows: int, losses: Losses) -> dict[str, Any] | None:
+def describe_evaluation(
+    evaluation: Sequence[Candidate] | None, num_rows: int, dropped: DroppedRows
+) -> dict[str, Any] | None:
     if evaluation is None:
         return None
     num_unverified = sum(not candidate.is_verified for candidate in evaluation)
-    return {"num_rows": num_rows, "num_kept": len(evaluation), "num_unverified": num_unverified, **losses.to_json()}
+    return {"num_rows": num_rows, "num_kept": len(evaluation), "num_unverified": num_unverified, **dropped.to_json()}
 
 
 def describe_overlaps(overlaps: Sequence[Mapping[str, Any]], settings: PrepareSection) -> dict[str, Any]:
@@ -203,20 +208,21 @@ def describe_overlaps(overlaps: Sequence[Mapping[str, Any]], settings: PrepareSe
 
 
 def format_summary(report: PrepareReport) -> str:
-    """What was kept and left out, in a few lines."""
+    """Text of a few lines with the numbers of kept and dropped rows."""
     content = report.content
     lines = [describe_set("train", content["train"])]
     if content["eval"] is not None:
         lines.append(describe_set("eval", content["eval"]))
-    gate = content["contamination"]
-    if gate is not None:
+    contamination = content["contamination"]
+    if contamination is not None:
         lines.append(
-            f"contamination: {gate['num_exact']} exact, {gate['num_ngram']} by n-gram (action: {gate['action']})"
+            f"contamination: {contamination['num_exact']} exact, {contamination['num_ngram']} by n-gram "
+            f"(action: {contamination['action']})"
         )
     form = content["format"]
     lines.append(f"format: {form['num_valid']} of {form['num_rows']} rows valid, means {form['means']}")
-    asked = ("paraphrase", "tokens", "pass_rate")
-    lines += [f"{name}: {content[name]}" for name in asked if content[name] is not None]
+    optional = ("paraphrase", "tokens", "pass_rate")
+    lines += [f"{name}: {content[name]}" for name in optional if content[name] is not None]
     return "\n".join([*lines, f"prepared data: {report.folder}"])
 
 

@@ -1,8 +1,8 @@
-"""Worked solutions as the conversations of the calculator agent.
+"""Conversion of worked solutions into conversations of the calculator agent.
 
-Each calculation of a solution, or only the last, becomes a reply that thinks up to it and calls the calculator; the
-result comes back, and the next reply goes on from it. The last reply ends in `#### <answer>`. What the solution states
-is checked against the calculator first, and what comes out against the judge that scores the agent.
+Each calculation of a solution, or only the last one, becomes an assistant message with reasoning and a tool call,
+followed by the tool's result. The last message ends in `#### <answer>`. Stated results are verified with the calculator
+before the conversion, and conversations with the judge that scores the agent after it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Style = Literal["all", "last"]
 
 
 def check_calculations(solution: Solution) -> Solution:
-    """The solution with the calculations that compute something, every one of which the calculator confirms.
+    """Verify every calculation of a solution with the calculator; return the solution with those that become calls.
 
-    A calculation without an operation, and an equation that was cut out of the middle of a term, go back to the text.
-    Raises SolutionError with the reason `wrong_calculation` for a mark, `wrong_equation` for an equation that the text
-    writes without one, and `no_calculation` where none is left.
+    A calculation without an operator, and an unmarked equation that is only part of a term, become plain text again.
+    Raises SolutionError with the reason `wrong_calculation` for a marked calculation, `wrong_equation` for an unmarked
+    equation, and `no_calculation` if none remains.
     """
     for index in reversed(range(len(solution.calculations))):
         calculation = solution.calculations[index]
@@ -39,12 +39,12 @@ def check_calculations(solution: Solution) -> Solution:
         if not calculation.has_operation:
             solution = solution.join(index)
     if not solution.calculations:
-        raise SolutionError("no_calculation", "nothing is computed")
+        raise SolutionError("no_calculation", "the solution has no calculation")
     return solution
 
 
 def is_confirmed(calculation: Calculation) -> bool:
-    """Whether the calculator's result is the stated one, or rounds to it at the decimals that are stated."""
+    """Whether the calculator's result equals the stated one, up to rounding or truncation at its last decimal."""
     try:
         value, stated = compute_expression(calculation.expression), compute_expression(calculation.result)
     except ExpressionError:
@@ -54,7 +54,7 @@ def is_confirmed(calculation: Calculation) -> bool:
 
 
 def build_messages(question: str, solution: Solution, *, style: Style) -> list[dict[str, Any]]:
-    """The whole conversation; `solution` has been checked."""
+    """The whole conversation of a solution that `check_calculations` returned."""
     while style == "last" and len(solution.calculations) > 1:
         solution = solution.join(0)
     messages = build_conversation(question)
@@ -64,29 +64,29 @@ def build_messages(question: str, solution: Solution, *, style: Style) -> list[d
         messages += [
             {
                 "role": "assistant",
-                "content": think(text or f"{calculation.expression} ="),
+                "content": wrap_reasoning(text or f"{calculation.expression} ="),
                 "tool_calls": [{"id": call_id, "type": "function", "function": call}],
             },
             {"role": "tool", "tool_call_id": call_id, "content": calculate(calculation.expression)},
         ]
     ending = solution.texts[-1] or solution.answer
-    messages.append({"role": "assistant", "content": f"{think(ending)}\n\n{ANSWER_MARK} {solution.answer}"})
+    messages.append({"role": "assistant", "content": f"{wrap_reasoning(ending)}\n\n{ANSWER_MARK} {solution.answer}"})
     return messages
 
 
 def build_plain_messages(question: str, solution: Solution) -> list[dict[str, Any]]:
-    """The conversation without calls, for a solution whose calculations are not confirmed."""
+    """A conversation without tool calls, for a solution whose calculations are not confirmed."""
     while solution.calculations:
         solution = solution.join(0)
     return build_messages(question, solution, style="all")
 
 
-def think(text: str) -> str:
+def wrap_reasoning(text: str) -> str:
     return f"{THINK_OPEN}\n{text}\n{THINK_CLOSE}"
 
 
-def find_fault(question: str, messages: list[dict[str, Any]], answer: str) -> str | None:
-    """What the agent's judge would say against a conversation: `invalid_format`, `invalid_answer`, or nothing."""
+def find_rejection_reason(question: str, messages: list[dict[str, Any]], answer: str) -> str | None:
+    """Why the agent's judge gives less than full marks: `invalid_format` or `invalid_answer`; None for full marks."""
     task, transcript = {"question": question, "answer": answer}, build_transcript(messages)
     if match_numeric(task, transcript) != 1.0:
         return "invalid_answer"

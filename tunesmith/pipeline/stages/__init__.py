@@ -1,1 +1,1 @@
-"""Pipeline files: stages in order, skipped where done, resumed where begun."""
+"""Pipeline files: stages run in order; completed stages are skipped and unfinished ones are resumed."""

@@ -1,7 +1,6 @@
-"""What can be wrong with a stage and is known before the first one runs.
+"""Validation of a stage before the first one runs: functions, data sets, models, and packages for trackers and plots.
 
-A setting that refers to an earlier stage cannot be looked at yet; all others are: functions, data sets, models and the
-packages that trackers, plots and formats need.
+Settings that reference an earlier stage are skipped here, because their files may not exist yet.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tunesmith.tasks.load import load_preview
 
 
 def check_stage(stage: PlannedStage) -> None:
-    """Raise for whatever is wrong with a stage; the error names it."""
+    """Raise if a stage is invalid; the error names the stage."""
     try:
         check_settings(stage)
     except (TunesmithError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Running one stage of each kind, and what is told of it afterwards."""
+"""Runs one stage of each kind and collects the figures that the report shows for it."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ from tunesmith.storage import RunPaths, remove_tree, storage_errors
 
 Kind = TypeVar("Kind", bound=Section)
 TABLES = "tables"
-"""The figure that is Markdown of its own."""
+"""Name of the figure that holds Markdown tables instead of a single value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a stage leaves besides its files."""
+class StageResult:
+    """Result of a stage besides its files."""
 
     model: Path | None = None
     tokens: int | None = None
     device: str | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """For the report."""
+    """Values in the report, by their label."""
 
 
 ChooseModel = Callable[[RunConfig], BuildModel]
-"""What workflows of a run get as `model`."""
+"""Returns the builder of the `model` that the workflows of a run receive."""
 
 
-def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: ChooseModel) -> Outcome:
-    """Run a stage whose references are resolved; it goes on with what an earlier attempt left in `out_dir`."""
+def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    """Run a stage with resolved references; an unfinished earlier attempt in `out_dir` is resumed."""
     if kind == "prepare":
         return run_prepare_stage(expect(settings, PrepareSection), out_dir)
     if kind == "sft":
@@ -79,13 +79,13 @@ def expect(settings: Section, kind: type[Kind]) -> Kind:
     return settings
 
 
-def run_prepare_stage(settings: PrepareSection, out_dir: Path) -> Outcome:
+def run_prepare_stage(settings: PrepareSection, out_dir: Path) -> StageResult:
     report = run_prepare(settings, out_dir=out_dir)
     dropped = {f"dropped: {reason}": count for reason, count in report.content["train"].get("dropped", {}).items()}
-    return Outcome(figures={"training rows": report.num_train, "held-out rows": report.num_eval} | dropped)
+    return StageResult(figures={"training rows": report.num_train, "held-out rows": report.num_eval} | dropped)
 
 
-def describe_finetuning(config: OfflineConfig, result: FinetuneResult) -> Outcome:
+def describe_finetuning(config: OfflineConfig, result: FinetuneResult) -> StageResult:
     figures = {
         "rows": result.num_rows,
         "steps": result.num_steps,
@@ -94,7 +94,7 @@ def describe_finetuning(config: OfflineConfig, result: FinetuneResult) -> Outcom
         "kept the weights of step": result.best_step,
         "rows left out as too long": result.num_dropped_rows,
     }
-    return Outcome(
+    return StageResult(
         model=result.folder,
         tokens=result.num_trained_tokens * config.num_epochs,
         device=describe_device(config.model.device, config.num_cpu_threads),
@@ -102,18 +102,18 @@ def describe_finetuning(config: OfflineConfig, result: FinetuneResult) -> Outcom
     )
 
 
-def run_rl_stage(config: RunConfig, out_dir: Path, choose_model: ChooseModel) -> Outcome:
-    place = {
+def run_rl_stage(config: RunConfig, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    location = {
         "checkpoint_root_dir": str(out_dir.parent.parent),
         "project": out_dir.parent.name,
         "name": out_dir.name,
         "continue_from_checkpoint": True,
     }
-    config = config.model_copy(update=place)
+    config = config.model_copy(update=location)
     workflow, judge = load_functions(config)
     result = run_tuning(config, workflow=workflow, judge=judge, build_model=choose_model(config))
     assert result.checkpoint is not None, "the last step is always saved"
-    return Outcome(
+    return StageResult(
         model=result.checkpoint,
         device=describe_device(config.model.device, config.num_cpu_threads),
         **describe_training(RunPaths(result.folder)),
@@ -121,7 +121,7 @@ def run_rl_stage(config: RunConfig, out_dir: Path, choose_model: ChooseModel) ->
 
 
 def describe_training(paths: RunPaths) -> dict[str, Any]:
-    """Tokens and figures of all steps of a run, as its metrics say."""
+    """Sampled tokens and figures of all steps of a run, from its metrics file."""
     records = load_metrics(paths.metrics)
     steps = [record for record in records if record["kind"] == "train"]
     rewards = [record["rollout/reward_mean"] for record in steps if record.get("rollout/reward_mean") is not None]
@@ -137,15 +137,15 @@ def describe_training(paths: RunPaths) -> dict[str, Any]:
     return {"tokens": int(sum(record["rollout/num_sampled_tokens"] for record in steps)), "figures": figures}
 
 
-def run_eval_stage(config: EvalConfig, out_dir: Path, choose_model: ChooseModel) -> Outcome:
+def run_eval_stage(config: EvalConfig, out_dir: Path, choose_model: ChooseModel) -> StageResult:
     comparison = run_eval(config, out_dir=out_dir, build_model=choose_model(config.to_run_config()))
     figures: dict[str, Any] = {TABLES: format_comparison(comparison)}
     num_tokens = 0
-    for name, of_set in comparison.items():
-        for label, result in of_set.results.items():
+    for name, set_comparison in comparison.items():
+        for label, result in set_comparison.results.items():
             num_tokens += result.num_sampled_tokens
             figures[f"{label} on {name}"] = describe_result(result)
-    return Outcome(
+    return StageResult(
         tokens=num_tokens, device=describe_device(config.model.device, config.num_cpu_threads), figures=figures
     )
 
@@ -154,37 +154,38 @@ def describe_result(result: ModelResult) -> str:
     return f"{result.num_runs} runs, {result.num_sampled_tokens} tokens, {result.seconds:.1f} s"
 
 
-def run_export_stage(settings: ExportSection, out_dir: Path) -> Outcome:
+def run_export_stage(settings: ExportSection, out_dir: Path) -> StageResult:
     report = run_export(settings, out_dir=out_dir)
     figures: dict[str, Any] = {"parameters": report.num_parameters}
-    for place, checks in report.checks.items():
-        figures |= {f"{place}: {name}": figure for name, figure in checks.items()}
+    for path, checks in report.checks.items():
+        figures |= {f"{path}: {name}": figure for name, figure in checks.items()}
     for written in (report.hf, report.adapter, *report.gguf.values()):
         if written is not None:
             figures[f"MB of {written.relative_to(report.folder)}"] = round(count_bytes(written) / 1e6, 1)
-    return Outcome(model=report.hf, device="cpu", figures=figures)
+    return StageResult(model=report.hf, device="cpu", figures=figures)
 
 
-def count_bytes(place: Path) -> int:
-    files = [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
-    return sum(path.stat().st_size for path in files)
+def count_bytes(path: Path) -> int:
+    """Size of a file, or of all files in a folder."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
 
 
-def run_function_stage(settings: FunctionStage, out_dir: Path) -> Outcome:
-    """A step of the user's own, in a folder that is new each time it is tried."""
+def run_function_stage(settings: FunctionStage, out_dir: Path) -> StageResult:
+    """Call a user function with a new, empty folder; output of an earlier attempt is removed."""
     function = load_function(settings.function, knob="function")
     if out_dir.exists():
         remove_tree(out_dir)
     with storage_errors(out_dir, "write"):
         out_dir.mkdir(parents=True)
-    told = function(out_dir, **settings.args)
-    if told is not None and not isinstance(told, Mapping):
-        raise ConfigError(f"function={settings.function!r} must return a mapping or nothing, got {type(told).__name__}")
-    return Outcome(figures={str(name): figure for name, figure in (told or {}).items()})
+    figures = function(out_dir, **settings.args)
+    if figures is not None and not isinstance(figures, Mapping):
+        raise ConfigError(f"function={settings.function!r} must return a mapping or None, got {type(figures).__name__}")
+    return StageResult(figures={str(name): figure for name, figure in (figures or {}).items()})
 
 
 def describe_device(device: str, num_cpu_threads: int) -> str:
-    """Where a model was, in words."""
+    """Name of the GPU, or the device type and its number of threads."""
     found = resolve_device(device)
     if found.type == "cuda":
         return torch.cuda.get_device_name(found)

@@ -1,12 +1,12 @@
-"""The folder of a pipeline, and what it remembers of each stage.
+"""The folder of a pipeline and the records of its stages.
 
-    pipeline.yaml                 the settings     report.md  report.json  what came of it
-    NAME/                         what the stage NAME made; a training run's own folder for sft and rl
-    stages/NAME/START.json        what the stage was begun with, and how long each attempt at it took
-    stages/NAME/DONE.json         that it is whole, what it left, and its figures; written last
+    pipeline.yaml                 the settings     report.md  report.json  the report
+    NAME/                         output of stage NAME; for sft, prefer and rl its run folder
+    stages/NAME/START.json        settings and inputs of the current run of the stage, and the seconds of each attempt
+    stages/NAME/DONE.json         results and figures of a complete stage; written last
 
-A stage is done when its DONE.json has the digest of its settings and the marks of the stages that it was made from. A
-mark is new whenever a stage is made, so what was made from an older one is made again.
+A stage is done if its DONE.json has the digest of the current settings and the current mark of each input stage. The
+mark is a random id, new each time a stage runs, so a stage whose inputs were rebuilt is rebuilt too.
 """
 
 from __future__ import annotations
@@ -31,94 +31,94 @@ CONFIG_FILE, REPORT_TABLE, REPORT_JSON = "pipeline.yaml", "report.md", "report.j
 STATES = "stages"
 START, DONE = "START.json", "DONE.json"
 FREE_KEYS: Mapping[str, Sequence[str]] = {"rl": RL_FREE_KEYS, "sft": SFT_FREE_KEYS, "prefer": SFT_FREE_KEYS}
-"""Kinds whose runs go on under settings that differ in these alone."""
+"""Kinds whose runs can be resumed with changed settings, and the keys that may change."""
 
 State = Literal["done", "begun", "changed", "new"]
-"""What a stage is before it runs: done as asked for; begun with these settings and to be gone on with; made or begun
-with other settings or from other stages, to be set aside; or not there."""
+"""State of a stage before it runs. `done`: complete with these settings and inputs; `begun`: unfinished with these
+settings and inputs, can be resumed; `changed`: has output of other settings or inputs; `new`: never started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """What a stage was begun with."""
+class StartRecord:
+    """START.json: settings and inputs of a started stage. The field names are its keys."""
 
     digest: str
     values: Mapping[str, Any]
     made_from: Mapping[str, str]
-    """The marks of the stages that it needs."""
+    """Marks of the input stages."""
     attempts: Sequence[float | None]
     """Seconds of each attempt; None for one that was killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """What a stage left."""
+class DoneRecord:
+    """DONE.json: results of a complete stage. The field names are its keys."""
 
     digest: str
     mark: str
     made_from: Mapping[str, str]
     ended: str
-    """Date and time."""
+    """Local date and time."""
     seconds: float
-    """Of all attempts that ended by themselves."""
+    """Total time of all attempts that were not killed."""
     num_attempts: int
     num_killed: int
-    """Attempts of which the seconds are not known."""
+    """Attempts that were killed, whose time is unknown."""
     model: str | None
-    """The model that references to the stage mean, as seen from the pipeline's folder."""
+    """The model that `stage:NAME` refers to, relative to the pipeline's folder."""
     tokens: int | None
-    """Tokens sampled, or trained by fine-tuning; None where the stage did neither."""
+    """Sampled tokens, or trained tokens for fine-tuning; None if the stage did neither."""
     device: str | None
-    """Where its model was."""
+    """Device of the stage's model."""
     figures: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineFolder:
-    """Where the files of one pipeline are."""
+    """Files and stage records of one pipeline."""
 
     root: Path
 
-    def place(self, name: str) -> Path:
-        """What the stage makes goes here."""
+    def output_folder(self, name: str) -> Path:
+        """Folder of the stage's output."""
         return self.root / name
 
-    def load_start(self, name: str) -> Start | None:
+    def load_start(self, name: str) -> StartRecord | None:
         path = self.root / STATES / name / START
-        return Start(**load_json(path)) if path.exists() else None
+        return StartRecord(**load_json(path)) if path.exists() else None
 
-    def load_done(self, name: str) -> Done | None:
+    def load_done(self, name: str) -> DoneRecord | None:
         path = self.root / STATES / name / DONE
         if not path.exists():
             return None
         try:
-            return Done(**load_json(path))
+            return DoneRecord(**load_json(path))
         except TypeError as error:
             raise StorageError(
-                f"{path} is damaged or of another version ({error}): remove it, and the stage is looked at anew"
+                f"{path} is damaged or of another version ({error}): remove it to check the stage again"
             ) from error
 
     def check_output(self, stage: PlannedStage) -> None:
-        """Refuse a stage that is done when what it left is not there in full."""
-        done, place = self.load_done(stage.name), self.place(stage.name)
+        """Raise StorageError if output of a completed stage is missing or damaged."""
+        done, output = self.load_done(stage.name), self.output_folder(stage.name)
         assert done is not None
         try:
             if done.model is not None and stage.kind != "export":
                 check_complete(self.root / done.model)
             elif stage.kind in ("prepare", "export"):
-                check_complete(place)
+                check_complete(output)
             elif stage.kind == "eval":
-                load_json(place / JSON_FILE)
-            if not place.exists():
-                raise StorageError(f"{place} is gone")
+                load_json(output / JSON_FILE)
+            if not output.exists():
+                raise StorageError(f"{output} is missing")
         except StorageError as error:
             raise StorageError(
-                f"stage {stage.name!r} is done, but what it left is not whole: {error}; put it back, or make it again "
-                f"with --only {stage.name} --again"
+                f"stage {stage.name!r} is done, but its output is incomplete: {error}; restore it, or run the stage "
+                f"again with --only {stage.name} --again"
             ) from error
 
     def find_state(self, stage: PlannedStage) -> State:
-        """What the stage is before it runs."""
+        """State of the stage before it runs."""
         start, done = self.load_start(stage.name), self.load_done(stage.name)
         made_from = self.find_marks(stage)
         if done is not None and (done.digest, done.made_from) == (stage.digest, made_from):
@@ -128,24 +128,24 @@ class PipelineFolder:
         return "begun" if start.made_from == made_from and is_same_stage(start, stage) else "changed"
 
     def find_marks(self, stage: PlannedStage) -> dict[str, str | None]:
-        """The marks of the stages that it needs as they are now; None for one that is not done."""
+        """Current marks of the input stages; None for one that is not done."""
         done = {name: self.load_done(name) for name in stage.needs}
         return {name: None if each is None else each.mark for name, each in done.items()}
 
     def begin(self, stage: PlannedStage) -> None:
-        """Note an attempt, whose seconds are not known yet. An older DONE.json no longer holds."""
+        """Record a new attempt, with unknown duration, and remove an earlier DONE.json."""
         state = self.root / STATES / stage.name
         old = self.load_start(stage.name)
         made_from = {name: mark for name, mark in self.find_marks(stage).items() if mark is not None}
-        assert made_from.keys() == set(stage.needs), "the stages that it needs are done"
+        assert made_from.keys() == set(stage.needs), "all input stages are done"
         attempts = [] if old is None else list(old.attempts)
-        start = Start(digest=stage.digest, values=stage.values, made_from=made_from, attempts=[*attempts, None])
+        start = StartRecord(digest=stage.digest, values=stage.values, made_from=made_from, attempts=[*attempts, None])
         with storage_errors(state, "write"):
             (state / DONE).unlink(missing_ok=True)
         save_json(state / START, asdict(start))
 
     def end_attempt(self, name: str, seconds: float) -> None:
-        """Note how long the last attempt took, however it ended."""
+        """Record the duration of the last attempt, whether it succeeded or failed."""
         start = self.load_start(name)
         assert start is not None
         save_json(self.root / STATES / name / START, asdict(replace(start, attempts=[*start.attempts[:-1], seconds])))
@@ -159,11 +159,11 @@ class PipelineFolder:
         device: str | None,
         figures: Mapping[str, Any],
     ) -> None:
-        """Note that the stage is whole."""
+        """Write DONE.json."""
         start = self.load_start(stage.name)
         assert start is not None
         known = [seconds for seconds in start.attempts if seconds is not None]
-        done = Done(
+        done = DoneRecord(
             digest=stage.digest,
             mark=secrets.token_hex(8),
             made_from=start.made_from,
@@ -179,24 +179,24 @@ class PipelineFolder:
         save_json(self.root / STATES / stage.name / DONE, asdict(done))
 
     def set_aside(self, name: str) -> Path | None:
-        """Make room for the stage to be made anew; returns where the old one is now, None when it made nothing."""
-        state, place, aside = self.root / STATES / name, self.place(name), None
-        if place.exists():
-            aside = self.choose_name(f"{name}.old-{datetime.now():%Y%m%d%H%M%S}")
-            with storage_errors(place, "rename"):
-                place.rename(aside)
+        """Rename the stage's output and remove its records; returns the new path, None if there was no output."""
+        state, output, aside = self.root / STATES / name, self.output_folder(name), None
+        if output.exists():
+            aside = self.find_unused_path(f"{name}.old-{datetime.now():%Y%m%d%H%M%S}")
+            with storage_errors(output, "rename"):
+                output.rename(aside)
         if state.exists():
             remove_tree(state)
         return aside
 
-    def choose_name(self, wanted: str) -> Path:
-        """A name in the folder that nothing has."""
+    def find_unused_path(self, wanted: str) -> Path:
+        """`wanted`, or `wanted` with the first free number appended."""
         names = (wanted if number == 0 else f"{wanted}-{number}" for number in range(1000))
         return next(path for name in names if not (path := self.root / name).exists())
 
 
-def is_same_stage(start: Start, stage: PlannedStage) -> bool:
-    """Whether what was begun may be gone on with: the same settings, or others in what may change in a run."""
+def is_same_stage(start: StartRecord, stage: PlannedStage) -> bool:
+    """Whether an unfinished stage can be resumed: equal settings, or changes only in keys that may change in a run."""
     if start.digest == stage.digest:
         return True
     free_keys = FREE_KEYS.get(stage.kind)

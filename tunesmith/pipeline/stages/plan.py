@@ -1,6 +1,6 @@
-"""A pipeline before it runs: its stages, what each needs of earlier ones, and what tells it from another.
+"""Parsing of pipeline files: stages, references between them, and digests of their settings.
 
-A reference is a text `stage:NAME` (the model that the stage left) or `stage:NAME/FILE` anywhere in a stage's settings.
+A reference is a string `stage:NAME` (the stage's model) or `stage:NAME/FILE` (a file of its output) in the settings.
 """
 
 from __future__ import annotations
@@ -39,70 +39,71 @@ SECTIONS: Mapping[str, type[Section]] = {
     "export": ExportSection,
     "function": FunctionStage,
 }
-"""What each kind of stage runs on."""
-LEAVES_MODEL = ("sft", "prefer", "rl", "export")
-SILENT_KEYS = ("monitor", "has_progress")
-"""What changes nothing that a stage makes."""
+"""Settings class of each kind of stage."""
+MODEL_KINDS = ("sft", "prefer", "rl", "export")
+"""Kinds of stages whose output is a model."""
+KEYS_WITHOUT_EFFECT = ("monitor", "has_progress")
+"""Top-level keys that do not change a stage's output, and so are not part of its digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What one stage takes from an earlier one."""
+    """A reference to the output of an earlier stage."""
 
     stage: str
     file: str | None
-    """None means the model that the stage left."""
+    """Path within the stage's output; None for its model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
-    """One stage of a pipeline."""
+    """One stage of a pipeline with validated references."""
 
     name: str
     kind: str
     values: Mapping[str, Any]
-    """All its settings, references as they were written."""
+    """All settings, with references unresolved."""
     references: tuple[Reference, ...]
-    """What its settings name of earlier stages."""
+    """References in the settings, in order."""
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Earlier stages that its settings name."""
+        """Names of the stages that the settings refer to."""
         return tuple(dict.fromkeys(reference.stage for reference in self.references))
 
     @property
     def digest(self) -> str:
-        """Equal for equal settings."""
-        told = {key: value for key, value in self.values.items() if key not in SILENT_KEYS}
-        return hashlib.sha256(json.dumps([self.kind, told], sort_keys=True).encode()).hexdigest()
+        """Hash of the kind and of all settings that can change the output."""
+        relevant = {key: value for key, value in self.values.items() if key not in KEYS_WITHOUT_EFFECT}
+        return hashlib.sha256(json.dumps([self.kind, relevant], sort_keys=True).encode()).hexdigest()
 
     def resolve(self, find: Callable[[Reference], str]) -> Section:
-        """The settings to run on, with `find` saying what each reference means."""
+        """The settings object, with each reference replaced by the path that `find` returns."""
 
         def replace(text: str) -> str:
             reference = read_reference(text)
             return text if reference is None else find(reference)
 
-        values = map_texts(self.values, replace)
+        values = map_strings(self.values, replace)
         kind = {"kind": self.kind} if self.kind == "function" else {}
         return build_section(SECTIONS[self.kind], values | kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """Which stages a command is about."""
+class StageSelection:
+    """The stages that a command runs."""
 
     only: str | None = None
-    """This one alone."""
+    """Run only this stage."""
     start_from: str | None = None
-    """This one and those after it."""
-    is_again: bool = False
-    """Make them anew even where they are done."""
+    """Run this stage and all later ones."""
+    is_rerun: bool = False
+    """Run selected stages again even if they are done."""
 
-    def pick(self, stages: Sequence[PlannedStage]) -> list[PlannedStage]:
+    def select(self, stages: Sequence[PlannedStage]) -> list[PlannedStage]:
         names = [stage.name for stage in stages]
         if self.only is not None and self.start_from is not None:
-            raise ConfigError("--only and --from are both given: choose one")
+            raise ConfigError("--only and --from are both set: choose one")
         for name in (self.only, self.start_from):
             if name is not None and name not in names:
                 raise ConfigError(f"there is no stage {name!r}; the stages are {', '.join(names)}")
@@ -112,7 +113,7 @@ class Choice:
 
 
 def load_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> PipelineConfig:
-    """Read a pipeline file; every fault names its stage and key."""
+    """Read a pipeline file; validation errors name stage and key."""
     values = load_values(path, overrides)
     try:
         return PipelineConfig.model_validate(values)
@@ -121,20 +122,20 @@ def load_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> PipelineCo
         raise ConfigError("; ".join(describe_fault(fault) for fault in faults)) from error
 
 
-def drop_kind(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Of stages, name, kind, key ... the kind is the checker's word."""
-    return (*place[:2], *place[3:]) if place[:1] == ("stages",) else place
+def drop_kind(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Location of a validation error without the kind that pydantic inserts after the stage's name."""
+    return (*location[:2], *location[3:]) if location[:1] == ("stages",) else location
 
 
 def plan_stages(config: PipelineConfig) -> list[PlannedStage]:
-    """The stages in order, when every reference names something that an earlier stage makes."""
+    """The stages in order; raises ConfigError for a reference to anything but the output of an earlier stage."""
     planned: dict[str, PlannedStage] = {}
     for name, stage in config.stages.items():
         values = stage.model_dump(mode="json", exclude={"kind"}, exclude_unset=True)
-        found = map(read_reference, list_texts(values))
+        found = map(read_reference, list_strings(values))
         references = tuple(reference for reference in found if reference is not None)
         for reference in references:
-            check_reference(reference, planned, config, where=name)
+            check_reference(reference, planned, config, stage_name=name)
         planned[name] = PlannedStage(name=name, kind=stage.kind, values=values, references=references)
     return list(planned.values())
 
@@ -145,38 +146,39 @@ def read_reference(text: str) -> Reference | None:
 
 
 def check_reference(
-    reference: Reference, earlier: Mapping[str, PlannedStage], config: PipelineConfig, *, where: str
+    reference: Reference, earlier: Mapping[str, PlannedStage], config: PipelineConfig, *, stage_name: str
 ) -> None:
-    written = f"stages.{where}: stage:{reference.stage}"
+    """Raise ConfigError unless the reference names the model or a file of an earlier stage."""
+    written = f"stages.{stage_name}: stage:{reference.stage}"
     if reference.stage not in earlier:
-        why = "comes no earlier" if reference.stage in config.stages else "is no stage"
-        raise ConfigError(f"{written}: {reference.stage!r} {why}; earlier are {', '.join(earlier) or 'none'}")
+        why = "is not an earlier stage" if reference.stage in config.stages else "is not a stage"
+        raise ConfigError(f"{written}: {reference.stage!r} {why}; earlier stages: {', '.join(earlier) or 'none'}")
     source = earlier[reference.stage]
-    leaves_model = source.kind in LEAVES_MODEL and "hf" in source.values.get("formats", ("hf",))
-    if reference.file is None and not leaves_model:
-        raise ConfigError(f"{written}: a stage of kind {source.kind} leaves no model; name a file, as {written}/NAME")
+    has_model = source.kind in MODEL_KINDS and "hf" in source.values.get("formats", ("hf",))
+    if reference.file is None and not has_model:
+        raise ConfigError(f"{written}: a stage of kind {source.kind} has no model; name a file, as in {written}/FILE")
     if reference.file is not None and ".." in Path(reference.file).parts:
-        raise ConfigError(f"{written}/{reference.file} leads out of the stage's folder")
+        raise ConfigError(f"{written}/{reference.file} is outside of the stage's folder")
 
 
-def list_texts(value: Any) -> list[str]:
-    """All texts in nested values."""
+def list_strings(value: Any) -> list[str]:
+    """All strings in nested values."""
     found: list[str] = []
 
-    def note(text: str) -> str:
+    def collect(text: str) -> str:
         found.append(text)
         return text
 
-    map_texts(value, note)
+    map_strings(value, collect)
     return found
 
 
-def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Nested values with every text changed; keys stay."""
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Apply `change` to every string in nested values, but not to keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: map_texts(inner, change) for key, inner in value.items()}
+        return {key: map_strings(inner, change) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [map_texts(inner, change) for inner in value]
+        return [map_strings(inner, change) for inner in value]
     return value

@@ -1,4 +1,4 @@
-"""One report of a pipeline: what each stage took and what came of it, as Markdown and as JSON."""
+"""The report of a pipeline: state, time, tokens, device and figures of each stage, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 from tunesmith.monitor.console import format_duration
 from tunesmith.pipeline.eval.comparison_table import format_table
 from tunesmith.pipeline.stages.commands import TABLES
-from tunesmith.pipeline.stages.folder import REPORT_JSON, REPORT_TABLE, Done, PipelineFolder
+from tunesmith.pipeline.stages.folder import REPORT_JSON, REPORT_TABLE, DoneRecord, PipelineFolder, State
 from tunesmith.pipeline.stages.plan import PlannedStage
 from tunesmith.storage import save_json, save_text
 
+STATE_LABELS: Mapping[State, str] = {"done": "done", "begun": "unfinished", "changed": "outdated", "new": "not run"}
+
 
 def save_report(folder: PipelineFolder, stages: Sequence[PlannedStage]) -> Path:
-    """Write report.json and report.md from what the stages left; returns the latter."""
+    """Write report.json and report.md from the records of the stages; returns the path of report.md."""
     done = {stage.name: folder.load_done(stage.name) for stage in stages}
     records = [
         {
@@ -35,9 +37,12 @@ def save_report(folder: PipelineFolder, stages: Sequence[PlannedStage]) -> Path:
     return path
 
 
-def format_report(folder: PipelineFolder, stages: Sequence[PlannedStage], done: Mapping[str, Done | None]) -> str:
+def format_report(folder: PipelineFolder, stages: Sequence[PlannedStage], done: Mapping[str, DoneRecord | None]) -> str:
     header = ["stage", "kind", "state", "time", "tokens", "device"]
-    rows = [[stage.name, stage.kind, folder.find_state(stage), *format_costs(done[stage.name])] for stage in stages]
+    rows = [
+        [stage.name, stage.kind, STATE_LABELS[folder.find_state(stage)], *format_costs(done[stage.name])]
+        for stage in stages
+    ]
     parts = [f"# {folder.root.name}", "", format_table(header, rows)]
     for stage in stages:
         each = done[stage.name]
@@ -46,18 +51,18 @@ def format_report(folder: PipelineFolder, stages: Sequence[PlannedStage], done: 
     return "\n".join(parts) + "\n"
 
 
-def format_costs(done: Done | None) -> list[str]:
-    """Time, tokens, device."""
+def format_costs(done: DoneRecord | None) -> list[str]:
+    """Columns time, tokens and device."""
     if done is None:
         return ["-", "-", "-"]
     time = format_duration(done.seconds)
     if done.num_attempts > 1:
-        killed = f", {done.num_killed} killed and not counted" if done.num_killed else ""
+        killed = f"; the time of {done.num_killed} killed is not included" if done.num_killed else ""
         time += f" in {done.num_attempts} attempts{killed}"
     return [time, "-" if done.tokens is None else f"{done.tokens:,}", done.device or "-"]
 
 
-def format_stage(done: Done) -> list[str]:
+def format_stage(done: DoneRecord) -> list[str]:
     lines = [f"- {name}: {format_figure(figure)}" for name, figure in done.figures.items() if name != TABLES]
     if done.model is not None:
         lines.append(f"- model: `{done.model}`")

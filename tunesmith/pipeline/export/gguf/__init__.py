@@ -1,1 +1,1 @@
-"""GGUF files: architecture, vocabulary, weights."""
+"""GGUF files: architecture metadata, vocabulary, tensors."""

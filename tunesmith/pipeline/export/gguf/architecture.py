@@ -1,7 +1,8 @@
-"""What a GGUF file says about a model's architecture, from its Hugging Face configuration alone.
+"""Architecture metadata of a GGUF file, derived from the Hugging Face config alone.
 
-Llama (SmolLM and SmolLM2 are Llamas), SmolLM3, Qwen2/2.5 and Qwen3, dense. Whatever llama.cpp would compute differently
-from the modelling code is refused here, before weights are read: a file that answers wrongly is worse than none.
+Supports Llama (also SmolLM and SmolLM2), SmolLM3, Qwen2, Qwen2.5 and dense Qwen3. Any setting that llama.cpp computes
+differently from the modelling code is refused before weights are read, because a file that loads and answers wrongly is
+worse than none.
 """
 
 from __future__ import annotations
@@ -18,40 +19,40 @@ from tunesmith.errors import ModelError
 
 FieldValue = int | float | str
 NAMES: Mapping[str, str] = {"llama": "llama", "smollm3": "smollm3", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""The architecture's name in GGUF by transformers' `model_type`."""
+"""Name of the architecture in GGUF by `model_type` of transformers."""
 ROTATED_IN_PAIRS = {"llama", "smollm3"}
-"""Architectures of which llama.cpp rotates neighbouring pairs, where transformers rotates halves."""
+"""Architectures for which llama.cpp applies rotary embeddings to adjacent pairs, and transformers to halves."""
 SMOLLM3_INTERVAL = 4
-"""llama.cpp leaves every fourth layer of a SmolLM3 without positions, whatever the file says."""
+"""llama.cpp hard-codes SmolLM3: every fourth layer has no rotary embedding."""
 YARN_DEFAULTS: Mapping[str, float] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-"""YaRN (Peng et al., 2023), as llama.cpp computes it when a file does not say."""
+"""Defaults of llama.cpp for YaRN parameters (Peng et al., 2023) that a file does not set."""
 IGNORED_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
-    """The header of a GGUF file that describes the model, and how its tensors are laid out."""
+    """Metadata fields of the model in a GGUF file, and the layout of its tensors."""
 
     name: str
     num_layers: int
     fields: Mapping[str, FieldValue]
-    """Keys without the architecture's prefix; float values are written as float32, integers as uint32."""
+    """Keys without the architecture prefix; floats are written as float32, integers as uint32."""
     is_rotated_in_pairs: bool
-    """Rows of Q and K are reordered for llama.cpp."""
+    """Whether the rows of Q and K are reordered into adjacent pairs for llama.cpp."""
     num_heads: int
     num_kv_heads: int
     rope_factors: tuple[float, ...] | None
-    """Divisors of each rotation frequency (Llama 3.1's long contexts); None where there are none."""
+    """Divisor of each rotary frequency (Llama 3.1 scaling); None without that scaling."""
     has_tied_embeddings: bool
 
 
 def describe_architecture(config: PretrainedConfig) -> GgufArchitecture:
-    """Raise ModelError for an architecture, or a variant of one, that cannot be written."""
+    """Metadata of the model; raises ModelError for an architecture or a setting that cannot be written."""
     model_type = config.model_type
     if model_type not in NAMES:
         raise ModelError(
-            f"the architecture {model_type!r} cannot be written as GGUF; known: {', '.join(NAMES)} "
-            "(SmolLM and SmolLM2 are llama). Leave gguf out of formats"
+            f"the architecture {model_type!r} cannot be written as GGUF; supported: {', '.join(NAMES)} "
+            "(SmolLM and SmolLM2 are llama). Remove gguf from formats"
         )
     check_variant(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -83,20 +84,20 @@ def describe_architecture(config: PretrainedConfig) -> GgufArchitecture:
 
 
 def check_variant(config: PretrainedConfig) -> None:
-    """Refuse settings for which llama.cpp has no counterpart in this architecture."""
+    """Raise ModelError for settings that llama.cpp does not implement for this architecture."""
     settings: dict[str, bool] = {
         f"hidden_act={config.hidden_act!r}": config.hidden_act != "silu",
         "sliding-window attention": has_sliding_window(config),
         "attention_bias": config.model_type in {"qwen3", "smollm3"} and bool(config.attention_bias),
         "mlp_bias": config.model_type == "smollm3" and bool(config.mlp_bias),
-        "layers without positions elsewhere than every fourth": has_other_positions(config),
+        "layers without rotary embedding other than every fourth": has_other_rope_layers(config),
         "partial_rotary_factor": config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0,
     }
     refused = [name for name, is_refused in settings.items() if is_refused]
     if refused:
         raise ModelError(
             f"this {config.model_type} model has {', '.join(refused)}, which cannot be written as GGUF; "
-            "leave gguf out of formats"
+            "remove gguf from formats"
         )
 
 
@@ -105,15 +106,15 @@ def has_sliding_window(config: PretrainedConfig) -> bool:
     return any(layer_type != "full_attention" for layer_type in layer_types)
 
 
-def has_other_positions(config: PretrainedConfig) -> bool:
+def has_other_rope_layers(config: PretrainedConfig) -> bool:
     if config.model_type != "smollm3":
         return False
-    usual = [int((layer + 1) % SMOLLM3_INTERVAL != 0) for layer in range(config.num_hidden_layers)]
-    return list(config.no_rope_layers) != usual
+    expected = [int((layer + 1) % SMOLLM3_INTERVAL != 0) for layer in range(config.num_hidden_layers)]
+    return list(config.no_rope_layers) != expected
 
 
 def describe_rope(config: PretrainedConfig, *, head_dim: int) -> tuple[dict[str, FieldValue], tuple[float, ...] | None]:
-    """Fields, and divisors of the frequencies, of a model's rotary scaling."""
+    """Metadata fields and frequency divisors of the model's rotary scaling."""
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "default":
@@ -125,13 +126,13 @@ def describe_rope(config: PretrainedConfig, *, head_dim: int) -> tuple[dict[str,
     if kind == "yarn":
         return describe_yarn(rope, config), None
     raise ModelError(
-        f"rotary scaling of type {kind!r} cannot be written as GGUF for {config.model_type}; known: default, linear, "
-        "yarn, and llama3 for llama. Leave gguf out of formats"
+        f"rotary scaling of type {kind!r} cannot be written as GGUF for {config.model_type}; supported: default, "
+        "linear, yarn, and llama3 for llama. Remove gguf from formats"
     )
 
 
 def compute_rope_factors(config: PretrainedConfig, *, head_dim: int) -> tuple[float, ...]:
-    """What divides each plain frequency theta^(-2i/d) to give the one that the modelling code uses."""
+    """Ratios of the unscaled frequencies theta^(-2i/d) to those of the modelling code."""
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / config.rope_parameters["rope_theta"] ** exponents
@@ -139,7 +140,7 @@ def compute_rope_factors(config: PretrainedConfig, *, head_dim: int) -> tuple[fl
 
 
 def describe_yarn(rope: Mapping[str, Any], config: PretrainedConfig) -> dict[str, FieldValue]:
-    """Fields of YaRN; refuses parameters for which llama.cpp has its own fixed value."""
+    """Metadata fields of YaRN; raises ModelError for parameters that llama.cpp fixes to another value."""
     known = {"factor", "original_max_position_embeddings"}
     others = {
         key: value
@@ -147,7 +148,7 @@ def describe_yarn(rope: Mapping[str, Any], config: PretrainedConfig) -> dict[str
         if key not in IGNORED_ROPE_KEYS | known and value is not None and value != YARN_DEFAULTS.get(key)
     }
     if others:
-        raise ModelError(f"YaRN with {others} cannot be written as GGUF; leave gguf out of formats")
+        raise ModelError(f"YaRN with {others} cannot be written as GGUF; remove gguf from formats")
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     return {
         "rope.scaling.type": "yarn",

@@ -1,7 +1,7 @@
-"""The GGUF part of an export: what is needed, the files one after the other, and their comparison in llama.cpp.
+"""GGUF files of an export: checks before weights load, writing, and comparison in llama.cpp.
 
-The packages `gguf` (writing) and `llama-cpp-python` (4 bits, and comparing) are optional; which are needed and missing
-is said before weights load. Without llama-cpp-python the other types are written all the same, and are not compared.
+The packages `gguf` (writing) and `llama-cpp-python` (q4_k_m, and comparison) are optional. A package that is needed and
+missing is an error before weights load. Without llama-cpp-python the other types are written but not compared.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tunesmith.config import ExportSection
 from tunesmith.errors import ModelError
 from tunesmith.pipeline.export.gguf.architecture import GgufArchitecture, describe_architecture
 from tunesmith.pipeline.export.gguf.vocabulary import GgufVocabulary, describe_vocabulary
-from tunesmith.pipeline.export.verify import Prompt, check_gguf_file
+from tunesmith.pipeline.export.verify import VerificationPrompt, check_gguf_file
 from tunesmith.pipeline.session.trained_model import ExportSource
 from tunesmith.storage import storage_errors
 
 QUANTIZED_BY_LLAMA_CPP = {"q4_k_m"}
 MISREAD_NAMES = ("phi3", "phi-3")
-"""llama.cpp gives tokens other meanings, or does not load at all, where a model's name holds one of these."""
+"""llama.cpp treats a model whose name contains one of these as a Phi-3: other special tokens, or a failing load."""
 BYTES = {"f32": 4.0, "f16": 2.0, "q8_0": 1.07, "q4_k_m": 0.8}
-"""Of one weight, generously."""
+"""Upper bound of the bytes per parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufPlan:
-    """What is known of the files before weights load."""
+    """Everything about the files that is known before weights load."""
 
     name: str
     license: str | None
@@ -46,9 +46,9 @@ class GgufPlan:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Of all files, and of the f32 file that quantisation starts from."""
-        scratch = BYTES["f32"] if self.needs_llama_cpp and "f32" not in self.types else 0.0
-        return scratch + sum(BYTES[kind] for kind in self.types)
+        """Bytes of all files and of the temporary f32 file for quantisation."""
+        temporary = BYTES["f32"] if self.needs_llama_cpp and "f32" not in self.types else 0.0
+        return temporary + sum(BYTES[kind] for kind in self.types)
 
     def file_name(self, kind: str) -> str:
         return f"{self.name}-{kind}.gguf"
@@ -57,9 +57,9 @@ class GgufPlan:
 def plan_gguf(
     settings: ExportSection, source: ExportSource, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> GgufPlan:
-    """Raise ModelError for a package that is missing, and for a model or tokenizer that cannot be written."""
+    """Plan the files; raises ModelError for a missing package, and for a model or tokenizer that cannot be written."""
     if any(word in source.name.lower() for word in MISREAD_NAMES):
-        raise ModelError(f"llama.cpp takes a model named {source.name!r} for a Phi-3; set another name")
+        raise ModelError(f"llama.cpp treats a model named {source.name!r} as a Phi-3; set another name")
     plan = GgufPlan(
         name=source.name,
         license=None if settings.license == "unknown" else settings.license,
@@ -73,7 +73,7 @@ def plan_gguf(
     if plan.needs_llama_cpp and not has_llama_cpp():
         raise ModelError(
             "the type q4_k_m needs llama.cpp's quantiser: pip install 'tunesmith[llama-cpp]' (compiles for minutes), "
-            "or leave q4_k_m out of gguf_types"
+            "or remove q4_k_m from gguf_types"
         )
     return plan
 
@@ -83,7 +83,7 @@ def has_llama_cpp() -> bool:
 
 
 def load_end_ids(source: ExportSource, config: PretrainedConfig) -> tuple[int, ...]:
-    """The ids that end a generation, as the model's files say."""
+    """Ids that end a generation, from the generation config or the model config."""
     try:
         end_ids = GenerationConfig.from_pretrained(source.base).eos_token_id
     except OSError:  # a model without generation_config.json
@@ -94,7 +94,7 @@ def load_end_ids(source: ExportSource, config: PretrainedConfig) -> tuple[int, .
 
 
 def write_gguf_files(plan: GgufPlan, model: PreTrainedModel, folder: Path) -> dict[str, str]:
-    """Write one file for each type into the new folder; return their names by type."""
+    """Write one file per type into the new folder; return the file names by type."""
     from tunesmith.pipeline.export.gguf.writer import GgufHeader, write_gguf  # needs an optional package
 
     header = GgufHeader(
@@ -106,32 +106,32 @@ def write_gguf_files(plan: GgufPlan, model: PreTrainedModel, folder: Path) -> di
             if kind not in QUANTIZED_BY_LLAMA_CPP:
                 write_gguf(folder / plan.file_name(kind), model, header, file_type=kind)
         if plan.needs_llama_cpp:
-            whole = folder / plan.file_name("f32")
+            f32_file = folder / plan.file_name("f32")
             if "f32" not in plan.types:
-                write_gguf(whole, model, header, file_type="f32")
-            quantize_files(plan, whole, folder)
+                write_gguf(f32_file, model, header, file_type="f32")
+            quantize_files(plan, f32_file, folder)
             if "f32" not in plan.types:
-                whole.unlink()
+                f32_file.unlink()
     return {kind: plan.file_name(kind) for kind in plan.types}
 
 
-def quantize_files(plan: GgufPlan, whole: Path, folder: Path) -> None:
-    """Make of an f32 file those whose types llama.cpp alone can write."""
+def quantize_files(plan: GgufPlan, f32_file: Path, folder: Path) -> None:
+    """Quantise an f32 file to the types that only llama.cpp can write."""
     from tunesmith.pipeline.export.llama_cpp import quantize_file  # needs an optional package
 
     for kind in plan.types:
         if kind in QUANTIZED_BY_LLAMA_CPP:
-            quantize_file(whole, folder / plan.file_name(kind), file_type=kind, num_threads=plan.num_threads)
+            quantize_file(f32_file, folder / plan.file_name(kind), file_type=kind, num_threads=plan.num_threads)
 
 
 def check_gguf_files(
     plan: GgufPlan,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[VerificationPrompt],
     expected: Sequence[torch.Tensor],
 ) -> Mapping[str, dict[str, float]]:
-    """Compare each file with the logits of the model in float32, where llama.cpp is there to read it."""
+    """Compare each file with the float32 logits `expected`; returns nothing if llama.cpp is not installed."""
     if not has_llama_cpp():
         return {}
     from tunesmith.pipeline.export.llama_cpp import GgufModel  # needs an optional package
@@ -140,6 +140,6 @@ def check_gguf_files(
     context = max(len(prompt.ids) for prompt in prompts) + 1
     for kind in plan.types:
         path = folder / plan.file_name(kind)
-        with GgufModel(path, context=context, num_threads=plan.num_threads) as opened:
-            checks[f"gguf/{path.name}"] = check_gguf_file(opened, tokenizer, prompts, expected, file_type=kind)
+        with GgufModel(path, context=context, num_threads=plan.num_threads) as gguf_model:
+            checks[f"gguf/{path.name}"] = check_gguf_file(gguf_model, tokenizer, prompts, expected, file_type=kind)
     return checks

@@ -1,8 +1,8 @@
-"""A tokenizer as GGUF holds it: byte-level BPE with a list of tokens, merges, and the name of a pre-tokenizer.
+"""Vocabulary of a GGUF file: byte-level BPE tokens, merges, and the name of a pre-tokenizer.
 
-llama.cpp has its pre-tokenizers built in and knows them by name, so the tokenizer's own splitting rules are compared
-with those, rule by rule. One that is not among them is refused: its text would be split elsewhere than in training.
-What GGUF does not say at all (a normaliser) is allowed only where it changes no text in composed form (NFC).
+llama.cpp selects a built-in pre-tokenizer by name. The tokenizer's own split rules are compared with those of each
+name, and a tokenizer that matches none is refused, because llama.cpp would split text differently from training. GGUF
+cannot store a normaliser; only NFC is allowed, which leaves composed text unchanged.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from tunesmith.errors import ModelError
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-"""Types of tokens: of the BPE model, special, added to it as text, and ids without a token."""
+"""Token types: token of the BPE model, special token, token added as text, id without a token."""
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DIGIT = r"\p{N}"
 NO_DIGITS = re.compile("[!-/:-~\u0100-\u0120]*")
-"""ASCII without digits as byte-level BPE writes it, spaces and control characters as letters of their own."""
+"""ASCII without digits in the alphabet of byte-level BPE, which maps spaces and control characters to letters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Splitting:
-    """How text is cut before merges: patterns applied one after the other; a whole word may skip the merges."""
+class SplitRules:
+    """Pre-tokenization: split patterns in order, and whether a word that is a token itself skips the merges."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
 
 
-PRE_TOKENIZERS: Mapping[Splitting, str] = {
-    Splitting(patterns=(GPT2,)): "gpt-2",
-    Splitting(patterns=(DIGIT, GPT2)): "smollm",
-    Splitting(patterns=(f"{CONTRACTION}|{WORDS % ''}",)): "qwen2",
-    Splitting(patterns=(f"{CONTRACTION}|{WORDS % '{1,3}'}",), ignore_merges=True): "llama-bpe",
-    Splitting(patterns=(f"{CONTRACTION}|{WORDS % '{1,3}'}",)): "smaug-bpe",
+PRE_TOKENIZERS: Mapping[SplitRules, str] = {
+    SplitRules(patterns=(GPT2,)): "gpt-2",
+    SplitRules(patterns=(DIGIT, GPT2)): "smollm",
+    SplitRules(patterns=(f"{CONTRACTION}|{WORDS % ''}",)): "qwen2",
+    SplitRules(patterns=(f"{CONTRACTION}|{WORDS % '{1,3}'}",), ignore_merges=True): "llama-bpe",
+    SplitRules(patterns=(f"{CONTRACTION}|{WORDS % '{1,3}'}",)): "smaug-bpe",
 }
-"""llama.cpp's names of the splittings that it does as `tokenizers` does."""
-DIGITS_ALONE, RUNS_OF_DIGITS = Splitting(patterns=(DIGIT,)), "superbpe"
-"""Nothing but each digit is set apart. llama.cpp sets runs of digits apart, then threes of them, which makes the same
-tokens where merges hold no digit."""
+"""Split rules that llama.cpp implements exactly as `tokenizers` does, with their names."""
+SINGLE_DIGITS, SUPERBPE = SplitRules(patterns=(DIGIT,)), "superbpe"
+"""Only single digits are split off. The pre-tokenizer `superbpe` of llama.cpp splits off runs of digits and cuts them
+into groups of three, which gives the same tokens if no merge contains a digit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufVocabulary:
-    """Everything of a tokenizer that a GGUF file holds; one token for each embedding of the model."""
+    """Tokenizer fields of a GGUF file, with one token per embedding of the model."""
 
     pre_tokenizer: str
     tokens: tuple[str, ...]
     token_types: tuple[int, ...]
     merges: tuple[str, ...]
     special_ids: Mapping[str, int]
-    """By role: bos, eos, eot, eom, unk, pad; a role that the tokenizer has not is left out."""
+    """Ids by role: bos, eos, eot, eom, unk, pad; missing roles are omitted."""
     has_bos: bool
-    """Plain text is given a beginning-of-sequence token."""
+    """Whether encoding adds a beginning-of-sequence token."""
     has_eos: bool
     chat_templates: Mapping[str, str]
-    """By name; `default` is the one that is used unless another is asked for."""
+    """Templates by name; `default` is used unless another is requested."""
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.token_types)
@@ -72,15 +72,18 @@ class GgufVocabulary:
 def describe_vocabulary(
     tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, *, end_ids: Sequence[int] = ()
 ) -> GgufVocabulary:
-    """Raise ModelError for a tokenizer that llama.cpp cannot follow. `end_ids` end a generation besides the eos."""
+    """Tokenizer fields; raises ModelError for a tokenizer that llama.cpp cannot reproduce.
+
+    `end_ids` are ids besides the eos that end a generation.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ModelError("the tokenizer has no tokenizer.json, from which GGUF is written; leave gguf out of formats")
+        raise ModelError("writing GGUF needs a tokenizer with tokenizer.json; remove gguf from formats")
     parts = json.loads(backend.to_str())
-    check_parts(parts)
+    check_tokenizer(parts)
     pre_tokenizer = find_pre_tokenizer(parts)
     tokens, types = list_tokens(parts, num_embeddings=config.vocab_size)
-    has_bos, has_eos = find_added_ends(tokenizer)
+    has_bos, has_eos = find_added_specials(tokenizer)
     return GgufVocabulary(
         pre_tokenizer=pre_tokenizer,
         tokens=tokens,
@@ -93,8 +96,8 @@ def describe_vocabulary(
     )
 
 
-def check_parts(parts: Mapping[str, Any]) -> None:
-    """Refuse what byte-level BPE in llama.cpp does not do."""
+def check_tokenizer(parts: Mapping[str, Any]) -> None:
+    """Raise ModelError for features that llama.cpp's byte-level BPE does not have."""
     model, normalizer, decoder = parts["model"], parts["normalizer"] or {}, parts["decoder"] or {}
     refused = {
         f"the model {model['type']} (not BPE)": model["type"] != "BPE",
@@ -105,57 +108,58 @@ def check_parts(parts: Mapping[str, Any]) -> None:
         f"the normaliser {normalizer.get('type')}": normalizer.get("type") not in {None, "NFC"},
         f"the decoder {decoder.get('type')} (not ByteLevel)": decoder.get("type") != "ByteLevel",
     }
-    stripped = [token["content"] for token in parts["added_tokens"] if changes_neighbours(token)]
-    refused[f"tokens that take the spaces beside them or match whole words only: {stripped[:3]}"] = bool(stripped)
-    named = [name for name, is_refused in refused.items() if is_refused]
-    if named:
-        raise ModelError(f"the tokenizer has {'; '.join(named)}: GGUF cannot say so. Leave gguf out of formats")
+    stripped = [token["content"] for token in parts["added_tokens"] if affects_neighbours(token)]
+    refused[f"added tokens that strip adjacent spaces or match whole words only: {stripped[:3]}"] = bool(stripped)
+    found = [name for name, is_refused in refused.items() if is_refused]
+    if found:
+        raise ModelError(f"the tokenizer has {'; '.join(found)}: GGUF cannot represent it. Remove gguf from formats")
 
 
-def changes_neighbours(token: Mapping[str, Any]) -> bool:
+def affects_neighbours(token: Mapping[str, Any]) -> bool:
+    """Whether matching the added token depends on the text around it."""
     return bool(token["lstrip"] or token["rstrip"] or token["single_word"])
 
 
 def find_pre_tokenizer(parts: Mapping[str, Any]) -> str:
-    """The name of the built-in pre-tokenizer that splits as this tokenizer does."""
-    patterns = list_patterns(flatten(parts["pre_tokenizer"] or {}))
+    """Name of the built-in pre-tokenizer with the same split rules."""
+    patterns = list_patterns(flatten_steps(parts["pre_tokenizer"] or {}))
     if patterns is not None:
-        splitting = Splitting(patterns=patterns, ignore_merges=bool(parts["model"].get("ignore_merges")))
-        if splitting in PRE_TOKENIZERS:
-            return PRE_TOKENIZERS[splitting]
-        if splitting == DIGITS_ALONE and not has_merged_digits(parts["model"]["merges"]):
-            return RUNS_OF_DIGITS
+        rules = SplitRules(patterns=patterns, ignore_merges=bool(parts["model"].get("ignore_merges")))
+        if rules in PRE_TOKENIZERS:
+            return PRE_TOKENIZERS[rules]
+        if rules == SINGLE_DIGITS and not has_merged_digits(parts["model"]["merges"]):
+            return SUPERBPE
     raise ModelError(
-        "the tokenizer splits text in a way that is none of llama.cpp's known to us "
-        f"({', '.join(PRE_TOKENIZERS.values())}): a GGUF file would read text differently from the trained model. "
-        "Leave gguf out of formats"
+        "the tokenizer's split rules match no supported pre-tokenizer of llama.cpp "
+        f"({', '.join(PRE_TOKENIZERS.values())}): a GGUF file would encode text differently from the trained model. "
+        "Remove gguf from formats"
     )
 
 
 def has_merged_digits(merges: Sequence[Any]) -> bool:
-    """Whether a merge may hold a digit, of whatever script: an ASCII one, or bytes of a longer character."""
+    """Whether a merge may contain a digit of any script: an ASCII digit, or bytes of a multi-byte character."""
     merged = ("".join(pair) if isinstance(pair, list) else pair.replace(" ", "") for pair in merges)
     return any(not NO_DIGITS.fullmatch(token) for token in merged)
 
 
-def flatten(step: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A pre-tokenizer as the list of its steps."""
+def flatten_steps(step: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The steps of a pre-tokenizer as a flat list."""
     if step.get("type") == "Sequence":
-        return [inner for part in step["pretokenizers"] for inner in flatten(part)]
+        return [inner for part in step["pretokenizers"] for inner in flatten_steps(part)]
     return [step]
 
 
 def list_patterns(steps: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
-    """The patterns that cut text, before its bytes become letters at the end; None where that is not what is done."""
-    *cuts, last = steps
+    """Patterns of the split steps before the final ByteLevel step; None for any other sequence of steps."""
+    *splits, last = steps
     if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
         return None
-    patterns = [read_pattern(step) for step in cuts] + ([GPT2] if last["use_regex"] else [])
+    patterns = [read_pattern(step) for step in splits] + ([GPT2] if last["use_regex"] else [])
     return None if None in patterns else tuple(pattern for pattern in patterns if pattern is not None)
 
 
 def read_pattern(step: Mapping[str, Any]) -> str | None:
-    """The pattern whose matches one step sets apart, if that is what it does."""
+    """The pattern whose matches a step isolates; None for a step that does something else."""
     if step.get("type") == "Digits" and step["individual_digits"]:
         return DIGIT
     if step.get("type") == "Split" and (step["behavior"], step["invert"]) in {("Isolated", False), ("Removed", True)}:
@@ -165,39 +169,41 @@ def read_pattern(step: Mapping[str, Any]) -> str | None:
 
 
 def list_tokens(parts: Mapping[str, Any], *, num_embeddings: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The token of each embedding and its type; embeddings without a token are called [PAD<id>]."""
-    named = {index: (token, NORMAL) for token, index in parts["model"]["vocab"].items()}
+    """Token and token type of each embedding; embeddings without a token are named [PAD<id>]."""
+    token_by_id = {index: (token, NORMAL) for token, index in parts["model"]["vocab"].items()}
     for token in parts["added_tokens"]:
-        named[token["id"]] = (token["content"], CONTROL if token["special"] else USER_DEFINED)
-    if max(named) >= num_embeddings:
-        raise ModelError(f"the tokenizer has ids up to {max(named)} but the model has {num_embeddings} embeddings")
-    rows = [named.get(index, (f"[PAD{index}]", UNUSED)) for index in range(num_embeddings)]
+        token_by_id[token["id"]] = (token["content"], CONTROL if token["special"] else USER_DEFINED)
+    if max(token_by_id) >= num_embeddings:
+        raise ModelError(
+            f"the tokenizer has ids up to {max(token_by_id)} but the model has {num_embeddings} embeddings"
+        )
+    rows = [token_by_id.get(index, (f"[PAD{index}]", UNUSED)) for index in range(num_embeddings)]
     tokens, types = zip(*rows, strict=True)
-    twice = [token for token, count in Counter(tokens).items() if count > 1]
-    if twice:
-        raise ModelError(f"the tokenizer has several ids for one token {twice[:3]}: GGUF cannot hold it")
+    duplicates = [token for token, count in Counter(tokens).items() if count > 1]
+    if duplicates:
+        raise ModelError(f"the tokenizer has several ids for one token {duplicates[:3]}: GGUF cannot represent it")
     return tokens, types
 
 
-def find_added_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
+def find_added_specials(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]:
     """Whether encoding plain text adds the beginning- and the end-of-sequence token."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
+    full = tokenizer("a")["input_ids"]
     for has_bos, has_eos in ((False, False), (True, False), (False, True), (True, True)):
         before = [tokenizer.bos_token_id] if has_bos else []
         after = [tokenizer.eos_token_id] if has_eos else []
-        if whole == [*before, *plain, *after]:
+        if full == [*before, *plain, *after]:
             return has_bos, has_eos
     raise ModelError(
-        f"the tokenizer adds other tokens than bos and eos to text ({whole} for {plain}): GGUF cannot say so. "
-        "Leave gguf out of formats"
+        f"the tokenizer adds other tokens than bos and eos to text ({full} for {plain}): GGUF cannot represent it. "
+        "Remove gguf from formats"
     )
 
 
 def find_special_ids(
     tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, end_ids: Sequence[int]
 ) -> dict[str, int]:
-    """Ids by role. Ends besides the eos take the roles of end of turn and end of message, which also end a reply."""
+    """Ids by role. Up to two more `end_ids` become end of turn (eot) and end of message (eom): both end a reply."""
     eos = tokenizer.eos_token_id
     found = {
         "bos": tokenizer.bos_token_id if tokenizer.bos_token_id is not None else config.bos_token_id,
@@ -207,10 +213,10 @@ def find_special_ids(
     }
     others = [index for index in dict.fromkeys(end_ids) if index != eos]
     if len(others) > 2:
-        raise ModelError(f"the generation config ends replies at {others} besides {eos}: GGUF has room for two more")
+        raise ModelError(f"the generation config ends replies at {others} besides {eos}: GGUF can store only two more")
     found |= dict(zip(("eot", "eom"), others, strict=False))
     if found["bos"] is None:
-        found["bos"] = eos  # a file without one means id 11 to llama.cpp, whatever that is
+        found["bos"] = eos  # without a bos, llama.cpp assumes id 11
     return {role: index for role, index in found.items() if index is not None}
 
 

@@ -1,7 +1,7 @@
-"""A loaded model and its tokenizer as one GGUF file, through the `gguf` package: the only file that imports it.
+"""Writes a loaded model and its tokenizer as a GGUF file. The only file that imports the `gguf` package.
 
-Matrices are stored as f32, f16 or q8_0; vectors (norms, biases) stay f32, as llama.cpp has them. One tensor at a time
-is converted, so memory holds the model and one tensor more. Other quantisations start from an f32 file.
+Matrices are stored as f32, f16 or q8_0; vectors (norms, biases) as f32, like llama.cpp does. Tensors are converted one
+at a time, so peak memory is the model plus one tensor. Other quantisations are made by llama.cpp from an f32 file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ATTENTION_ROWS = re.compile(r"\.(attn_q|attn_k)\.(weight|bias)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """What a file says before its tensors."""
+    """Metadata of a file."""
 
     name: str
     license: str | None
@@ -42,36 +42,36 @@ class GgufHeader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """One tensor to be written."""
+class TensorEntry:
+    """A tensor to write."""
 
     name: str
     source: torch.Tensor
     storage: GGMLQuantizationType
     num_rotated_heads: int
-    """Heads whose rows are reordered into rotated pairs; 0 leaves the rows as they are."""
+    """Number of heads whose rows are reordered into rotary pairs; 0 keeps the order."""
 
 
 def write_gguf(path: Path, model: PreTrainedModel, header: GgufHeader, *, file_type: str) -> None:
-    """Write the whole file at `path`; raises OSError where the disk does, ModelError for what f16 cannot hold."""
-    slots = list(plan_tensors(model, header.architecture, MATRIX_TYPES[file_type]))
+    """Write the file; raises OSError on disk errors and ModelError for values out of the range of f16."""
+    entries = list(plan_tensors(model, header.architecture, MATRIX_TYPES[file_type]))
     writer = GGUFWriter(path=None, arch=header.architecture.name)
     try:
         add_header(writer, header, file_type=file_type)
-        for slot in slots:
-            add_slot(writer, slot)
+        for entry in entries:
+            add_tensor_info(writer, entry)
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for slot in slots:
-            writer.write_tensor_data(convert_tensor(slot))
+        for entry in entries:
+            writer.write_tensor_data(convert_tensor(entry))
         writer.flush()
     finally:
         writer.close()
 
 
 def add_header(writer: GGUFWriter, header: GgufHeader, *, file_type: str) -> None:
-    """Everything that is not a tensor."""
+    """Write all metadata fields."""
     writer.add_type("model")
     writer.add_name(header.name)
     if header.license is not None:
@@ -86,7 +86,7 @@ def add_header(writer: GGUFWriter, header: GgufHeader, *, file_type: str) -> Non
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: GgufVocabulary) -> None:
-    """The tokenizer; `gpt2` is GGUF's word for byte-level BPE."""
+    """Write the tokenizer fields; `gpt2` is GGUF's name for byte-level BPE."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
     writer.add_token_list(list(vocabulary.tokens))
@@ -105,19 +105,21 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: GgufVocabulary) -> None:
 
 def plan_tensors(
     model: PreTrainedModel, architecture: GgufArchitecture, matrix_type: GGMLQuantizationType
-) -> Iterator[Slot]:
-    """Every tensor of the file in the model's order; raises for one that GGUF has no name for."""
+) -> Iterator[TensorEntry]:
+    """All tensors of the file in the model's order; raises ModelError for one that has no name in GGUF."""
     known = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
     names = build_name_map(known[architecture.name], architecture.num_layers)
     if architecture.rope_factors is not None:
-        yield Slot(name=ROPE_FACTORS, source=torch.tensor(architecture.rope_factors), storage=F32, num_rotated_heads=0)
+        yield TensorEntry(
+            name=ROPE_FACTORS, source=torch.tensor(architecture.rope_factors), storage=F32, num_rotated_heads=0
+        )
     for key, tensor in model.state_dict().items():
         if architecture.has_tied_embeddings and key == "lm_head.weight":
             continue
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if name is None:
-            raise ModelError(f"GGUF has no name for the model's tensor {key}; leave gguf out of formats")
-        yield Slot(
+            raise ModelError(f"GGUF has no name for the model's tensor {key}; remove gguf from formats")
+        yield TensorEntry(
             name=name,
             source=tensor,
             storage=choose_storage(tensor, matrix_type),
@@ -126,7 +128,7 @@ def plan_tensors(
 
 
 def choose_storage(tensor: torch.Tensor, matrix_type: GGMLQuantizationType) -> GGMLQuantizationType:
-    """Vectors are f32; a matrix whose rows do not divide into quantised blocks is f16, as llama.cpp does it."""
+    """f32 for vectors; f16 for matrices whose rows are no multiple of the quantisation block, as in llama.cpp."""
     if tensor.dim() == 1:
         return F32
     block_size, _ = GGML_QUANT_SIZES[matrix_type]
@@ -140,27 +142,29 @@ def count_rotated_heads(name: str, architecture: GgufArchitecture) -> int:
     return architecture.num_heads if match[1] == "attn_q" else architecture.num_kv_heads
 
 
-def add_slot(writer: GGUFWriter, slot: Slot) -> None:
-    """Announce a tensor; its data follow later, in the same order."""
-    block_size, block_bytes = GGML_QUANT_SIZES[slot.storage]
-    num_bytes = slot.source.numel() // block_size * block_bytes
-    writer.add_tensor_info(slot.name, list(slot.source.shape), np.dtype(np.float32), num_bytes, raw_dtype=slot.storage)
+def add_tensor_info(writer: GGUFWriter, entry: TensorEntry) -> None:
+    """Write a tensor's metadata; the data follow later in the same order."""
+    block_size, block_bytes = GGML_QUANT_SIZES[entry.storage]
+    num_bytes = entry.source.numel() // block_size * block_bytes
+    writer.add_tensor_info(
+        entry.name, list(entry.source.shape), np.dtype(np.float32), num_bytes, raw_dtype=entry.storage
+    )
 
 
-def convert_tensor(slot: Slot) -> np.ndarray:
-    """The tensor's values as they are stored."""
-    values = slot.source.detach().to(device="cpu", dtype=torch.float32)
-    if slot.num_rotated_heads:
-        values = pair_rotated_rows(values, num_heads=slot.num_rotated_heads)
+def convert_tensor(entry: TensorEntry) -> np.ndarray:
+    """The tensor's values in their storage format."""
+    values = entry.source.detach().to(device="cpu", dtype=torch.float32)
+    if entry.num_rotated_heads:
+        values = pair_rotated_rows(values, num_heads=entry.num_rotated_heads)
     largest = values.abs().max().item()
     if not math.isfinite(largest):
-        raise ModelError(f"{slot.name} has values that are not finite; the model is broken")
-    if slot.storage == F16 and largest > torch.finfo(torch.float16).max:
-        raise ModelError(f"{slot.name} has values up to {largest:g}, beyond f16; set gguf_types to f32")
-    return np.ascontiguousarray(quantize(values.contiguous().numpy(), slot.storage))
+        raise ModelError(f"{entry.name} has values that are not finite")
+    if entry.storage == F16 and largest > torch.finfo(torch.float16).max:
+        raise ModelError(f"{entry.name} has values up to {largest:g}, beyond f16; set gguf_types to f32")
+    return np.ascontiguousarray(quantize(values.contiguous().numpy(), entry.storage))
 
 
 def pair_rotated_rows(values: torch.Tensor, *, num_heads: int) -> torch.Tensor:
-    """Rows of each head from halves (0, 1, .., d/2, d/2+1, ..) to pairs (0, d/2, 1, d/2+1, ..); [heads * d, ...]."""
+    """Reorder rows of each head from halves (0, 1, .., d/2, ..) to pairs (0, d/2, 1, d/2+1, ..); [heads * d, ...]."""
     halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
     return halves.transpose(1, 2).reshape(values.shape)
