@@ -36,18 +36,18 @@ class Decoding:
         self._decoder.slots.table_SP[:, :num_pages] = pages
         self._decoder.slots.seeds_S[:] = np.arange(num_sequences)
 
-    def run(self, num_steps: int, burst: int) -> float:
+    def run(self, num_steps: int, block: int) -> float:
         """Seconds for `num_steps` tokens of every request; bursts are read as the engine reads them, one behind."""
         rows = np.arange(self._num_sequences)
         started, before = time.perf_counter(), None
-        for first in range(0, num_steps, burst):
+        for first in range(0, num_steps, block):
             described = BlockRows(
                 slots_R=rows,
                 sources_R=np.full_like(rows, -1) if before is None else rows,
                 token_ids_R=np.full_like(rows, 5),
                 positions_R=np.full_like(rows, self._context + first),
             )
-            ticket = self._decoder.launch(described, num_steps=burst)
+            ticket = self._decoder.launch(described, num_steps=block)
             if before is not None:
                 before.read()
             before = ticket

@@ -54,7 +54,7 @@ def build_renderer(tokenizer: Any, variant: str) -> Renderer:
 
 
 async def ask_in_turns(service: ModelService, agent: int, arguments: argparse.Namespace) -> str:
-    """Run one agent; returns a digest of the prompts of its turns."""
+    """One agent; a digest of the prompts of its turns."""
     lease = service.open(seed=agent, order=(agent,))
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Use the tool."},

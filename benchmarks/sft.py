@@ -59,7 +59,7 @@ def write_rows(arguments: argparse.Namespace, folder: Path) -> Path:
 
 
 def build_settings(arguments: argparse.Namespace, rows: Path) -> FinetuneConfig:
-    """One epoch in file order, `rows_per_batch` rows per update."""
+    """One epoch in the order of the file, `rows_per_batch` rows an update."""
     model: dict[str, Any] = {
         "path": arguments.model,
         "device": arguments.device,
@@ -90,7 +90,7 @@ def build_settings(arguments: argparse.Namespace, rows: Path) -> FinetuneConfig:
 
 
 def save_start(config: FinetuneConfig, folder: Path) -> str | None:
-    """Save the adapter that both start from; None when all weights train."""
+    """The adapter that both begin with; None where whole weights train."""
     if config.model.lora is None:
         return None
     place = folder / "adapter"
@@ -143,7 +143,7 @@ def run_peers(
 
 
 def measure(arguments: argparse.Namespace, plan: FinetunePlan, seconds: list[float], losses: list[float]) -> Timing:
-    """Tokens per second over the steps after the warm-up."""
+    """Tokens a second over the steps after the warm-up."""
     assert len(seconds) == len(losses) == len(plan.batches)
     lengths = [sum(len(sample.token_ids) for sample in batch) for batch in plan.batches]
     measured = seconds[arguments.warmup :]

@@ -79,24 +79,24 @@ def list_upward_imports(package: str, layers: list[set[str]], *, is_free: set[st
 
 def find_cycle(package: str) -> list[str]:
     """The imports of one cycle between children of a package, or an empty list."""
-    imports: dict[str, dict[str, str]] = {}
+    arrows: dict[str, dict[str, str]] = {}
     for source, sink, where in iter_internal_imports(package):
-        imports.setdefault(source, {}).setdefault(sink, where)
+        arrows.setdefault(source, {}).setdefault(sink, where)
     done: set[str] = set()
 
     def visit(child: str, path: list[str]) -> list[str]:
         if child in path:
-            cycle = [*path[path.index(child) :], child]
-            return [imports[one][other] for one, other in pairwise(cycle)]
+            circle = [*path[path.index(child) :], child]
+            return [arrows[one][other] for one, other in pairwise(circle)]
         if child in done:
             return []
-        for sink in imports.get(child, {}):
+        for sink in arrows.get(child, {}):
             if found := visit(sink, [*path, child]):
                 return found
         done.add(child)
         return []
 
-    return next((found for child in imports if (found := visit(child, []))), [])
+    return next((found for child in arrows if (found := visit(child, []))), [])
 
 
 def test_every_package_has_a_layer():

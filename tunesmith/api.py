@@ -109,7 +109,7 @@ def tune(
     own = OwnParts(selectors=collect_own_selectors(train_dataset), operators=tuple(operators))
     build_model = choose_chat_model(config)
     with agent_output(is_shown=config.rollout.has_agent_output):
-        return run_without_event_loop(
+        return run_outside_of_loops(
             lambda: run_tuning(config, workflow=workflow_func, judge=judge_func, build_model=build_model, own=own)
         )
 
@@ -204,7 +204,7 @@ def is_event_loop_running() -> bool:
     return True
 
 
-def run_without_event_loop(work: Callable[[], Result]) -> Result:
+def run_outside_of_loops(work: Callable[[], Result]) -> Result:
     """Run `work`, which starts an event loop; in a new thread if the calling thread already runs one."""
     if not is_event_loop_running():
         return work()
