@@ -1,10 +1,10 @@
-# make demo   install into .venv and train the embedded model
-# make test   install into .venv with the tools of development, then lint, type-check and test
+# make demo   install into .venv, then train the embedded model
+# make test   install into .venv with the development tools, then lint, type-check and test
 #
-# PYTHON  interpreter that makes .venv
-# TORCH   what pip is asked for before everything else. Pick the build of your machine, for instance
+# PYTHON  Python interpreter that creates .venv
+# TORCH   pip requirement for torch, installed first. Choose the build for your machine, for example
 #         make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
-# TESTS   what pytest is given
+# TESTS   arguments of pytest
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -32,7 +32,7 @@ clean:
 	rm -rf $(VENV)
 
 $(VENV)/.installed-torch:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(TORCH)
 	touch $@

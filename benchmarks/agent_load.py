@@ -1,6 +1,6 @@
-"""Agents that ask questions through the OpenAI-compatible endpoint in this process: their rate, and what a call costs.
+"""Throughput of agents that call the OpenAI-compatible endpoint in process, and the CPU cost of a call.
 
-The processor's time is that of the whole process, so that it counts what no profile of a part would show.
+CPU time is that of the whole process, so it includes work that a profile of single functions would miss.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import cProfile
 import pstats
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,23 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.load import load_tokenizer
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.groups import run_groups
+from tunesmith.rollout.openai_server.client import InProcessClient
+from tunesmith.rollout.openai_server.request import parse_request
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.storage import load_json_lines
 from tunesmith.types import Group, JudgeOutput, Sampling, Task, WorkflowOutput
 
-GROUP = 8
+GROUP_SIZE = 8
 MAX_MODEL_LEN = 1024
-STAGES = {
-    "build a client": ("client.py", "bind"),
-    "read the request": ("request.py", "parse_request"),
-    "render and tokenize": ("render.py", "render"),
-    "decode the answer": ("render.py", "decode"),
-    "engine": ("engine.py", "step"),
+CALL_PARTS: dict[str, Callable[..., Any]] = {
+    "build a client": InProcessClient.bind,
+    "read the request": parse_request,
+    "render and tokenize": Renderer.render,
+    "decode the answer": Renderer.decode,
+    "engine": LocalEngine.step,
 }
-"""What a call goes through -> file and function whose time is counted, all below it included."""
+"""Part of a call -> the function whose cumulative time is reported."""
 
 
 async def ask(task: Mapping[str, Any], model: ChatModel) -> WorkflowOutput:
@@ -50,7 +52,7 @@ async def judge(task: Mapping[str, Any], response: str) -> JudgeOutput:
 
 
 def measure_agents(model: PreTrainedModel, arguments: argparse.Namespace, *, num_agents: int) -> dict[str, Any]:
-    """Medians over the repeats; agents come in groups of eight that ask the same."""
+    """Medians over the repeats; agents run in groups of eight that ask the same question."""
     tokenizer = load_tokenizer(arguments.model)
     settings = EngineSection(
         max_num_seqs=num_agents,
@@ -73,7 +75,7 @@ def measure_agents(model: PreTrainedModel, arguments: argparse.Namespace, *, num
         sampling=Sampling(max_tokens=arguments.new_tokens),
         build_model=_build_model,
     )
-    rows = load_json_lines(Path(arguments.questions))[: num_agents // GROUP]
+    rows = load_json_lines(Path(arguments.questions))[: num_agents // GROUP_SIZE]
     tasks = [Task(task_id=f"q/{i}", index=i, row=row) for i, row in enumerate(rows)]
 
     def run(step: int) -> list[Group]:
@@ -82,7 +84,7 @@ def measure_agents(model: PreTrainedModel, arguments: argparse.Namespace, *, num
         agent = Agent(workflow=ask, judge=judge, timeout_s=600.0)
         return run_lockstep(
             run_groups(
-                tasks, group_size=GROUP, agent=agent, model=service, seed=0, step=step, max_concurrency=num_agents
+                tasks, group_size=GROUP_SIZE, agent=agent, model=service, seed=0, step=step, max_concurrency=num_agents
             )
         )
 
@@ -92,7 +94,7 @@ def measure_agents(model: PreTrainedModel, arguments: argparse.Namespace, *, num
         groups = run(step)
         seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
         turns = [turn for group in groups for run_ in group.trajectories for turn in run_.turns]
-        assert len(turns) == len(tasks) * GROUP, "a call failed"
+        assert len(turns) == len(tasks) * GROUP_SIZE, "a call failed"
         if step:
             num_tokens = sum(len(turn.sampled_ids) for turn in turns)
             rates.append(num_tokens / seconds)
@@ -105,7 +107,7 @@ def measure_agents(model: PreTrainedModel, arguments: argparse.Namespace, *, num
         "tokens_per_s_all": rates,
         "tokens_per_call": statistics.median(lengths),
         "cpu_us_per_call": statistics.median(cpu_us),
-        "profiled_us_per_call": compute_stages(profiler, len(tasks) * GROUP),
+        "profiled_us_per_call": compute_part_costs(profiler, len(tasks) * GROUP_SIZE),
     }
 
 
@@ -113,12 +115,13 @@ def _build_model(endpoint: Any) -> ChatModel:
     return ChatModel(endpoint)
 
 
-def compute_stages(profiler: cProfile.Profile, num_calls: int) -> dict[str, float]:
-    """Microseconds a call of each stage; the profile itself makes them about three times as long."""
+def compute_part_costs(profiler: cProfile.Profile, num_calls: int) -> dict[str, float]:
+    """Microseconds per call of each part; profiling makes them about three times as long."""
     stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
-    found = {}
-    for stage, (file, function) in STAGES.items():
-        seconds = sum(row[3] for (path, _, name), row in stats.items() if Path(path).name == file and name == function)
-        found[stage] = seconds / num_calls * 1e6
-    found["all"] = sum(row[2] for row in stats.values()) / num_calls * 1e6
-    return found
+    costs = {}
+    for part, function in CALL_PARTS.items():
+        code = function.__code__
+        row = stats.get((code.co_filename, code.co_firstlineno, code.co_name))
+        costs[part] = 0.0 if row is None else row[3] / num_calls * 1e6
+    costs["all"] = sum(row[2] for row in stats.values()) / num_calls * 1e6
+    return costs

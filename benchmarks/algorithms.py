@@ -1,13 +1,13 @@
-"""Every algorithm's recipe on the pocket model: how well it does held-out problems before and after.
+"""Every algorithm recipe on the pocket model: held-out accuracy before and after training.
 
     tunesmith demo                                     prints its folder, checkpoints/demo/<time>-seed0
-    python recipes/algorithms/prepare_data.py DEMO     writes demonstrations and preferences for those that need them
+    python recipes/algorithms/prepare_data.py DEMO     writes demonstrations and preferences
     python benchmarks/algorithms.py --demo DEMO --work WORK --only gspo rloo
 
-One process a recipe, one after the other, all from the demo's fine-tuned model and its seed. Runs that learn from
-rewards get `--steps` steps of `--scale` times the recipe's batch; the others run as their recipe says. Rows go into
-`--out` as they are done, beside those of other algorithms. A row that has the recipe's name and a `reward` after
-outside the interval before has learned.
+Each recipe runs in its own process, one after another, from the demo's fine-tuned model and with the same seed.
+Algorithms that train on rewards run `--steps` steps with `--scale` times the recipe's batch size; the others run their
+recipe unchanged. Each result is merged into `--out` when it is done. An algorithm has learned when its `reward` after
+training lies outside the interval before.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ PREFERENCES = ("dpo", "kto")
 
 
 def run_command(arguments: list[str], *, demo: Path) -> None:
-    """Run the command line from the project's root, where recipes are found; raise when it fails."""
+    """Run a tunesmith command from the repository root, to which recipes are relative; raise when it fails."""
     environment = os.environ | {"DEMO": str(demo)}
     subprocess.run([sys.executable, "-m", "tunesmith", *arguments], check=True, cwd=ROOT, env=environment)
 
 
 def train(name: str, args: argparse.Namespace, folder: Path) -> Path:
-    """Follow the recipe in a folder of its own; return the trained model's."""
+    """Run a recipe in its own folder; return the folder of the trained model."""
     recipe = RECIPES / f"{name}.yaml"
     content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     shutil.rmtree(folder, ignore_errors=True)
@@ -63,9 +63,9 @@ def train(name: str, args: argparse.Namespace, folder: Path) -> Path:
 
 
 def evaluate(model: Path, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The mean reward on the held-out problems with its 95 % interval; the same draws for every model.
+    """Mean reward on the held-out problems with its 95 % interval, with the same seeds for every model.
 
-    What the folder has is read, not tried again.
+    A result that is already in the folder is reused.
     """
     if not (folder / "comparison.json").exists():
         settings = ["--set", f"evaluation.max_tasks={args.tasks}", "--set", f"model.path={model}", "--out", str(folder)]
@@ -82,7 +82,7 @@ def evaluate(model: Path, args: argparse.Namespace, folder: Path) -> dict[str, A
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """Mean rewards of training rollouts, step by step."""
+    """Mean rewards of the training rollouts of each step."""
     path = folder / "run" / "metrics.jsonl"
     if not path.exists():
         return {}
@@ -92,7 +92,7 @@ def read_progress(folder: Path) -> dict[str, Any]:
 
 
 def save_row(path: Path, name: str, row: dict[str, Any]) -> None:
-    """Put the row among those that are there."""
+    """Merge the row into the JSON file."""
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted((rows | {name: row}).items())]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -100,13 +100,13 @@ def save_row(path: Path, name: str, row: dict[str, Any]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demo", type=Path, required=True, help="folder of a demo")
-    parser.add_argument("--work", type=Path, required=True, help="folder for runs; they are replaced")
-    parser.add_argument("--only", nargs="*", help="names of recipes; all by default")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--scale", type=float, default=0.5)
-    parser.add_argument("--tasks", type=int, default=200, help="held-out problems")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "algorithms_pocket.json")
+    parser.add_argument("--demo", type=Path, required=True, help="output folder of tunesmith demo")
+    parser.add_argument("--work", type=Path, required=True, help="folder for the runs; existing ones are replaced")
+    parser.add_argument("--only", nargs="*", help="names of recipes; default: all")
+    parser.add_argument("--steps", type=int, default=20, help="steps of algorithms that train on rewards")
+    parser.add_argument("--scale", type=float, default=0.5, help="factor on their batch size")
+    parser.add_argument("--tasks", type=int, default=200, help="number of held-out problems")
+    parser.add_argument("--out", type=Path, default=ROOT / "results" / "algorithms_pocket.json", help="JSON file")
     args = parser.parse_args()
     args.demo, args.work = args.demo.absolute(), args.work.absolute()
     return args

@@ -1,13 +1,13 @@
-"""BOTS: what a selection and its update cost, and what choosing tasks by feedback saves a simulated learner.
+"""BOTS: the time of one selection and update, and the rollouts that it saves a simulated learner.
 
     python benchmarks/bots.py speed --num-tasks 1000000
     python benchmarks/bots.py simulate --seeds 5
 
-`speed` times `select` and `feedback` together on one core. `simulate` trains learners on a graded set, most of it too
-easy or too hard: a task is solved by chance sigmoid(ability - difficulty), and an ability grows with the groups of its
-skill in proportion to their variance, which is what a policy gradient has to go on. Random batches and BOTS get the
-same rollouts; the figure is random's rollouts over those that BOTS needs for random's final held-out accuracy. It says
-what the selector does, not what a model gains.
+`speed` times `select` and `feedback` together on one core. `simulate` trains learners on a graded set in which most
+tasks are too easy or too hard: a task is solved with probability sigmoid(ability - difficulty), and an ability grows
+with the groups of its skill in proportion to the standard deviation of their rewards, a model of the policy gradient.
+Random batches and BOTS get the same number of rollouts. The figure is the rollouts of random sampling over those that
+BOTS needs to reach its final held-out accuracy. It measures the selector, not the gain of a real model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHARES, CENTRES = (0.45, 0.15, 0.40), (-6.0, 0.5, 7.0)
 """Shares of tasks that are too easy, within reach and too hard, and the centres of their difficulties."""
 LEARNING_RATE = 0.12
 REFERENCE_ABILITIES = (-1.0, 1.5)
-"""Of the models whose pass rates are the features."""
+"""Abilities of the reference models, whose pass rates are the features."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def build_task_set(num_tasks: int, rng: np.random.Generator) -> TaskSet:
 def train(
     selector: Selector, tasks: TaskSet, held_out: TaskSet, *, num_steps: int, seed: int
 ) -> list[dict[str, float]]:
-    """One learner's steps: rollouts so far, share of groups with variance, held-out accuracy."""
+    """History of one learner: rollouts so far, share of groups with variance, held-out accuracy."""
     rng = np.random.default_rng((seed, 1))
     ability_S = np.zeros(NUM_SKILLS)
     history = []
@@ -75,7 +75,7 @@ def train(
 
 
 def simulate_one(seed: int, *, num_tasks: int, num_steps: int) -> dict[str, list[dict[str, float]]]:
-    """Both learners on one task set."""
+    """Every selector on one task set."""
     rng = np.random.default_rng((seed, 0))
     tasks, held_out = build_task_set(num_tasks, rng), build_task_set(NUM_HELD_OUT, rng)
     references = [tasks.compute_chances(np.full(NUM_SKILLS, ability)) for ability in REFERENCE_ABILITIES]
@@ -89,7 +89,7 @@ def simulate_one(seed: int, *, num_tasks: int, num_steps: int) -> dict[str, list
 
 
 def find_share(history: list[dict[str, float]], accuracy: float) -> float | None:
-    """Share of the rollouts after which training has reached an accuracy for the first time; None if it never does."""
+    """Share of the rollouts after which the accuracy is first reached; None if it never is."""
     trained = [row for row in history if row["rollouts"]]
     reached = next((row["rollouts"] for row in trained if row["accuracy"] >= accuracy), None)
     return None if reached is None else reached / history[-1]["rollouts"]
@@ -109,7 +109,7 @@ def simulate(arguments: argparse.Namespace) -> None:
         shown = ", ".join("never" if share is None else f"{share:.2f}" for share in needed)
         print(
             f"{name:<22} accuracy {statistics.fmean(last):.3f} ({min(last):.3f} to {max(last):.3f})  groups with "
-            f"variance {statistics.fmean(shares):.2f}  share of the rollouts for random's accuracy: {shown}"
+            f"variance {statistics.fmean(shares):.2f}  share of rollouts to random's final accuracy: {shown}"
         )
     shares = [1.0 if share is None else share for share in details["bots"]["share_of_randoms_rollouts"]]
     ours = 1 / statistics.fmean(shares)
@@ -120,7 +120,7 @@ def simulate(arguments: argparse.Namespace) -> None:
 
 
 def time_steps(selector: BotsSelector, num_tasks: int, *, num_repeats: int) -> list[float]:
-    """Milliseconds of a selection and the update that follows."""
+    """Milliseconds of one selection with the update that follows."""
     rng = np.random.default_rng(0)
     times = []
     for _ in range(num_repeats):
@@ -147,7 +147,7 @@ def measure_speed(arguments: argparse.Namespace) -> None:
         selector = BotsSelector(features_NK, seed=0, m=GROUP_SIZE, **args)
         times = time_steps(selector, num_tasks, num_repeats=arguments.repeats)
         details[name] = {"median_ms": statistics.median(times), "max_ms": max(times)}
-        print(f"{name:<34} median {statistics.median(times):6.1f} ms, slowest {max(times):6.1f} ms a step")
+        print(f"{name:<34} median {statistics.median(times):6.1f} ms, slowest {max(times):6.1f} ms per step")
     slowest = max(each["median_ms"] for each in details.values())
     publish(
         name="bots_speed", unit=f"steps a second at {num_tasks} tasks", ours=1e3 / slowest, peers={}, device="cpu",
@@ -157,11 +157,11 @@ def measure_speed(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("speed", "simulate"))
-    parser.add_argument("--num-tasks", type=int)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("mode", choices=("speed", "simulate"), help="what to measure")
+    parser.add_argument("--num-tasks", type=int, help="size of the task set; default: 1000000 (speed), 5000 (simulate)")
+    parser.add_argument("--repeats", type=int, default=20, help="speed: timed steps")
+    parser.add_argument("--seeds", type=int, default=5, help="simulate: number of seeds")
+    parser.add_argument("--steps", type=int, default=200, help="simulate: training steps")
     parser.add_argument("--out", help="JSON file to write")
     arguments = parser.parse_args()
     {"speed": measure_speed, "simulate": simulate}[arguments.mode](arguments)

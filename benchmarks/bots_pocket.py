@@ -1,13 +1,13 @@
-"""The graded task set on which random batches and BOTS train the pocket model.
+"""Build the graded task set on which random batches and BOTS train the pocket model.
 
     python benchmarks/bots_pocket.py --out graded
     python benchmarks/bots_train.py grade --measured graded/measured.jsonl --out graded/train.jsonl
     python benchmarks/bots_train.py train --config graded/run.yaml --data graded/train.jsonl --seeds 5 --out FILE
 
-Demonstrators who solve long problems with the calculator, short ones almost never and middling ones half the time leave
-a fine-tuned model for which most tasks are too easy or too hard. Its pass rate on every task is measured with
-`tunesmith pass-rate`'s code and written beside the task. Held-out problems come in the shares that `grade` gives the
-tasks, by their number of operations.
+The demonstrations solve long problems with the calculator, short ones almost never and medium ones half of the time, so
+most tasks are too easy or too hard for the fine-tuned model. Its pass rate on every task is measured as by `tunesmith
+pass-rate` and written with the task. Held-out problems have the same shares of grades as the tasks that `grade` keeps,
+by their number of operations.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tunesmith.storage import load_json_lines
 from tunesmith.tasks.arithmetic import Problem, Split, build_problems
 
 SHARES_WITHOUT_TOOL = {"hard": {1: 0.97, 2: 0.5, 3: 0.0}, "unlocking": {1: 0.9, 2: 0.6, 3: 0.0}}
-"""Task set -> number of operations -> share of the demonstrations that do not use the tool. In `hard` the model calls
-the tool for one short problem in 33, and training seldom sees it pay; in `unlocking` one in ten is enough to learn."""
+"""Task set -> number of operations -> share of the demonstrations without the tool. In `hard` the model calls the tool
+for one short problem in 33, so training seldom sees it succeed; in `unlocking` one in ten is enough to learn it."""
 GRADE_OF = {3: "easy", 2: "within reach", 1: "hard"}
-"""Number of operations -> the grade that its problems are meant to have."""
+"""Number of operations -> the intended grade of its problems."""
 NUM_RUNS = 8
 
 
 def draw_graded(split: Split, *, num_tasks: int, seed: int) -> list[Problem]:
-    """Problems in the shares of the grades that they are meant to have, shuffled."""
+    """Problems in the shares of their intended grades, shuffled."""
     pool = build_problems(split, num_problems=4 * num_tasks, seed=seed)
     kept: list[Problem] = []
     for num_operations, grade in GRADE_OF.items():
@@ -52,7 +52,7 @@ def save_rows(path: Path, problems: list[Problem]) -> None:
 
 
 def build_run(root: Path, model: Path, *, num_steps: int) -> dict[str, object]:
-    """The run file: the demo's settings, evaluated often."""
+    """The run file: the settings of the demo, with frequent evaluation."""
     return {
         "project": "bots",
         "checkpoint_root_dir": str(root / "runs"),
@@ -72,11 +72,11 @@ def build_run(root: Path, model: Path, *, num_steps: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="folder to make")
-    parser.add_argument("--task-set", choices=tuple(SHARES_WITHOUT_TOOL), default="hard")
-    parser.add_argument("--num-tasks", type=int, default=1200)
-    parser.add_argument("--num-held-out", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--out", required=True, help="output folder")
+    parser.add_argument("--task-set", choices=tuple(SHARES_WITHOUT_TOOL), default="hard", help="see the source")
+    parser.add_argument("--num-tasks", type=int, default=1200, help="training tasks")
+    parser.add_argument("--num-held-out", type=int, default=400, help="held-out tasks")
+    parser.add_argument("--steps", type=int, default=24, help="training steps of the run file")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     root = Path(arguments.out).absolute()

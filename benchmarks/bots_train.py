@@ -1,15 +1,16 @@
-"""Random batches against BOTS on a real model at equal rollouts: variance to learn from, and held-out accuracy.
+"""Random batches against BOTS on a real model with equal rollouts: reward variance and held-out accuracy.
 
-First measure the model on the training tasks, then keep a graded set, most of it too easy or too hard, then train:
+First measure the pass rates of the training tasks, then build a graded set in which most tasks are too easy or too
+hard, then train:
 
     tunesmith pass-rate run.yaml --field pass_rate --out measured.jsonl --runs 8
     python benchmarks/bots_train.py grade --measured measured.jsonl --field pass_rate --out graded/train.jsonl
     python benchmarks/bots_train.py train --config run.yaml --data graded/train.jsonl --field pass_rate --seeds 5
 
-The run file names the agent, the judge, the model, a held-out set and how often it is tried. The figure is one over the
-share of random's rollouts after which BOTS has random's final held-out accuracy, both as means of three evaluations; a
-seed that never gets there counts as all of them. Runs that were cut off go on; `--plot FILE` draws both accuracies over
-rollouts. `compare` reads the metrics of two runs that were made side by side.
+The run file names the workflow, the judge, the model, a held-out set and the evaluation interval. The figure is one
+over the share of rollouts after which BOTS reaches the final held-out accuracy of random sampling, both as means of
+three evaluations; a seed that never reaches it counts as 1. Interrupted runs are resumed. `--plot FILE` draws both
+accuracies over rollouts. `compare` reads the metrics of two runs that were made elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tunesmith.storage import load_json_lines, save_json
 
 SHARES = {"easy": 0.45, "within reach": 0.15, "hard": 0.40}
 EASY, HARD = 0.95, 0.05
-"""Pass rates from which a task is too easy, or up to which it is too hard."""
+"""A task is too easy at this pass rate or above, too hard at this pass rate or below."""
 SELECTORS = {"random": "random", "difficulty_based": "BOTS"}
 Row = dict[str, float]
 
@@ -43,7 +44,7 @@ def name_grade(rate: float) -> str:
 
 
 def grade(arguments: argparse.Namespace) -> None:
-    """As many tasks as the scarcest grade allows, in the shares above, shuffled."""
+    """Write as many tasks as the smallest grade allows, in the shares above, shuffled."""
     rows = load_json_lines(Path(arguments.measured))
     by_grade = {name: [row for row in rows if name_grade(row[arguments.field]) == name] for name in SHARES}
     size = int(min(len(by_grade[name]) / share for name, share in SHARES.items()))
@@ -59,7 +60,7 @@ def grade(arguments: argparse.Namespace) -> None:
 
 
 def train_one(arguments: argparse.Namespace, *, selector: str, seed: int) -> list[Row]:
-    """One run; a row for each held-out evaluation."""
+    """Train one run; returns a row for each held-out evaluation."""
     chosen: dict[str, Any] = {"selector_type": selector}
     if selector == "difficulty_based":
         args = {"m": 8, "lamb": 0.1, "rho": 0.1, "target_reward": 0.5, "tau": 0, "do_sample": True}
@@ -81,7 +82,7 @@ def train_one(arguments: argparse.Namespace, *, selector: str, seed: int) -> lis
 
 
 def read_history(lines: list[dict[str, Any]], config: RunConfig, *, metric: str) -> list[Row]:
-    """A row for each held-out evaluation; what training saw is averaged over the steps since the one before."""
+    """A row for each held-out evaluation; training metrics are averaged over the steps since the previous one."""
     accuracy, num_tasks = (f"eval/{next(iter(config.eval_datasets))}/{name}" for name in (metric, "num_tasks"))
     trained = [line for line in lines if line["kind"] == "train"]
     shares = [line["algorithm/num_trained_groups"] / config.algorithm.batch_size for line in trained]
@@ -105,7 +106,7 @@ def read_history(lines: list[dict[str, Any]], config: RunConfig, *, metric: str)
 
 
 def compute_wilson(share: float, num_tasks: float) -> tuple[float, float]:
-    """95 % interval of a share of independent tasks (Wilson, 1927); wider than needed where tasks are tried twice."""
+    """95 % interval of a proportion of independent tasks (Wilson, 1927); conservative when tasks are sampled twice."""
     z = 1.96
     middle = share + z * z / (2 * num_tasks)
     width = z * math.sqrt(share * (1 - share) / num_tasks + z * z / (4 * num_tasks**2))
@@ -114,7 +115,7 @@ def compute_wilson(share: float, num_tasks: float) -> tuple[float, float]:
 
 
 def smooth_accuracy(history: list[Row]) -> list[Row]:
-    """Each held-out accuracy as the mean of itself and the two before: a single lucky evaluation decides nothing."""
+    """Moving average of three held-out accuracies, so that no single evaluation decides."""
     accuracies = [row["accuracy"] for row in history]
     return [
         row | {"accuracy": statistics.fmean(accuracies[max(place - 2, 0) : place + 1])}
@@ -133,7 +134,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Two runs that were made elsewhere, up to the evaluation that both have reached."""
+    """Compare the metrics of two runs up to the last evaluation that both have reached."""
     config = load_run_file(arguments.config)
     runs = {}
     for name, path in zip(SELECTORS, arguments.metrics, strict=True):
@@ -147,7 +148,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 def compare_runs(runs: dict[str, list[Row]], *, seed: int) -> dict[str, Any]:
-    """One seed's histories, and after which share of the rollouts BOTS has random's final accuracy."""
+    """Histories of one seed, and the share of the rollouts after which BOTS reaches random's final accuracy."""
     smooth = {name: smooth_accuracy(history) for name, history in runs.items()}
     share = find_share(smooth["difficulty_based"], smooth["random"][-1]["accuracy"])
     for name, history in runs.items():
@@ -156,7 +157,7 @@ def compare_runs(runs: dict[str, list[Row]], *, seed: int) -> dict[str, Any]:
             f"seed {seed}  {name:<17} accuracy {history[0]['accuracy']:.3f} -> {last['accuracy']:.3f}  "
             f"groups with variance {last['share_with_variance']:.2f}"
         )
-    print(f"seed {seed}  share of the rollouts for random's accuracy: {'never' if share is None else f'{share:.2f}'}")
+    print(f"seed {seed}  share of rollouts to random's final accuracy: {'never' if share is None else f'{share:.2f}'}")
     return {"seed": seed, "share_of_randoms_rollouts": share, "runs": runs}
 
 
@@ -175,13 +176,12 @@ def publish_comparison(details: list[dict[str, Any]], arguments: argparse.Namesp
 
 
 def plot(details: list[dict[str, Any]], path: str) -> None:
-    """Accuracy on the tasks that training tried, and on held-out ones: means over seeds and their range, or of one seed
-    the 95 % interval."""
+    """Plot accuracy on training and held-out tasks: the mean and range over seeds, or the 95 % interval of one seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     for place, (field, title) in enumerate(
-        [("training_accuracy", "accuracy on the tasks that were tried"), ("accuracy", "held-out accuracy")]
+        [("training_accuracy", "accuracy on training tasks"), ("accuracy", "held-out accuracy")]
     ):
         axes = figure.add_subplot(1, 2, place + 1)
         for name, label in SELECTORS.items():
@@ -202,20 +202,24 @@ def plot(details: list[dict[str, Any]], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("grade", "train", "compare"))
-    parser.add_argument("--measured", help="grade: rows with pass rates")
+    parser.add_argument("mode", choices=("grade", "train", "compare"), help="what to do")
+    parser.add_argument("--measured", help="grade: JSON lines file with pass rates")
     parser.add_argument("--config", help="train: run file")
-    parser.add_argument("--data", help="train: graded rows")
-    parser.add_argument("--field", default="pass_rate", help="field with the pass rate")
-    parser.add_argument("--selectors", nargs="+", choices=tuple(SELECTORS), default=list(SELECTORS), help="train")
-    parser.add_argument("--metrics", nargs=2, help="compare: metrics.jsonl of random's run and of BOTS's")
-    parser.add_argument("--metric", default="accuracy", help="train: what a run is measured by")
-    parser.add_argument("--prior-count", type=float, default=8.0, help="train: runs that pass rates were measured with")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--data", help="train: JSON lines file of graded tasks")
+    parser.add_argument("--field", default="pass_rate", help="field that holds the pass rate")
+    parser.add_argument(
+        "--selectors", nargs="+", choices=tuple(SELECTORS), default=list(SELECTORS), help="train: selectors"
+    )
+    parser.add_argument("--metrics", nargs=2, help="compare: metrics.jsonl of the random run and of the BOTS run")
+    parser.add_argument("--metric", default="accuracy", help="train: metric that is compared")
+    parser.add_argument("--prior-count", type=float, default=8.0, help="train: rollouts behind each pass rate")
+    parser.add_argument("--seeds", type=int, default=5, help="train: number of seeds")
+    parser.add_argument("--first-seed", type=int, default=0, help="train: the first of them")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key"
+    )
     parser.add_argument("--plot", help="train: PNG file to draw (needs matplotlib)")
-    parser.add_argument("--out", help="grade: jsonl file; train: JSON file of the result")
+    parser.add_argument("--out", help="grade: JSON lines file; train: JSON file of the result")
     arguments = parser.parse_args()
     {"grade": grade, "train": train, "compare": compare}[arguments.mode](arguments)
 

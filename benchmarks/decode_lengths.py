@@ -1,9 +1,9 @@
-"""Decoding on a CPU at several context lengths: our engine and transformers' `generate` on the same model and prompts.
+"""Decoding on a CPU at several context lengths: the engine and transformers' `generate` on the same model and prompts.
 
-Every point samples the same number of tokens for each of N sequences of one length, random prompts that share nothing
-or, with `--shared`, one prompt for all, as in a group. Only decoding is timed, from the moment every sequence has its
-first token to the end, in seconds of the processor: with one thread these are what a machine without other work takes.
-The sides take turns; medians over the turns count. The raw output has the clock's seconds too.
+Every point samples the same number of tokens for each of N sequences of one length, from random prompts without shared
+prefixes or, with `--shared`, from one prompt for all, as in a group. Only decoding is timed, from the moment every
+sequence has its first token, in CPU seconds: with one thread these equal the wall time of an idle machine. The sides
+alternate; the figures are medians over the turns. The raw output has wall times too.
 
     python benchmarks/decode_lengths.py --shape pocket --points 1000x8 8000x2
 """
@@ -39,12 +39,12 @@ from tunesmith.types import Sampling
 PEER = "transformers generate"
 DEFAULT_POINTS = [(context, num_sequences) for context in (250, 1000, 4000, 8000) for num_sequences in (1, 2, 8, 16)]
 FIRST_ID = 5
-"""Prompts hold no control tokens."""
+"""First token id of the random prompts; lower ids are control tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """Of the processor, all threads together, and of the clock."""
+    """CPU seconds of all threads, and wall seconds."""
 
     processor: float
     clock: float
@@ -68,7 +68,7 @@ class Point:
 
     @property
     def num_timed_tokens(self) -> int:
-        """The first token of each sequence comes with the prompt's forward."""
+        """The first token of each sequence is sampled from the forward of its prompt and not timed."""
         return self.num_sequences * (self.num_new - 1)
 
     def build_prompts(self, vocab_size: int) -> list[list[int]]:
@@ -87,7 +87,7 @@ def build_model(shape: str) -> PreTrainedModel:
 def build_ours(shape: str, point: Point) -> Callable[[], Seconds]:
     model = build_model(shape)
     use_plan_attention(model)
-    settings = EngineSection(max_batched_tokens=point.num_sequences * point.context)  # all begin in one step
+    settings = EngineSection(max_batched_tokens=point.num_sequences * point.context)  # all start in one step
     engine = LocalEngine(model, None, settings, max_model_len=point.context + point.num_new)
     prompts = point.build_prompts(model.config.vocab_size)
 
@@ -117,14 +117,14 @@ def build_ours(shape: str, point: Point) -> Callable[[], Seconds]:
 
 
 class _FirstToken(StoppingCriteria):
-    """Notes when the first new token of all rows is there; ends nothing."""
+    """Records when the first new token of all rows is sampled; stops nothing."""
 
     def __init__(self) -> None:
-        self.came_at: Seconds | None = None
+        self.sampled_at: Seconds | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if self.came_at is None:
-            self.came_at = Seconds.now()
+        if self.sampled_at is None:
+            self.sampled_at = Seconds.now()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
@@ -144,14 +144,14 @@ def build_generate(shape: str, point: Point) -> Callable[[], Seconds]:
             stopping_criteria=StoppingCriteriaList([first]),
         )
         assert output.shape[1] == point.context + point.num_new
-        assert first.came_at is not None
-        return Seconds.now().since(first.came_at)
+        assert first.sampled_at is not None
+        return Seconds.now().since(first.sampled_at)
 
     return sample
 
 
 def measure(sides: dict[str, Callable[[], Seconds]], *, repeats: int) -> dict[str, list[Seconds]]:
-    """Seconds of each side, in turns; the first turn of each warms it up and is not kept."""
+    """Seconds of each side, alternating; the first turn of each is a warm-up and is dropped."""
     seconds: dict[str, list[Seconds]] = {name: [] for name in sides}
     for turn in range(repeats + 1):
         for name, sample in sides.items():
@@ -162,7 +162,7 @@ def measure(sides: dict[str, Callable[[], Seconds]], *, repeats: int) -> dict[st
 
 
 def run_point(shape: str, point: Point, repeats: int) -> dict[str, Any]:
-    """Medians of both sides, and all that was measured."""
+    """Medians of both sides, and all measurements."""
     sides = {"tunesmith": build_ours(shape, point), PEER: build_generate(shape, point)}
     seconds = measure(sides, repeats=repeats)
     rates = {
@@ -186,13 +186,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=["pocket", *SHAPES], default="pocket", help="model, random weights (pocket)")
     parser.add_argument(
-        "--points", type=parse_point, nargs="+", default=DEFAULT_POINTS, help="prompt tokens x sequences, as 8000x2"
+        "--points", type=parse_point, nargs="+", default=DEFAULT_POINTS, help="prompt tokens x sequences, e.g. 8000x2"
     )
-    parser.add_argument("--new", type=int, default=48, help="tokens sampled for each sequence (48)")
-    parser.add_argument("--shared", action="store_true", help="all sequences have one prompt")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each side that count (3)")
+    parser.add_argument("--new", type=int, default=48, help="tokens sampled per sequence (48)")
+    parser.add_argument("--shared", action="store_true", help="use one prompt for all sequences")
+    parser.add_argument("--repeats", type=int, default=3, help="measured turns of each side (3)")
     parser.add_argument("--num-threads", type=int, default=1, help="torch threads (1)")
-    parser.add_argument("--out", help="write the result with its environment to this file")
+    parser.add_argument("--out", help="JSON file for the result and its environment")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
     table = Table("context", "sequences", "tunesmith", PEER, "ratio", title=f"{arguments.shape}: tokens/s of decoding")
@@ -203,7 +203,7 @@ def main() -> None:
         rates = points[-1]["tokens_per_s"]
         figures = [f"{rates['tunesmith']:.0f}", f"{rates[PEER]:.0f}", f"{points[-1]['ratio']:.2f}"]
         table.add_row(str(context), str(num_sequences), *figures)
-        publish(  # after every point: the last ones may take long
+        publish(  # after every point, because the last ones may take long
             name=f"decode_lengths_{arguments.shape}",
             unit=f"tokens/s at {context} x {num_sequences}",
             ours=rates["tunesmith"],

@@ -1,4 +1,4 @@
-"""Decoding alone: blocks of steps of requests whose contexts are there already, with nothing to admit or to end."""
+"""Decoding alone: bursts of steps over contexts that are already cached, with no admission and no stop conditions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PAGE_SIZE = 16
 
 
 class Decoding:
-    """Requests of one length over a cache of random keys and values."""
+    """Requests of one context length over a KV cache of random values."""
 
     def __init__(self, model: PreTrainedModel, *, num_sequences: int, context: int, num_steps: int, mode: str) -> None:
-        from tunesmith.engine.cuda.cuda_graphs import build_graphs  # needs Triton, which is there on CUDA machines only
+        from tunesmith.engine.cuda.cuda_graphs import build_graphs  # needs Triton, which only CUDA machines have
 
         self._num_sequences, self._context = num_sequences, context
         num_pages = -(-(context + num_steps + 1) // PAGE_SIZE)
@@ -37,7 +37,7 @@ class Decoding:
         self._decoder.slots.seeds_S[:] = np.arange(num_sequences)
 
     def run(self, num_steps: int, block: int) -> float:
-        """Seconds of so many tokens of every request, read in blocks as the engine reads them."""
+        """Seconds for `num_steps` tokens of every request; bursts are read as the engine reads them, one behind."""
         rows = np.arange(self._num_sequences)
         started, before = time.perf_counter(), None
         for first in range(0, num_steps, block):

@@ -1,8 +1,9 @@
-"""Tokens a second of our engine and of transformers' `generate`, on the same model, prompts and lengths.
+"""Tokens per second of the engine and of transformers' `generate`, on the same model, prompts and lengths.
 
 Cases: `equal` samples 128 tokens for each of 16 prompts of one length; `ragged` samples as many tokens as the reference
-answer has for each of 64 questions, which `generate` does in left-padded batches of 16 as they come; `group` samples 8
-answers for each of 16 prompts. Both sides sample at temperature 1 and take turns; the best of the repeats counts.
+answer has for each of 64 questions, which `generate` processes in left-padded batches of 16 in file order; `group`
+samples 8 completions for each of 16 prompts. Both sides sample at temperature 1 and alternate; the fastest repeat
+counts.
 
     python benchmarks/engine_cpu.py --case ragged --model models/smollm2-135m-instruct --prompts gsm8k/test.jsonl
 """
@@ -48,7 +49,7 @@ MAX_NEW_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Prompts, and how many tokens to sample for each."""
+    """Prompts, and the number of tokens to sample for each."""
 
     prompts: list[list[int]]
     lengths: list[int]
@@ -67,7 +68,7 @@ def build_load(case: str, model_path: str, prompts_path: str | None, vocab_size:
         lengths = torch.randint(16, 97, (128,), generator=generator).tolist()
         return Load([prompt for prompt in prompts for _ in range(8)], lengths)
     if prompts_path is None:
-        raise SystemExit("the ragged case needs --prompts: a jsonl file with the fields question and answer")
+        raise SystemExit("the ragged case needs --prompts: a JSON lines file with the fields question and answer")
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     prompts, lengths = [], []
     for row in load_json_lines(Path(prompts_path))[:64]:
@@ -93,7 +94,7 @@ def build_ours(arguments: argparse.Namespace, load: Load) -> Callable[[], None]:
         return await asyncio.gather(*calls)
 
     def sample() -> None:
-        engine.resume(0)  # forgets every key, and packs the weights again as after a training step
+        engine.resume(0)  # drops the KV cache and packs the weights again, as after a training step
         completions = run(generate())
         assert [len(completion.sampled_ids) for completion in completions] == load.lengths
 
@@ -101,7 +102,7 @@ def build_ours(arguments: argparse.Namespace, load: Load) -> Callable[[], None]:
 
 
 class StopAtLengths(StoppingCriteria):
-    """Ends each row of a batch after its own number of new tokens."""
+    """Stops each row of a batch after its own number of new tokens."""
 
     def __init__(self, prompt_length: int, lengths: Sequence[int], device: str) -> None:
         self._ends = torch.tensor([prompt_length + length for length in lengths], device=device)
@@ -139,7 +140,7 @@ def build_generate(model: PreTrainedModel, arguments: argparse.Namespace, load: 
 
 
 def build_generate_batch(model: PreTrainedModel, load: Load) -> Callable[[], None]:
-    """Continuous batching of transformers; it takes one length for all, so only equal lengths compare."""
+    """Continuous batching of transformers; it accepts one length for all prompts, so only equal lengths compare."""
 
     def sample() -> None:
         config = GenerationConfig(
@@ -158,7 +159,7 @@ def build_generate_batch(model: PreTrainedModel, load: Load) -> Callable[[], Non
 
 
 def measure(sides: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each side, in turns; the first turn of each warms it up and is not kept."""
+    """Seconds of each side, alternating; the first turn of each is a warm-up and is dropped."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("sampling", total=len(sides) * (repeats + 1))
@@ -175,14 +176,14 @@ def measure(sides: dict[str, Callable[[], None]], repeats: int) -> dict[str, lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where both sides run (cpu)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of both sides (cpu)")
     parser.add_argument("--model", required=True, help="folder of a Hugging Face causal language model")
-    parser.add_argument("--case", choices=["equal", "ragged", "group"], default="equal", help="the load (equal)")
-    parser.add_argument("--prompts", help="jsonl file with question and answer, for the ragged case")
-    parser.add_argument("--repeats", type=int, default=2, help="turns of each side that count (2)")
+    parser.add_argument("--case", choices=["equal", "ragged", "group"], default="equal", help="workload (equal)")
+    parser.add_argument("--prompts", help="JSON lines file with question and answer, for the ragged case")
+    parser.add_argument("--repeats", type=int, default=2, help="measured turns of each side (2)")
     parser.add_argument("--num-threads", type=int, default=1, help="torch threads on a CPU (1)")
     parser.add_argument("--continuous-batching", action="store_true", help="also run transformers' generate_batch")
-    parser.add_argument("--out", help="write the result with its environment to this file")
+    parser.add_argument("--out", help="JSON file for the result and its environment")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
     peer = load_peer(arguments)
@@ -195,7 +196,7 @@ def main() -> None:
     seconds = measure(sides, arguments.repeats)
     rates = {name: load.num_tokens / min(times) for name, times in seconds.items()}
     table = Table(
-        "side", "tokens/s", "of ours", title=f"{arguments.case}: {load.num_tokens} tokens, {arguments.device}"
+        "side", "tokens/s", "relative", title=f"{arguments.case}: {load.num_tokens} tokens, {arguments.device}"
     )
     for name, rate in rates.items():
         table.add_row(name, f"{rate:.1f}", f"{rate / rates['tunesmith']:.2f}")

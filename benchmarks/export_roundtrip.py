@@ -1,12 +1,12 @@
-"""Is an exported model the model? Token by token against transformers, on questions of GSM8K and on tiny models.
+"""Compare exported models with their source token by token, on questions of GSM8K and on tiny models.
 
-The model is exported as a Hugging Face folder and as GGUF files. The folder must give the source's logits bit for bit.
-Each GGUF file is opened by llama.cpp alone: it renders each question through the chat template in the file, tokenizes,
-and decodes greedily. For f32 and f16 transformers decodes the same questions with the same weights in float32 (rounded
-to f16 as the file has them); where a token differs, the gap between the two candidates' logits is reported. All types
-are also scored along transformers' answers: KL divergence of the next-token distributions, and how often the likeliest
-token is the same. The case `families` does the same for the tiny random models of the tests, one for each family and
-variant. Needs llama-cpp-python.
+The model is exported as a Hugging Face folder and as GGUF files. The logits of the folder must equal the source's bit
+for bit. Each GGUF file is opened by llama.cpp alone, which renders each question with the chat template in the file,
+tokenizes it and decodes greedily. For f32 and f16, transformers decodes the same questions in float32 with the same
+weights (rounded to f16 as in the file); where tokens differ, the gap between the logits of the two candidates is
+reported. All types are also scored on transformers' answers: KL divergence of the next-token distributions, and
+agreement of the most likely token. The case `families` does the same for the tiny random models of the tests, one for
+each family and variant. Needs llama-cpp-python.
 
     python benchmarks/export_roundtrip.py --model models/smollm2-135m-instruct --prompts gsm8k/test.jsonl
     python benchmarks/export_roundtrip.py --case families
@@ -42,15 +42,15 @@ from tunesmith.storage import load_json_lines
 
 TYPES = ("f32", "f16", "q8_0", "q4_k_m")
 ROUNDED = {"f32": torch.float32, "f16": torch.float16}
-"""Types whose weights transformers can have too."""
+"""GGUF types whose rounding transformers can reproduce."""
 KV_TYPES = {"f32": 0, "f16": 1}
-"""ggml's numbers; f16 is llama.cpp's own default for keys and values."""
+"""Type numbers of ggml; f16 is llama.cpp's default for keys and values."""
 CONTEXT = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A question as it was read and what came of it."""
+    """The rendered and tokenized question, and the sampled answer."""
 
     prompt: str
     prompt_ids: list[int]
@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Where two greedy answers part: each side's token, and by how much transformers prefers its own."""
+    """The first difference of two greedy answers: both tokens, and the logit gap of transformers between them."""
 
     prompt: int
     position: int
@@ -79,12 +79,12 @@ class Comparison:
     same_answers: int
     same_tokens: int
     num_tokens: int
-    """Of transformers' answers; `same_tokens` counts those before the first difference of each."""
+    """Tokens of transformers' answers; `same_tokens` counts those before the first difference in each answer."""
     differences: list[Difference]
 
 
 class LlamaCpp:
-    """A GGUF file, and nothing but it."""
+    """A GGUF file opened by llama.cpp, without any other source of the model."""
 
     def __init__(self, path: Path, *, kv_type: str) -> None:
         self.llama = llama_cpp.Llama(
@@ -102,7 +102,7 @@ class LlamaCpp:
         return llama_cpp.llama_vocab_get_text(self.vocabulary, index).decode()
 
     def answer(self, question: str, *, max_tokens: int) -> Answer:
-        """Render, tokenize and decode greedily until a token that ends a generation."""
+        """Render, tokenize and decode greedily until an end-of-generation token."""
         prompt = self.formatter(messages=[{"role": "user", "content": question}]).prompt
         prompt_ids = self.llama.tokenize(prompt.encode(), add_bos=False, special=True)
         self.llama.reset()
@@ -126,19 +126,19 @@ class LlamaCpp:
 def answer_with_transformers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, *, max_tokens: int
 ) -> Answer:
-    """The same with transformers' own template, tokenizer and `generate`."""
+    """Render, tokenize and decode greedily with transformers."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     inputs = torch.tensor([prompt_ids])
-    made = model.generate(
+    output = model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=max_tokens,
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return Answer(prompt=prompt, prompt_ids=prompt_ids, ids=made[0, len(prompt_ids) :].tolist())
+    return Answer(prompt=prompt, prompt_ids=prompt_ids, ids=output[0, len(prompt_ids) :].tolist())
 
 
 @torch.inference_mode()
@@ -148,7 +148,7 @@ def score_with_transformers(model: PreTrainedModel, ids: Sequence[int]) -> torch
 
 
 def load_rounded(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """A model that computes in float32 with the matrices rounded to a type, as the file has them."""
+    """The model in float32 with its matrices rounded to `dtype`, as in the file."""
     with hidden_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -166,7 +166,7 @@ def compare_answers(
     expected: Sequence[Answer],
     found: Sequence[Answer],
 ) -> Comparison:
-    """Count, and explain every difference by the logits of transformers where the answers part."""
+    """Count equal answers and tokens; record transformers' logit gap at the first difference of each answer."""
     differences, num_same = [], 0
     for number, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
         pairs = enumerate(zip(ours.ids, theirs.ids, strict=False))
@@ -198,7 +198,7 @@ def compare_answers(
 
 
 def measure_divergence(opened: LlamaCpp, model: PreTrainedModel, answers: Sequence[Answer]) -> dict[str, float]:
-    """Along transformers' answers: mean and largest KL(model || file) in nats a token, and agreement of the argmax."""
+    """On transformers' answers: mean and maximum KL(model || file) in nats per token, and agreement of the argmax."""
     divergences, same = [], []
     for answer in answers:
         ids, start = answer.prompt_ids + answer.ids, len(answer.prompt_ids) - 1
@@ -216,7 +216,7 @@ def measure_divergence(opened: LlamaCpp, model: PreTrainedModel, answers: Sequen
 
 
 def compare_folders(source: str, folder: Path, answers: Sequence[Answer]) -> float:
-    """The largest difference of any logit between the source and the exported folder, each in its stored type."""
+    """Largest logit difference between the source and the exported folder, each in its stored type."""
     with hidden_progress_bars():
         models = [AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval() for path in (source, folder)]
     largest = 0.0
@@ -227,7 +227,7 @@ def compare_folders(source: str, folder: Path, answers: Sequence[Answer]) -> flo
 
 
 def run_questions(arguments: argparse.Namespace, report: ExportReport, console: Console) -> dict[str, Any]:
-    """The real model on real questions."""
+    """Compare all GGUF types of the model on the questions."""
     questions = [row["question"] for row in load_json_lines(Path(arguments.prompts))[: arguments.num_prompts]]
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     comparisons: list[Comparison] = []
@@ -261,9 +261,9 @@ def run_questions(arguments: argparse.Namespace, report: ExportReport, console: 
 
 
 def run_families(work: Path, console: Console) -> list[dict[str, Any]]:
-    """The tiny random models of the tests: every family, tied and untied, biases, grouped queries, scaled positions."""
+    """Tiny random models of the tests: every family, tied and untied, biases, grouped queries, scaled positions."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from exported_models import CONFIGS, CORPUS, save_tiny  # the tests are no package
+    from exported_models import CONFIGS, CORPUS, save_tiny  # tests/ is not a package
 
     rows = []
     for name in CONFIGS:
@@ -282,8 +282,10 @@ def run_families(work: Path, console: Console) -> list[dict[str, Any]]:
     return rows
 
 
-def show(comparisons: Sequence[dict[str, Any]], divergences: dict[str, dict[str, float]], console: Console) -> None:
-    """The table, and every difference of the types that transformers can have too."""
+def print_comparisons(
+    comparisons: Sequence[dict[str, Any]], divergences: dict[str, dict[str, float]], console: Console
+) -> None:
+    """Print the table, and every difference of the types that transformers can reproduce."""
     table = Table("file", "keys", "same prompt ids", "same answers", "same tokens", "KL mean", "same top token")
     for row in comparisons:
         scored = divergences[row["file_type"]] if row["kv_type"] == "f32" else None
@@ -302,7 +304,7 @@ def show(comparisons: Sequence[dict[str, Any]], divergences: dict[str, dict[str,
 
 
 def measure_questions(arguments: argparse.Namespace, work: Path, console: Console) -> tuple[float, dict[str, Any]]:
-    """The share of questions whose f16 answers are equal, and all figures."""
+    """Share of questions with equal f16 answers, and all figures."""
     started = time.perf_counter()
     settings = ExportSection(path=arguments.model, formats=("hf", "gguf"), gguf_types=TYPES)
     report = run_export(settings, out_dir=work / "export")
@@ -313,13 +315,13 @@ def measure_questions(arguments: argparse.Namespace, work: Path, console: Consol
         "checks_of_the_export": report.checks,
         **run_questions(arguments, report, console),
     }
-    show(details["comparisons"], details["divergences"], console)
+    print_comparisons(details["comparisons"], details["divergences"], console)
     f16 = next(row for row in details["comparisons"] if row["file_type"] == "f16")
     return f16["same_answers"] / f16["num_prompts"], details
 
 
 def measure_families(work: Path, console: Console) -> tuple[float, dict[str, Any]]:
-    """The share of greedy tokens that are equal over all families, and all figures."""
+    """Share of equal greedy tokens over all families, and all figures."""
     rows = run_families(work, console)
     num_same = sum(row["greedy_f32"]["same_tokens"] for row in rows)
     num_tokens = sum(row["greedy_f32"]["num_tokens"] for row in rows)
@@ -328,12 +330,12 @@ def measure_families(work: Path, console: Console) -> tuple[float, dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=("questions", "families"), default="questions")
+    parser.add_argument("--case", choices=("questions", "families"), default="questions", help="what to compare")
     parser.add_argument("--model", help="questions: Hugging Face folder of a Llama, Qwen2 or Qwen3 model")
-    parser.add_argument("--prompts", help="questions: jsonl file with a field `question`")
-    parser.add_argument("--num-prompts", type=int, default=50)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--out", help="write the record to this JSON file")
+    parser.add_argument("--prompts", help="questions: JSON lines file with a field question")
+    parser.add_argument("--num-prompts", type=int, default=50, help="questions: number of questions")
+    parser.add_argument("--max-tokens", type=int, default=128, help="questions: tokens per answer")
+    parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
     if arguments.case == "questions" and not (arguments.model and arguments.prompts):
         parser.error("the case questions needs --model and --prompts")

@@ -1,9 +1,9 @@
-"""What the host costs: microseconds of one core for each request, token and agent call, beside an instant device.
+"""Host overhead: microseconds of one core per request, token and agent call, with an instant device.
 
-The engine runs as on a GPU, in blocks of 16 tokens with one block queued ahead, but the blocks are random numbers that
-are there at once. What is left is the interpreter's work: scheduling, pages, prefill plans, stops, logprobs, prefix
-digests; and for agents the endpoint, templates, tokenization, decoding, recording and judging. A device hides this work
-as long as a block takes it longer than the host.
+The engine runs as on a GPU, in bursts of 16 tokens with one burst queued ahead, but the bursts are random numbers that
+are available at once. What remains is the work of the interpreter: scheduling, KV-cache blocks, prefill plans, stop
+conditions, logprobs, prefix digests; and for agents the endpoint, chat templates, tokenization, detokenization,
+recording and judging. A device hides this work while a burst takes longer on the device than on the host.
 
     python benchmarks/host_cost.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
 """
@@ -20,10 +20,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from agent_load import GROUP, ask, compute_stages, judge
+from agent_load import GROUP_SIZE, ask, compute_part_costs, judge
 from report import publish
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase
 
@@ -46,7 +47,7 @@ from tunesmith.types import Completion, Sampling, Task
 MAX_MODEL_LEN = 1024
 HIDDEN_SIZE = 16
 TILE_TOKENS = 16
-"""New tokens that the prefill kernel takes at once."""
+"""New tokens per tile of the prefill kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class InstantBlocks:
 
 
 def build_engine(tokenizer: PreTrainedTokenizerBase, num_sequences: int) -> LocalEngine:
-    """An engine whose model is never run."""
+    """An engine whose model is never executed."""
     sizes = {"hidden_size": HIDDEN_SIZE, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=1, **sizes))
     use_plan_attention(model)
@@ -107,7 +108,7 @@ def build_engine(tokenizer: PreTrainedTokenizerBase, num_sequences: int) -> Loca
 
 
 def measure(work: Callable[[int], object], repeats: int) -> float:
-    """Median seconds of the processor, after one run to warm up."""
+    """Median CPU seconds, after one warm-up run."""
     seconds = []
     for step in range(repeats + 1):
         started = time.process_time()
@@ -151,7 +152,7 @@ def build_agents(
         sampling=Sampling(max_tokens=arguments.new_tokens),
         build_model=lambda endpoint: ChatModel(endpoint),
     )
-    lines = Path(arguments.questions).read_text(encoding="utf-8").splitlines()[: arguments.sequences // GROUP]
+    lines = Path(arguments.questions).read_text(encoding="utf-8").splitlines()[: arguments.sequences // GROUP_SIZE]
     tasks = [Task(task_id=f"q/{i}", index=i, row=json.loads(line)) for i, line in enumerate(lines)]
     agent = Agent(workflow=ask, judge=judge, timeout_s=600.0)
 
@@ -159,7 +160,7 @@ def build_agents(
         engine.resume(step)
         groups = run_lockstep(
             run_groups(
-                tasks, group_size=GROUP, agent=agent, model=service, seed=0, step=step,
+                tasks, group_size=GROUP_SIZE, agent=agent, model=service, seed=0, step=step,
                 max_concurrency=arguments.sequences,
             )
         )  # fmt: skip
@@ -170,13 +171,13 @@ def build_agents(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder with a tokenizer")
-    parser.add_argument("--questions", required=True, help="jsonl with the field question")
-    parser.add_argument("--sequences", type=int, default=512)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", help="results/NAME.json")
+    parser.add_argument("--model", required=True, help="folder of the tokenizer")
+    parser.add_argument("--questions", required=True, help="JSON lines file with a field question")
+    parser.add_argument("--sequences", type=int, default=512, help="concurrent requests or agents")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens per prompt of plain requests")
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens sampled per request")
+    parser.add_argument("--repeats", type=int, default=5, help="measured repeats")
+    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(arguments.model)
@@ -187,17 +188,17 @@ def main() -> None:
     profiler = cProfile.Profile(time.process_time)
     profiler.runcall(run_agents, arguments.repeats + 1)
     num_tokens = arguments.sequences * arguments.new_tokens
-    figures = {
+    figures: dict[str, Any] = {
         "us_per_request": requests_s / arguments.sequences * 1e6,
         "us_per_token": requests_s / num_tokens * 1e6,
         "us_per_agent_call": agents_s / arguments.sequences * 1e6,
-        "profiled_us_per_agent_call": compute_stages(profiler, arguments.sequences),
+        "profiled_us_per_agent_call": compute_part_costs(profiler, arguments.sequences),
     }
-    print(f"engine: {figures['us_per_request']:.0f} us a request, {figures['us_per_token']:.2f} us a token")
-    print(f"agents: {figures['us_per_agent_call']:.0f} us a call, engine included; of the profile:")
-    stages = compute_stages(profiler, arguments.sequences)
-    for stage, cost in stages.items():
-        print(f"  {stage:<24}{100 * cost / stages['all']:>5.0f} %")
+    print(f"engine: {figures['us_per_request']:.0f} us per request, {figures['us_per_token']:.2f} us per token")
+    print(f"agents: {figures['us_per_agent_call']:.0f} us per call, engine included; shares of the profile:")
+    costs = figures["profiled_us_per_agent_call"]
+    for part, cost in costs.items():
+        print(f"  {part:<24}{100 * cost / costs['all']:>5.0f} %")
     publish(
         name="host_cost",
         unit="tokens a second of one core",

@@ -1,4 +1,4 @@
-"""What a GPU did in a piece of work, kernel by kernel."""
+"""Profile of the GPU kernels that a function launches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def profile_kernels(work: Callable[[], object], *, num_rows: int = 25) -> list[str]:
-    """Time and count of the kernels that took longest, after the sum of all: milliseconds, launches, name.
+    """Rows of milliseconds, launches and name: the sum of all kernels, then the kernels that took longest.
 
-    The first row also tells how long the GPU was busy, and from the first kernel's begin to the last one's end.
+    The first row also has the time for which the GPU was busy, and the time from the first start to the last end.
     """
     work()
     torch.cuda.synchronize()
@@ -28,13 +28,13 @@ def profile_kernels(work: Callable[[], object], *, num_rows: int = 25) -> list[s
 
 
 def measure_busy(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """How much of the time from the first begin to the last end lies in some span, and that time."""
+    """Time covered by the spans, and time from the first start to the last end."""
     ordered = sorted(spans)
     if not ordered:
         return 0.0, 0.0
     first = last = ordered[0][0]
     busy = 0.0
-    for begin, end in ordered:
-        busy += max(end - max(begin, last), 0.0)
+    for start, end in ordered:
+        busy += max(end - max(start, last), 0.0)
         last = max(last, end)
     return busy, last - first

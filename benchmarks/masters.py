@@ -1,7 +1,8 @@
-"""How bfloat16 weights with float32 masters follow float32 training, with masters spread over what rounds to them.
+"""How closely bfloat16 training with float32 master weights follows float32 training.
 
-The same rows, batches and learning rate in float32; in bfloat16 as the trainer does it; and in bfloat16 with masters
-that begin at the weights themselves, where updates are rounded away until they add up to half a step of bfloat16.
+The same rows, batches and learning rate in float32; in bfloat16 as the trainer does it, with masters spread over the
+rounding interval of each weight; and in bfloat16 with masters that start at the weights, where updates are rounded away
+until they add up to half a bfloat16 step.
 
     python benchmarks/masters.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
 """
@@ -26,7 +27,7 @@ from tunesmith.trainer import optimizer
 
 
 def run(arguments: argparse.Namespace, *, dtype: str) -> list[float]:
-    """Losses of each step."""
+    """The loss of each step."""
     with tempfile.TemporaryDirectory() as place:
         settings = {
             "model": {
@@ -50,14 +51,14 @@ def run(arguments: argparse.Namespace, *, dtype: str) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of all runs")
     parser.add_argument("--model", required=True, help="folder of the model")
-    parser.add_argument("--questions", required=True, help="jsonl with question and answer")
-    parser.add_argument("--rows-per-batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--learning-rate", type=float, default=2e-5)
-    parser.add_argument("--out", help="results/NAME.json")
+    parser.add_argument("--questions", required=True, help="JSON lines file with question and answer")
+    parser.add_argument("--rows-per-batch", type=int, default=8, help="conversations per update")
+    parser.add_argument("--steps", type=int, default=12, help="updates")
+    parser.add_argument("--max-model-len", type=int, default=1024, help="longest conversation in tokens")
+    parser.add_argument("--learning-rate", type=float, default=2e-5, help="constant learning rate")
+    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     arguments = parser.parse_args()
     arguments.warmup = 0
     if arguments.device == "cpu":

@@ -1,9 +1,9 @@
-"""Resident memory of a long run of tiny steps, and what holds it.
+"""Resident memory of a long run of tiny steps, and what allocates it.
 
-Trains the pocket model for `--steps` steps of `--batch-size` x `--group-size` rollouts and, every `--interval` steps,
-notes the resident set, what malloc holds in use and free, Arrow's pool, and the number of Python objects. With `--trim`
-free memory goes back to the system before each note, so what is left is in use; with `--trace` the Python lines that
-hold more than at the first note are listed. Writes JSON.
+Trains the pocket model for `--steps` steps of `--batch-size` x `--group-size` rollouts. Every `--interval` steps it
+records the resident set, the used and free memory of malloc, Arrow's pool, and the number of Python objects. With
+`--trim` free memory is returned to the system before each record, so the rest is in use; with `--trace` the Python
+lines whose allocations have grown since the first record are listed. Writes JSON.
 
     python benchmarks/memory.py --steps 2000 --out results/memory_cpu.json
 """
@@ -42,31 +42,31 @@ class MallocInfo(ctypes.Structure):
 
 
 class Probe:
-    """Counts judged rollouts, and so steps; notes memory every `interval` steps."""
+    """A judge that counts rollouts, and so steps, and records memory every `interval` steps."""
 
-    def __init__(self, *, rollouts_a_step: int, interval: int, is_trimmed: bool, is_traced: bool) -> None:
-        self.rollouts_a_step, self.interval = rollouts_a_step, interval
+    def __init__(self, *, rollouts_per_step: int, interval: int, is_trimmed: bool, is_traced: bool) -> None:
+        self.rollouts_per_step, self.interval = rollouts_per_step, interval
         self.is_trimmed, self.is_traced = is_trimmed, is_traced
         self.num_judged = 0
-        self.notes: list[dict[str, float]] = []
+        self.records: list[dict[str, float]] = []
         self.first_objects: Counter[str] = Counter()
         self.first_trace: tracemalloc.Snapshot | None = None
 
     async def judge(self, task: dict, response: str) -> JudgeOutput:
         if task["split"] == "train":
             self.num_judged += 1
-            step, rest = divmod(self.num_judged, self.rollouts_a_step)
+            step, rest = divmod(self.num_judged, self.rollouts_per_step)
             if rest == 0 and step % self.interval == 0:
-                self.note(step)
+                self.record(step)
         return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
 
-    def note(self, step: int) -> None:
+    def record(self, step: int) -> None:
         gc.collect()
         if self.is_trimmed:
             LIBC.malloc_trim(0)
         LIBC.mallinfo2.restype = MallocInfo
         info = LIBC.mallinfo2()
-        self.notes.append(
+        self.records.append(
             {
                 "step": step,
                 "rss_mib": read_rss_mib(),
@@ -76,12 +76,12 @@ class Probe:
                 "num_objects": len(gc.get_objects()),
             }
         )
-        print(self.notes[-1], flush=True)
+        print(self.records[-1], flush=True)
         objects = Counter(type(each).__qualname__ for each in gc.get_objects())
         if not self.first_objects:
             self.first_objects = objects
         self.last_objects = objects
-        if self.is_traced and self.first_trace is None and len(self.notes) > 1:
+        if self.is_traced and self.first_trace is None and len(self.records) > 1:
             self.first_trace = tracemalloc.take_snapshot()
 
     def compare_traces(self, num_lines: int = 25) -> list[str]:
@@ -100,8 +100,8 @@ async def ask(task: dict, model: Any) -> WorkflowOutput:
     return WorkflowOutput(response=await get_text(model, [{"role": "user", "content": task["question"]}]))
 
 
-async def talk(task: dict, model: Any) -> WorkflowOutput:
-    """One to four turns of user messages of many lengths, so that no two steps have the same shapes."""
+async def converse(task: dict, model: Any) -> WorkflowOutput:
+    """One to four turns with user messages of random lengths, so that shapes differ between steps."""
     rng = random.Random(task["question"])
     messages: list[dict[str, str]] = []
     text = ""
@@ -120,26 +120,26 @@ async def get_text(model: Any, messages: list[dict[str, str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--interval", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--group-size", type=int, default=4)
-    parser.add_argument("--chat-model", default="openai")
-    parser.add_argument("--trackers", nargs="*", default=["tensorboard"])
-    parser.add_argument("--max-model-len", type=int, default=128)
-    parser.add_argument("--max-tokens", type=int, default=8)
-    parser.add_argument("--varied", action="store_true", help="conversations of one to four turns of many lengths")
-    parser.add_argument("--save-interval", type=int, help="steps between checkpoints and evaluations; default none")
-    parser.add_argument("--trim", action="store_true")
-    parser.add_argument("--trace", action="store_true")
-    parser.add_argument("--set", nargs="*", default=[], dest="overrides")
-    parser.add_argument("--out", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000, help="training steps")
+    parser.add_argument("--interval", type=int, default=50, help="steps between records")
+    parser.add_argument("--batch-size", type=int, default=2, help="tasks per step")
+    parser.add_argument("--group-size", type=int, default=4, help="rollouts per task")
+    parser.add_argument("--chat-model", default="openai", help="as rollout.chat_model")
+    parser.add_argument("--trackers", nargs="*", default=["tensorboard"], help="as monitor.trackers")
+    parser.add_argument("--max-model-len", type=int, default=128, help="as model.max_model_len")
+    parser.add_argument("--max-tokens", type=int, default=8, help="tokens per model call")
+    parser.add_argument("--varied", action="store_true", help="one to four turns with messages of random lengths")
+    parser.add_argument("--save-interval", type=int, help="steps between checkpoints and evaluations; default: none")
+    parser.add_argument("--trim", action="store_true", help="return free memory before each record")
+    parser.add_argument("--trace", action="store_true", help="list Python lines whose allocations grow")
+    parser.add_argument("--set", nargs="*", default=[], dest="overrides", metavar="KEY=VALUE", help="override keys")
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args()
     if options.trace:
         tracemalloc.start(4)
     probe = Probe(
-        rollouts_a_step=options.batch_size * options.group_size,
+        rollouts_per_step=options.batch_size * options.group_size,
         interval=options.interval,
         is_trimmed=options.trim,
         is_traced=options.trace,
@@ -151,7 +151,7 @@ def main() -> None:
             (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         save_interval = options.save_interval or options.steps
         tune(
-            workflow_func=talk if options.varied else ask,
+            workflow_func=converse if options.varied else ask,
             judge_func=probe.judge,
             train_dataset=DatasetConfig(path=str(place), total_steps=options.steps),
             eval_dataset=DatasetConfig(path=str(place), split="test") if options.save_interval else None,
@@ -179,7 +179,7 @@ def main() -> None:
         )
     result = {
         "settings": {key: value for key, value in vars(options).items() if key != "out"},
-        "notes": probe.notes,
+        "notes": probe.records,
         "grown_objects": dict((probe.last_objects - probe.first_objects).most_common(20)),
         "grown_lines": probe.compare_traces(),
     }

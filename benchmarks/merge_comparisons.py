@@ -1,4 +1,4 @@
-"""Models that `tunesmith eval` tried one by one on the same tasks, put side by side as if it had tried them together.
+"""Merge separate `tunesmith eval` runs on the same tasks into one comparison, with intervals and paired tests.
 
 python benchmarks/merge_comparisons.py base/comparison.json sft/comparison.json --outcome-key exact --out FOLDER
 """
@@ -23,9 +23,9 @@ def load_comparison(path: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, help="comparison.json, or the same with gzip")
-    parser.add_argument("--seed", type=int, default=1, help="of the bootstrap")
-    parser.add_argument("--outcome-key", help="metric that says whether a run passed")
+    parser.add_argument("files", nargs="+", type=Path, help="comparison.json, or comparison.json.gz")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the bootstrap")
+    parser.add_argument("--outcome-key", help="metric that decides whether a rollout passed")
     parser.add_argument("--out", type=Path, required=True, help="folder for comparison.md and comparison.json.gz")
     arguments = parser.parse_args()
     results: dict[str, dict[str, ModelResult]] = {}
@@ -37,9 +37,9 @@ def main() -> None:
                     outcome_key=arguments.outcome_key,
                 )  # fmt: skip
     for name, models in results.items():
-        tried = {tuple(task.task_id for task in result.tasks) for result in models.values()}
-        if len(tried) > 1:
-            raise SystemExit(f"the models were not tried on the same tasks of {name}")
+        task_ids = {tuple(task.task_id for task in result.tasks) for result in models.values()}
+        if len(task_ids) > 1:
+            raise SystemExit(f"the models were not evaluated on the same tasks of {name}")
     comparison = {name: compare_results(name, models, seed=arguments.seed) for name, models in results.items()}
     save_text(arguments.out / "comparison.md", format_comparison(comparison))
     text = json.dumps({name: each.to_json() for name, each in comparison.items()})

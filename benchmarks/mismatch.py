@@ -1,10 +1,11 @@
-"""Why sampler and trainer disagree in bfloat16, taken apart on a real model with plain transformers.
+"""Sources of the mismatch between sampler and trainer in bfloat16, on a real model with plain transformers.
 
-The sampler's way is one token at a time over cached keys and values, the trainer's is one forward of the whole; both
-round to bfloat16, at other places of the same sums. Their tokens' logprobs are compared (k3: mean of exp(d) - 1 - d)
-with logits rounded to bfloat16 or not, and with the stream of residuals in bfloat16 or, through autocast, in float32.
-"exact" is a float32 forward with the same bfloat16 weights. With `--shape` our own engine and trainer are compared on
-random weights instead, with `model.residual_dtype` of either kind, beside what each costs (`own_mismatch.py`).
+The sampler computes one token at a time over a KV cache, the trainer one forward of the whole sequence; both round to
+bfloat16, at different places of the same sums. Their logprobs of the sampled tokens are compared (k3: mean of exp(d) -
+1 - d), with logits rounded to bfloat16 or not, and with the residual stream in bfloat16 or, through autocast, in
+float32. "exact" is a float32 forward with the same bfloat16 weights. With `--shape` Tunesmith's engine and trainer are
+compared on random weights instead, with both values of `model.residual_dtype`, and the cost of each
+(`own_mismatch.py`).
 
     python benchmarks/mismatch.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
     python benchmarks/mismatch.py --shape qwen3-0.6b --device cuda --out results/train_cuda/mismatch_qwen3-0.6b.json
@@ -33,7 +34,7 @@ def compute_k3(sampler_N: Tensor, trainer_N: Tensor) -> dict[str, float]:
 
 
 def run_body(model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None, *, is_wide: bool) -> Tensor:
-    """Hidden states in the model's type; `is_wide` keeps the stream of residuals in float32."""
+    """Hidden states in the dtype of the model; `is_wide` keeps the residual stream in float32."""
     embedded = model.get_input_embeddings()(ids)
     with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=is_wide):
         outputs = model.get_decoder()(
@@ -45,7 +46,7 @@ def run_body(model: PreTrainedModel, ids: Tensor, cache: DynamicCache | None, *,
 def sample(
     model: PreTrainedModel, prompts: Tensor, *, num_tokens: int, is_wide: bool, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Sequences, and the hidden states [R, N, C] that drew their last tokens."""
+    """Sequences, and the hidden states [R, N, C] from which their last tokens were sampled."""
     cache, ids, sequences, hiddens = DynamicCache(), prompts, prompts, []
     for _ in range(num_tokens):
         hiddens.append(run_body(model, ids, cache, is_wide=is_wide)[:, -1])
@@ -87,7 +88,7 @@ def compare(
 
 
 def read_prompts(arguments: argparse.Namespace) -> Tensor:
-    """The ends of a few questions as chats, all of one length, four times each."""
+    """The last tokens of a few rendered questions, cut to one length, four times each."""
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     rows = [
         tokenizer.apply_chat_template(
@@ -100,7 +101,7 @@ def read_prompts(arguments: argparse.Namespace) -> Tensor:
 
 
 def compare_modes(arguments: argparse.Namespace) -> None:
-    """Plain transformers on a real model, logits and residuals of either type."""
+    """Plain transformers on a real model, with logits and residuals in both dtypes."""
     prompts = read_prompts(arguments)
     model, exact = (
         AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16).to(arguments.device, dtype).eval()
@@ -124,7 +125,7 @@ def compare_modes(arguments: argparse.Namespace) -> None:
 
 
 def compare_own(arguments: argparse.Namespace) -> None:
-    """Our engine and our trainer on random weights, residuals of either type."""
+    """Tunesmith's engine and trainer on random weights, with residuals in both dtypes."""
     found = measure_shape(arguments)
     publish(
         name=f"mismatch_{arguments.shape}",
@@ -139,17 +140,19 @@ def compare_own(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of the model")
     parser.add_argument("--model", help="folder of the model")
-    parser.add_argument("--questions", help="jsonl with question")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=48, help="sampled after each prompt")
-    parser.add_argument("--shape", choices=list(SHAPES), help="our engine and trainer on random weights of this shape")
-    parser.add_argument("--sequences", type=int, default=128, help="with --shape")
-    parser.add_argument("--prompt-tokens", type=int, default=64, help="with --shape, of each sequence")
-    parser.add_argument("--new-tokens", type=int, default=128, help="with --shape, of each sequence")
-    parser.add_argument("--repeats", type=int, default=3, help="with --shape, of what is timed")
-    parser.add_argument("--out", help="results/NAME.json")
+    parser.add_argument("--questions", help="JSON lines file with a field question")
+    parser.add_argument("--prompts", type=int, default=4, help="number of questions")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens sampled after each prompt")
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), help="compare engine and trainer on random weights of this shape"
+    )
+    parser.add_argument("--sequences", type=int, default=128, help="with --shape: number of sequences")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="with --shape: prompt tokens per sequence")
+    parser.add_argument("--new-tokens", type=int, default=128, help="with --shape: sampled tokens per sequence")
+    parser.add_argument("--repeats", type=int, default=3, help="with --shape: timed repeats")
+    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     arguments = parser.parse_args()
     files = (arguments.model, arguments.questions)
     if any(files) if arguments.shape is not None else not all(files):

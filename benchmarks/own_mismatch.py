@@ -1,8 +1,8 @@
-"""What our engine and our trainer disagree by on random weights, with residuals of either type, and what each costs.
+"""Mismatch of Tunesmith's engine and trainer on random weights, with residuals in both dtypes, and the cost of each.
 
-Prompts of random ids are answered by the engine; the trainer's first step then compares its logprobs with the engine's,
-as every run does (`mismatch/kl` is k3). Weights are random, so the last norm is scaled until logits spread as widely as
-those of a trained model.
+The engine samples completions of random prompts; the first step of the trainer compares its logprobs with the engine's,
+as in every run (`mismatch/kl` is k3). Because the weights are random, the last norm is scaled until the logits have the
+standard deviation of a trained model's.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Completion, Distribution, DistributionSpan, Sample, Sampling
 
 LOGIT_STD = 4.2
-"""As of SmolLM2-135M on chats."""
+"""Measured with SmolLM2-135M on chat prompts."""
 WARMUP_STEPS = 3
-"""Of the trainer: layers are compiled in the first of them, and rows recorded in those after it."""
+"""Trainer steps before the measurement: the first compiles layers, the next ones capture CUDA graphs of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One type of residuals: the mismatch of a step, and medians of rates."""
+    """Results for one residual dtype: the mismatch of a step, and median speeds."""
 
     k3: float
     max_log_ratio: float
     engine_tokens_per_s: float
     step_s: float
     step_peak_gb: float | None
-    """Memory of a step on a GPU, the engine's included."""
+    """Peak GPU memory of a step, engine included."""
 
 
 def measure_shape(arguments: argparse.Namespace) -> dict[str, Figures]:
-    """Print a line for each type of residuals."""
+    """Measure and print a line for each residual dtype."""
     print(f"{'':<20}{'k3':>10}{'largest log-ratio':>19}{'engine tokens/s':>17}{'step s':>10}{'peak GB':>9}")
     found = {}
     for name, is_wide in (("bfloat16 residuals", False), ("float32 residuals", True)):
@@ -77,7 +77,7 @@ def measure_residuals(arguments: argparse.Namespace, *, is_wide: bool) -> Figure
     answer = build_rollout(engine, prompts, arguments.new_tokens)
     samples = build_samples(prompts, answer())
     engine_s = measure(answer, arguments.repeats, device)
-    # A step so small leaves 16-bit weights as they are, so that every step does the same.
+    # With a learning rate this small 16-bit weights do not change, so all steps do the same work.
     settings = TrainerSection(learning_rate=1e-12, mismatch_warn=1e9, mismatch_stop=1e9)
     num_steps = arguments.repeats + WARMUP_STEPS
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=max_model_len, num_total_steps=num_steps)
@@ -95,7 +95,7 @@ def measure_residuals(arguments: argparse.Namespace, *, is_wide: bool) -> Figure
 
 
 def measure(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Median seconds of work that has run before."""
+    """Median seconds; the caller has warmed `work` up."""
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -108,7 +108,7 @@ def measure(work: Callable[[], object], repeats: int, device: torch.device) -> f
 
 @torch.no_grad()
 def spread_logits(model: PreTrainedModel, prompt: Sequence[int]) -> None:
-    """Scale the last norm until logits have the standard deviation of a trained model's."""
+    """Scale the last norm so that logits have the standard deviation of a trained model's."""
     logits = model(input_ids=torch.tensor([prompt], device=model.device)).logits.float()
     model.get_decoder().norm.weight.mul_(LOGIT_STD / logits.std())
 
@@ -119,7 +119,7 @@ def build_prompts(vocab_size: int, num_sequences: int, num_tokens: int) -> list[
 
 
 def build_rollout(engine: LocalEngine, prompts: Sequence[list[int]], num_tokens: int) -> Callable[[], list[Completion]]:
-    """Every prompt is answered with so many tokens, and nothing is left of the time before."""
+    """A function that samples `num_tokens` tokens for every prompt, starting with an empty KV cache."""
 
     async def generate() -> list[Completion]:
         samplings = [Sampling(max_tokens=num_tokens, seed=index, ignore_eos=True) for index in range(len(prompts))]
@@ -138,7 +138,7 @@ def build_rollout(engine: LocalEngine, prompts: Sequence[list[int]], num_tokens:
 
 
 def build_samples(prompts: Sequence[list[int]], completions: Sequence[Completion]) -> list[Sample]:
-    """Pairs of which one has succeeded."""
+    """Samples in groups of two, one with a positive and one with a negative advantage."""
     samples, distribution = [], Distribution()
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         answer = completion.sampled_ids

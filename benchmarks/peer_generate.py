@@ -1,4 +1,4 @@
-"""Transformers' own samplers as peers of a rollout: `generate` on one batch, and continuous batching."""
+"""Transformers' samplers as peers: `generate` on one batch, and continuous batching."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAD_ID = 0
 
 @contextmanager
 def plain_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """The model with an attention of transformers in place of ours."""
+    """Temporarily replace Tunesmith's attention by one of transformers."""
     ours = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -23,7 +23,7 @@ def plain_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def run_generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
-    """One batch of prompts of one length, sampled at temperature 1."""
+    """Sample one batch of prompts of equal length at temperature 1."""
     ids = torch.tensor(prompts, device=model.device)
     config = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=num_tokens, min_new_tokens=num_tokens,
@@ -35,7 +35,7 @@ def run_generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_t
 
 
 def run_continuous_batching(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
-    """Transformers' `generate_batch`."""
+    """Sample with transformers' `generate_batch`."""
     config = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, max_new_tokens=num_tokens, eos_token_id=-1, pad_token_id=PAD_ID
     )

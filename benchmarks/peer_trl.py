@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer as a peer: seconds of one GRPO step on the same model, prompts and lengths.
+"""TRL's GRPOTrainer as a peer: seconds of a GRPO step on the same model, prompts and lengths.
 
 The fastest settings found for one process: no gradient checkpointing, all completions in one generation batch, no
-reference model (beta 0), one optimizer step a batch.
+reference model (beta 0), one optimizer step per batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run_trl_grpo(
     device: str,
     micro_batch: int,
 ) -> PeerResult:
-    """Train `num_steps` steps after one warm-up step; `micro_batch` completions in one forward and backward."""
+    """Train `num_steps` steps after one warm-up step; each forward and backward has `micro_batch` completions."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer as a peer: seconds and loss of each step on given tokens, from given weights or a given adapter.
 
-The fastest settings found for one process: fused AdamW, no gradient checkpointing, rows in the order they come.
+The fastest settings found for one process: fused AdamW, no gradient checkpointing, rows in file order.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRun:
     seconds_per_step: list[float]
-    """From the end of one step to the end of the next, so without the first step."""
+    """From the end of one step to the end of the next; the first step is missing."""
     losses: list[float]
-    """Of every step, the first included."""
+    """Losses of all steps, including the first."""
 
 
 def run_trl_sft(
@@ -34,10 +34,10 @@ def run_trl_sft(
     learning_rate: float,
     device: str,
 ) -> PeerRun:
-    """Train one epoch over the rows, in order; `labels` are -100 where nothing trains.
+    """Train one epoch over the rows, in order; `labels` are -100 for tokens that do not train.
 
-    A GPU computes in bfloat16. Weights that train are float32 there, as the masters of ours are, or, narrow, bfloat16
-    themselves, which is faster and rounds updates away.
+    A GPU computes in bfloat16. Trained weights are float32 there, as Tunesmith's masters are; with `has_narrow_weights`
+    they are bfloat16, which is faster and rounds updates away.
     """
     import torch
     from datasets import Dataset

@@ -1,8 +1,8 @@
-"""What chat templates cost the host in agents of several turns: with each way of rendering, beside an instant device.
+"""Host cost of chat templates in multi-turn agents, for each way of rendering, with an instant device.
 
-Each agent asks, gets an answer, appends a tool result of its own and asks again. `tokenizer` renders every prompt with
-`apply_chat_template`; `compiled` renders the template that it compiles; `local` also leaves out the messages that the
-text after a reply cannot depend on. All three give the same prompts, which is checked.
+Each agent calls the model, appends the reply and a tool result, and calls again. `tokenizer` renders every prompt with
+`apply_chat_template`; `compiled` renders the template that transformers compiles; `local` also leaves out the messages
+that the text after a reply cannot depend on. The benchmark asserts that all three produce the same prompts.
 
     python benchmarks/render_cost.py --model models/smollm2-135m-instruct --out results/render_cost.json
 """
@@ -38,7 +38,7 @@ TOOL = {
     },
 }
 CONVERSATIONS = (4, 20, 100)
-"""Messages before the last, where rendering alone is timed."""
+"""Numbers of earlier messages for which rendering alone is timed."""
 NUM_DELTAS = 200
 VARIANTS = ("tokenizer", "compiled", "local")
 
@@ -68,7 +68,7 @@ async def ask_in_turns(service: ModelService, agent: int, arguments: argparse.Na
 
 
 def build_run(tokenizer: Any, variant: str, arguments: argparse.Namespace) -> Callable[[int], tuple[float, str]]:
-    """Runs all agents; the processor's seconds, and a digest of all prompts."""
+    """A function that runs all agents and returns the CPU seconds and a digest of all prompts."""
     engine = build_engine(tokenizer, arguments.agents)
     service = ModelService(
         engine,
@@ -91,7 +91,7 @@ def build_run(tokenizer: Any, variant: str, arguments: argparse.Namespace) -> Ca
 
 
 def measure_delta(renderer: Renderer, num_messages: int) -> float:
-    """Microseconds of rendering and encoding what follows a reply in a conversation of so many messages."""
+    """Microseconds to render and encode what follows a reply after `num_messages` messages."""
     roles = ("user", "assistant")
     history = [{"role": roles[i % 2], "content": f"message {i} with a few words"} for i in range(num_messages)]
     best = math.inf
@@ -108,12 +108,12 @@ def measure_delta(renderer: Renderer, num_messages: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder with a tokenizer")
-    parser.add_argument("--agents", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", help="results/NAME.json")
+    parser.add_argument("--model", required=True, help="folder of the tokenizer")
+    parser.add_argument("--agents", type=int, default=64, help="concurrent agents")
+    parser.add_argument("--turns", type=int, default=10, help="turns per agent")
+    parser.add_argument("--new-tokens", type=int, default=48, help="tokens per turn")
+    parser.add_argument("--repeats", type=int, default=3, help="measured repeats")
+    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(arguments.model)
@@ -122,9 +122,9 @@ def main() -> None:
     rates = {}
     runs = {variant: build_run(tokenizer, variant, arguments) for variant in VARIANTS}
     seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for step in range(arguments.repeats + 1):  # in turn, so that what else the machine does falls on all
+    for step in range(arguments.repeats + 1):  # alternating, so that other load on the machine affects all variants
         results = {variant: run(step) for variant, run in runs.items()}
-        assert len({digest for _, digest in results.values()}) == 1, "the ways of rendering differ"
+        assert len({digest for _, digest in results.values()}) == 1, "the variants render different prompts"
         for variant, (elapsed, _) in results.items():
             seconds[variant] += [elapsed] if step else []
     for variant in VARIANTS:
@@ -134,7 +134,7 @@ def main() -> None:
         deltas = {number: measure_delta(renderer, number) for number in CONVERSATIONS}
         details[variant] = {"seconds": seconds[variant], "us_per_call": us_per_call, "us_per_delta": deltas}
         shown = ", ".join(f"{number}: {us:.0f} us" for number, us in deltas.items())
-        print(f"{variant:<10} {us_per_call:>5.0f} us a call, {rates[variant]:>7.0f} tokens/s; after messages {shown}")
+        print(f"{variant:<10} {us_per_call:>5.0f} us per call, {rates[variant]:>7.0f} tokens/s; after messages {shown}")
     publish(
         name="render_cost",
         unit="tokens a second of one core",

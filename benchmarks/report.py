@@ -1,4 +1,4 @@
-"""How benchmarks report: a table to read, one JSON line to parse, and a file with the environment that made it."""
+"""Output of benchmarks: one JSON line to parse, and a result file with the environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate"
 
 
 def describe_environment(device: str) -> dict[str, Any]:
-    """What a reader needs to make the figures again."""
+    """Versions and hardware, needed to reproduce the figures."""
     import torch
 
     versions = {}
@@ -40,7 +40,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 def publish(
     *, name: str, unit: str, ours: float, peers: Mapping[str, float], device: str, details: Any, out: str | None
 ) -> None:
-    """Print the closing JSON line and write it with the environment; a higher figure is better."""
+    """Print the final JSON line and write it with the environment and details; higher figures are better."""
     ratio = ours / max(peers.values()) if peers else None
     line = {"name": name, "unit": unit, "ours": ours, "peers": dict(peers), "ratio": ratio}
     if out is not None:

@@ -1,11 +1,11 @@
-"""Tokens a second of rollouts: decoding alone, through the engine, and through the OpenAI-compatible agent path.
+"""Tokens per second of rollouts: decoding alone, through the engine, and through agents that call the endpoint.
 
-`decode` is the time of 64 tokens of every request from contexts of 128 tokens on, on a GPU, with nothing to admit or to
-end. `engine` samples 256
-tokens with logprobs for each prompt of 128, prefill included. `agents` is the same engine under agents that ask GSM8K
-questions through the endpoint, whose answers end where the model ends them; it also tells what a call costs the
-interpreter. Each figure comes with its floor: the bytes and operations that cannot be left out over what this device
-reaches in a large copy and a large product, and our share of it. Peers run on the same prompts and lengths.
+`decode` samples 64 tokens for every request from contexts of 128 tokens on, on a GPU, with no admission and no stop
+conditions. `engine` samples 256 tokens with logprobs for each prompt of 128 tokens, prefill included. `agents` runs the
+engine under agents that ask GSM8K questions through the endpoint, with answers of the model's own length; it also
+reports the CPU time of a call. Each figure has a floor (the necessary bytes and operations at the speed that this
+device reaches in a large copy and a large matrix product) and the share of it. Peers run on the same prompts and
+lengths.
 
     python benchmarks/rollout.py --shape qwen3-0.6b --sequences 256 512 --out results/rollout_cuda/qwen3-0.6b.json
     python benchmarks/rollout.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl --agents 512
@@ -47,17 +47,17 @@ DECODE_STEPS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """What the device reaches."""
+    """Measured peak speeds of the device."""
 
     flops_per_s: float
-    """In a large product of the model's type."""
+    """Of a large matrix product in the dtype of the model."""
     bytes_per_s: float
-    """In a large copy, read and written."""
+    """Of a large copy, bytes read plus written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """Medians of one work."""
+    """Measurements of one workload."""
 
     tokens_per_s: float
     seconds: list[float]
@@ -80,7 +80,7 @@ def build_model(arguments: argparse.Namespace) -> PreTrainedModel:
 
 
 def measure(work: Callable[[], object], repeats: int, device: str) -> list[float]:
-    """Seconds of each repeat, after one to warm up."""
+    """Seconds of each repeat, after one warm-up."""
     seconds = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -111,10 +111,10 @@ def compute_floor(
     num_steps: int,
     num_prompt_tokens: int,
 ) -> float:
-    """Seconds that no sampler can stay below: prefill, and steps whose contexts grow from `first`.
+    """Lower bound in seconds for any sampler: prefill, and steps whose contexts grow from `first`.
 
-    A step reads each weight that is multiplied once and each key and value of the contexts once, and multiplies each
-    row by each weight; the larger of the two times counts.
+    A step reads each multiplied weight once and each cached key and value once, and multiplies each row by each weight;
+    the larger of the two times counts.
     """
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -151,7 +151,7 @@ def build_engine(model: PreTrainedModel, arguments: argparse.Namespace, num_sequ
 def build_work(
     engine: LocalEngine, prompts: Sequence[list[int]], num_tokens: int, *, device: str
 ) -> Callable[[], None]:
-    """One phase: every prompt is answered with so many tokens, and nothing is left of the phase before."""
+    """A function that samples `num_tokens` tokens for every prompt, starting with an empty KV cache."""
 
     async def generate() -> list[Completion]:
         sampling = Sampling(max_tokens=num_tokens, ignore_eos=True)
@@ -171,7 +171,7 @@ def build_work(
 
 
 def run_engine(model: PreTrainedModel, arguments: argparse.Namespace, ceilings: Ceilings, num_sequences: int) -> Figure:
-    """Whole rollouts."""
+    """Measure whole rollouts through the engine, prefill included."""
     engine = build_engine(model, arguments, num_sequences)
     prompts = build_prompts(model.config.vocab_size, num_sequences, arguments.prompt_tokens, arguments.group)
     num_prompt_tokens = arguments.prompt_tokens * len({id(prompt) for prompt in prompts})
@@ -219,7 +219,7 @@ def build_figure(seconds: list[float], num_tokens: int, floor_s: float, details:
 
 
 def profile(work: Callable[[], object]) -> list[str]:
-    """Where the interpreter spends its time: own seconds, calls, function."""
+    """Profile of the interpreter: own seconds, calls, function."""
     profiler = cProfile.Profile(time.process_time)
     profiler.runcall(work)
     rows = sorted(pstats.Stats(profiler).stats.items(), key=lambda row: -row[1][2])[:20]  # type: ignore[attr-defined]
@@ -227,7 +227,7 @@ def profile(work: Callable[[], object]) -> list[str]:
 
 
 def run_peers(model: PreTrainedModel, arguments: argparse.Namespace, num_sequences: int) -> dict[str, float]:
-    """Tokens a second of transformers on the same weights, prompts and lengths."""
+    """Tokens per second of transformers on the same weights, prompts and lengths."""
     prompts = build_prompts(model.config.vocab_size, num_sequences, arguments.prompt_tokens, arguments.group)
     num_tokens = num_sequences * arguments.new_tokens
     generate_s = measure(lambda: run_generate(model, prompts, arguments.new_tokens), 1, arguments.device)
@@ -248,26 +248,32 @@ def print_figure(name: str, figure: Figure) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="device of the model")
     parser.add_argument("--shape", choices=list(SHAPES), default="smollm2-135m", help="random weights of this shape")
-    parser.add_argument("--model", help="folder of a model, in place of a shape")
-    parser.add_argument("--sequences", type=int, nargs="*", default=[256, 512, 1024])
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--group", type=int, default=1, help="requests that share a prompt")
-    parser.add_argument("--agents", type=int, nargs="*", default=[], help="needs --model and --questions")
-    parser.add_argument("--questions", help="jsonl with the field question")
-    parser.add_argument("--cuda-decode", choices=["compiled", "graphs", "eager"], default="compiled")
-    parser.add_argument("--decode-block", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--profile", action="store_true", help="also tell where interpreter and GPU spend their time")
-    parser.add_argument("--without-peers", action="store_true")
-    parser.add_argument("--peer-sequences", type=int, nargs="*", help="of the sequences; default all")
-    parser.add_argument("--continuous-batching", action="store_true", help="also as a peer")
-    parser.add_argument("--out", help="results/NAME.json")
+    parser.add_argument("--model", help="folder of a model, instead of --shape")
+    parser.add_argument("--sequences", type=int, nargs="*", default=[256, 512, 1024], help="concurrent requests")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens per prompt")
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens sampled per request")
+    parser.add_argument("--group", type=int, default=1, help="number of requests that share a prompt")
+    parser.add_argument(
+        "--agents", type=int, nargs="*", default=[], help="concurrent agents; needs --model and --questions"
+    )
+    parser.add_argument("--questions", help="JSON lines file with a field question")
+    parser.add_argument(
+        "--cuda-decode", choices=["compiled", "graphs", "eager"], default="compiled", help="as engine.cuda_decode"
+    )
+    parser.add_argument("--decode-block", type=int, default=16, help="as engine.decode_block")
+    parser.add_argument("--repeats", type=int, default=3, help="measured repeats")
+    parser.add_argument("--profile", action="store_true", help="also profile the interpreter and the GPU")
+    parser.add_argument("--without-peers", action="store_true", help="do not run transformers")
+    parser.add_argument(
+        "--peer-sequences", type=int, nargs="*", help="values of --sequences at which peers run; default: all"
+    )
+    parser.add_argument("--continuous-batching", action="store_true", help="also run transformers' generate_batch")
+    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     arguments = parser.parse_args()
     if arguments.agents and (arguments.model is None or arguments.questions is None):
-        parser.error("--agents needs --model and --questions: agents read and write text")
+        parser.error("--agents needs --model and --questions, because agents exchange text")
     model, ceilings = build_model(arguments), measure_ceilings(arguments.device)
     figures: dict[str, Figure] = {}
     peers: dict[str, dict[str, float]] = {}
@@ -282,10 +288,10 @@ def main() -> None:
             peers[str(num_sequences)] = run_peers(model, arguments, num_sequences)
             for name, rate in peers[str(num_sequences)].items():
                 print(f"{name + f', {num_sequences} sequences':<44}{rate:>12,.0f}", flush=True)
-        report(arguments, ceilings, figures, peers, {})  # a run that is cut off keeps what it measured
+        report(arguments, ceilings, figures, peers, {})  # an interrupted run keeps its measurements
     agents = {str(count): measure_agents(model, arguments, num_agents=count) for count in arguments.agents}
     for count, result in agents.items():
-        cost = f"{result['cpu_us_per_call']:,.0f} us of CPU a call"
+        cost = f"{result['cpu_us_per_call']:,.0f} us of CPU per call"
         print(f"{f'agents, {count}':<44}{result['tokens_per_s']:>12,.0f}  {cost}")
     print(f"ceilings: {ceilings.flops_per_s / 1e12:.1f} TFLOP/s, {ceilings.bytes_per_s / 1e12:.3f} TB/s")
     report(arguments, ceilings, figures, peers, agents)
@@ -298,7 +304,7 @@ def report(
     peers: dict[str, dict[str, float]],
     agents: dict[str, Any],
 ) -> None:
-    """Print and write what there is so far."""
+    """Print and write the results so far."""
     first = f"engine {arguments.sequences[0]}" if arguments.sequences else None
     publish(
         name=f"rollout_{Path(arguments.model).name if arguments.model else arguments.shape}",

@@ -1,8 +1,8 @@
-"""Tokens a second of supervised fine-tuning, ours and TRL's, and how far their loss curves are apart.
+"""Tokens per second of supervised fine-tuning with Tunesmith and TRL, and the difference of their loss curves.
 
 Both train the same model, or the same new adapter on it, on the same tokens in the same batches and order, with the
-same learning rate and AdamW. Ours takes the path that users take: a file of chat rows and `run_sft`. Tokens are those
-of the rows, prompts included and padding not, over the seconds of all steps after the first ones.
+same learning rate and AdamW. Tunesmith runs as users run it: a file of conversations and `run_sft`. Tokens are those of
+the rows, prompts included and padding excluded, over the seconds of all steps after the warm-up.
 
     python benchmarks/sft.py --device cpu --mode lora --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
 """
@@ -36,17 +36,17 @@ LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What a run took, and what it learned."""
+    """Speed and losses of a run."""
 
     seconds_per_step: list[float]
-    """Of the measured steps."""
+    """Seconds of the measured steps."""
     tokens_per_s: float
     losses: list[float]
-    """Of all steps."""
+    """Losses of all steps."""
 
 
 def write_rows(arguments: argparse.Namespace, folder: Path) -> Path:
-    """Questions and worked answers as conversations."""
+    """Write questions and worked answers as conversations."""
     count = arguments.rows_per_batch * (arguments.warmup + arguments.steps)
     rows = load_json_lines(Path(arguments.questions))[:count]
     assert len(rows) == count, f"{arguments.questions} has {len(rows)} rows, and {count} are needed"
@@ -108,9 +108,9 @@ def run_ours(arguments: argparse.Namespace, config: FinetuneConfig, plan: Finetu
 def run_peers(
     arguments: argparse.Namespace, config: FinetuneConfig, plan: FinetunePlan, start: str | None
 ) -> dict[str, Timing]:
-    """TRL with each micro-batch asked for, padded and, where asked for, padding-free; on a GPU with both weights."""
+    """Run TRL with each requested micro-batch size, padded and optionally padding-free; on a GPU in both dtypes."""
     if importlib.util.find_spec("trl") is None:
-        raise SystemExit("this benchmark compares with TRL: pip install trl, or give --without-peers")
+        raise SystemExit("this benchmark compares with TRL: pip install trl, or pass --without-peers")
     token_ids = [list(sample.token_ids) for sample in plan.samples]
     labels = [
         [token if is_sampled else -100 for token, is_sampled in zip(sample.token_ids, sample.is_sampled, strict=True)]
@@ -155,7 +155,7 @@ def measure(arguments: argparse.Namespace, plan: FinetunePlan, seconds: list[flo
 
 
 def compare_losses(ours: Timing, peers: dict[str, Timing]) -> dict[str, list[float]]:
-    """Difference of the losses of each step, by peer."""
+    """Absolute difference of the loss of each step, by peer."""
     return {
         name: [abs(one - other) for one, other in zip(ours.losses, peer.losses, strict=True)]
         for name, peer in peers.items()
@@ -163,28 +163,32 @@ def compare_losses(ours: Timing, peers: dict[str, Timing]) -> dict[str, list[flo
 
 
 def describe_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings, with files by name: where they lie is nobody's business."""
+    """The settings, with file names instead of paths."""
     named = {key: Path(value).name for key, value in vars(arguments).items() if key in {"model", "questions"}}
     return {key: value for key, value in vars(arguments).items() if key != "out"} | named
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--mode", default="lora", choices=["full", "lora", "qlora"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of all runs")
+    parser.add_argument("--mode", default="lora", choices=["full", "lora", "qlora"], help="what is trained")
     parser.add_argument("--model", required=True, help="folder of the model")
-    parser.add_argument("--questions", required=True, help="jsonl with question and answer")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of our weights")
-    parser.add_argument("--rows-per-batch", type=int, default=8, help="conversations of one update")
+    parser.add_argument("--questions", required=True, help="JSON lines file with question and answer")
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="dtype of Tunesmith's weights"
+    )
+    parser.add_argument("--rows-per-batch", type=int, default=8, help="conversations per update")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before them, at least 1")
-    parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--max-tokens-per-row", type=int, default=16384, help="tokens that ours computes at once")
-    parser.add_argument("--trainer", action="append", metavar="KEY=VALUE", help="other knobs of our trainer")
-    parser.add_argument("--trl-micro-batch", type=int, action="append", help="may repeat; default the whole batch")
-    parser.add_argument("--trl-padding-free", action="store_true", help="also let TRL put rows side by side")
-    parser.add_argument("--without-peers", action="store_true")
-    parser.add_argument("--out", help="results/NAME.json")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before the measured ones, at least 1")
+    parser.add_argument("--max-model-len", type=int, default=1024, help="longest conversation in tokens")
+    parser.add_argument("--max-tokens-per-row", type=int, default=16384, help="as trainer.max_tokens_per_row")
+    parser.add_argument("--trainer", action="append", metavar="KEY=VALUE", help="other keys of the trainer section")
+    parser.add_argument(
+        "--trl-micro-batch", type=int, action="append", help="micro-batch of TRL; repeatable; default: the whole batch"
+    )
+    parser.add_argument("--trl-padding-free", action="store_true", help="also run TRL padding-free")
+    parser.add_argument("--without-peers", action="store_true", help="do not run TRL")
+    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Models of real sizes with random weights: right for speed, and nothing has to be downloaded."""
+"""Models of real sizes with random weights, for speed measurements without downloads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPES: dict[str, PretrainedConfig] = {
 
 
 def build_random_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Always the same weights."""
+    """Build a model of the shape; the weights are always the same."""
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(copy.deepcopy(SHAPES[shape]), dtype=dtype, attn_implementation="sdpa")
@@ -45,6 +45,6 @@ def build_random_model(shape: str, *, dtype: torch.dtype, device: torch.device) 
 
 
 def save_random_model(shape: str, folder: Path, *, tokenizer: str, device: torch.device) -> None:
-    """A bfloat16 model folder with somebody else's tokenizer, whose ids must fit the vocabulary."""
+    """Save a bfloat16 model with the tokenizer of another model, whose ids must fit the vocabulary."""
     build_random_model(shape, dtype=torch.bfloat16, device=device).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)

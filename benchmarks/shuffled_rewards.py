@@ -1,11 +1,11 @@
-"""Negative control: with rewards dealt out at random nothing is learned.
+"""Negative control: with randomly permuted rewards nothing is learned.
 
     python benchmarks/bots_pocket.py --out graded
     python benchmarks/shuffled_rewards.py --config graded/run.yaml --data graded/tasks.jsonl --seeds 3 --out FILE
 
 Each seed trains twice from the same model on the same tasks: with the judge's rewards, and with the rewards of each
-step shuffled over all its runs. The shuffled rewards have the same values, groups have variance, updates are as large;
-only what they say is gone. The figure is the gain in held-out accuracy, in points.
+step shuffled over all its trajectories. The shuffled rewards have the same values, groups have variance and updates are
+as large, but the rewards carry no information. The figure is the gain in held-out accuracy, in points.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tunesmith.types import Group
 
 
 def shuffle_rewards(groups: Sequence[Group], *, seed: int) -> tuple[list[Group], dict[str, float]]:
-    """Deal the step's rewards out anew over all scored runs."""
+    """Permute the rewards of the step over all scored trajectories."""
     rewards = [run.reward for group in groups for run in group.scored]
     random.Random(f"{seed}-{groups[0].task.index}-{len(rewards)}").shuffle(rewards)
-    dealt = iter(rewards)
+    shuffled = iter(rewards)
     return [
         replace(
             group,
             trajectories=tuple(
-                run if run.reward is None else replace(run, reward=next(dealt)) for run in group.trajectories
+                run if run.reward is None else replace(run, reward=next(shuffled)) for run in group.trajectories
             ),
         )
         for group in groups
@@ -43,7 +43,7 @@ def shuffle_rewards(groups: Sequence[Group], *, seed: int) -> tuple[list[Group],
 
 
 def train_one(arguments: argparse.Namespace, *, is_shuffled: bool, seed: int) -> dict[str, Any]:
-    """One run: held-out accuracy before and after, and the mean norm of the gradient."""
+    """Train one run; returns held-out accuracies and the mean gradient norm."""
     operators = [{"name": "shuffled_rewards:shuffle_rewards", "args": {"seed": seed}}] if is_shuffled else []
     config = load_run_file(
         arguments.config,
@@ -71,12 +71,14 @@ def train_one(arguments: argparse.Namespace, *, is_shuffled: bool, seed: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out")
+    parser.add_argument("--config", required=True, help="run file")
+    parser.add_argument("--data", required=True, help="training tasks")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of them")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="override a key"
+    )
+    parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
     details: dict[str, list[dict[str, Any]]] = {"judged": [], "shuffled": []}
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
@@ -93,7 +95,7 @@ def main() -> None:
         name="shuffled_rewards", unit="points of held-out accuracy gained", ours=gains["judged"], peers={},
         device=load_run_file(arguments.config).model.device, details={"gains": gains, **details}, out=arguments.out,
     )  # fmt: skip
-    print(f"gained with shuffled rewards: {gains['shuffled']:.1f} points")
+    print(f"gain with shuffled rewards: {gains['shuffled']:.1f} points")
 
 
 if __name__ == "__main__":

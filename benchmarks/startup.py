@@ -1,9 +1,9 @@
-"""Seconds from typing a command to its error, or to the first line of its run, for one or several source trees.
+"""Seconds from the start of a command to its error, or to the first line of its run, for one or more source trees.
 
     python benchmarks/startup.py --tree before=/path/to/old/checkout --tree after=. --out results/startup.json
 
-Each command runs `--repeats` times in a process of its own, the trees in turn; the least is reported, as wall time and
-as CPU time of the process, which other programs on the machine disturb less. A run is stopped at its first line.
+Each command runs `--repeats` times in its own process, alternating between trees. The minimum is reported, as wall time
+and as CPU time, which other programs on the machine affect less. A run is killed at its first line.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COMMANDS = {
 
 
 def write_inputs(folder: Path) -> None:
-    """A run file with everything it names."""
+    """Write a run file and everything it names."""
     subprocess.run(
         [sys.executable, "-m", "tunesmith", "model", "prepare", "pocket", "--out", "model"],
         cwd=folder, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(Path.cwd())},
@@ -58,14 +58,14 @@ def write_inputs(folder: Path) -> None:
 
 
 def time_command(tree: Path, arguments: list[str], folder: Path) -> tuple[float, float]:
-    """Wall and CPU seconds to the first line that the command prints."""
+    """Wall and CPU seconds until the first line that the command prints."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "tunesmith", *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env=os.environ | {"PYTHONPATH": str(tree)},
     )  # fmt: skip
     assert process.stdout is not None
-    while not process.stdout.readline().strip():  # empty lines say nothing
+    while not process.stdout.readline().strip():  # skip empty lines
         assert process.poll() is None, arguments
     wall = time.perf_counter() - started
     process.send_signal(signal.SIGKILL)
@@ -76,9 +76,11 @@ def time_command(tree: Path, arguments: list[str], folder: Path) -> tuple[float,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", action="append", required=True, metavar="NAME=FOLDER", help="checkout to time")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", help="json file to write")
+    parser.add_argument(
+        "--tree", action="append", required=True, metavar="NAME=FOLDER", help="checkout to time; repeatable"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each command")
+    parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
     trees = {name: Path(folder).resolve() for name, _, folder in (each.partition("=") for each in arguments.tree)}
     samples: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in COMMANDS}

@@ -1,8 +1,8 @@
-"""Seconds of a whole GRPO step, ours and TRL's: rollouts, rewards, advantages, update.
+"""Seconds of a whole GRPO step with Tunesmith and TRL: rollouts, rewards, advantages, update.
 
 Both train the same model on the same questions with the same number of tasks, rollouts, new tokens, learning rate and
-sampling temperature, plain AdamW and no reference model. Ours takes the path that users take: an async workflow that
-calls the OpenAI-compatible endpoint in process. The figure is steps an hour, so that higher is better.
+sampling temperature, plain AdamW and no reference model. Tunesmith runs as users run it: an async workflow that calls
+the OpenAI-compatible endpoint in process. The figure is steps per hour, so that higher is better.
 
     python benchmarks/step.py --device cpu --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
     python benchmarks/step.py --device cuda --model models/smollm2-135m-instruct --shape qwen3-0.6b --tasks 64 ...
@@ -51,12 +51,12 @@ async def judge(task: dict[str, Any], response: str) -> JudgeOutput:
 
 
 def score(response: str, answer: str) -> float:
-    """Right or wrong, and a little for brevity, so that groups have variance before anything is learned."""
+    """1 for a correct answer, minus a small length penalty, so that groups have variance from the start."""
     return float(score_numeric(response, answer) or 0.0) - 1e-4 * len(response)
 
 
 def load_questions(path: str, *, num_shots: int) -> list[dict[str, str]]:
-    """Questions, each behind the same worked examples: the last rows of the file."""
+    """Questions with the same worked examples before each: the last rows of the file."""
     rows = load_json_lines(Path(path))
     shots = "".join(f"{row['question']}\n{row['answer']}\n\n" for row in rows[len(rows) - num_shots :])
     return [
@@ -66,7 +66,7 @@ def load_questions(path: str, *, num_shots: int) -> list[dict[str, str]]:
 
 
 def run_ours(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> list[dict[str, float]]:
-    """Metrics of each step, the warm-up step first."""
+    """Metrics of each step, starting with the warm-up step."""
     config = build_config(
         {
             "model": {
@@ -138,30 +138,32 @@ def run_trl(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> d
 
 
 def describe_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings, with files by name: where they lie is nobody's business."""
+    """The settings, with file names instead of paths."""
     named = {key: Path(value).name for key, value in vars(arguments).items() if key in {"model", "questions"}}
     return {key: value for key, value in vars(arguments).items() if key != "out"} | named
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of all runs")
     parser.add_argument("--model", required=True, help="folder of the model")
     parser.add_argument(
-        "--shape", choices=list(SHAPES), help="random weights of this shape, with the model's tokenizer"
+        "--shape", choices=list(SHAPES), help="random weights of this shape, with the tokenizer of --model"
     )
-    parser.add_argument("--questions", required=True, help="jsonl with question and answer")
-    parser.add_argument("--tasks", type=int, default=4)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--questions", required=True, help="JSON lines file with question and answer")
+    parser.add_argument("--tasks", type=int, default=4, help="tasks per step")
+    parser.add_argument("--group", type=int, default=8, help="rollouts per task")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="most tokens per rollout")
+    parser.add_argument("--max-model-len", type=int, default=1024, help="as model.max_model_len")
     parser.add_argument("--shots", type=int, default=0, help="worked examples before each question")
     parser.add_argument("--steps", type=int, default=3, help="measured steps after one warm-up step")
-    parser.add_argument("--trl-steps", type=int, help="measured steps of TRL; default as ours")
-    parser.add_argument("--learning-rate", type=float, default=1e-6)
-    parser.add_argument("--trl-micro-batch", type=int, action="append", help="may repeat; default the whole batch")
-    parser.add_argument("--without-peers", action="store_true")
-    parser.add_argument("--out", help="results/NAME.json")
+    parser.add_argument("--trl-steps", type=int, help="measured steps of TRL; default: --steps")
+    parser.add_argument("--learning-rate", type=float, default=1e-6, help="constant learning rate")
+    parser.add_argument(
+        "--trl-micro-batch", type=int, action="append", help="micro-batch of TRL; repeatable; default: the whole batch"
+    )
+    parser.add_argument("--without-peers", action="store_true", help="do not run TRL")
+    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(1)

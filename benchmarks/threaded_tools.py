@@ -1,9 +1,9 @@
-"""Agents of two turns whose tool waits between them: in a coroutine, in threads of the loop's, in a pool of their own.
+"""Agents of two turns with a slow tool between them: as a coroutine, in `asyncio.to_thread`, or in the user's own pool.
 
     python benchmarks/threaded_tools.py --out results/threaded_tools.json [--before BEFORE.json]
 
-A tool in a thread should cost no more than one that is awaited. The model is the pocket model with random weights, on
-one thread of a CPU. `--before` takes the figures of an earlier version, made by this script, into the results.
+A tool in a thread should take no longer than one that is awaited. The model is the pocket model with random weights, on
+one CPU thread. `--before` includes the figures of an earlier version, written by this script, in the results.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from report import publish
 from tunesmith.config import RolloutSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.prepare import prepare_model
-from tunesmith.pipeline.session.actors import collect_groups, load_stage
+from tunesmith.pipeline.session.actors import load_actors
+from tunesmith.rollout.actors import run_tasks
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.types import Group, Task, WorkflowOutput
 
-GROUP = 8
+GROUP_SIZE = 8
 
 Tool = Callable[[], Awaitable[None]]
 
 
 def build_tools(seconds: float, num_runs: int) -> dict[str, Tool]:
-    """The ways in which a tool may wait."""
+    """Implementations of the slow tool."""
     pool = ThreadPoolExecutor(num_runs)
 
     def search() -> None:
@@ -66,13 +67,13 @@ def build_workflow(tool: Tool) -> Callable[..., Awaitable[WorkflowOutput]]:
 
 
 def measure(tool: Tool, arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Seconds of each step's rollouts in one run; in the first the loop learns which functions are slow."""
+    """Seconds of the rollouts of each step; in the first step the event loop detects which functions are slow."""
     config = RunConfig(
         model={"path": model, "device": "cpu", "max_model_len": 256, "max_tokens": arguments.new_tokens},
         engine={"kv_cache_tokens": 32768},
         rollout=RolloutSection(chat_model="openai"),
     )
-    stage = load_stage(
+    _, actors = load_actors(
         config,
         workflow=build_workflow(tool),
         judge=None,
@@ -80,17 +81,17 @@ def measure(tool: Tool, arguments: argparse.Namespace, model: str) -> dict[str, 
     )
     tasks = [
         Task(task_id=f"t/{i}", index=i, row={"question": f"Tom has {i} apples. How many?"})
-        for i in range(arguments.runs // GROUP)
+        for i in range(arguments.runs // GROUP_SIZE)
     ]
 
     async def run() -> tuple[list[float], list[Group]]:
         seconds, groups = [], []
         for step in range(arguments.steps):
-            stage.policy.engine.resume(step)
+            actors.engine.resume(step)
             started = time.perf_counter()
-            groups = await collect_groups(stage, tasks, group_size=GROUP, seed=0, step=step)
+            groups = await run_tasks(actors, tasks, group_size=GROUP_SIZE, seed=0, step=step)
             seconds.append(time.perf_counter() - started)
-            stage.policy.engine.pause()
+            actors.engine.pause()
         return seconds, groups
 
     seconds, groups = run_lockstep(run())
@@ -101,12 +102,12 @@ def measure(tool: Tool, arguments: argparse.Namespace, model: str) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=64)
-    parser.add_argument("--tool-s", type=float, default=0.5)
-    parser.add_argument("--new-tokens", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--before", help="results of an earlier version")
-    parser.add_argument("--out")
+    parser.add_argument("--runs", type=int, default=64, help="rollouts per step")
+    parser.add_argument("--tool-s", type=float, default=0.5, help="duration of the tool in seconds")
+    parser.add_argument("--new-tokens", type=int, default=24, help="tokens per turn")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps")
+    parser.add_argument("--before", help="result file of an earlier version")
+    parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

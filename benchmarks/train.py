@@ -1,9 +1,10 @@
-"""Tokens a second of forward and backward, ours and plain transformers', on random weights of real shapes.
+"""Tokens per second of forward and backward, of Tunesmith and plain transformers, on random weights of real shapes.
 
-Works: rows of 512 tokens packed to 16k, one row of 16k, and a GRPO batch (16 prompts of about 100 tokens with 8 answers
-of 256). Every answer token is trained under GRPO's loss; tokens that samples share count as often as samples have them.
-The peers are the same architecture with transformers' own SDPA attention on padded rows and its own loss, eager and
-with compiled layers. The table ends with what the device reaches in a large product and a large copy.
+Workloads: rows of 512 tokens packed to 16k, one row of 16k, and a GRPO batch (16 prompts of about 100 tokens with 8
+completions of 256). Every completion token is trained with GRPO's loss; a token shared by several samples counts once
+per sample. The peers are the same architecture with transformers' SDPA attention on padded rows and its own loss, eager
+and with compiled layers. The table ends with the speed that the device reaches in a large matrix product and a large
+copy.
 
     python benchmarks/train.py --shape qwen3-0.6b --out results/train_cuda/qwen3-0.6b.json
 """
@@ -42,12 +43,12 @@ from tunesmith.types import Distribution, DistributionSpan, Sample
 
 WORKS = ("packed", "long", "grpo")
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
-"""Dense bfloat16, by data sheet."""
+"""Dense bfloat16, from the data sheet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """Medians of one way to train one work."""
+    """Medians of one implementation on one workload."""
 
     seconds: float
     tokens_per_s: float
@@ -74,7 +75,7 @@ def build_samples(work: str, vocab_size: int) -> list[Sample]:
 
 
 def build_sample(ids: list[int], num_prompt: int, group: int, trajectory: int, vocab_size: int) -> Sample:
-    """Logprobs are those of a model that knows nothing."""
+    """A sample whose recorded logprobs are those of the uniform distribution."""
     mask, distribution = [time >= num_prompt for time in range(len(ids))], Distribution()
     advantage = 1.0 if trajectory % 2 else -0.7
     return Sample(
@@ -90,7 +91,7 @@ def build_sample(ids: list[int], num_prompt: int, group: int, trajectory: int, v
 
 
 def count_flops(config: PretrainedConfig, rows: list[Trie]) -> float:
-    """Operations of forward and backward that are needed: products of matrices, and pairs of tokens that attend."""
+    """Necessary operations of forward and backward: matrix products, and attention over token pairs."""
     heads, size = config.num_attention_heads, getattr(config, "head_dim", None) or 0
     size = size or config.hidden_size // heads
     attention = config.hidden_size * size * 2 * (heads + config.num_key_value_heads)
@@ -103,7 +104,7 @@ def count_flops(config: PretrainedConfig, rows: list[Trie]) -> float:
 
 
 def measure(run: Callable[[], object], *, num_repeats: int) -> tuple[float, float]:
-    """Median seconds after three runs to warm up, and the peak of memory in GB."""
+    """Median seconds after three warm-up runs, and peak memory in GB."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -129,13 +130,13 @@ def pack(model: PreTrainedModel, samples: list[Sample], settings: TrainerSection
 def run_ours(
     model: PreTrainedModel, samples: list[Sample], *, num_repeats: int, has_graphs: bool, has_profile: bool
 ) -> tuple[Result, list[str]]:
-    """Forward and backward as the trainer makes them, the build of rows included, and their kernels."""
+    """Forward and backward as in the trainer, including the construction of rows, and the kernel profile."""
     settings, algorithm = TrainerSection(), resolve_algorithm(AlgorithmSection())
     rows = pack(model, samples, settings)
     chunk_tokens = choose_chunk_tokens(model)
     preparation = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=chunk_tokens)
 
-    optimizer = MasterAdamW(model, settings)  # it makes gradients float32
+    optimizer = MasterAdamW(model, settings)  # creates float32 gradients
     graphs = RowGraphs(model) if has_graphs else None
 
     def run() -> None:
@@ -160,7 +161,7 @@ def build_result(
 
 
 def run_peer(model: PreTrainedModel, samples: list[Sample], *, num_repeats: int) -> Result:
-    """Transformers' forward on padded rows with its cross-entropy on all trained tokens, and the backward."""
+    """Forward and backward of transformers on padded rows, with its cross-entropy on all trained tokens."""
     length = max(len(sample.token_ids) for sample in samples)
     ids = torch.zeros((len(samples), length), dtype=torch.long, device="cuda")
     labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
@@ -182,7 +183,7 @@ def run_peer(model: PreTrainedModel, samples: list[Sample], *, num_repeats: int)
 
 
 def measure_optimizer(model: PreTrainedModel, *, num_repeats: int) -> float:
-    """Seconds of norm, clipping, AdamW on float32 masters and the copy back."""
+    """Seconds of gradient norm, clipping, AdamW on float32 masters and the copy to the weights."""
     optimizer = MasterAdamW(model, TrainerSection())
 
     def update() -> float:
@@ -205,7 +206,7 @@ def measure_step(model: PreTrainedModel, samples: list[Sample], *, num_repeats: 
 
 
 def measure_ceilings() -> dict[str, float]:
-    """FLOP/s of a large bfloat16 product and bytes/s of a large copy, read and written."""
+    """FLOP/s of a large bfloat16 matrix product, and bytes/s (read plus written) of a large copy."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     source = torch.empty(2**30, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
@@ -238,7 +239,7 @@ def run_work(arguments: argparse.Namespace, model: PreTrainedModel, work: str) -
             f"{result.flops_per_s / 1e12:>8.0f} TFLOP/s{mfu}{result.peak_gb:>8.1f} GB",
             flush=True,
         )
-    print(f"{work:<8}{'whole step of the trainer':<32}{step_s * 1e3:>10.1f} ms", flush=True)
+    print(f"{work:<8}{'whole trainer step':<32}{step_s * 1e3:>10.1f} ms", flush=True)
     described = {
         name: {
             "seconds": result.seconds,
@@ -254,17 +255,17 @@ def run_work(arguments: argparse.Namespace, model: PreTrainedModel, work: str) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--work", action="append", choices=WORKS, help="may repeat; default all")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b", help="random weights of this shape")
+    parser.add_argument("--work", action="append", choices=WORKS, help="workload; repeatable; default: all")
+    parser.add_argument("--repeats", type=int, default=5, help="measured repeats")
+    parser.add_argument("--without-peers", action="store_true", help="do not run transformers")
     parser.add_argument(
         "--row-graphs",
         action=argparse.BooleanOptionalAction,
-        help="as trainer.has_row_graphs, small models by default",
+        help="as trainer.has_row_graphs; default: small models only",
     )
-    parser.add_argument("--profile", action="store_true", help="also tell where the GPU spends its time")
-    parser.add_argument("--out", help="results/NAME.json")
+    parser.add_argument("--profile", action="store_true", help="also profile the GPU")
+    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     arguments = parser.parse_args()
     model = build_random_model(arguments.shape, dtype=torch.bfloat16, device=torch.device("cuda"))
     use_plan_attention(model)

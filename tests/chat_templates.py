@@ -1,4 +1,4 @@
-"""Chat templates in the styles of well-known model families, written for these tests."""
+"""Chat templates in the style of well-known model families, written for these tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ CHATML = """{% for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-"""As SmolLM2: a default system message, no tools, any role name is shown as it is."""
+"""As SmolLM2: a default system message, no tools, any role name is rendered verbatim."""
 
 _QWEN_TOOLS = """{%- if tools %}
 {{- '<|im_start|>system\\n' }}
@@ -75,7 +75,7 @@ QWEN3 = (
 THINKING = QWEN25.replace(
     "{{- '<|im_start|>assistant\\n' }}{% endif %}", "{{- '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
 )
-"""As reasoning models: the prompt opens the reasoning."""
+"""As reasoning models: the generation prompt opens the reasoning."""
 
 LLAMA3 = """{{- bos_token }}
 {%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}
@@ -98,7 +98,7 @@ LLAMA3 = """{{- bos_token }}
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
-"""As Llama 3.1: calls as bare JSON and one at a time, tools in the first user message."""
+"""As Llama 3.1: tool calls as bare JSON, one per message; tools in the first user message."""
 
 GEMMA2 = """{{ bos_token }}
 {%- if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}

@@ -1,6 +1,6 @@
-"""What every test runs under: one torch thread, no network, property tests that repeat, no GPU test without a GPU.
+"""Settings of all tests: one torch thread, no network, deterministic property tests, GPU tests skipped without a GPU.
 
-A run ends with lines that say which tests were skipped, grouped by the reason.
+The terminal summary lists the skipped tests, grouped by reason.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def pocket_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The pocket model, untrained, as a folder."""
+    """Folder of the pocket model with random weights."""
     from tunesmith.model.prepare import prepare_model
 
     return str(prepare_model("pocket", tmp_path_factory.mktemp("models") / "pocket"))

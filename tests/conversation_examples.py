@@ -1,4 +1,4 @@
-"""A conversation with a tool call, as rows of demonstrations hold it."""
+"""A row of a demonstration file: a conversation with a tool call, and its tools."""
 
 TOOL = {"type": "function", "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "calculate", "arguments": '{"expression": "6 * 7"}'}}

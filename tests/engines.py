@@ -1,4 +1,4 @@
-"""Engines over tiny models, and the independent forward that their answers are compared with."""
+"""Engines with tiny models, and an independent forward to compare their output with."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.types import Completion, Distribution, Sampling
 
 TOKENIZER = build_chat_tokenizer("{{ messages }}")
-TOKENIZER.eos_token = None  # completions here end by length
+TOKENIZER.eos_token = None  # so that completions end by length
 GREEDY = Distribution(temperature=0)
 
 
 def build_engine(
     model: PreTrainedModel | str = "llama", *, max_model_len: int = 128, **settings: object
 ) -> LocalEngine:
-    """An engine with small pages on a copy of the tiny model."""
+    """An engine with small KV-cache blocks on a copy of the tiny model."""
     if isinstance(model, str):
         model = copy.deepcopy(build_tiny(model))
         use_plan_attention(model)
@@ -40,7 +40,7 @@ def build_prompts(*lengths: int) -> list[list[int]]:
 
 
 def generate_all(engine: LocalEngine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-    """All prompts at once, each with its index as its seed."""
+    """Sample all prompts concurrently, each with its index as the seed."""
 
     async def run() -> list[Completion]:
         samplings = [dataclasses.replace(sampling, seed=index) for index in range(len(prompts))]
@@ -51,5 +51,5 @@ def generate_all(engine: LocalEngine, prompts: Sequence[Sequence[int]], sampling
 
 @torch.no_grad()
 def compute_reference_logits(model: PreTrainedModel, prompt: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
-    """Logits [N, V] from which each sampled token was drawn, by one plain forward."""
+    """Logits [N, V] of the sampled tokens' positions, from one plain forward."""
     return model(input_ids=torch.tensor([[*prompt, *sampled]])).logits[0, len(prompt) - 1 : -1].float()

@@ -1,4 +1,4 @@
-"""Tiny random models of the families that are exported as GGUF, each with a byte-level BPE tokenizer of its own."""
+"""Tiny random models of the families that can be exported as GGUF, each with its byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QWEN2_PATTERN = (
 )
 LLAMA3_PATTERN = QWEN2_PATTERN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 NUM_EMBEDDINGS = 416
-"""More than the tokenizers have tokens."""
+"""Larger than the vocabularies of the tokenizers."""
 SIZES: dict[str, Any] = {
     "vocab_size": NUM_EMBEDDINGS,
     "hidden_size": 64,
@@ -85,7 +85,7 @@ TOKENIZERS = {
 
 
 def build_pre_tokenizer(name: str) -> PreTokenizer:
-    """The splitting that llama.cpp knows by this name."""
+    """The pre-tokenizer that llama.cpp has under this name."""
     if name == "gpt-2":
         return ByteLevel(add_prefix_space=False)
     if name == "smollm":
@@ -96,7 +96,7 @@ def build_pre_tokenizer(name: str) -> PreTokenizer:
 
 
 def build_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of that splitting; `llama-bpe` adds a beginning of sequence, as Llama 3 does."""
+    """A tokenizer with that pre-tokenizer; `llama-bpe` adds a beginning-of-sequence token, as Llama 3 does."""
     backend = Tokenizer(BPE(ignore_merges=name == "llama-bpe"))
     backend.pre_tokenizer = build_pre_tokenizer(name)
     backend.decoder = decoders.ByteLevel()
@@ -128,10 +128,12 @@ def build_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 
 def build_random_model(config: PreTrainedConfig, *, seed: int = 0, std: float = 0.12) -> PreTrainedModel:
-    """A model with weights, biases and norms that all matter."""
+    """A model in which all weights, biases and norms affect the output."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()  # saving writes into the config
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config)
+        ).eval()  # from_config keeps the config, and saving changes it
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=std)
@@ -139,7 +141,7 @@ def build_random_model(config: PreTrainedConfig, *, seed: int = 0, std: float = 
 
 
 def save_tiny(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
-    """The Hugging Face folder of one of CONFIGS."""
+    """Save one of CONFIGS with its tokenizer as a Hugging Face folder."""
     build_random_model(CONFIGS[name]).to(dtype).save_pretrained(folder)
     build_tokenizer(TOKENIZERS[name]).save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Small stand-ins that several tests share."""
+"""Fakes that several tests share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tunesmith.types import Completion, OnTokens, Sampling, StopReason
 
 @contextmanager
 def full_disk(num_bytes: int) -> Iterator[None]:
-    """The system refuses to let any file of this process grow past `num_bytes`, as a full disk does."""
+    """Writes fail once a file of this process exceeds `num_bytes`, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -25,7 +25,7 @@ def full_disk(num_bytes: int) -> Iterator[None]:
 
 
 def build_chat_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of some 400 tokens with the special tokens of several model families."""
+    """A byte-level tokenizer of about 400 tokens with the special tokens of several model families."""
     words = "the user asks what is and you may call a function result name arguments calculator tool response assistant"
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -45,11 +45,11 @@ def build_chat_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
 
 
 Script = Callable[[tuple[int, ...], Sampling, tuple[int, ...]], Sequence[int]]
-"""Prompt ids, sampling and order of a request -> the ids that the engine samples."""
+"""Maps prompt ids, sampling and order of a request to the ids that the engine samples."""
 
 
 class FakeEngine:
-    """An engine that samples what a script says, one token a turn of the event loop, and keeps a ledger of it."""
+    """An engine that samples the tokens of a script, one per iteration of the event loop, and records them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, script: Script, *, max_model_len: int = 100_000) -> None:
         self._tokenizer = tokenizer
@@ -58,7 +58,7 @@ class FakeEngine:
         self.policy_version = 0
         self.requests: list[tuple[tuple[int, ...], Sampling, tuple[int, ...]]] = []
         self.ledger: list[tuple[tuple[int, ...], list[int]]] = []
-        """For each request its prompt and what was sampled, to compare with what was recorded."""
+        """Prompt and sampled ids of each request, to compare with the recorded turns."""
 
     async def generate(
         self,
@@ -113,7 +113,7 @@ class FakeEngine:
 
 
 def say(tokenizer: PreTrainedTokenizerFast, *replies: str) -> Script:
-    """A script that gives the replies in turn, each ended by the end-of-sequence token; the last one repeats."""
+    """A script that samples the replies in order, each with the end-of-sequence token; the last one repeats."""
     rest = list(replies)
 
     def script(prompt_ids: tuple[int, ...], sampling: Sampling, order: tuple[int, ...]) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""GGUF files of the tiny models, written by the package, right or wrong on purpose."""
+"""GGUF files of the tiny models, written by the package, valid or deliberately invalid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunesmith.pipeline.export.gguf.writer import GgufHeader, write_gguf
 
 
 def build_header(model: PreTrainedModel, tokenizer: str = "qwen2", **architecture: object) -> GgufHeader:
-    """The header of a model with one of the tiny tokenizers; fields of its architecture may be falsified."""
+    """The header of a model with one of the tiny tokenizers; keyword arguments overwrite fields of its architecture."""
     return GgufHeader(
         name="tiny",
         license="mit",
@@ -24,7 +24,7 @@ def build_header(model: PreTrainedModel, tokenizer: str = "qwen2", **architectur
 
 
 def write_tiny_gguf(name: str, path: Path, *, file_type: str = "f32", **architecture: object) -> PreTrainedModel:
-    """Write one of CONFIGS and return the model."""
+    """Write one of CONFIGS as a GGUF file and return the model."""
     model = build_random_model(CONFIGS[name])
     write_gguf(path, model, build_header(model, TOKENIZERS[name], **architecture), file_type=file_type)
     return model

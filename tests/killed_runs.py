@@ -1,4 +1,4 @@
-"""Commands that tests start and kill, and what their runs logged."""
+"""Start and kill `tunesmith` commands in tests, and read the metrics of their runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Zygote:
-    """Starts `tunesmith` commands in `folder` without importing everything again."""
+    """Runs `tunesmith` commands in `folder`, forked from a process that has imported everything (`zygote.py`)."""
 
     def __init__(self, folder: Path) -> None:
         script = Path(__file__).parent / "zygote.py"

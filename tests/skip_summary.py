@@ -1,4 +1,4 @@
-"""The closing lines of a test run: which tests did not run, and why."""
+"""A section of pytest's terminal summary: which tests did not run, and why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which groups of tests were skipped and why; a file that is skipped as a whole counts as one."""
+    """List skipped tests by reason and file; a file that is skipped as a whole counts as one."""
     files: dict[str, Counter[str]] = defaultdict(Counter)
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -20,7 +20,7 @@ class Scale:
         self.factor = factor
 
 
-class Callable:
+class Power:
     def __call__(self, value, *, power: int = 1):
         return value**power
 
@@ -28,7 +28,7 @@ class Callable:
 def test_arguments_are_bound_to_functions_classes_and_callables():
     assert bind_arguments(scale, {"factor": 2}, where="scale")(3) == 6
     assert bind_arguments(Scale, {"factor": 2.5}, where="scale")().factor == 2.5
-    assert bind_arguments(Callable(), {"power": 2}, where="power")(3) == 9
+    assert bind_arguments(Power(), {"power": 2}, where="power")(3) == 9
 
 
 @pytest.mark.parametrize(

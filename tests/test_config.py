@@ -1,3 +1,5 @@
+"""Config sections: unknown keys, knobs without effect and values out of range are errors."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Packages import lower layers only, never a sibling and never in a circle; deferred imports count too."""
+"""Packages import lower layers only, never a sibling, and have no circular imports; deferred imports count too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INNER_LAYERS = {
     "engine": [{"event_loop", "core"}, {"batch"}, {"cuda", "cpu"}, {"worker"}, {"engine"}],
     "pipeline": [{"session"}, {"data"}, {"eval"}, {"rl", "sft", "prepare", "export"}, {"stages", "demo", "math_agent"}],
 }
-"""Of packages whose sub-packages are layered; in every other package the check for circles is enough."""
+"""Layers of sub-packages; other packages are only checked for circular imports."""
 TORCH_FREE = LAYERS[0] | {"tasks", "experience", "monitor"}
 MAX_FILES = 15
 
@@ -36,7 +36,7 @@ FILES = {name_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def iter_imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines and the modules that they import; `from package import module` is an import of the module."""
+    """Line numbers and imported modules; `from package import module` imports the module."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -52,12 +52,12 @@ IMPORTS = {name: list(iter_imports(path)) for name, path in FILES.items()}
 
 
 def find_child(module: str, package: str) -> str:
-    """The file or sub-package of a package that a module is in; `__init__` for the package's own file."""
+    """The file or sub-package of `package` that contains the module; `__init__` for the package itself."""
     return "__init__" if module == package else module.removeprefix(f"{package}.").split(".")[0]
 
 
-def list_arrows(package: str) -> Iterator[tuple[str, str, str]]:
-    """Imports between children of a package: importer, imported, and where."""
+def iter_internal_imports(package: str) -> Iterator[tuple[str, str, str]]:
+    """Imports between children of a package: importer, imported child, and location."""
     for module, imports in IMPORTS.items():
         if module != package and not module.startswith(f"{package}."):
             continue
@@ -68,19 +68,19 @@ def list_arrows(package: str) -> Iterator[tuple[str, str, str]]:
                     yield source, sink, f"{module}:{line} imports {target}"
 
 
-def list_upward(package: str, layers: list[set[str]], *, is_free: set[str] = frozenset()) -> list[str]:
+def list_upward_imports(package: str, layers: list[set[str]], *, is_free: set[str] = frozenset()) -> list[str]:
     depth_of = {child: depth for depth, children in enumerate(layers) for child in children}
     return [
         where
-        for source, sink, where in list_arrows(package)
+        for source, sink, where in iter_internal_imports(package)
         if source != "__init__" and source not in is_free and depth_of[sink] >= depth_of[source]
     ]
 
 
-def find_circle(package: str) -> list[str]:
-    """The imports of one circle between children of a package, or nothing."""
+def find_cycle(package: str) -> list[str]:
+    """The imports of one cycle between children of a package, or an empty list."""
     arrows: dict[str, dict[str, str]] = {}
-    for source, sink, where in list_arrows(package):
+    for source, sink, where in iter_internal_imports(package):
         arrows.setdefault(source, {}).setdefault(sink, where)
     done: set[str] = set()
 
@@ -107,23 +107,25 @@ def test_every_package_has_a_layer():
 
 
 def test_packages_import_only_lower_layers():
-    wrong = list_upward("tunesmith", LAYERS, is_free=LAYERS[0] | LAYERS[-1])
+    wrong = list_upward_imports("tunesmith", LAYERS, is_free=LAYERS[0] | LAYERS[-1])
     wrong += [
-        where for source, sink, where in list_arrows("tunesmith") if source in LAYERS[0] and sink not in LAYERS[0]
+        where
+        for source, sink, where in iter_internal_imports("tunesmith")
+        if source in LAYERS[0] and sink not in LAYERS[0]
     ]
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("package", list(INNER_LAYERS))
 def test_sub_packages_import_only_lower_layers(package):
-    wrong = list_upward(f"tunesmith.{package}", INNER_LAYERS[package])
+    wrong = list_upward_imports(f"tunesmith.{package}", INNER_LAYERS[package])
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("package", [name for name, path in FILES.items() if path.name == "__init__.py"])
-def test_no_package_has_a_circle(package):
-    circle = find_circle(package)
-    assert not circle, "\n".join(circle)
+def test_no_package_has_circular_imports(package):
+    cycle = find_cycle(package)
+    assert not cycle, "\n".join(cycle)
 
 
 def test_light_packages_never_import_torch():

@@ -1,4 +1,4 @@
-"""A command that has lost its device says so and ends without taking down what it can no longer reach."""
+"""A command whose device is lost reports it and exits at once, without cleanup that could abort."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRAM = textwrap.dedent(
         error = RuntimeError({message!r})
         raise TrainingError(explain_failure(error, work="an update", advice="lower it")) from error
 
-    atexit.register(print, "taken down")
+    atexit.register(print, "cleaned up")
     run_guarded(work, is_debug=False)
     """
 )
@@ -37,7 +37,7 @@ def test_a_lost_device_ends_the_process_at_once_with_status_1_and_its_message():
     assert "device-side assert triggered; the device is lost to this process: start the run again" in result.stderr
 
 
-def test_other_failures_end_it_in_order():
+def test_other_failures_exit_normally():
     result = run("out of patience")
     assert result.returncode == 1
-    assert result.stdout == "before the failure\ntaken down\n"
+    assert result.stdout == "before the failure\ncleaned up\n"

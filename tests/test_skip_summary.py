@@ -1,4 +1,4 @@
-"""The closing lines of a test run: which tests did not run, and why."""
+"""The terminal summary lists the tests that did not run, and why."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_skipped_tests_are_counted_by_reason(pytester, options):
     )
 
 
-def test_a_run_of_everything_has_no_closing_lines(pytester):
+def test_a_complete_run_has_no_summary_section(pytester):
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makepyfile("def test_that_runs():\n    pass\n")
     result = pytester.runpytest("-p", "no:cacheprovider")

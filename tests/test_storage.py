@@ -1,3 +1,5 @@
+"""Atomic writes, errors of one sentence, and the names of run files."""
+
 from __future__ import annotations
 
 import json
@@ -27,7 +29,7 @@ def test_a_file_is_replaced_whole(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["a.txt"]
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_a_failed_write_keeps_the_old_file_only(tmp_path):
     path = tmp_path / "a.txt"
     save_text(path, "old")
     with full_disk(1000), pytest.raises(StorageError, match=rf"^cannot write {path}: "):

@@ -1,4 +1,4 @@
-"""Random models of a few thousand parameters, one for each way of attending."""
+"""Random models of a few thousand parameters, covering the variants of attention."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 @cache
 def build_tiny(name: str) -> PreTrainedModel:
-    """A model of the family with large random weights, so that no two of its logits are close; never change it."""
+    """A shared model of the family, not to be modified; its weights are large, so that no two logits are close."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()

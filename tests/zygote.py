@@ -1,7 +1,7 @@
-"""A process that has imported everything and forks a `tunesmith` command for each line of JSON arguments.
+"""A process that imports everything once and forks a `tunesmith` command for each line of JSON arguments on stdin.
 
-The tests of resuming start many commands to kill them; importing torch and transformers once makes that cheap. It
-answers each line with the process id of the command, and with its exit status when it ends.
+Tests of resuming start and kill many commands; importing torch and transformers once makes that cheap. For each line it
+prints the process id of the command, and its exit status when it ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def run_command(arguments: list[str]) -> None:
         app(arguments, standalone_mode=True)
     except SystemExit as ending:
         status = int(ending.code or 0)
-    except BaseException:  # noqa: BLE001 - the status tells the test, the log tells a person
+    except BaseException:  # noqa: BLE001 - reported by the exit status and in the log
         traceback.print_exc()
         status = 70
     sys.stdout.flush()

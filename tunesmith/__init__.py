@@ -1,7 +1,7 @@
 """Tunesmith trains the model inside any LLM agent by reinforcement learning.
 
-Bring a workflow, a judge and tasks; `tune` returns a better model. Names load when used, so that importing the package
-and asking the command line for help stay fast.
+`tune` takes a workflow (the agent), a judge (the reward) and tasks, and returns where the trained model is. The public
+names are imported on first access (PEP 562), so `import tunesmith` and `tunesmith --help` do not import torch.
 """
 
 from __future__ import annotations

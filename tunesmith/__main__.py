@@ -1,4 +1,4 @@
-"""`python -m tunesmith` is the `tunesmith` command."""
+"""Entry point of `python -m tunesmith`: the `tunesmith` command."""
 
 from tunesmith.cli import main
 

@@ -1,6 +1,7 @@
-"""What users call: `tune` with AgentScope's names, and what the commands run.
+"""Public functions: `tune`, with the names of AgentScope's tuner, and the functions of the commands that run agents.
 
-Foreign words are translated here, by `compat`, before `pipeline` does the work.
+`compat` translates AgentScope's classes and Trinity-RFT's files to a `RunConfig`; `pipeline` runs it. The class of the
+chat model that workflows receive is chosen here.
 """
 
 from __future__ import annotations
@@ -77,13 +78,15 @@ def tune(
     overrides: Sequence[str] = (),
     operators: Sequence[Callable[..., Any]] = (),
 ) -> TuneResult:
-    """Train the model inside an agent; returns where the run and the trained model are.
+    """Train the model inside an agent; returns the run folder and the last checkpoint.
 
-    `config_path` names a run file, ours or Trinity-RFT's; the other arguments override what it says, and `overrides`
-    ("a.b=value", every key of a run file) override both. Several training sets by name are mixed. `operators` are
-    functions on the groups of a step, applied after those that the file names. Raises ConfigError, DataError or
-    ModelError before any weights load, RolloutError when too many rollouts fail, TrainingError when an update cannot
-    be trusted. It may be called where an event loop is already running, as in a notebook.
+    `config_path` is a run file of Tunesmith or of Trinity-RFT. The other arguments override its values, and `overrides`
+    ("a.b=value" with any key of a run file) override both. A mapping of training sets is a mixture of them. `operators`
+    are functions on the groups of a step, applied after the operators of the file.
+
+    Raises ConfigError, DataError or ModelError before weights load, RolloutError when too many rollouts fail, and
+    TrainingError when an update fails its checks (finite values, `trainer.mismatch_stop`). May be called while an event
+    loop runs, as in a notebook.
     """
     check_workflow_function(workflow_func)
     if judge_func is not None:
@@ -112,7 +115,7 @@ def tune(
 
 
 def run_config(config: RunConfig) -> TuneResult:
-    """Train as a run file says, with the workflow and judge that it names."""
+    """Train with the workflow and the judge that a run file names."""
     with agent_output(is_shown=config.rollout.has_agent_output):
         workflow, judge = load_functions(config)
         return run_tuning(config, workflow=workflow, judge=judge, build_model=choose_chat_model(config))
@@ -125,8 +128,8 @@ def evaluate_config(
     out: str | None = None,
     has_plot: bool = False,
 ) -> Comparison:
-    """Evaluate models by label on the held-out tasks of a run file, or of a file that names models itself, and write
-    the results to the folder `out`."""
+    """Evaluate models (label -> path) on the held-out tasks of a run file or an evaluation file; write the results to
+    the folder `out`."""
     folder = None if out is None else Path(out)
     if isinstance(settings, EvalConfig):
         changes = {"models": dict(models or settings.models), "has_plot": has_plot or settings.has_plot}
@@ -148,7 +151,7 @@ def evaluate_config(
 
 
 def measure_config(config: RunConfig, *, field: str, num_runs: int, out: str) -> PassRates:
-    """Write the training set of a run file with the model's pass rates under `field`."""
+    """Write the training tasks of a run file to `out`, with the pass rate of its model in `field`."""
     with agent_output(is_shown=config.rollout.has_agent_output):
         workflow, judge = load_functions(config)
         return measure_pass_rates(
@@ -163,7 +166,7 @@ def measure_config(config: RunConfig, *, field: str, num_runs: int, out: str) ->
 
 
 def run_pipeline_config(config: PipelineConfig, *, choice: StageSelection = StageSelection()) -> Path:
-    """Run the stages that a pipeline file names and that are not done; returns the report."""
+    """Run the stages of a pipeline file that are not done; returns the path of the report."""
     with agent_output(is_shown=False) as switch_output:
 
         def choose_model(config: RunConfig) -> BuildModel:
@@ -174,7 +177,7 @@ def run_pipeline_config(config: PipelineConfig, *, choice: StageSelection = Stag
 
 
 def choose_chat_model(config: RunConfig) -> BuildModel:
-    """What workflows get as `model`: AgentScope's OpenAIChatModel, or ours on the OpenAI client."""
+    """The class of `model` in workflows: AgentScope's OpenAIChatModel, or Tunesmith's own on the OpenAI client."""
     kind = config.rollout.chat_model
     is_installed = has_agentscope()
     if kind == "agentscope" and not is_installed:
@@ -192,8 +195,8 @@ def build_agentscope_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) 
     return build_agentscope_model(endpoint, options=options)
 
 
-def is_loop_running() -> bool:
-    """Whether the calling thread runs an event loop."""
+def is_event_loop_running() -> bool:
+    """Whether an event loop runs in the calling thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -202,8 +205,8 @@ def is_loop_running() -> bool:
 
 
 def run_outside_of_loops(work: Callable[[], Result]) -> Result:
-    """Run `work`, which starts an event loop, in a thread of its own where one is running already."""
-    if not is_loop_running():
+    """Run `work`, which starts an event loop; in a new thread if the calling thread already runs one."""
+    if not is_event_loop_running():
         return work()
     outcome: list[Result] = []
     errors: list[BaseException] = []

@@ -1,9 +1,9 @@
 """The `tunesmith` command.
 
-Each command first reads and checks its file with light modules (`run_files`), then says what it begins, and only then
-imports what it runs: torch and its like take seconds, which neither `--help` nor a misspelt key should wait for.
+Each command reads and validates its config file with light modules (`run_files`), prints its first line, and only then
+imports the libraries it needs. Importing torch takes seconds; `--help` and errors in a config file do not wait for it.
 
-Errors go to stderr as one sentence and end the command with a non-zero status; `--debug` adds the traceback.
+Errors go to stderr as one sentence and end the command with a non-zero exit status; `--debug` adds the traceback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="tunesmith",
-    help="Train the model inside any LLM agent by reinforcement learning.",
+    help="Train the model inside any LLM agent with reinforcement learning.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -30,25 +30,25 @@ app = typer.Typer(
 model_app = typer.Typer(name="model", help="Prepare models.", no_args_is_help=True)
 app.add_typer(model_app)
 
-ConfigPath = Annotated[str, typer.Argument(help="Run file (YAML); every key: tunesmith config --options.")]
+ConfigPath = Annotated[str, typer.Argument(help="Run file (YAML). List its keys with: tunesmith config --options.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in --set algorithm.group_size=4."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set algorithm.group_size=4. Repeatable."),
 ]
 Workflow = Annotated[
-    str | None, typer.Option(help="The agent: module:function or file.py:function; overrides the file.")
+    str | None, typer.Option(help="Workflow (the agent), as module:function or file.py:function. Overrides the file.")
 ]
 Judge = Annotated[
-    str | None, typer.Option(help="The judge, in the same form; without one the workflow gives the reward.")
+    str | None, typer.Option(help="Judge, in the same form. Without a judge the workflow returns the reward.")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error, and of each failed rollout.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors and of failed rollouts.")]
 
 
-def show_training(result: FinetuneResult, label: str) -> None:
-    """What a fine-tuning leaves, in lines."""
+def print_training_result(result: FinetuneResult, label: str) -> None:
+    """Print steps, losses and the output folder of `sft` or `prefer`."""
     typer.echo(f"{result.num_steps} steps on {result.num_rows} rows, loss {result.loss:.4f}")
     if result.eval_loss is not None:
-        typer.echo(f"evaluation loss {result.eval_loss:.4f} at step {result.best_step}, whose weights were kept")
+        typer.echo(f"evaluation loss {result.eval_loss:.4f} at step {result.best_step}; its weights are kept")
     typer.echo(f"{label}: {result.folder}")
 
 
@@ -58,13 +58,14 @@ def tune(
     workflow: Workflow = None,
     judge: Judge = None,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of this run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint of this run.")] = False,
     resume_from: Annotated[
-        int | None, typer.Option(min=0, metavar="STEP", help="Go on from this step, 0 anew; later ones are set aside.")
+        int | None,
+        typer.Option(min=0, metavar="STEP", help="Resume from this step, 0: start over. Moves later steps aside."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train a model inside an agent as a run file says."""
+    """Train the model inside an agent with reinforcement learning, as configured in a run file."""
 
     def work() -> None:
         from tunesmith import run_files
@@ -86,26 +87,26 @@ def tune(
 
 @app.command("prepare")
 def prepare_data(
-    config: Annotated[str | None, typer.Argument(help="Preparation file (YAML); every key: docs/prepare.md.")] = None,
-    out: Annotated[str, typer.Option(help="New folder to write.")] = "data/prepared",
-    data: Annotated[str | None, typer.Option(help="Training questions: folder, file or hub id.")] = None,
-    data_name: Annotated[str | None, typer.Option(help="Its configuration; main for openai/gsm8k.")] = None,
-    eval_data: Annotated[str | None, typer.Option(help="Held-out questions; its test split, or a file.")] = None,
-    eval_name: Annotated[str | None, typer.Option(help="Its configuration.")] = None,
-    style: Annotated[str | None, typer.Option(help="Calculations that become tool calls: all or last.")] = None,
+    config: Annotated[str | None, typer.Argument(help="Preparation file (YAML). Keys: docs/prepare.md.")] = None,
+    out: Annotated[str, typer.Option(help="New output folder.")] = "data/prepared",
+    data: Annotated[str | None, typer.Option(help="Training questions: folder, file or Hugging Face data set.")] = None,
+    data_name: Annotated[str | None, typer.Option(help="Configuration of --data; main for openai/gsm8k.")] = None,
+    eval_data: Annotated[str | None, typer.Option(help="Held-out questions: data set (split test) or file.")] = None,
+    eval_name: Annotated[str | None, typer.Option(help="Configuration of --eval-data.")] = None,
+    style: Annotated[str | None, typer.Option(help="Which calculations become tool calls: all or last.")] = None,
     paraphrase: Annotated[
-        str | None, typer.Option(metavar="BASE_URL/MODEL", help="Add questions in other words by this model.")
+        str | None, typer.Option(metavar="BASE_URL/MODEL", help="Add paraphrased questions written by this model.")
     ] = None,
     pass_rate: Annotated[
         list[str] | None,
-        typer.Option(metavar="[NAME=]MODEL", help="Add a column with this model's pass rate; may repeat."),
+        typer.Option(metavar="[NAME=]MODEL", help="Add a column with the pass rate of this model. Repeatable."),
     ] = None,
-    samples: Annotated[int | None, typer.Option(help="Runs of each question for pass rates.")] = None,
-    max_rows: Annotated[int | None, typer.Option(help="Only the first so many rows, for a try.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Rollouts per question for pass rates.")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Read only the first N rows, for a quick test.")] = None,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Turn questions with worked solutions, such as GSM8K, into conversations of an agent with a calculator."""
+    """Convert questions with worked solutions, such as GSM8K, to conversations of an agent with a calculator."""
 
     def work() -> None:
         from tunesmith import run_files
@@ -125,12 +126,12 @@ def prepare_data(
 
 @app.command("sft")
 def finetune(
-    config: Annotated[str, typer.Argument(help="Fine-tuning file (YAML); keys: config --options --stage sft.")],
-    out: Annotated[str, typer.Option(help="Folder of the result; an unfinished one there is gone on with.")],
+    config: Annotated[str, typer.Argument(help="Fine-tuning file (YAML). Keys: config --options --stage sft.")],
+    out: Annotated[str, typer.Option(help="Output folder; an unfinished run in it is resumed.")],
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Fine-tune a model, or a LoRA or QLoRA adapter on it, on conversations."""
+    """Fine-tune a model on conversations: all weights, or a LoRA or QLoRA adapter."""
 
     def work() -> None:
         from tunesmith import run_files
@@ -139,19 +140,19 @@ def finetune(
         run_files.begin("sft", settings, f"{config} is valid, loading libraries")
         from tunesmith.pipeline.sft.train import run_sft
 
-        show_training(run_sft(settings, out_dir=Path(out)), "fine-tuned model")
+        print_training_result(run_sft(settings, out_dir=Path(out)), "fine-tuned model")
 
     run_guarded(work, is_debug=debug)
 
 
 @app.command("prefer")
 def learn_preferences(
-    config: Annotated[str, typer.Argument(help="Preference file (YAML); keys: config --options --stage prefer.")],
-    out: Annotated[str, typer.Option(help="Folder of the result; an unfinished one there is gone on with.")],
+    config: Annotated[str, typer.Argument(help="Preference file (YAML). Keys: config --options --stage prefer.")],
+    out: Annotated[str, typer.Option(help="Output folder; an unfinished run in it is resumed.")],
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Train a model on preferences: pairs (DPO), or completions judged one by one (KTO)."""
+    """Train a model on preferences: pairs of completions (DPO), or completions with a label (KTO)."""
 
     def work() -> None:
         from tunesmith import run_files
@@ -160,7 +161,7 @@ def learn_preferences(
         run_files.begin("prefer", settings, f"{config} is valid, loading libraries")
         from tunesmith.pipeline.sft.preference import run_preference
 
-        show_training(run_preference(settings, out_dir=Path(out)), "trained model")
+        print_training_result(run_preference(settings, out_dir=Path(out)), "trained model")
 
     run_guarded(work, is_debug=debug)
 
@@ -170,22 +171,22 @@ def evaluate(
     config: ConfigPath,
     model: Annotated[
         list[str] | None,
-        typer.Option(metavar="[LABEL=]PATH", help="Model folder, hub id or run folder to evaluate; may repeat."),
+        typer.Option(metavar="[LABEL=]PATH", help="Model folder, hub id or run folder to evaluate. Repeatable."),
     ] = None,
     workflow: Workflow = None,
     judge: Judge = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Runs of each task; above 1, pass@k is told.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Rollouts per task; above 1, pass@k is reported.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Fixes every token that is sampled.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of all sampled tokens.")] = None,
     overrides: Overrides = None,
     out: Annotated[
         str | None,
-        typer.Option(help="Write comparison.json, with every task's runs, and comparison.md here."),
+        typer.Option(help="Folder for comparison.json (with every rollout) and comparison.md."),
     ] = None,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw comparison.png too; needs the extra plot.")] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Also draw comparison.png; needs the extra `plot`.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Try models side by side on the held-out tasks of a run file, with intervals and paired tests."""
+    """Compare models on the held-out tasks of a run file, with confidence intervals and paired tests."""
 
     def work() -> None:
         from tunesmith import run_files
@@ -207,17 +208,17 @@ def evaluate(
 
 @app.command("run")
 def run_pipeline(
-    config: Annotated[str, typer.Argument(help="Pipeline file (YAML); see docs/pipeline.md.")],
-    only: Annotated[str | None, typer.Option(help="Run this stage alone.")] = None,
-    start_from: Annotated[str | None, typer.Option("--from", help="Run this stage and those after it.")] = None,
+    config: Annotated[str, typer.Argument(help="Pipeline file (YAML). Keys: docs/pipeline.md.")],
+    only: Annotated[str | None, typer.Option(help="Run only this stage.")] = None,
+    start_from: Annotated[str | None, typer.Option("--from", help="Run this stage and all later ones.")] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Make the stages anew even where they are done; old ones are set aside.")
+        bool, typer.Option("--again", help="Rerun stages that are done; old outputs are moved aside.")
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="Check everything, say what would run, and stop.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Validate everything, list what would run, and stop.")] = False,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Prepare, fine-tune, train, evaluate and export as a pipeline file says; what is done is skipped."""
+    """Run the stages of a pipeline file (prepare, sft, prefer, rl, eval, export); stages that are done are skipped."""
 
     def work() -> None:
         from tunesmith.pipeline.stages.plan import StageSelection, load_pipeline, plan_stages
@@ -244,16 +245,16 @@ def run_pipeline(
 @app.command("pass-rate")
 def measure_pass_rate(
     config: ConfigPath,
-    field: Annotated[str, typer.Option(help="Name of the new field, as in qwen3_0.6b_pass_rate.")],
-    out: Annotated[str, typer.Option(help="The jsonl file to write.")],
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each task.")] = 8,
-    model: Annotated[str | None, typer.Option(help="Model folder or hub id to try; default the run file's.")] = None,
+    field: Annotated[str, typer.Option(help="Name of the new field, e.g. qwen3_0.6b_pass_rate.")],
+    out: Annotated[str, typer.Option(help="JSON lines file to write.")],
+    runs: Annotated[int, typer.Option(min=1, help="Rollouts per task.")] = 8,
+    model: Annotated[str | None, typer.Option(help="Model folder or hub id; default: model.path.")] = None,
     workflow: Workflow = None,
     judge: Judge = None,
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Try every training task and write its pass rate beside it: what difficulty_based selectors start from."""
+    """Write the training tasks with the pass rate of the model, the prior of difficulty_based task selectors."""
 
     def work() -> None:
         from tunesmith import run_files
@@ -265,24 +266,24 @@ def measure_pass_rate(
         from tunesmith.api import measure_config
 
         result = measure_config(settings, field=field, num_runs=runs, out=out)
-        typer.echo(f"{result.path}: {result.num_rows} rows, {result.num_unscored} without a scored run left out")
+        typer.echo(f"{result.path}: {result.num_rows} rows, {result.num_unscored} dropped without a scored rollout")
 
     run_guarded(work, is_debug=debug)
 
 
 @app.command("config")
 def show_config(
-    config: Annotated[str | None, typer.Argument(help="Run file (YAML) to resolve.")] = None,
+    config: Annotated[str | None, typer.Argument(help="File (YAML) to resolve.")] = None,
     overrides: Overrides = None,
-    stage: Annotated[str, typer.Option(help="Whose file: tune, prepare, sft, prefer, eval, export or run.")] = "tune",
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of run files.")] = False,
+    stage: Annotated[str, typer.Option(help="Kind of file: tune, prepare, sft, prefer, eval, export or run.")] = "tune",
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of the file.")] = False,
     options: Annotated[
-        bool, typer.Option("--options", help="List every key: type, default, when to change it.")
+        bool, typer.Option("--options", help="List every key: type, default and when to change it.")
     ] = False,
     algorithms: Annotated[bool, typer.Option("--algorithms", help="List the algorithms and their arguments.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Print the resolved configuration of a run file, the schema, or the list of keys."""
+    """Print the resolved configuration of a file, its JSON schema, its keys, or the algorithms."""
 
     def work() -> None:
         from tunesmith import run_files
@@ -303,11 +304,11 @@ def show_config(
 
 @model_app.command("prepare")
 def prepare_model(
-    name: Annotated[str, typer.Argument(help="smollm2-135m-instruct, pocket or pocket-gguf.")],
-    out: Annotated[str | None, typer.Option(help="Folder to write; default models/NAME.")] = None,
+    name: Annotated[str, typer.Argument(help="Model: smollm2-135m-instruct, pocket or pocket-gguf.")],
+    out: Annotated[str | None, typer.Option(help="Output folder; default: models/NAME.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Make a Hugging Face model folder without a network: from an installed package, or built from scratch."""
+    """Write a Hugging Face model folder without the hub: from an installed package, or with random weights."""
 
     def work() -> None:
         from tunesmith.model.prepare import prepare_model as prepare
@@ -319,22 +320,22 @@ def prepare_model(
 
 @app.command("export")
 def export_model(
-    model: Annotated[str, typer.Argument(help="Model or adapter folder, run folder (its last checkpoint) or hub id.")],
-    out: Annotated[str, typer.Option(help="New folder to write.")],
+    model: Annotated[str, typer.Argument(help="Folder of a model, adapter or run (its last checkpoint), or hub id.")],
+    out: Annotated[str, typer.Option(help="New output folder.")],
     formats: Annotated[
-        list[str] | None, typer.Option("--format", help="hf (default), adapter or gguf; may repeat.")
+        list[str] | None, typer.Option("--format", help="Format: hf (default), adapter or gguf. Repeatable.")
     ] = None,
     gguf_types: Annotated[
-        list[str] | None, typer.Option("--gguf-type", help="f32, f16 (default), q8_0 or q4_k_m; may repeat.")
+        list[str] | None, typer.Option("--gguf-type", help="GGUF type: f32, f16 (default), q8_0 or q4_k_m. Repeatable.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name in the card and of the GGUF files.")] = None,
+    name: Annotated[str | None, typer.Option(help="Model name, for the model card and the GGUF files.")] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any key of the export section, as in --set license=mit."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override an export setting, e.g. --set license=mit."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a trained model as a Hugging Face folder, PEFT adapter or GGUF files, and compare them with the source."""
+    """Export a model as a Hugging Face folder, PEFT adapter or GGUF files, and verify each against the source."""
 
     def work() -> None:
         from tunesmith import run_files
@@ -349,18 +350,18 @@ def export_model(
         for place, figures in report.checks.items():
             typer.echo(f"  {place}: " + ", ".join(f"{key}={value:.4g}" for key, value in figures.items()))
         if settings.has_verification and report.gguf and not any(place.startswith("gguf/") for place in report.checks):
-            typer.echo("  gguf: not compared, for llama-cpp-python is not installed")
+            typer.echo("  gguf: not verified, because llama-cpp-python is not installed")
 
     run_guarded(work, is_debug=debug)
 
 
 @app.command()
 def demo(
-    seed: Annotated[int, typer.Option(help="Fixes tasks, the model's first weights and every sampled token.")] = 0,
-    out: Annotated[str, typer.Option(help="Folder of the demo's models, data and run.")] = "checkpoints/demo",
+    seed: Annotated[int, typer.Option(help="Seed of the tasks, the initial weights and all sampled tokens.")] = 0,
+    out: Annotated[str, typer.Option(help="Parent folder of the demo's output folder.")] = "checkpoints/demo",
     debug: Debug = False,
 ) -> None:
-    """Fine-tune a pocket model, train it by RL in a ReAct agent with a calculator, and compare: minutes on a CPU."""
+    """Fine-tune a tiny model, train it by RL in a ReAct agent with a calculator, and compare: minutes on a CPU."""
 
     def work() -> None:
         typer.echo("demo: loading libraries", err=True)
@@ -373,7 +374,7 @@ def demo(
 
 
 def main() -> None:
-    # A workflow named as module:function is looked up from the current folder, as with python -m.
+    # Import workflows given as module:function from the current folder, as python -m does.
     sys.path.insert(0, "")
     try:
         app()

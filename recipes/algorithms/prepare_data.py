@@ -1,9 +1,10 @@
-"""Data of the recipes that learn from more than rewards, for the pocket model of `tunesmith demo`.
+"""Write expert and preference data for the recipes that need more than rewards, for the model of `tunesmith demo`.
 
     python recipes/algorithms/prepare_data.py checkpoints/demo/<time>-seed0
 
-`experts.jsonl` shows the calculator at work. `pairs.jsonl` sets each such conversation against an answer from the head,
-which is off by a little, as the pocket model's are. `judgements.jsonl` says of either alone whether it is desirable.
+`experts.jsonl` holds conversations that use the calculator. `pairs.jsonl` pairs each of them (chosen) with a slightly
+wrong answer without the tool (rejected), the pocket model's usual error. `judgements.jsonl` holds one of the two with a
+label: desirable or not.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from tunesmith.tasks.arithmetic import build_problems
 
 NUM_PROBLEMS = 600
 SEED = 1000
-"""Not the demo's: other problems than those of its own demonstrations."""
+"""Differs from the demo's seed, so these are other problems than those of its demonstrations."""
 
 
 def build_pair(conversation: dict[str, Any], answer: str, rng: random.Random) -> dict[str, Any]:
-    """A conversation that uses the tool against a wrong answer at once."""
+    """A preference pair: chosen uses the tool, rejected is a wrong answer without it."""
     messages = conversation["messages"]
     wrong = str(int(answer) + rng.choice((-10, -2, -1, 1, 2, 10)))
     rejected = [{"role": "assistant", "content": f"The answer is {wrong}."}]
     return {"prompt": messages[:2], "chosen": messages[2:], "rejected": rejected, "tools": conversation["tools"]}
 
 
-def judge(pair: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """One of the two, with what is to be thought of it."""
+def draw_judgement(pair: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """One completion of the pair, drawn at random, with its label (KTO)."""
     is_good = rng.random() < 0.5
     completion = pair["chosen" if is_good else "rejected"]
     return {"prompt": pair["prompt"], "completion": completion, "label": is_good, "tools": pair["tools"]}
@@ -44,7 +45,7 @@ def save_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("demo", type=Path, help="folder of a demo")
+    parser.add_argument("demo", type=Path, help="output folder of tunesmith demo")
     folder = parser.parse_args().demo
     rng = random.Random(SEED)
     problems = build_problems("train", num_problems=NUM_PROBLEMS, seed=SEED)
@@ -52,7 +53,7 @@ def main() -> None:
     pairs = [build_pair(expert, problem.answer, rng) for expert, problem in zip(experts, problems, strict=True)]
     save_rows(folder / "experts.jsonl", experts)
     save_rows(folder / "pairs.jsonl", pairs)
-    save_rows(folder / "judgements.jsonl", [judge(pair, rng) for pair in pairs])
+    save_rows(folder / "judgements.jsonl", [draw_judgement(pair, rng) for pair in pairs])
 
 
 if __name__ == "__main__":

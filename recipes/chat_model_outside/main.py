@@ -1,8 +1,8 @@
-"""A workflow and its judge tried by hand, with a plain chat model, before any tuning.
+"""Run a workflow and its judge once, with an ordinary chat model, before any training.
 
     BASE_URL=http://localhost:8000/v1 MODEL=my-model API_KEY=... python main.py
 
-Any OpenAI-compatible server will do. The functions are the ones that `tune()` takes, unchanged.
+Works with any OpenAI-compatible server. The functions can be passed to `tune()` unchanged.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ async def example_judge_function(
     response: Any,
     auxiliary_models: Mapping[str, ChatModelBase] | None = None,
 ) -> JudgeOutput:
-    """1.0 when the reference is in the reply, else 0.0."""
+    """Reward 1.0 when the reply contains the reference answer, else 0.0."""
     return JudgeOutput(reward=1.0 if task["answer"] in response.get_text_content() else 0.0)
 
 
 async def try_once(model: ChatModelBase) -> JudgeOutput:
-    """Run the workflow and the judge on one task and print what came of it."""
+    """Run the workflow and the judge on one task; print the response and the reward."""
     output = await example_workflow_function(TASK, model)
     assert isinstance(output.response, Msg), "this workflow returns the agent's message"
     print("workflow response:", output.response.get_text_content())
@@ -58,7 +58,7 @@ async def try_once(model: ChatModelBase) -> JudgeOutput:
 
 
 def build_model() -> OpenAIChatModel:
-    """The chat model that the environment names."""
+    """The chat model named by the environment variables MODEL, BASE_URL and API_KEY."""
     return OpenAIChatModel(
         model_name=os.environ["MODEL"],
         api_key=os.environ.get("API_KEY", "EMPTY"),

@@ -1,4 +1,4 @@
-"""Train a ReAct math agent on tasks that a selector chooses: python main.py --config config_difficulty.yaml"""
+"""Train a ReAct math agent on tasks chosen by a selector: python main.py --config config_difficulty.yaml"""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SYSTEM_PROMPT = "You solve math problems step by step. Put your final answer in 
 
 
 async def run_react_agent(task: Mapping[str, Any], model: ChatModelBase) -> WorkflowOutput:
-    """The workflow: one question, one final message."""
+    """The workflow: ask the agent one question and return its final message."""
     agent = ReActAgent(name="solver", sys_prompt=SYSTEM_PROMPT, model=model, formatter=OpenAIChatFormatter())
     agent.set_console_output_enabled(False)
     return WorkflowOutput(response=await agent.reply(Msg("user", task["question"], role="user")))
 
 
 async def gsm8k_judge(task: Mapping[str, Any], response: Msg) -> JudgeOutput:
-    """The judge: 1.0 when the final answer equals the one after `####`, else 0.0."""
+    """The judge: reward 1.0 when the final answer equals the number after `####`, else 0.0."""
     return await judge_number(task, response)
 
 

@@ -1,7 +1,7 @@
-"""Math problems with pass rates of two reference models, as jsonl: python prepare_data.py
+"""Write math problems with the pass rates of two reference models as JSON lines: python prepare_data.py
 
-The training set is the math part of LLM360/guru-RL-92k, the held-out one AIME 2024. A row becomes a question, an answer
-after `####`, and the pass rates; rows that lack one of these are left out and counted.
+The training set is the math part of LLM360/guru-RL-92k, the held-out set AIME 2024. A row has a question, an answer
+after `####`, and the pass rates; rows that lack one of these are dropped and counted.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from datasets import load_dataset
 TRAIN_SET, TRAIN_FILE = "LLM360/guru-RL-92k", "train/math__combined_54.4k.parquet"
 EVAL_SET = "HuggingFaceH4/aime_2024"
 INSTRUCTION = "Please output the final answer within \\boxed{}."
-"""Part of every question there; here the agent's system prompt says it."""
+"""Part of every question of the data set; removed, because the system prompt of the agent contains it."""
 PASS_RATES = ("qwen2.5_7b_pass_rate", "qwen3_30b_pass_rate")
 
 
 def transform_train_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A row of guru in the format of GSM8K with pass rates; None where something is missing."""
+    """A row of guru in GSM8K's format, with pass rates; None when a field is missing."""
     prompt, reward_model = row.get("prompt"), row.get("reward_model")
     if not prompt or not reward_model or reward_model.get("ground_truth") is None:
         return None
@@ -39,24 +39,24 @@ def transform_eval_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_rows(path: Path, rows: Iterable[dict[str, Any] | None]) -> None:
-    """Write the rows that are there, and say how many are not."""
+    """Write the rows that are not None; print how many were kept and dropped."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    num_kept = num_left_out = 0
+    num_kept = num_dropped = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
             if row is None:
-                num_left_out += 1
+                num_dropped += 1
                 continue
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             num_kept += 1
-    print(f"{path}: {num_kept} rows, {num_left_out} left out")
+    print(f"{path}: {num_kept} rows, {num_dropped} dropped")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--train", help="a parquet file of the training set on this machine; default: from the hub")
-    parser.add_argument("--eval", help="a parquet file of the held-out set on this machine; default: from the hub")
-    parser.add_argument("--out", type=Path, default=Path("data"), help="folder to write")
+    parser.add_argument("--train", help="local parquet file of the training set; default: the hub")
+    parser.add_argument("--eval", help="local parquet file of the held-out set; default: the hub")
+    parser.add_argument("--out", type=Path, default=Path("data"), help="output folder")
     arguments = parser.parse_args()
     train = (
         load_dataset("parquet", data_files=arguments.train, split="train")

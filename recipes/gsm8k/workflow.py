@@ -1,7 +1,7 @@
-"""GSM8K: one question, one chain of thought, one number; the judge compares it with the reference.
+"""GSM8K: one question, one chain of thought, one number; the judge compares it with the reference answer.
 
-The workflow talks to the model through the OpenAI client that every chat model here carries, so it runs with and
-without AgentScope. The reference may be the data set's own solution: what follows its `####` counts.
+The workflow uses `model.client`, the OpenAI client of every model that workflows receive, so it runs with and without
+AgentScope. The reference may be the solution of the data set: the number after its `####` is read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INSTRUCTION = "Solve the problem step by step. End with one line: The answer is 
 
 
 async def solve(task: Mapping[str, Any], model: Any) -> WorkflowOutput:
-    """Ask once and return the text."""
+    """Ask once and return the text of the reply."""
     completion = await model.client.chat.completions.create(
         model=model.model_name,
         messages=[{"role": "user", "content": f"{task['question']}\n\n{INSTRUCTION}"}],
@@ -25,7 +25,7 @@ async def solve(task: Mapping[str, Any], model: Any) -> WorkflowOutput:
 
 
 async def judge(task: Mapping[str, Any], response: str) -> JudgeOutput:
-    """1.0 for the right final number, else 0.0."""
+    """Reward 1.0 for the correct final number, else 0.0."""
     score = score_numeric(response, task["answer"])
     has_statement = float("answer is" in response.lower())
     return JudgeOutput(reward=score, metrics={"accuracy": score or 0.0, "states_answer": has_statement})

@@ -1,5 +1,5 @@
-"""What is the pocket pipeline's own: word problems with worked solutions as GSM8K writes them, a pocket model whose
-tokenizer knows the words of the prepared conversations, and a judge to whom a near miss is a miss."""
+"""Functions of the pocket pipeline: word problems with solutions in GSM8K's format, a pocket model whose tokenizer is
+trained on the prepared conversations, and a judge that accepts only the exact number."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ judge = compose(
     Part(name="conciseness", weight=0.10, score=score_conciseness, lowest=-0.5),
     gate="accuracy",
 )
-"""GSM8K's reward in parts, with the very number for accuracy: 1 % of these answers is often less than one."""
+"""The composite reward of GSM8K with exact accuracy: a tolerance of 1 % is often less than 1 for these answers."""
 
 
 def make_problems(out_dir: Path, *, num_train: int, num_test: int, seed: int) -> dict[str, int]:
-    """Write train.jsonl and test.jsonl; no question is in both, whatever the seed."""
+    """Write train.jsonl and test.jsonl; they share no question, for any seed."""
     sizes: dict[Split, int] = {"train": num_train, "test": num_test}
     for split, size in sizes.items():
         rows = map(build_row, build_problems(split, num_problems=size, seed=seed))
@@ -36,20 +36,20 @@ def make_problems(out_dir: Path, *, num_train: int, num_test: int, seed: int) ->
 
 
 def build_row(problem: Problem) -> dict[str, str]:
-    """A question, and its solution with the calculation marked."""
+    """A question and its solution, with the calculation marked as in GSM8K."""
     calculation = f"<<{problem.expression}={problem.answer}>>{problem.answer}"
     solution = f"Let the calculator say how many: {calculation} is how many there are."
     return {"question": problem.question, "answer": f"{solution}\n#### {problem.answer}"}
 
 
 def make_model(out_dir: Path, *, conversations: str, seed: int, is_for_gguf: bool = False) -> dict[str, int]:
-    """Write an untrained model to `out_dir/model`; `conversations` is a jsonl file of messages and tools.
+    """Write an untrained model to `out_dir/model`; `conversations` is a JSON lines file of messages and tools.
 
-    `is_for_gguf` gives it a tokenizer that llama.cpp can follow, so that the last stage may write GGUF too.
+    `is_for_gguf` gives it a tokenizer that llama.cpp supports, so that the last stage can write GGUF too.
     """
     rows = [json.loads(line) for line in Path(conversations).read_text(encoding="utf-8").splitlines()]
-    writer = build_pocket_tokenizer()
-    texts = [writer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False) for row in rows[:1000]]
+    renderer = build_pocket_tokenizer()
+    texts = [renderer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False) for row in rows[:1000]]
     tokenizer = build_pocket_tokenizer(MARKUP.sub("", "".join(texts)), is_for_gguf=is_for_gguf)
     model = build_pocket_model(tokenizer, seed=seed)
     (out_dir / "model").mkdir()

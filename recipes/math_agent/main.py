@@ -1,4 +1,4 @@
-"""AgentScope's quick start of its tuner, word for word but for the import line and the two paths."""
+"""The quick start of AgentScope's tuner, verbatim except for the import line and the two paths."""
 
 # ruff: noqa: UP006, UP035
 

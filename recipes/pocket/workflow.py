@@ -1,4 +1,4 @@
-"""A ReAct agent with a calculator, and its judge: the demo's agent as you would write your own."""
+"""A ReAct agent with a calculator, and its judge: the agent of the demo, as a user would write it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def calculate(expression: str) -> ToolResponse:
 
 
 async def solve(task: Mapping[str, Any], model: OpenAIChatModel) -> WorkflowOutput:
-    """Ask the agent; its last message is the response."""
+    """Ask the agent and return its last message."""
     toolkit = Toolkit()
     toolkit.register_tool_function(calculate)
     agent = ReActAgent(
@@ -43,5 +43,5 @@ async def solve(task: Mapping[str, Any], model: OpenAIChatModel) -> WorkflowOutp
 
 
 async def judge(task: Mapping[str, Any], response: Msg) -> JudgeOutput:
-    """1.0 for the right final number, else 0.0."""
+    """Reward 1.0 for the correct final number, else 0.0."""
     return await judge_number(task, response)

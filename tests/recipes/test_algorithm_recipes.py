@@ -1,4 +1,4 @@
-"""Every algorithm has a recipe that says what it means, and every recipe is of an algorithm."""
+"""Every algorithm has a recipe, and every recipe resolves to its algorithm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_algorithm_has_a_recipe():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_are_files_that_load(path, monkeypatch):
+def test_a_recipe_loads_as_its_algorithm(path, monkeypatch):
     monkeypatch.setenv("DEMO", "demo")
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
     if "workflow" in content:

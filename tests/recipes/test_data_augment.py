@@ -1,4 +1,4 @@
-"""The data-augment recipe: rows become questions, answers and pass rates; its agent and judge fit `tune()`."""
+"""The data-augment recipe: rows become questions, answers and pass rates; `tune()` accepts its workflow and judge."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_a_row_becomes_a_question_an_answer_and_its_pass_rates(prepare):
     "missing",
     [{"prompt": []}, {"reward_model": None}, {"qwen3_30b_pass_rate": None}, {"qwen2.5_7b_pass_rate": float("nan")}],
 )
-def test_a_row_that_lacks_something_is_left_out_and_counted(prepare, tmp_path, capsys, missing):
+def test_a_row_with_a_missing_field_is_dropped_and_counted(prepare, tmp_path, capsys, missing):
     prepare["save_rows"](tmp_path / "x" / "train.jsonl", map(prepare["transform_train_row"], [ROW, ROW | missing]))
     rows = (tmp_path / "x" / "train.jsonl").read_text().splitlines()
     assert [json.loads(row)["answer"] for row in rows] == ["#### 4"]
-    assert "1 rows, 1 left out" in capsys.readouterr().out
+    assert "1 rows, 1 dropped" in capsys.readouterr().out
 
 
-def test_the_agent_and_the_judge_fit():
+def test_tune_accepts_the_workflow_and_the_judge():
     pytest.importorskip("agentscope")
     main = runpy.run_path(str(RECIPE / "main.py"))
     check_workflow_function(main["run_react_agent"])

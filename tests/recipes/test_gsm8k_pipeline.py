@@ -1,4 +1,4 @@
-"""The pipeline recipes: their files are whole, and the pocket one's own steps make what the next ones need."""
+"""The pipeline recipes: their files are valid, and the functions of the pocket recipe feed its later stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "gsm8k_pipeline"
 
 
 @pytest.mark.parametrize("path", sorted(RECIPE.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_recipe_names_no_stage_and_no_key_that_is_not_there(path):
+def test_a_recipe_has_only_known_keys_and_stages(path):
     stages = {stage.name: stage for stage in plan_stages(load_pipeline(path))}
     assert [name for name, stage in stages.items() if name == stage.kind] == ["prepare", "sft", "rl", "eval", "export"]
     assert list(stages["eval"].values["models"]) == ["base", "sft", "grpo"]
@@ -29,7 +29,7 @@ def test_a_recipe_names_no_stage_and_no_key_that_is_not_there(path):
 
 @pytest.fixture(scope="module")
 def pocket(tmp_path_factory):
-    """The recipe's functions and a folder in which its first stages were run."""
+    """The functions of the recipe, the folder of its first stages, and the report of its preparation."""
     spec = importlib.util.spec_from_file_location("pocket_pipeline", RECIPE / "pocket.py")
     functions = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(functions)
@@ -52,14 +52,14 @@ def test_every_problem_is_prepared_into_a_checked_conversation(pocket):
     assert report.content["train"]["dropped"] == {}
 
 
-def test_the_judge_takes_a_near_miss_for_a_miss(pocket):
+def test_the_judge_accepts_only_the_exact_number(pocket):
     functions, _, _ = pocket
     for answer, expected in (("972", 1.0), ("973", 0.0)):
         verdict = asyncio.run(functions.judge({"question": "?", "answer": "972"}, f"#### {answer}"))
         assert verdict.metrics["accuracy"] == expected
 
 
-def test_the_models_tokenizer_knows_the_agents_words(pocket):
+def test_the_tokenizer_encodes_conversations_in_few_tokens(pocket):
     _, place, report = pocket
     rows = [json.loads(line) for line in report.train_path.read_text().splitlines()]
     samples = DemonstrationReader(load_tokenizer(str(place / "base/model"))).read(rows, max_model_len=512)

@@ -1,4 +1,4 @@
-"""The quick start's complete program, and its workflow with a plain chat model outside of tuning."""
+"""The README's first program, the quick start, and a workflow run with an ordinary chat model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUESTIONS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in 
 
 @pytest.fixture(scope="module")
 def brief_model(pocket_folder, tmp_path_factory):
-    """A pocket model that has learned to answer in a few words, so that a step of 256 rollouts takes seconds."""
+    """A pocket model fine-tuned to answer in a few words, so that a step of 256 rollouts takes seconds."""
     rows = [
         {
             "messages": [
@@ -56,29 +56,50 @@ def brief_model(pocket_folder, tmp_path_factory):
     return run_sft(config, out_dir=place / "sft").folder
 
 
-def test_the_quick_start_runs_as_it_is_written(brief_model, tmp_path, monkeypatch):
+@pytest.fixture
+def in_dataset_folder(tmp_path, monkeypatch):
+    """A current folder that holds `my_dataset`."""
     (tmp_path / "my_dataset").mkdir()
     text = "".join(json.dumps(row) + "\n" for row in QUESTIONS)
     (tmp_path / "my_dataset" / "train.jsonl").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read_only_record(folder):
+    (run_folder,) = (folder / "checkpoints" / "AgentScope").glob("Experiment-*")
+    (record,) = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    return run_folder, record
+
+
+def test_the_program_of_the_readme_runs(brief_model, in_dataset_folder):
+    text = (RECIPES.parent / "README.md").read_text(encoding="utf-8")
+    program = text.partition("```python\n")[2].partition("```")[0]
+    assert program.count("Qwen/Qwen3-0.6B") == 1
+    (in_dataset_folder / "program.py").write_text(program.replace("Qwen/Qwen3-0.6B", str(brief_model)))
+    runpy.run_path(str(in_dataset_folder / "program.py"))
+    _, record = read_only_record(in_dataset_folder)
+    assert record["rollout/num_failed"] == 0.0
+
+
+def test_the_quick_start_runs_as_it_is_written(brief_model, in_dataset_folder, monkeypatch):
     monkeypatch.setenv("MODEL", str(brief_model))
     runpy.run_path(str(RECIPES / "math_agent" / "main.py"), run_name="__main__")
-    (run_folder,) = (tmp_path / "checkpoints" / "AgentScope").glob("Experiment-*")
-    (record,) = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    run_folder, record = read_only_record(in_dataset_folder)
     assert 0.0 < record["rollout/reward_mean"] < 1.0
     assert record["rollout/num_failed"] == 0.0
     assert any((run_folder / "monitor" / "tensorboard").iterdir())
     AutoModelForCausalLM.from_pretrained(run_folder / "global_step_1")
 
 
-def test_the_quick_starts_program_differs_in_imports_and_paths_alone():
+def test_the_quick_start_differs_from_agentscopes_in_imports_and_paths_only():
     text = (RECIPES / "math_agent" / "main.py").read_text(encoding="utf-8")
     assert [line for line in text.splitlines() if "tunesmith" in line] == [
         "from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune"
     ]
 
 
-def test_a_workflow_runs_with_a_plain_chat_model(monkeypatch, capsys):
+def test_a_workflow_runs_with_an_ordinary_chat_model(monkeypatch, capsys):
     def answer(request: httpx.Request) -> httpx.Response:
         question = json.loads(request.content)["messages"][-1]["content"][0]["text"]
         assert question == "What is 123 plus 456?"
@@ -99,7 +120,7 @@ def test_a_workflow_runs_with_a_plain_chat_model(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", ["math_agent/config.yaml", "pocket/config.yaml"])
-def test_run_files_name_an_agent_and_a_judge_that_fit(name, monkeypatch):
+def test_run_files_name_a_valid_workflow_and_judge(name, monkeypatch):
     monkeypatch.chdir(RECIPES.parent)
     monkeypatch.setenv("DEMO", "somewhere")
     config = load_config(RECIPES / name)
