@@ -14,6 +14,7 @@ from tiny_models import CONFIGS, build_tiny
 from tunesmith.engine.batch import kv_cache as attention
 from tunesmith.engine.batch.run_attention import RunBatch, Segment, find_groups
 from tunesmith.engine.core.span import PageRun, Span, extend_runs
+from tunesmith.model.forward.attention import AttentionOptions
 from tunesmith.types import Sampling
 
 PAGE_SIZE, NUM_PAGES, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE = 4, 64, 2, 6, 8
@@ -78,7 +79,7 @@ def test_any_table_gives_the_attention_of_the_whole_context(
     query = torch.randn((len(known), NUM_HEADS, HEAD_SIZE), generator=generator)
     spans = [build_span(index, pages, length) for index, (pages, length) in enumerate(known)]
     batch = RunBatch(spans, page_size=PAGE_SIZE, device=torch.device("cpu"))
-    output = batch.attend(query, keys, values, 0.7, window, softcap)
+    output = batch.attend(query, keys, values, AttentionOptions(scaling=0.7, sliding_window=window, softcap=softcap))
     for row, (pages, length) in enumerate(known):
         first = 0 if window is None else max(0, length - window)
         context = [tensor[:, pages].flatten(1, 2)[:, first:length] for tensor in (keys, values)]

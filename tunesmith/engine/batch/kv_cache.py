@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from tunesmith.engine.batch.run_attention import RunBatch
 from tunesmith.engine.core.span import Span
-from tunesmith.model.forward.attention import attend_masked, get_layer_index
+from tunesmith.model.forward.attention import AttentionOptions, attend_masked, get_layer_index
 
 MAX_BATCHED_QUERIES = 16
 """Requests with more new tokens attend one by one."""
@@ -106,32 +106,26 @@ class PagedPlan:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
         layer = get_layer_index(module)
         keys_KPZD, values_KPZD = self.cache.keys[layer], self.cache.values[layer]
         slots = self._get_slots(key.shape[1], keys_KPZD.shape[1])
         _write(keys_KPZD, slots, key)
         _write(values_KPZD, slots, value)
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         query_THD = query[0].transpose(0, 1)
         if len(self._batches) == 1 and not self._chunks:
-            output_THD = self._batches[0].attend(query_THD, keys_KPZD, values_KPZD, scaling, sliding_window, softcap)
+            output_THD = self._batches[0].attend(query_THD, keys_KPZD, values_KPZD, options)
             return output_THD[None]
         output_THD = torch.empty(query_THD.shape, dtype=query.dtype, device=query.device)
         for batch in self._batches:
             output_THD[batch.first : batch.last] = batch.attend(
-                query_THD[batch.first : batch.last], keys_KPZD, values_KPZD, scaling, sliding_window, softcap
+                query_THD[batch.first : batch.last], keys_KPZD, values_KPZD, options
             )
         for chunk in self._chunks:
             rows = slice(chunk.first, chunk.last)
             fresh = (key[:, :, rows], value[:, :, rows])
-            output_THD[rows] = chunk.attend(
-                query[:, :, rows], fresh, keys_KPZD, values_KPZD, scaling, sliding_window, softcap
-            )
+            output_THD[rows] = chunk.attend(query[:, :, rows], fresh, keys_KPZD, values_KPZD, options)
         return output_THD[None]
 
     def _get_slots(self, num_kv_heads: int, num_pages: int) -> Tensor:
@@ -218,9 +212,7 @@ class _SpanBatch:
         query_THD: Tensor,
         keys_KPZD: Tensor,
         values_KPZD: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Take and return the batch's own tokens [T, H, D]."""
         num_rows, num_kv_heads, head_size = len(self._counts), keys_KPZD.shape[0], query_THD.shape[-1]
@@ -232,8 +224,8 @@ class _SpanBatch:
             query_THD = query_THD[self._pad[0]]
         query = query_THD.reshape(num_rows, self._num_queries, num_kv_heads, num_groups, head_size)
         query_BLD = query.transpose(1, 2).reshape(num_rows * num_kv_heads, -1, head_size)
-        mask = self._get_mask(num_kv_heads, num_groups, sliding_window, query.dtype)
-        scores = _compute_scores(query_BLD, keys_BSD, mask, scaling, softcap)
+        mask = self._get_mask(num_kv_heads, num_groups, options.sliding_window, query.dtype)
+        scores = _compute_scores(query_BLD, keys_BSD, mask, options.get_scaling(head_size), options.softcap)
         output = scores.softmax(dim=-1, dtype=torch.float32).to(values_BSD.dtype).bmm(values_BSD)
         output = output.view(num_rows, num_kv_heads, self._num_queries, num_groups, head_size).transpose(1, 2)
         output_THD = output.reshape(num_rows * self._num_queries, -1, head_size)
@@ -312,20 +304,22 @@ class _Chunk:
         fresh: tuple[Tensor, Tensor],
         keys_KPZD: Tensor,
         values_KPZD: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Return the chunk's tokens [Q, H, D]; `fresh` are their own keys and values [1, K, Q, D]."""
-        is_windowed = sliding_window is not None and sliding_window < self._stop
-        if self._start == 0 and not is_windowed and softcap is None:
+        window = options.sliding_window
+        if window is not None and window >= self._stop:
+            window = None
+        scaling = options.get_scaling(query_1HQD.shape[-1])
+        if self._start == 0 and window is None and options.softcap is None:
             output = functional.scaled_dot_product_attention(
                 query_1HQD, *fresh, is_causal=True, scale=scaling, enable_gqa=query_1HQD.shape[1] != fresh[0].shape[1]
             )
             return output[0].transpose(0, 1)
         keys, values = (self._read(keys_KPZD), self._read(values_KPZD)) if self._start else fresh
-        mask = self._get_mask(sliding_window if is_windowed else None, query_1HQD.device)
-        return attend_masked(query_1HQD, keys, values, mask, scaling=scaling, softcap=softcap)[0].transpose(0, 1)
+        mask = self._get_mask(window, query_1HQD.device)
+        output = attend_masked(query_1HQD, keys, values, mask, scaling=scaling, softcap=options.softcap)
+        return output[0].transpose(0, 1)
 
     def _read(self, pages_KPZD: Tensor) -> Tensor:
         """The request's whole context [1, K, S, D]."""

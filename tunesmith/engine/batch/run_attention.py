@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.engine.core.span import Span
+from tunesmith.model.forward.attention import AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +143,13 @@ class RunBatch:
         query_THD: Tensor,
         keys_KPZD: Tensor,
         values_KPZD: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Take and return the batch's own tokens [T, H, D]."""
         num_kv_heads, head_size, num_rows = keys_KPZD.shape[0], keys_KPZD.shape[-1], len(self._spans)
         num_groups = query_THD.shape[1] // num_kv_heads
-        layout = self._get_layout(sliding_window)
+        layout, softcap = self._get_layout(options.sliding_window), options.softcap
+        scaling = options.get_scaling(head_size)
         query_THD = query_THD * (scaling if softcap is None else scaling / softcap)
         if layout.order is not None:
             query_THD = query_THD[layout.order]

@@ -9,7 +9,6 @@ Axes: T tokens, R requests, I tiles, P pages, K key-value heads, Z page size, D 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from tunesmith.engine.batch.arrays import join_ranges, send
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda import custom_ops as ops
-from tunesmith.model.forward.attention import get_layer_index
+from tunesmith.model.forward.attention import AttentionOptions, get_layer_index
 
 
 class _LayerPlan:
@@ -44,15 +43,11 @@ class DecodeLayerPlan(_LayerPlan):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return ops.paged_decode(
             query, key, value, self.keys, self.values, self.table, self.positions,
-            scaling, sliding_window or 0, softcap or 0.0,
+            options.get_scaling(query.shape[-1]), options.sliding_window or 0, options.softcap or 0.0,
         )  # fmt: skip
 
 
@@ -80,15 +75,11 @@ class PrefillLayerPlan(_LayerPlan):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return ops.paged_prefill(
             query, key, value, self.keys, self.values, self.slots, self.table, self.spans, self.tiles,
-            scaling, sliding_window or 0, softcap or 0.0,
+            options.get_scaling(query.shape[-1]), options.sliding_window or 0, options.softcap or 0.0,
         )  # fmt: skip
 
 
@@ -98,8 +89,8 @@ class LayeredPlan:
     def __init__(self, layers: Sequence[DecodeLayerPlan | PrefillLayerPlan]) -> None:
         self.layers = layers
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        return self.layers[get_layer_index(module)].attend(module, query, key, value, **options)
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        return self.layers[get_layer_index(module)].attend(module, query, key, value, options)
 
 
 def build_decode_plan(cache: KVCache, table_RP: Tensor, positions_R: Tensor) -> LayeredPlan:

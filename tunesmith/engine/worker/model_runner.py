@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from tunesmith.engine.core.scheduler import Work
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cpu.onednn_linear import PackedLinears
 from tunesmith.errors import ConfigError, ModelError
-from tunesmith.model.forward.attention import AttentionPlan, CausalPlan, get_layer_index, run_body
+from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
 from tunesmith.model.forward.logits import compute_logits, verify_model
 
 DEFAULT_BATCHED_TOKENS = (4096, 16384)
@@ -171,11 +170,11 @@ class _ShapePlan(CausalPlan):
         super().__init__([1], device)
         self.shape_of_layer: dict[int, LayerShape] = {}
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         if key.shape != value.shape:
             raise ModelError(f"{type(module).__name__}: keys and values of different sizes are not supported")
         self.shape_of_layer[get_layer_index(module)] = LayerShape(key.shape[1], key.shape[3])
-        return super().attend(module, query, key, value, **kwargs)
+        return super().attend(module, query, key, value, options)
 
 
 @torch.no_grad()
