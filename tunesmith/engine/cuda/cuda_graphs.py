@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunesmith.engine.batch.decode_burst import Block, BlockRows
-from tunesmith.engine.batch.input_batch import Slots
+from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
+from tunesmith.engine.batch.input_batch import InputBatch
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
@@ -53,10 +53,10 @@ class DeviceTicket:
     num_steps: int
     num_rows: int
 
-    def read(self) -> Block:
+    def read(self) -> BurstOutput:
         self.event.synchronize()
         log = self.log.numpy()[:, : self.num_steps + 1, : self.num_rows]
-        return Block(log[0], log[1].view(np.float32))
+        return BurstOutput(log[0], log[1].view(np.float32))
 
 
 class DecodeGraphs:
@@ -75,8 +75,8 @@ class DecodeGraphs:
         device = model.device
         self._model, self._cache, self._fused = model, cache, fused
         self._num_slots = max_num_seqs
-        num_columns = count_columns(max_model_len, cache.page_size)
-        self.slots = Slots(max_num_seqs, num_columns=num_columns, scratch_page=len(cache.keys[0]) - 1)
+        num_columns = count_columns(max_model_len, cache.block_size)
+        self.input_batch = InputBatch(max_num_seqs, num_columns=num_columns, scratch_block=len(cache.keys[0]) - 1)
         self._inputs = _RowInputs.allocate(max_num_seqs, device=device)
         self._table = torch.zeros((max_num_seqs, num_columns), dtype=torch.int32, device=device)
         self._log = torch.zeros((NUM_HALVES, 2, NUM_LINES, max_num_seqs), dtype=torch.int32, device=device)
@@ -103,16 +103,16 @@ class DecodeGraphs:
         self._pointers = self._get_pointers()
 
     @torch.inference_mode()
-    def launch(self, rows: BlockRows, *, num_steps: int) -> DeviceTicket:
+    def launch(self, rows: BurstInput, *, num_steps: int) -> DeviceTicket:
         """Queue a block; `num_steps` may be 0 when only fresh rows are to be drawn."""
         assert 0 <= num_steps <= MAX_BLOCK
         num_rows = len(rows.slots_R)
-        size, has_cuts = self._choose_size(num_rows), bool(self.slots.is_cut_S[rows.slots_R].any())
+        size, has_cuts = self._choose_size(num_rows), bool(self.input_batch.has_truncation_S[rows.slots_R].any())
         graph = self._get_graph(size, has_cuts) if num_steps else None
         self._half = (self._half + 1) % NUM_HALVES
         stage = self._stages[self._half]
         stage.event.synchronize()  # it is read by now, unless a failure came in between
-        stage.fill(self.slots, rows, size=size, first_line=self._half * 2 * NUM_LINES)
+        stage.fill(self.input_batch, rows, size=size, first_line=self._half * 2 * NUM_LINES)
         self._load(stage, size)
         self._draw_fresh(rows, has_cuts)
         for _ in range(num_steps):
@@ -146,9 +146,9 @@ class DecodeGraphs:
         sources, ids = self._inputs.sources_S, self._rows.ids_R
         ids.copy_(torch.where(sources < 0, self._inputs.token_ids_S, ids[sources.clamp(min=0)]))
 
-    def _draw_fresh(self, rows: BlockRows, has_cuts: bool) -> None:
-        first = len(rows.slots_R) - rows.num_fresh
-        for hidden_NC in rows.fresh_hidden:
+    def _draw_fresh(self, rows: BurstInput, has_cuts: bool) -> None:
+        first = len(rows.slots_R) - rows.num_prefilled
+        for hidden_NC in rows.prefill_hidden:
             chosen = self._rows.narrow(first, first + len(hidden_NC))
             draw_tokens(compute_logits(self._model, hidden_NC), chosen, has_cuts=has_cuts)
             first += len(hidden_NC)
@@ -247,9 +247,9 @@ class _Stage:
         )
         self.event = torch.cuda.Event()
         """The launch is over."""
-        self._scratch_page = graphs.slots.scratch_page
+        self._scratch_block = graphs.input_batch.scratch_block
 
-    def fill(self, slots: Slots, rows: BlockRows, *, size: int, first_line: int) -> None:
+    def fill(self, batch: InputBatch, rows: BurstInput, *, size: int, first_line: int) -> None:
         """Describe a launch; rows beyond its requests are padding."""
         slots_R, num_rows = rows.slots_R, len(rows.slots_R)
         self.pad(num_rows, size)
@@ -257,15 +257,15 @@ class _Stage:
         inputs.sources_S.numpy()[:num_rows] = rows.sources_R
         inputs.token_ids_S.numpy()[:num_rows] = rows.token_ids_R
         inputs.positions_S.numpy()[:num_rows] = rows.positions_R
-        inputs.seeds_S.numpy()[:num_rows] = slots.seeds_S[slots_R]
+        inputs.seeds_S.numpy()[:num_rows] = batch.seeds_S[slots_R]
         lines_S = inputs.lines_S.numpy()
         lines_S[:num_rows] = first_line - rows.positions_R
-        lines_S[num_rows - rows.num_fresh : num_rows] -= 1
-        inputs.top_ks_S.numpy()[:num_rows] = slots.top_ks_S[slots_R]
-        inputs.temperatures_S.numpy()[:num_rows] = slots.temperatures_S[slots_R]
-        inputs.top_ps_S.numpy()[:num_rows] = slots.top_ps_S[slots_R]
-        inputs.min_ps_S.numpy()[:num_rows] = slots.min_ps_S[slots_R]
-        np.take(slots.table_SP, slots_R, axis=0, out=self.table.numpy()[:num_rows], mode="clip")
+        lines_S[num_rows - rows.num_prefilled : num_rows] -= 1
+        inputs.top_ks_S.numpy()[:num_rows] = batch.top_ks_S[slots_R]
+        inputs.temperatures_S.numpy()[:num_rows] = batch.temperatures_S[slots_R]
+        inputs.top_ps_S.numpy()[:num_rows] = batch.top_ps_S[slots_R]
+        inputs.min_ps_S.numpy()[:num_rows] = batch.min_ps_S[slots_R]
+        np.take(batch.block_table_SP, slots_R, axis=0, out=self.table.numpy()[:num_rows], mode="clip")
 
     def pad(self, first: int, last: int) -> None:
         """Make rows of no consequence."""
@@ -273,7 +273,7 @@ class _Stage:
         self.inputs.sources_S.numpy()[first:last] = -1
         self.inputs.floats_3S.numpy()[:, first:last] = 1.0
         self.inputs.min_ps_S.numpy()[first:last] = 0.0
-        self.table.numpy()[first:last] = self._scratch_page
+        self.table.numpy()[first:last] = self._scratch_block
 
 
 def count_columns(max_model_len: int, page_size: int) -> int:
@@ -288,6 +288,6 @@ def build_graphs(
     fused = None
     if is_compiled:
         lay_side_by_side(model)
-        max_positions = count_columns(max_model_len, cache.page_size) * cache.page_size
+        max_positions = count_columns(max_model_len, cache.block_size) * cache.block_size
         fused = FusedLayers(model, FUNCTIONS, max_positions=max_positions)
     return DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, fused=fused)
