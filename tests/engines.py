@@ -1,4 +1,4 @@
-"""Engines over tiny models, and the independent forward that their answers are compared with."""
+"""Engines on tiny models, and the plain forward that their completions are compared with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GREEDY = Distribution(temperature=0)
 def build_engine(
     model: PreTrainedModel | str = "llama", *, max_model_len: int = 128, **settings: object
 ) -> LocalEngine:
-    """An engine with small pages on a copy of the tiny model."""
+    """An engine with small blocks on a copy of the tiny model."""
     if isinstance(model, str):
         model = copy.deepcopy(build_tiny(model))
         use_plan_attention(model)
@@ -40,7 +40,7 @@ def build_prompts(*lengths: int) -> list[list[int]]:
 
 
 def generate_all(engine: LocalEngine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-    """All prompts at once, each with its index as its seed."""
+    """Generate for all prompts at once; each prompt's index is its seed."""
 
     async def run() -> list[Completion]:
         samplings = [dataclasses.replace(sampling, seed=index) for index in range(len(prompts))]

@@ -1,7 +1,7 @@
-"""Blocks of steps on a CPU: the device of `AsyncStepper` in slow motion.
+"""A burst decoder on a CPU, for tests of `AsyncStepper`.
 
-Like a device it computes what it was told in the order of the launches, rows that have ended included, and shows a
-launch's tokens only when they are read.
+Like a GPU it computes all rows of a launch, those of ended requests included, in launch order, and returns the tokens
+of a launch only when they are read.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class HostBurstDecoder:
     """Implements `tunesmith.engine.batch.decode_burst.BurstDecoder`."""
 
     def __init__(self, runner: ModelRunner, *, max_num_seqs: int, max_model_len: int) -> None:
-        old = runner.cache
-        shapes = [(keys.shape[0], keys.shape[1] + 1, *keys.shape[2:]) for keys in old.keys]
+        cache = runner.cache
+        shapes = [(keys.shape[0], keys.shape[1] + 1, *keys.shape[2:]) for keys in cache.keys]
         runner.cache.keys = [torch.zeros(shape) for shape in shapes]
         runner.cache.values = [torch.zeros(shape) for shape in shapes]
         self._model, self._cache = runner.model, runner.cache
-        num_columns = (max_model_len + 2 * MAX_BURST) // old.block_size + 2
+        num_columns = (max_model_len + 2 * MAX_BURST) // cache.block_size + 2
         self.input_batch = InputBatch(
             max_num_seqs, num_columns=num_columns, scratch_block=self._cache.keys[0].shape[1] - 1
         )
         self._ids: list[int] = []
-        self.tickets: list[HostBurstHandle] = []
-        self.most_unread = 0
+        self.handles: list[HostBurstHandle] = []
+        self.max_unread = 0
 
     def launch(self, rows: BurstInput, *, num_steps: int) -> HostBurstHandle:
-        num_rows, num_plain = len(rows.slots_R), len(rows.slots_R) - rows.num_prefilled
+        num_rows, num_decoding = len(rows.slots_R), len(rows.slots_R) - rows.num_prefilled
         known = zip(rows.sources_R, rows.token_ids_R, strict=True)
         ids = [self._ids[source] if source >= 0 else int(token_id) for source, token_id in known]
         positions = rows.positions_R.copy()
@@ -65,10 +65,10 @@ class HostBurstDecoder:
         tokens = np.full((num_steps + 1, num_rows), -7, dtype=np.int32)
         logprobs = np.full((num_steps + 1, num_rows), np.nan, dtype=np.float32)
         if rows.num_prefilled:
-            self._draw(
+            self._sample(
                 torch.cat(list(rows.prefill_hidden)),
                 rows,
-                range(num_plain, num_rows),
+                range(num_decoding, num_rows),
                 positions,
                 ids,
                 0,
@@ -82,14 +82,14 @@ class HostBurstDecoder:
                 plan = self.build_prefill_plan([Span(0, start, start + 1, table[row].tolist())])
                 body = run_body(self._model, torch.tensor([[ids[row]]]), torch.tensor([[start]]), plan)
                 hidden.append(body[0])
-            self._draw(torch.cat(hidden), rows, range(num_rows), positions, ids, step + 1, tokens, logprobs)
+            self._sample(torch.cat(hidden), rows, range(num_rows), positions, ids, step + 1, tokens, logprobs)
         self._ids = ids
-        self.tickets.append(HostBurstHandle(BurstOutput(tokens, logprobs)))
-        self.most_unread = max(self.most_unread, sum(not ticket.is_read for ticket in self.tickets))
-        return self.tickets[-1]
+        self.handles.append(HostBurstHandle(BurstOutput(tokens, logprobs)))
+        self.max_unread = max(self.max_unread, sum(not handle.is_read for handle in self.handles))
+        return self.handles[-1]
 
-    def _draw(self, hidden_NC, rows, chosen, positions, ids, line, tokens, logprobs) -> None:
-        slots = rows.slots_R[list(chosen)]
+    def _sample(self, hidden_NC, rows, selected, positions, ids, line, tokens, logprobs) -> None:
+        slots = rows.slots_R[list(selected)]
         distributions = [
             Distribution(
                 temperature=float(self.input_batch.temperatures_S[slot]), top_k=int(self.input_batch.top_ks_S[slot]),
@@ -97,9 +97,9 @@ class HostBurstDecoder:
             )
             for slot in slots
         ]  # fmt: skip
-        seeds, at = self.input_batch.seeds_S[slots].tolist(), [int(positions[row]) + 1 for row in chosen]
-        sampled = sample_tokens(compute_logits(self._model, hidden_NC).float(), distributions, seeds, at)
-        for index, row in enumerate(chosen):
+        seeds, next_positions = self.input_batch.seeds_S[slots].tolist(), [int(positions[row]) + 1 for row in selected]
+        sampled = sample_tokens(compute_logits(self._model, hidden_NC).float(), distributions, seeds, next_positions)
+        for index, row in enumerate(selected):
             ids[row] = tokens[line, row] = sampled.token_ids[index]
             logprobs[line, row] = sampled.logprobs[index] if sampled.is_finite[index] else np.nan
             positions[row] += 1
@@ -115,7 +115,7 @@ class HostBurstDecoder:
 
 
 def _find_runs(span: Span) -> Span:
-    """Kernels read block tables; the plan of a CPU reads runs."""
+    """Set the runs, which the PyTorch plan needs; kernels read block tables only."""
     runs: list[BlockRun] = []
     extend_runs(runs, span.blocks)
     return dataclasses.replace(span, runs=runs)

@@ -1,4 +1,4 @@
-"""The engine samples from an adapter that is being trained, without merging it and without packing its base again."""
+"""The engine samples from an adapter in training, without merging it or repacking the base weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def change_adapter(model, seed):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
-def test_logprobs_are_those_of_the_adapter_as_it_is_now(name):
+def test_logprobs_are_those_of_the_current_adapter(name):
     model = build_live(name, target_modules="all-linear")
     engine = build_engine(model)
     prompts = build_prompts(5, 9)
@@ -52,7 +52,7 @@ def test_logprobs_are_those_of_the_adapter_as_it_is_now(name):
     assert seen[:2] != seen[2:]
 
 
-def test_an_adapter_on_four_bits_is_sampled_as_it_is_trained(pocket_folder):
+def test_an_adapter_on_a_4_bit_model_is_sampled_as_it_is_trained(pocket_folder):
     pytest.importorskip("bitsandbytes")
     lora = LoraSection(r=4, quantization="nf4")
     model = load_model(pocket_folder, dtype=torch.float32, device=torch.device("cpu"), lora=lora)
@@ -67,7 +67,7 @@ def test_an_adapter_on_four_bits_is_sampled_as_it_is_trained(pocket_folder):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with two trained factors, as large as packing likes."""
+    """A frozen and a trained layer, both large enough to be packed."""
 
     def __init__(self):
         super().__init__()
@@ -80,8 +80,8 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_the_base_is_packed_once_and_what_trains_is_multiplied_live():
-    layer, inputs = Adapted(), torch.randn(9, 256)  # fewer rows are multiplied live as well
+def test_frozen_layers_are_packed_once_and_trained_layers_never():
+    layer, inputs = Adapted(), torch.randn(9, 256)  # with fewer rows even packed layers use the parameters
     linears = OneDnnLinears(layer)
     linears.refresh()
     with torch.no_grad():

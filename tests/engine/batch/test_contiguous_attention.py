@@ -1,4 +1,4 @@
-"""Attention over runs of blocks is attention over the whole context, and shared blocks are read once."""
+"""Attention over runs of blocks equals attention over the whole context, and shared blocks are read once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def build_span(index: int, blocks: list[int], length: int) -> Span:
     return Span(index, length - 1, length, blocks, runs)
 
 
-def test_neighbouring_blocks_become_one_run_also_when_they_come_later() -> None:
+def test_adjacent_blocks_form_one_run_even_if_added_later() -> None:
     runs: list[BlockRun] = []
     extend_runs(runs, [7, 8, 3])
     extend_runs(runs, [4, 9])
     assert runs == [BlockRun(7, 2), BlockRun(3, 2), BlockRun(9, 1)]
 
 
-def test_requests_with_shared_blocks_are_one_group_whose_shared_blocks_are_attended_to_by_all() -> None:
+def test_requests_with_a_shared_prefix_form_one_group_that_reads_it_once() -> None:
     tables = [[0, 1, 2, 3], [9], [0, 1, 2, 5], [0, 1, 7]]
     spans = [build_span(index, blocks, 4 * len(blocks) - 1) for index, blocks in enumerate(tables)]
     group, alone = find_groups(spans, block_size=4, sliding_window=None)
@@ -48,7 +48,7 @@ def test_requests_with_shared_blocks_are_one_group_whose_shared_blocks_are_atten
     assert alone.segments == (Segment(rows=(0, 1), columns=(0, 3), slot=36),)
 
 
-def test_a_sliding_window_leaves_out_the_tokens_before_it() -> None:
+def test_a_sliding_window_excludes_the_tokens_before_it() -> None:
     spans = [build_span(0, [0, 1, 2, 5], 15), build_span(1, [0, 1, 6], 10)]
     first, second = find_groups(spans, block_size=4, sliding_window=6)
     assert first.segments == (Segment((0, 1), (0, 3), 9), Segment((0, 1), (3, 6), 20))
@@ -70,7 +70,7 @@ def tables(draw: st.DrawFn) -> list[tuple[list[int], int]]:
 
 
 @given(tables(), st.sampled_from([None, 3, 9, 100]), st.sampled_from([None, 1.5]))
-def test_any_table_gives_the_attention_of_the_whole_context(
+def test_any_block_table_gives_the_attention_of_the_whole_context(
     known: list[tuple[list[int], int]], window: int | None, softcap: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(len(known))

@@ -1,4 +1,4 @@
-"""SamplerOutput follow the shared definition of the distribution and depend on seed and position alone."""
+"""Sampled tokens follow the shared definition of the distribution and depend on seed and position only."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_uniforms_are_spread_evenly_over_seeds_and_positions() -> None:
         assert chi_square < 43.8  # 99.9 % of 19 degrees of freedom
 
 
-def test_seeds_of_any_size_are_taken() -> None:
+def test_seeds_of_any_size_are_reduced_modulo_2_to_64() -> None:
     values = compute_uniforms([-1, 2**64 - 1, 2**70, 0], [1, 1, 1, 1], CPU).tolist()
     assert values[0] == values[1]
     assert values[2] == values[3]
@@ -66,7 +66,7 @@ def test_mixed_rows_agree_with_the_shared_definition() -> None:
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_a_row_is_drawn_alike_alone_and_in_a_batch(distribution: Distribution) -> None:
+def test_a_row_samples_the_same_token_alone_and_in_a_batch(distribution: Distribution) -> None:
     logits = build_logits(len(DISTRIBUTIONS))
     row = DISTRIBUTIONS.index(distribution)
     seeds, positions = [11] * len(DISTRIBUTIONS), range(40, 40 + len(DISTRIBUTIONS))
@@ -98,7 +98,7 @@ def test_top_p_beyond_the_first_candidates_sorts_the_vocabulary() -> None:
     assert sampled.logprobs[1] > -2
 
 
-def test_the_last_token_can_be_drawn_and_nothing_beyond_it() -> None:
+def test_the_last_token_of_the_vocabulary_can_be_sampled() -> None:
     logits = torch.full((4000, 3), -math.inf)
     logits[:, 2] = 0.0
     sampled = sample_tokens(logits, [Distribution()] * 4000, range(4000), [0] * 4000)
@@ -107,7 +107,7 @@ def test_the_last_token_can_be_drawn_and_nothing_beyond_it() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_rows_that_are_not_finite_are_marked_and_others_are_not_touched(value: float) -> None:
+def test_rows_with_non_finite_logits_are_marked_and_others_are_unchanged(value: float) -> None:
     logits = build_logits(3)
     expected = sample_tokens(logits.clone(), [Distribution()] * 3, [1, 2, 3], [0, 0, 0])
     logits[1, 5] = value

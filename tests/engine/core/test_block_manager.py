@@ -1,4 +1,4 @@
-"""Blocks are never lost, never shared by mistake, and found again only by the tokens that filled them."""
+"""Blocks are never lost or shared by mistake, and are found only by the tokens that filled them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_allocation_is_all_or_nothing() -> None:
     assert pool.num_available == 1
 
 
-def test_a_run_follows_the_block_before_it_or_leaves_room_on_both_sides() -> None:
+def test_a_run_follows_the_block_before_it_or_keeps_headroom_on_both_sides() -> None:
     pool = BlockPool(32)
     first = pool.allocate_run(2, after=None, headroom=4) or []
     assert first == [0, 1]
@@ -26,7 +26,7 @@ def test_a_run_follows_the_block_before_it_or_leaves_room_on_both_sides() -> Non
     assert pool.allocate_run(3, after=3, headroom=0) == [9, 10, 11]
 
 
-def test_a_run_that_fits_nowhere_is_made_of_what_is_free() -> None:
+def test_without_adjacent_free_blocks_any_free_blocks_are_allocated() -> None:
     pool = BlockPool(5)
     blocks = pool.allocate(5) or []
     pool.publish(blocks[4], b"hash")
@@ -36,7 +36,7 @@ def test_a_run_that_fits_nowhere_is_made_of_what_is_free() -> None:
     assert pool.allocate_run(1, after=None, headroom=0) is None
 
 
-def test_a_released_block_is_found_by_its_digest_until_it_is_needed() -> None:
+def test_a_released_block_is_found_by_its_hash_until_it_is_evicted() -> None:
     pool = BlockPool(2)
     block_hash = hash_block(compute_salt(0), [1, 2])
     (block,) = pool.allocate(1) or []
@@ -48,7 +48,7 @@ def test_a_released_block_is_found_by_its_digest_until_it_is_needed() -> None:
     assert pool.find([block_hash]) == []
 
 
-def test_the_block_left_longest_ago_is_dropped_first_and_a_prefix_after_its_continuation() -> None:
+def test_the_least_recently_released_block_is_evicted_first_and_a_prefix_after_its_continuation() -> None:
     pool = BlockPool(4)
     block_hashes = [bytes([number]) for number in range(4)]
     blocks = pool.allocate(4) or []
@@ -73,14 +73,14 @@ def test_a_block_held_twice_is_free_after_two_releases() -> None:
     assert pool.num_available == 1
 
 
-def test_digests_tell_tokens_parents_and_versions_apart() -> None:
+def test_hashes_differ_by_tokens_parents_and_versions() -> None:
     salts = [compute_salt(0), compute_salt(1)]
     block_hashes = {hash_block(salt, ids) for salt in salts for ids in ([1, 2], [2, 1], [1, 2, 0])}
     block_hashes |= {hash_block(block_hash, [1, 2]) for block_hash in list(block_hashes)}
     assert len(block_hashes) == 12
 
 
-def test_a_forgotten_block_stays_with_its_holder_and_is_free_afterwards() -> None:
+def test_an_unpublished_block_stays_held_and_is_free_once_released() -> None:
     pool = BlockPool(1)
     (block,) = pool.allocate(1) or []
     pool.publish(block, b"hash")
@@ -91,7 +91,7 @@ def test_a_forgotten_block_stays_with_its_holder_and_is_free_afterwards() -> Non
 
 
 @given(st.data())
-def test_any_sequence_of_calls_keeps_the_books(data: st.DataObject) -> None:
+def test_any_sequence_of_calls_keeps_reference_counts_consistent(data: st.DataObject) -> None:
     pool = BlockPool(data.draw(st.integers(1, 8)))
     holdings: list[list[int]] = []
     digest_of: dict[int, bytes] = {}
@@ -129,19 +129,19 @@ def test_any_sequence_of_calls_keeps_the_books(data: st.DataObject) -> None:
         assert pool.num_available == pool.num_blocks - len(held)
 
 
-def test_a_promised_block_is_kept_and_found_once_its_digest_comes() -> None:
+def test_a_deferred_block_stays_cached_and_is_found_once_published() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(2) or []
-    pool.defer_publish(blocks, "promise")
+    pool.defer_publish(blocks, "owner")
     pool.release(blocks)
     assert pool.num_available == 3
     assert pool.allocate(1) == [2]
-    pool.publish_deferred(blocks[0], b"hash", "promise")
+    pool.publish_deferred(blocks[0], b"hash", "owner")
     assert pool.find([b"hash"]) == [blocks[0]]
     assert pool.allocate(2) == [blocks[1], blocks[0]]
 
 
-def test_a_promised_block_that_was_dropped_is_not_found_in_its_next_holders_hands() -> None:
+def test_a_deferred_block_that_was_evicted_is_not_published() -> None:
     pool = BlockPool(1)
     blocks = pool.allocate(1) or []
     pool.defer_publish(blocks, "first")
@@ -154,12 +154,12 @@ def test_a_promised_block_that_was_dropped_is_not_found_in_its_next_holders_hand
     assert pool.find([b"new"]) == blocks
 
 
-def test_a_promised_block_whose_digest_is_known_already_is_free() -> None:
+def test_a_deferred_block_with_a_known_hash_is_freed() -> None:
     pool = BlockPool(3)
     first, second, _ = pool.allocate(3) or []
     pool.publish(first, b"hash")
-    pool.defer_publish([second], "promise")
+    pool.defer_publish([second], "owner")
     pool.release([first, second])
-    pool.publish_deferred(second, b"hash", "promise")
+    pool.publish_deferred(second, b"hash", "owner")
     assert pool.find([b"hash"]) == [first]
     assert pool.allocate(1) == [second]

@@ -1,4 +1,4 @@
-"""Who computes what in which step."""
+"""Which tokens of which requests each step computes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def build_request(request_id: int, prompt: range | list[int], order: tuple[int, 
 
 
 def run_step(scheduler: Scheduler) -> SchedulerOutput:
-    """SchedulerOutput, and sample token 7 where a token is sampled."""
+    """Schedule, and sample token 7 where a token is sampled."""
     step = scheduler.schedule()
     scheduler.commit(step.chunks)
     for chunk in step.chunks:
-        if chunk.is_sampled:
+        if chunk.has_last_token:
             chunk.request.append(7, -1.0, 0)
     return step
 
@@ -51,7 +51,7 @@ def test_requests_are_admitted_by_order_then_by_arrival() -> None:
     assert describe(run_step(scheduler)) == [(3, 0, 1), (1, 0, 1), (2, 0, 1)]
 
 
-def test_prompts_are_prefilled_in_chunks_beside_decoding_requests() -> None:
+def test_prompts_are_prefilled_in_chunks_alongside_decoding_requests() -> None:
     scheduler = build_scheduler(max_batched_tokens=5)
     scheduler.add(build_request(0, range(10, 13)))
     scheduler.add(build_request(1, range(20, 29)))
@@ -74,7 +74,7 @@ def test_equal_prompts_compute_their_full_blocks_once() -> None:
     assert len({request.blocks[2] for request in scheduler.running}) == 3
 
 
-def test_blocks_of_a_chunk_are_shared_from_the_step_that_fills_the_last_of_them() -> None:
+def test_blocks_of_a_chunk_are_shared_from_the_step_that_fills_the_last_one() -> None:
     scheduler = build_scheduler(max_batched_tokens=7)
     scheduler.add(build_request(0, range(10, 20)))
     scheduler.add(build_request(1, range(10, 20)))
@@ -83,7 +83,7 @@ def test_blocks_of_a_chunk_are_shared_from_the_step_that_fills_the_last_of_them(
     assert [request.num_cached_tokens for request in scheduler.running] == [0, 8]
 
 
-def test_the_last_token_of_a_prompt_is_computed_even_when_its_block_is_known() -> None:
+def test_the_last_token_of_a_prompt_is_computed_even_if_its_block_is_cached() -> None:
     scheduler = build_scheduler()
     scheduler.add(build_request(0, range(10, 18)))
     run_step(scheduler)
@@ -92,7 +92,7 @@ def test_the_last_token_of_a_prompt_is_computed_even_when_its_block_is_known() -
     assert describe(run_step(scheduler)) == [(1, 4, 8)]
 
 
-def test_an_agents_next_turn_finds_the_sampled_tokens_too() -> None:
+def test_the_next_turn_of_a_conversation_reuses_blocks_of_sampled_tokens() -> None:
     scheduler = build_scheduler()
     first = build_request(0, range(10, 15))
     scheduler.add(first)
@@ -111,7 +111,7 @@ def test_without_a_prefix_cache_every_prompt_is_computed() -> None:
     assert describe(run_step(scheduler)) == [(0, 0, 10), (1, 0, 10)]
 
 
-def test_when_blocks_run_out_the_lowest_priority_starts_again_with_its_sampled_tokens() -> None:
+def test_when_blocks_run_out_the_lowest_priority_is_preempted_and_recomputed() -> None:
     scheduler = build_scheduler(num_blocks=4, has_prefix_cache=False)
     scheduler.add(build_request(0, range(10, 14), order=(1,)))
     scheduler.add(build_request(1, range(20, 24), order=(0,)))
@@ -129,7 +129,7 @@ def test_when_blocks_run_out_the_lowest_priority_starts_again_with_its_sampled_t
     assert describe(run_step(scheduler)) == [(0, 0, 9)]
 
 
-def test_a_request_that_the_whole_cache_cannot_hold_is_stuck() -> None:
+def test_a_request_that_the_whole_cache_cannot_hold_is_unschedulable() -> None:
     scheduler = build_scheduler(num_blocks=2)
     scheduler.add(build_request(0, range(9)))
     scheduler.add(build_request(1, range(20, 28)))
@@ -143,7 +143,7 @@ def test_a_request_that_the_whole_cache_cannot_hold_is_stuck() -> None:
     assert scheduler.pool.num_available == 2
 
 
-def test_a_restart_forgets_all_blocks_and_keeps_all_requests() -> None:
+def test_reset_cache_frees_all_blocks_and_keeps_all_requests() -> None:
     scheduler = build_scheduler()
     scheduler.add(build_request(0, range(10, 20)))
     run_step(scheduler)
@@ -154,7 +154,7 @@ def test_a_restart_forgets_all_blocks_and_keeps_all_requests() -> None:
     assert describe(run_step(scheduler)) == [(0, 11, 12), (1, 10, 11)]
 
 
-def test_blocks_of_requests_that_grow_side_by_side_stay_neighbours() -> None:
+def test_blocks_of_requests_that_grow_together_stay_contiguous() -> None:
     scheduler = build_scheduler(num_blocks=400, prefers_runs=True)
     for request_id in range(4):
         scheduler.add(build_request(request_id, range(10, 21)))

@@ -1,4 +1,4 @@
-"""Tokens buffer in bursts come back in order, slot by slot, however many there are."""
+"""Buffered tokens are returned in order, slot by slot, for any number of tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from tunesmith.engine.core.token_buffer import INITIAL_WIDTH, TokenBuffer
 
 
-def test_each_slot_gives_its_own_tokens_once() -> None:
+def test_take_returns_each_slots_tokens_once() -> None:
     buffer = TokenBuffer(4)
     buffer.append(np.array([2, 0]), np.array([[1, 5], [2, 6]], np.int32), np.array([[-1, -5], [-2, -6]], np.float32))
     buffer.append(np.array([2]), np.array([[3]], np.int32), np.array([[-3]], np.float32))
@@ -18,7 +18,7 @@ def test_each_slot_gives_its_own_tokens_once() -> None:
     assert buffer.take(2) == ([9], [-9.0])
 
 
-def test_a_slot_holds_more_than_the_first_width() -> None:
+def test_a_slot_can_exceed_the_initial_width() -> None:
     buffer, num_tokens = TokenBuffer(2), 3 * INITIAL_WIDTH + 5
     ids = np.arange(num_tokens, dtype=np.int32)[:, None]
     buffer.append(np.array([0]), ids[:7] + 1, -ids[:7].astype(np.float32))

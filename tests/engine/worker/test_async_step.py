@@ -1,4 +1,4 @@
-"""Decoding in bursts, one of them ahead, gives what decoding token by token gives."""
+"""Asynchronous steps in bursts give the tokens of synchronous steps."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tunesmith.types import Completion, Distribution, Sampling
 
 
 def get_decoder(engine: LocalEngine) -> HostBurstDecoder:
-    bursts = engine._runner._burst_decoder
-    assert isinstance(bursts, HostBurstDecoder)
-    return bursts
+    decoder = engine._runner._burst_decoder
+    assert isinstance(decoder, HostBurstDecoder)
+    return decoder
 
 
 def strip(completions: list[Completion]) -> list[tuple[tuple[int, ...], str]]:
     return [(completion.sampled_ids, completion.stop_reason) for completion in completions]
 
 
-@pytest.mark.parametrize("burst", [1, 3, 16])
+@pytest.mark.parametrize("burst_length", [1, 3, 16])
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -39,10 +39,10 @@ def strip(completions: list[Completion]) -> list[tuple[tuple[int, ...], str]]:
         Sampling(max_tokens=9, distribution=Distribution(logit_bias=((5, 3.0),))),
     ],
 )
-def test_tokens_and_ends_do_not_depend_on_blocks(burst: int, sampling: Sampling) -> None:
+def test_tokens_and_stop_reasons_equal_those_of_synchronous_steps(burst_length: int, sampling: Sampling) -> None:
     prompts = build_prompts(3, 17, 30, 4)
     expected = generate_all(build_engine(), prompts, sampling)
-    engine = build_burst_engine(decode_block=burst)
+    engine = build_burst_engine(decode_block=burst_length)
     completions = generate_all(engine, prompts, sampling)
     assert strip(completions) == strip(expected)
     for ours, theirs in zip(completions, expected, strict=True):
@@ -51,23 +51,23 @@ def test_tokens_and_ends_do_not_depend_on_blocks(burst: int, sampling: Sampling)
     assert not engine.has_work
 
 
-def test_a_block_is_queued_before_the_last_one_is_read() -> None:
+def test_a_burst_is_queued_before_the_previous_one_is_read() -> None:
     engine = build_burst_engine(decode_block=4)
     generate_all(engine, build_prompts(5, 9), Sampling(max_tokens=20))
-    assert get_decoder(engine).most_unread == 2
-    assert all(ticket.is_read for ticket in get_decoder(engine).tickets)
+    assert get_decoder(engine).max_unread == 2
+    assert all(handle.is_read for handle in get_decoder(engine).handles)
 
 
-def test_a_group_computes_its_prompt_once_and_starts_together() -> None:
+def test_a_group_computes_its_prompt_once_and_decodes_in_one_burst() -> None:
     engine = build_burst_engine()
     completions = generate_all(engine, build_prompts(22) * 8, Sampling(max_tokens=5))
     stats = engine.compute_stats()
     assert stats["engine/num_prefill_tokens"] == 22 + 7 * 2
     assert sorted(completion.num_cached_tokens for completion in completions) == [0] + [20] * 7
-    assert len(get_decoder(engine).tickets) == 1
+    assert len(get_decoder(engine).handles) == 1
 
 
-def test_pausing_reads_what_is_in_flight_and_the_rest_comes_from_the_new_weights() -> None:
+def test_pausing_reads_the_burst_in_flight_and_later_tokens_use_the_new_weights() -> None:
     engine = build_burst_engine(decode_block=3)
     model = engine._runner.model
     sampling = Sampling(max_tokens=12, distribution=GREEDY)
@@ -80,7 +80,7 @@ def test_pausing_reads_what_is_in_flight_and_the_rest_comes_from_the_new_weights
             await asyncio.sleep(0)
             await engine.generate([1], Sampling(max_tokens=1))
         engine.pause()
-        assert all(ticket.is_read for ticket in get_decoder(engine).tickets)
+        assert all(handle.is_read for handle in get_decoder(engine).handles)
         assert not engine.has_work
         with torch.no_grad():
             for parameter in model.parameters():
@@ -98,7 +98,7 @@ def test_pausing_reads_what_is_in_flight_and_the_rest_comes_from_the_new_weights
     assert list(completion.sampled_ids[num_old:]) == expected.tolist()
 
 
-def test_a_row_that_is_not_finite_fails_alone_and_its_pages_are_clean() -> None:
+def test_only_the_row_with_non_finite_logits_fails_and_its_blocks_are_zeroed() -> None:
     engine = build_burst_engine(decode_block=4)
     with torch.no_grad():
         engine._runner.model.get_input_embeddings().weight[13] = torch.nan
@@ -118,7 +118,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_pages_are_clean() -> None:
     assert after.sampled_ids == good.sampled_ids
 
 
-def test_requests_that_leave_in_flight_give_their_pages_back() -> None:
+def test_requests_cancelled_in_flight_release_their_blocks() -> None:
     engine = build_burst_engine(decode_block=4, max_model_len=400)
 
     async def run() -> Completion:
@@ -141,7 +141,7 @@ def test_requests_that_leave_in_flight_give_their_pages_back() -> None:
     assert not engine._output_processor.states
 
 
-def test_a_failing_launch_reaches_every_caller_and_the_engine_goes_on() -> None:
+def test_a_failing_launch_is_raised_to_every_caller_and_the_engine_recovers() -> None:
     engine = build_burst_engine(decode_block=4)
     head = engine._runner.model.get_output_embeddings()
 
@@ -160,7 +160,7 @@ def test_a_failing_launch_reaches_every_caller_and_the_engine_goes_on() -> None:
 
 
 @pytest.mark.parametrize("is_biased", [(True, False, False), (False, True, False), (False, True, True)])
-def test_a_prompt_is_shared_whichever_way_its_requests_are_computed(is_biased: tuple[bool, ...]) -> None:
+def test_prefilled_blocks_are_shared_with_requests_that_have_a_logit_bias(is_biased: tuple[bool, ...]) -> None:
     """Requests with a logit bias are computed in a forward of their own."""
     prompt = build_prompts(22)[0]
     samplings = [
@@ -178,7 +178,7 @@ def test_a_prompt_is_shared_whichever_way_its_requests_are_computed(is_biased: t
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
 
 
-def test_a_page_whose_last_token_a_block_computes_is_not_shared_before() -> None:
+def test_a_block_that_a_burst_completes_is_not_shared_before() -> None:
     first = build_prompts(32)[0]
     prompts = [first, [*first, 7, 8, 9]]
     sampling = Sampling(max_tokens=6, distribution=GREEDY)

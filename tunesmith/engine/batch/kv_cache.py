@@ -1,4 +1,4 @@
-"""The paged KV cache, and the attention plan of one engine step on a CPU.
+"""The paged KV cache, and the attention plan of one engine step in PyTorch (on a CPU, or with `cuda_decode=eager`).
 
 The tokens of a step form one flat row. Each layer first writes their keys and values into the cache; then they attend:
 requests with one new token over views of their blocks where contexts are long, other requests with few new tokens in

@@ -36,7 +36,7 @@ class ScheduledChunk:
     stop: int
 
     @property
-    def is_sampled(self) -> bool:
+    def has_last_token(self) -> bool:
         """The request's last token is in the chunk, so its next token is sampled."""
         return self.stop == len(self.request.token_ids)
 
@@ -62,6 +62,7 @@ class _DeferredBlocks:
     token_ids: list[int]
     block_hashes: list[bytes]
     first: int
+    """Index of the first of these blocks in the request."""
     blocks: list[int]
 
 
@@ -145,7 +146,7 @@ class Scheduler:
                 self._publish(request)
 
     def reset_cache(self, policy_version: int) -> None:
-        """Preempt all running requests and clear the prefix cache; from now on blocks belong to this policy version."""
+        """Preempt all running requests and clear the prefix cache; later hashes are salted with this policy version."""
         for request in list(self.running):
             self._preempt(request)
         for request in self.waiting:
@@ -158,7 +159,7 @@ class Scheduler:
         """Schedule the next tokens of running requests, by priority."""
         for request in [request for request in self.running if not request.is_inflight]:
             if not step.num_tokens_left or request.slot is None:
-                break  # preempted just now, and all after it, of lower priority, were preempted before it
+                break  # preempted by this loop, as is every request after it
             stop = min(len(request.token_ids), request.num_computed + step.num_tokens_left)
             if not self._grow(request, stop, step):
                 break

@@ -79,7 +79,7 @@ class SignalHandlers:
 
 
 def run_main(loop: asyncio.AbstractEventLoop, main: MainTask[T], handlers: SignalHandlers) -> T:
-    """The result of the main task; SystemExit in other tasks is only logged, and cancelling the main task is an error."""
+    """The result of the main task; SystemExit in other tasks is only logged, cancellation by user code is an error."""
     while True:
         try:
             result = loop.run_until_complete(main)

@@ -72,7 +72,7 @@ class ThreadPool(Executor):
                 thread.join()
 
     def _serve(self) -> None:
-        me = threading.current_thread()
+        current = threading.current_thread()
         while True:
             with self._changed:
                 self._num_idle += 1
@@ -82,7 +82,7 @@ class ThreadPool(Executor):
                 if not self._work:
                     return
                 future, call = self._work.popleft()
-                self._running[me] = call
+                self._running[current] = call
             if future.set_running_or_notify_cancel():
                 try:
                     result = call()
@@ -92,7 +92,7 @@ class ThreadPool(Executor):
                     future.set_result(result)
                     del result
             with self._changed:
-                del self._running[me]
+                del self._running[current]
             del future, call
 
 

@@ -32,7 +32,7 @@ DEFAULT_BATCHED_TOKENS = (4096, 16384)
 """`engine.max_batched_tokens` where it is not set: on a CPU, on other devices."""
 MIN_CACHE_GIB = 2.0
 """KV cache where `engine.kv_cache_gib` is not set: exactly this on a CPU, at least this on a GPU."""
-TRAINER_BYTES = 16
+TRAINER_BYTES_PER_PARAMETER = 16
 """Bytes that the trainer needs per trained parameter: float32 weight and moments, a gradient, scratch."""
 ACTIVATION_FRACTION = 0.3
 """Fraction of the device's memory that is left for activations and logits."""
@@ -74,7 +74,7 @@ class ModelRunner:
     def run(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], SamplerOutput]:
         """Compute the chunks; return those that sample a token, and their tokens in the same order."""
         chunks = sorted(chunks, key=_get_order)
-        sampling = [chunk for chunk in chunks if chunk.is_sampled]
+        sampling = [chunk for chunk in chunks if chunk.has_last_token]
         if self._onednn_linears is None:
             logits_NV = compute_logits(self.model, self._compute_hidden(chunks)).float()
         else:
@@ -89,7 +89,7 @@ class ModelRunner:
     def prefill(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Tensor]:
         """Queue the chunks; return those that sample a token, and the hidden states [N, C] to sample from."""
         chunks = sorted(chunks, key=_get_order)
-        return [chunk for chunk in chunks if chunk.is_sampled], self._compute_hidden(chunks)
+        return [chunk for chunk in chunks if chunk.has_last_token], self._compute_hidden(chunks)
 
     def can_decode_in_burst(self, request: Request) -> bool:
         """The device samples this request's tokens by itself: any distribution without a logit bias."""
@@ -113,7 +113,7 @@ class ModelRunner:
             runs = () if self._burst_decoder is not None else chunk.request.find_runs()
             spans.append(Span(len(ids), chunk.start, chunk.stop, chunk.request.blocks, runs))
             ids.fromlist(chunk.request.token_ids[chunk.start : chunk.stop])
-            if chunk.is_sampled:
+            if chunk.has_last_token:
                 last_tokens.append(len(ids) - 1)
         num_tokens, device, plan = len(ids), self.model.device, self._build_plan(spans)
         starts, stops = np.array([chunk.start for chunk in chunks]), np.array([chunk.stop for chunk in chunks])
@@ -222,5 +222,5 @@ def measure_cache_bytes(model: PreTrainedModel) -> int:
     """Bytes for the KV cache: free memory less the trainer's states and activations, times `CACHE_FRACTION`."""
     free, total = torch.cuda.mem_get_info(model.device)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    remaining = free - TRAINER_BYTES * num_trained - ACTIVATION_FRACTION * total
+    remaining = free - TRAINER_BYTES_PER_PARAMETER * num_trained - ACTIVATION_FRACTION * total
     return max(int(CACHE_FRACTION * remaining), int(MIN_CACHE_GIB * 2**30))
