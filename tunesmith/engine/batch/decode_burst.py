@@ -74,7 +74,7 @@ class BurstDecoder(Protocol):
         ...
 
     def build_prefill_plan(self, spans: Sequence[Span]) -> AttentionPlan:
-        """Attention of new tokens that lie side by side in one row."""
+        """Attention of the new tokens of several requests in one flat row."""
         ...
 
     def installed(self) -> AbstractContextManager[None]:
