@@ -64,7 +64,7 @@ class AsyncStepper(SyncStepper):
         if not states:
             return None
         new_rows = collect_rows(new, num_prefilled=len(prefilled))
-        rows = rows.append(new_rows)
+        rows = rows.append(new_rows) if new else rows
         num_steps = min(self._burst_length, int((rows.max_num_tokens_R - rows.num_tokens_R).max()))
         if not self._reserve(new, new_rows, num_steps):
             num_steps = 0 if prefilled or previous is not None else 1  # one step fits into the blocks they hold

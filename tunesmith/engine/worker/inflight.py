@@ -8,7 +8,7 @@ Axes: R rows, L lines of a burst.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class BurstRows:
         return replace(self, num_tokens_R=self.num_tokens_R + num_steps)
 
     def _list_arrays(self) -> list[tuple[str, NDArray[Any]]]:
-        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(name, getattr(self, name)) for name in self.__slots__]
 
 
 def collect_rows(states: Sequence[RequestState], *, num_prefilled: int) -> BurstRows:
