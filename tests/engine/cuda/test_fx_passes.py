@@ -1,4 +1,4 @@
-"""Rewritten layers compute what the modelling code computes, in the expected number of calls."""
+"""Rewritten layers compute what the modelling code computes, in the parts that they are meant to have."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def build_functions(calls: Counter[str]) -> LayerFunctions:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 @pytest.mark.parametrize("is_wide", [False, True])
 @torch.inference_mode()
-def test_a_layer_becomes_eight_calls_with_the_same_hidden_states(name: str, is_wide: bool) -> None:
+def test_a_layer_becomes_eight_steps_that_give_the_same_hidden_states(name: str, is_wide: bool) -> None:
     """In float32, or in bfloat16 with residuals in float32."""
     model = build_deep(name, is_wide=True) if is_wide else copy.deepcopy(build_tiny(name))
     use_plan_attention(model)
@@ -185,7 +185,7 @@ def test_a_residual_that_is_read_again_is_not_overwritten() -> None:
 
 
 @torch.inference_mode()
-def test_layer_norm_is_left_to_the_compiler() -> None:
+def test_another_normalisation_is_left_to_the_compiler() -> None:
     x, w = torch.randn(2, 3, 8), torch.randn(8)
     output, is_whole, calls = rewrite(lambda x, w: w * (x - x.mean(-1, keepdim=True)), x, w)
     torch.testing.assert_close(output, w * (x - x.mean(-1, keepdim=True)))
@@ -223,7 +223,7 @@ def test_a_product_joins_a_residual_of_its_own_type_or_a_wider_one_only() -> Non
 
 
 @torch.inference_mode()
-def test_a_gate_with_two_inputs_is_not_replaced() -> None:
+def test_a_gate_of_two_inputs_is_no_gate() -> None:
     x, y, w = torch.randn(1, 3, 8), torch.randn(1, 3, 8), torch.randn(4, 8)
 
     def compute(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def test_a_gate_with_two_inputs_is_not_replaced() -> None:
 
 
 @torch.no_grad()
-def test_merged_weights_share_one_tensor_and_remain_parameters(tmp_path) -> None:
+def test_neighbours_share_one_tensor_and_stay_the_parameters_that_they_were(tmp_path) -> None:
     model = copy.deepcopy(build_tiny("qwen2"))
     ids = torch.arange(9)[None]
     parameters, expected = dict(model.named_parameters()), model(input_ids=ids).logits
@@ -261,7 +261,7 @@ def test_merged_weights_share_one_tensor_and_remain_parameters(tmp_path) -> None
 
 
 @torch.no_grad()
-def test_an_in_place_update_is_visible_in_the_merged_tensor() -> None:
+def test_an_update_in_place_is_seen_through_the_joined_tensor() -> None:
     model = copy.deepcopy(build_tiny("llama"))
     lay_side_by_side(model)
     attention = model.get_decoder().layers[0].self_attn
@@ -274,7 +274,7 @@ def test_an_in_place_update_is_visible_in_the_merged_tensor() -> None:
     assert join_neighbours(weights) is None
 
 
-def test_adjacent_weights_are_found_among_other_weights() -> None:
+def test_runs_of_neighbours_are_found_among_other_weights() -> None:
     whole, biases = torch.randn(9, 4), torch.randn(9)
     first, second, third = whole.split([2, 3, 4])
     between = torch.randn(5, 4)
