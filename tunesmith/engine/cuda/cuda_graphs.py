@@ -214,7 +214,7 @@ class _RowInputs:
 
     @classmethod
     def allocate(cls, num_slots: int, **options: Any) -> _RowInputs:
-        """Integers 0 and floats 1; `options` are those of `torch.zeros`."""
+        """Rows of padding; `options` are those of `torch.zeros`."""
         integers_6S = torch.zeros((6, num_slots), dtype=torch.long, **options)
         floats_3S = torch.ones((3, num_slots), **options)
         return cls(
