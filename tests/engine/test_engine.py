@@ -1,4 +1,4 @@
-"""The engine's tokens and logprobs are those of the model, whatever shares the batch."""
+"""The engine's tokens and logprobs are those of the model, independent of the batch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_logprobs_equal_a_full_forward_under_every_setting(name: str, distributi
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3"])
-def test_chunks_preemption_and_shared_prefixes_change_nothing(name: str) -> None:
+def test_chunks_preemption_and_shared_prefixes_do_not_change_tokens(name: str) -> None:
     prompts = [[*build_prompts(20)[0], *tail] for tail in build_prompts(1, 9, 30, 5, 2)] * 2
     sampling = Sampling(max_tokens=20)
     expected = generate_all(build_engine(name, has_prefix_cache=False), prompts, sampling)
@@ -97,21 +97,21 @@ def test_a_group_computes_its_prompt_once() -> None:
     assert engine.compute_stats()["engine/num_steps"] == 0
 
 
-def test_a_prompt_without_room_gives_no_token_and_a_full_context_ends() -> None:
+def test_a_prompt_that_fills_the_context_samples_nothing_and_a_full_context_ends_a_completion() -> None:
     engine = build_engine(max_model_len=10)
     too_long, fits = generate_all(engine, build_prompts(10, 7), Sampling(max_tokens=50))
     assert (too_long.sampled_ids, too_long.stop_reason) == ((), "context")
     assert (len(fits.sampled_ids), fits.stop_reason) == (3, "context")
 
 
-def test_a_request_larger_than_the_cache_ends_with_what_it_has() -> None:
+def test_a_request_larger_than_the_cache_ends_with_stop_reason_context() -> None:
     engine = build_engine(kv_cache_tokens=16)
     too_long, grows = generate_all(engine, build_prompts(18, 10), Sampling(max_tokens=50))
     assert (too_long.sampled_ids, too_long.stop_reason) == ((), "context")
     assert (len(grows.sampled_ids), grows.stop_reason) == (7, "context")
 
 
-def test_every_stop_is_honoured_and_its_token_kept() -> None:
+def test_every_stop_condition_ends_a_completion_and_its_token_is_kept() -> None:
     model = build_engine()._runner.model
     model.generation_config.eos_token_id = [5, 6]
     engine = build_engine(model)
@@ -133,7 +133,7 @@ def test_every_stop_is_honoured_and_its_token_kept() -> None:
     assert run(distribution=always_eos, ignore_eos=True).stop_reason == "length"
 
 
-def test_after_an_update_no_token_comes_from_old_keys_and_old_tokens_keep_their_version() -> None:
+def test_after_an_update_no_old_keys_are_read_and_old_tokens_keep_their_version() -> None:
     engine = build_engine()
     model = engine._runner.model
     prompts = build_prompts(9, 21)
@@ -168,7 +168,7 @@ def test_after_an_update_no_token_comes_from_old_keys_and_old_tokens_keep_their_
         torch.testing.assert_close(torch.tensor(completion.logprobs[num_old:]), expected.values, atol=1e-4, rtol=0)
 
 
-def test_a_phase_begun_again_finds_no_page_of_the_last_one() -> None:
+def test_resuming_the_same_version_again_finds_no_cached_block() -> None:
     engine = build_engine()
     for _ in range(2):
         engine.resume(3)
@@ -189,7 +189,7 @@ def test_a_phase_begun_again_finds_no_page_of_the_last_one() -> None:
         ([1], {"distribution": Distribution(logit_bias=((97, 1.0),))}, "logit_bias"),
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused(prompt: list[int], settings: dict, message: str) -> None:
+def test_an_invalid_request_is_refused(prompt: list[int], settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_lockstep(build_engine().generate(prompt, Sampling(**({"max_tokens": 4} | settings))))
 
@@ -210,7 +210,7 @@ def run_all(engine: LocalEngine, prompts: list[list[int]]) -> list[Completion | 
     return run_lockstep(run())
 
 
-def test_logits_that_are_not_finite_name_the_request_and_spare_the_others() -> None:
+def test_non_finite_logits_fail_only_their_request() -> None:
     engine = build_broken_engine(page_size=16)
     good, bad, other = run_all(engine, [[1, 2, 3], [4, 13, 5], [6, 7]])
     assert isinstance(bad, EngineError)
@@ -223,7 +223,7 @@ def test_logits_that_are_not_finite_name_the_request_and_spare_the_others() -> N
 
 
 @pytest.mark.parametrize("bad_prompt", [[1, 2, 3, 4, 13], [1, 2, 3, 4, 5, 6, 13]])
-def test_a_request_that_fails_leaves_the_prompt_that_it_shares_to_the_others(bad_prompt: list[int]) -> None:
+def test_a_failed_request_does_not_affect_requests_with_the_same_prompt(bad_prompt: list[int]) -> None:
     engine = build_broken_engine(page_size=4)
     good = [1, 2, 3, 4, 5]
     (alone,) = run_all(engine, [good])

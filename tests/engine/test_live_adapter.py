@@ -1,4 +1,4 @@
-"""The engine samples from an adapter that is being trained, without merging it and without packing its base again."""
+"""The engine samples from an adapter in training, without merging it or repacking the base weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from engines import build_engine, build_prompts, compute_reference_logits, generate_all
 from tiny_models import build_tiny
 from tunesmith.config import LoraSection
-from tunesmith.engine.cpu.onednn_linear import MIN_WEIGHTS, PackedLinears
+from tunesmith.engine.cpu.onednn_linear import MIN_WEIGHTS, OneDnnLinears
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.load import load_model
@@ -34,7 +34,7 @@ def change_adapter(model, seed):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3"])
-def test_logprobs_are_those_of_the_adapter_as_it_is_now(name):
+def test_logprobs_are_those_of_the_current_adapter(name):
     model = build_live(name, target_modules="all-linear")
     engine = build_engine(model)
     prompts = build_prompts(5, 9)
@@ -52,7 +52,7 @@ def test_logprobs_are_those_of_the_adapter_as_it_is_now(name):
     assert seen[:2] != seen[2:]
 
 
-def test_an_adapter_on_four_bits_is_sampled_as_it_is_trained(pocket_folder):
+def test_an_adapter_on_a_4_bit_model_is_sampled_as_it_is_trained(pocket_folder):
     pytest.importorskip("bitsandbytes")
     lora = LoraSection(r=4, quantization="nf4")
     model = load_model(pocket_folder, dtype=torch.float32, device=torch.device("cpu"), lora=lora)
@@ -67,7 +67,7 @@ def test_an_adapter_on_four_bits_is_sampled_as_it_is_trained(pocket_folder):
 
 
 class Adapted(nn.Module):
-    """A frozen layer with two trained factors, as large as packing likes."""
+    """A frozen and a trained layer, both large enough to be packed."""
 
     def __init__(self):
         super().__init__()
@@ -80,15 +80,15 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_the_base_is_packed_once_and_what_trains_is_multiplied_live():
-    layer, inputs = Adapted(), torch.randn(9, 256)  # fewer rows are multiplied live as well
-    packed = PackedLinears(layer)
-    packed.refresh()
+def test_frozen_layers_are_packed_once_and_trained_layers_never():
+    layer, inputs = Adapted(), torch.randn(9, 256)  # with fewer rows even packed layers use the parameters
+    linears = OneDnnLinears(layer)
+    linears.refresh()
     with torch.no_grad():
         layer.factor.weight.mul_(2)
         before = layer.base(inputs)
         layer.base.weight.zero_()
-    packed.refresh()
-    with torch.no_grad(), packed.installed():
+    linears.refresh()
+    with torch.no_grad(), linears.installed():
         output = layer(inputs)
     torch.testing.assert_close(output, before + layer.factor(inputs).detach(), atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Under any load the engine gives each request the tokens it would have had alone."""
+"""Under any load each request gets the tokens that it gets alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines import build_engine
-from host_blocks import build_block_engine
+from host_bursts import build_burst_engine
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.types import Completion, Distribution, Sampling
@@ -23,8 +23,8 @@ DISTRIBUTIONS = (Distribution(), Distribution(temperature=0.8, top_p=0.9), Distr
 
 
 @dataclass(frozen=True)
-class Visitor:
-    """A request, when it comes and when it leaves."""
+class Arrival:
+    """A request, when it arrives and when it is cancelled."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
@@ -34,9 +34,9 @@ class Visitor:
 
 
 @st.composite
-def visitors(draw: st.DrawFn) -> Visitor:
+def arrivals(draw: st.DrawFn) -> Arrival:
     tail = tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=20)))
-    return Visitor(
+    return Arrival(
         prompt=draw(st.sampled_from(PREFIXES)) + tail,
         sampling=Sampling(
             max_tokens=draw(st.integers(1, 15)),
@@ -51,19 +51,19 @@ def visitors(draw: st.DrawFn) -> Visitor:
 
 
 @cache
-def build_lonely_engine():
+def build_reference_engine():
     return build_engine(has_prefix_cache=False)
 
 
 @cache
 def generate_alone(prompt: tuple[int, ...], sampling: Sampling) -> Completion:
-    return run_lockstep(build_lonely_engine().generate(prompt, sampling))
+    return run_lockstep(build_reference_engine().generate(prompt, sampling))
 
 
-@pytest.mark.parametrize("build", [build_engine, build_block_engine])
+@pytest.mark.parametrize("build", [build_engine, build_burst_engine])
 @settings(max_examples=40)
 @given(
-    st.lists(visitors(), min_size=1, max_size=10),
+    st.lists(arrivals(), min_size=1, max_size=10),
     st.fixed_dictionaries(
         {
             "page_size": st.sampled_from([1, 3, 8]),
@@ -76,44 +76,44 @@ def generate_alone(prompt: tuple[int, ...], sampling: Sampling) -> Completion:
         }
     ),
 )
-def test_any_load_gives_the_tokens_of_one_by_one(build: Build, load: list[Visitor], section: dict) -> None:
+def test_any_load_gives_the_tokens_of_each_request_alone(build: Build, load: list[Arrival], section: dict) -> None:
     engine = build(**section)
 
-    async def visit(visitor: Visitor) -> tuple[list[int], Completion | None]:
+    async def send(arrival: Arrival) -> tuple[list[int], Completion | None]:
         received: list[int] = []
 
         def take(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
             received.extend(token_ids)
-            if visitor.cancel_after is not None and len(received) >= visitor.cancel_after:
+            if arrival.cancel_after is not None and len(received) >= arrival.cancel_after:
                 task.cancel()
 
-        if visitor.num_steps_before:
-            await engine.generate([50, 51], Sampling(max_tokens=visitor.num_steps_before))
+        if arrival.num_steps_before:
+            await engine.generate([50, 51], Sampling(max_tokens=arrival.num_steps_before))
         task = asyncio.ensure_future(
-            engine.generate(visitor.prompt, visitor.sampling, order=(visitor.order,), on_tokens=take)
+            engine.generate(arrival.prompt, arrival.sampling, order=(arrival.order,), on_tokens=take)
         )
         await asyncio.wait([task])
         return received, None if task.cancelled() else task.result()
 
     async def run() -> list[tuple[list[int], Completion | None]]:
-        results = await asyncio.gather(*map(visit, load))
-        await engine.generate([50], Sampling(max_tokens=1))  # a step in which the last cancelled request leaves
+        results = await asyncio.gather(*map(send, load))
+        await engine.generate([50], Sampling(max_tokens=1))  # one more step, which aborts the last cancelled request
         return results
 
-    for visitor, (received, completion) in zip(load, run_lockstep(run()), strict=True):
-        alone = generate_alone(visitor.prompt, visitor.sampling)
+    for arrival, (received, completion) in zip(load, run_lockstep(run()), strict=True):
+        alone = generate_alone(arrival.prompt, arrival.sampling)
         if completion is None:
-            assert len(received) >= (visitor.cancel_after or 0)
+            assert len(received) >= (arrival.cancel_after or 0)
             assert received == list(alone.sampled_ids[: len(received)])
             continue
         assert tuple(received) == completion.sampled_ids
         if completion.stop_reason == "context":
-            assert len(visitor.prompt) + len(received) >= section["kv_cache_tokens"]
+            assert len(arrival.prompt) + len(received) >= section["kv_cache_tokens"]
             assert completion.sampled_ids == alone.sampled_ids[: len(received)]
         else:
             assert completion.sampled_ids == alone.sampled_ids
             assert completion.stop_reason == alone.stop_reason
             assert max(abs(a - b) for a, b in zip(completion.logprobs, alone.logprobs, strict=True)) < 1e-4
-    assert not engine._desk.calls
-    assert not engine._desk.scheduler.has_requests
-    assert engine._desk.scheduler.pool.num_available == engine._runner.num_pages
+    assert not engine._output_processor.states
+    assert not engine._output_processor.scheduler.has_requests
+    assert engine._output_processor.scheduler.pool.num_available == engine._runner.num_blocks

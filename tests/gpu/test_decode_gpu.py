@@ -108,7 +108,7 @@ def test_attention_kernels_equal_a_dense_softmax(
     torch.manual_seed(0)
     device = torch.device("cuda")
     shape = [LayerShape(kv_heads, size)]
-    cache = KVCache(shape, num_pages=400, page_size=16, dtype=dtype, device=device)
+    cache = KVCache(shape, num_blocks=400, block_size=16, dtype=dtype, device=device)
     pages = torch.randperm(400).view(4, 100).tolist()
     starts, stops = [0, 160, 33, 700], [150, 161, 290, 720]
     spans, first = [], 0
@@ -145,7 +145,7 @@ def test_attention_kernels_equal_a_dense_softmax(
         for span in spans:
             new = slice(span.first, span.first + span.stop - span.start)
             kept = [
-                pages[0][span.pages].transpose(0, 1).reshape(kv_heads, -1, size)[:, : span.stop].double()
+                pages[0][span.blocks].transpose(0, 1).reshape(kv_heads, -1, size)[:, : span.stop].double()
                 for pages in (cache.keys, cache.values)
             ]
             for tensor, fresh in zip(kept, (key, value), strict=True):

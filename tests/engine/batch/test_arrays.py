@@ -1,31 +1,31 @@
-"""Ranges lie side by side, empty ones take no place."""
+"""Concatenated ranges, copies to a device, and the arrays of a prefill plan."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from tunesmith.engine.batch.arrays import join_ranges, send
+from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.kv_cache import KVCache, LayerShape
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import PrefillLayerPlan, build_prefill_plan
 
 
-def test_ranges_follow_each_other() -> None:
-    assert join_ranges(np.array([5, 9, 0]), np.array([2, 0, 3])).tolist() == [5, 6, 0, 1, 2]
-    assert join_ranges(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []
+def test_ranges_are_concatenated() -> None:
+    assert concatenate_ranges(np.array([5, 9, 0]), np.array([2, 0, 3])).tolist() == [5, 6, 0, 1, 2]
+    assert concatenate_ranges(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []
 
 
-def test_what_is_sent_keeps_its_kind() -> None:
-    sent = send(np.arange(6, dtype=np.int32).reshape(2, 3).T, torch.device("cpu"))
+def test_a_copied_array_keeps_dtype_and_order() -> None:
+    sent = copy_to_device(np.arange(6, dtype=np.int32).reshape(2, 3).T, torch.device("cpu"))
     assert sent.dtype == torch.int32
     assert sent.is_contiguous()
     assert sent.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_a_prefill_is_told_where_its_tokens_lie() -> None:
+def test_a_prefill_plan_has_slots_block_table_spans_and_tiles() -> None:
     device = torch.device("cpu")
-    cache = KVCache([LayerShape(1, 2)], num_pages=40, page_size=4, dtype=torch.float32, device=device)
+    cache = KVCache([LayerShape(1, 2)], num_blocks=40, block_size=4, dtype=torch.float32, device=device)
     spans = [Span(0, 0, 5, [30, 31, 32]), Span(5, 6, 9, [7, 8, 9])]
     (layer,) = build_prefill_plan(cache, spans, tile_tokens=2, device=device).layers
     assert isinstance(layer, PrefillLayerPlan)

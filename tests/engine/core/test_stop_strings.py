@@ -1,4 +1,4 @@
-"""Stop strings are found in the text, wherever token borders fall."""
+"""Stop strings are found in the text independently of token boundaries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKENIZER = build_chat_tokenizer("{{ messages }}")
 
 
 def find_first_stop(ids: list[int], stop: tuple[str, ...]) -> int | None:
-    """How many tokens the matcher took until it stopped."""
+    """How many tokens the matcher reads until it finds a stop string."""
     matcher = StopMatcher(TOKENIZER, stop)
     return next((count for count, token_id in enumerate(ids, start=1) if matcher.add(token_id)), None)
 
@@ -40,7 +40,7 @@ def test_a_stop_string_of_many_bytes_is_found_at_its_last_byte(stop: str) -> Non
     assert stop not in TOKENIZER.decode(ids[: count - 1])
 
 
-def test_broken_bytes_do_not_hide_what_follows() -> None:
+def test_invalid_bytes_do_not_hide_the_text_after_them() -> None:
     broken = encode_bytes("日")[:1] * 30
     assert find_first_stop([*broken, *encode_bytes("stop")], ("stop",)) == 34
 
@@ -51,7 +51,7 @@ def test_the_text_of_a_special_token_can_stop() -> None:
 
 
 @given(st.text(alphabet="ab c€", min_size=1, max_size=30), st.text(alphabet="ab c€", min_size=1, max_size=4))
-def test_the_matcher_stops_where_the_whole_text_first_holds_the_string(text: str, stop: str) -> None:
+def test_the_matcher_stops_where_the_whole_text_first_contains_the_string(text: str, stop: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     texts = [TOKENIZER.decode(ids[:count]) for count in range(1, len(ids) + 1)]
     expected = next((count for count, prefix in enumerate(texts, start=1) if stop in prefix), None)

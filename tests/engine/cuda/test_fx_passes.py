@@ -127,7 +127,7 @@ def test_a_layer_becomes_eight_steps_that_give_the_same_hidden_states(name: str,
     use_plan_attention(model)
     calls: Counter[str] = Counter()
     fused = FusedLayers(model, build_functions(calls), max_positions=32)
-    cache = KVCache(probe_layers(model), num_pages=40, page_size=4, dtype=model.dtype, device=CPU)
+    cache = KVCache(probe_layers(model), num_blocks=40, block_size=4, dtype=model.dtype, device=CPU)
     ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
     pages = [list(range(3, 10)), list(range(20, 27))]
     spans = [Span(0, 0, 11, pages[0]), Span(11, 0, 5, pages[1])]

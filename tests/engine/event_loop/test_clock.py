@@ -1,4 +1,4 @@
-"""The engine steps when everyone waits; nobody waits for ever; two runs are one run."""
+"""The engine steps when every coroutine waits, no caller waits forever, and lockstep runs are reproducible."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_tokens_arrive_in_order_before_the_completion(mode: tuple[bool, Callable
     assert tokens == list(zip(completion.sampled_ids, completion.logprobs, strict=True))
 
 
-def test_cancelling_a_task_frees_its_pages_and_the_rest_goes_on(mode: tuple[bool, Callable]) -> None:
+def test_cancelling_a_task_frees_its_blocks_and_other_requests_continue(mode: tuple[bool, Callable]) -> None:
     engine = build_moded(mode[0])
 
     async def run() -> Completion:
@@ -75,18 +75,18 @@ def test_cancelling_a_task_frees_its_pages_and_the_rest_goes_on(mode: tuple[bool
         return await second
 
     assert len(mode[1](run()).sampled_ids) == 100
-    assert not engine._desk.calls
-    assert engine._desk.scheduler.pool.num_available == engine._runner.num_pages
+    assert not engine._output_processor.states
+    assert engine._output_processor.scheduler.pool.num_available == engine._runner.num_blocks
 
 
-def test_a_deadline_ends_a_request_with_what_it_has(mode: tuple[bool, Callable]) -> None:
+def test_a_deadline_ends_a_request_with_the_tokens_sampled_so_far(mode: tuple[bool, Callable]) -> None:
     engine = build_moded(mode[0], max_model_len=100_000, kv_cache_tokens=100_000)
     completion = mode[1](engine.generate([1], Sampling(max_tokens=50_000, deadline_s=0.05)))
     assert completion.stop_reason == "deadline"
     assert len(completion.sampled_ids) < 50_000
 
 
-def test_a_failing_step_reaches_every_caller_and_the_engine_recovers(mode: tuple[bool, Callable]) -> None:
+def test_a_failing_step_is_raised_to_every_caller_and_the_engine_recovers(mode: tuple[bool, Callable]) -> None:
     engine = build_moded(mode[0])
     head = engine._runner.model.get_output_embeddings()
     hook = head.register_forward_hook(_raise_out_of_memory)
@@ -106,7 +106,7 @@ def _raise_out_of_memory(*arguments: object) -> None:
     raise RuntimeError("out of memory")
 
 
-def test_an_error_in_on_tokens_returns_to_its_caller(mode: tuple[bool, Callable]) -> None:
+def test_an_error_in_on_tokens_is_raised_to_its_caller(mode: tuple[bool, Callable]) -> None:
     engine = build_moded(mode[0])
 
     def fail(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -124,13 +124,13 @@ def test_an_error_in_on_tokens_returns_to_its_caller(mode: tuple[bool, Callable]
     assert isinstance(whole, Completion)
 
 
-def test_callers_beyond_max_waiting_wait_their_turn(mode: tuple[bool, Callable]) -> None:
+def test_callers_beyond_max_waiting_are_queued(mode: tuple[bool, Callable]) -> None:
     engine = build_moded(mode[0], max_waiting=2, max_num_seqs=1)
     most = 0
 
     def watch(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         nonlocal most
-        most = max(most, len(engine._inbox) + len(engine._desk.scheduler.waiting))
+        most = max(most, len(engine._inbox) + len(engine._output_processor.scheduler.waiting))
 
     async def run() -> list[Completion]:
         calls = [engine.generate([index], Sampling(max_tokens=3), on_tokens=watch) for index in range(9)]
@@ -186,11 +186,11 @@ def run_scenario() -> list[Completion]:
     return run_lockstep(run())
 
 
-def test_a_lockstep_run_repeats_bit_for_bit_though_agents_use_threads() -> None:
+def test_a_lockstep_run_is_reproducible_when_agents_use_threads() -> None:
     assert run_scenario() == run_scenario()
 
 
-def test_a_thread_that_waits_for_the_engine_does_not_hang() -> None:
+def test_a_thread_that_awaits_a_completion_does_not_hang() -> None:
     engine = build_engine()
 
     async def run() -> Completion:
@@ -222,7 +222,7 @@ def test_the_loop_still_serves_timers_and_other_threads_while_the_engine_works()
     assert run_lockstep(run()) == ["thread", "timer"]
 
 
-def test_an_engine_outlives_a_loop_that_was_closed_under_its_requests() -> None:
+def test_an_engine_works_after_a_loop_with_pending_requests_was_closed() -> None:
     engine = build_engine()
     loop = asyncio.new_event_loop()
     task = loop.create_task(engine.generate([1], Sampling(max_tokens=5)))
@@ -233,7 +233,7 @@ def test_an_engine_outlives_a_loop_that_was_closed_under_its_requests() -> None:
     assert not task.done()
 
 
-def test_a_lockstep_run_repeats_bit_for_bit_though_agents_sleep_a_moment() -> None:
+def test_a_lockstep_run_is_reproducible_when_agents_sleep_briefly() -> None:
     """Agents nap between two calls; on a slow machine fewer steps would fit into a nap than on a fast one."""
     prompts = build_prompts(9, 14, 11, 7, 13, 10)
 
@@ -263,7 +263,7 @@ def test_a_lockstep_run_repeats_bit_for_bit_though_agents_sleep_a_moment() -> No
     assert run_once(0.0) == run_once(0.02)
 
 
-def test_an_agent_that_polls_for_its_answer_gets_it() -> None:
+def test_an_agent_that_polls_for_its_completion_receives_it() -> None:
     engine = build_engine()
 
     async def run() -> Completion:
@@ -275,7 +275,7 @@ def test_an_agent_that_polls_for_its_answer_gets_it() -> None:
     assert len(run_lockstep(run()).sampled_ids) == 3
 
 
-def test_garbage_is_collected_as_before_once_the_loop_is_closed() -> None:
+def test_garbage_collection_thresholds_are_restored_when_the_loop_is_closed() -> None:
     before = gc.get_threshold()
     engine = build_engine()
 

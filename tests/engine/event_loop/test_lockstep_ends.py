@@ -1,4 +1,4 @@
-"""What user code does to the loop, to tasks and to threads does not keep a run from its end, and signals do end it."""
+"""A lockstep run ends whatever user code does to the loop, to tasks and to threads; signals end it early."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from tunesmith.config import RolloutSection
 from tunesmith.engine.event_loop import shutdown as leftovers
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.engine.event_loop.thread_calls import Threads
+from tunesmith.engine.event_loop.thread_calls import ThreadPool
 from tunesmith.errors import RolloutError
 
 
@@ -26,7 +26,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftovers, "GRACE_S", 0.1)
 
 
-def test_a_thread_that_does_not_end_is_named_and_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thread_that_does_not_end_is_reported_and_left_running(caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
 
     def search_forever() -> None:
@@ -45,7 +45,7 @@ def test_a_thread_that_does_not_end_is_named_and_left_alone(caplog: pytest.LogCa
     assert "test_lockstep_ends.py" in caplog.text and "in search_forever" in caplog.text
 
 
-def test_a_task_that_swallows_its_cancellation_is_named_and_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_that_suppresses_its_cancellation_is_reported_and_left_running(caplog: pytest.LogCaptureFixture) -> None:
     async def never_end() -> None:
         while True:
             with contextlib.suppress(asyncio.CancelledError):
@@ -60,7 +60,7 @@ def test_a_task_that_swallows_its_cancellation_is_named_and_left_alone(caplog: p
     assert "stubborn, waiting at" in caplog.text and "in never_end" in caplog.text
 
 
-def test_idle_threads_of_a_pool_are_nothing_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_idle_threads_of_a_pool_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     pool = ThreadPoolExecutor(2)
@@ -73,7 +73,7 @@ def test_idle_threads_of_a_pool_are_nothing_to_warn_of(caplog: pytest.LogCapture
     assert not caplog.records
 
 
-def test_a_process_ends_though_a_thread_does_not() -> None:
+def test_a_process_exits_while_a_thread_still_runs() -> None:
     script = """
         import threading, time
         from tunesmith.pipeline.session import process
@@ -88,7 +88,7 @@ def test_a_process_ends_though_a_thread_does_not() -> None:
     assert "ending although user code still runs: thread mine" in ended.stderr
 
 
-def test_stopping_the_loop_is_an_error_of_who_tries() -> None:
+def test_stopping_the_loop_raises_in_user_code() -> None:
     async def run() -> int:
         with pytest.raises(RuntimeError, match="cannot stop the event loop"):
             asyncio.get_running_loop().stop()
@@ -97,7 +97,7 @@ def test_stopping_the_loop_is_an_error_of_who_tries() -> None:
     assert run_lockstep(run()) == 7
 
 
-def test_cancelling_all_tasks_ends_the_run_with_the_line_that_did_it() -> None:
+def test_cancelling_all_tasks_ends_the_run_and_reports_the_line() -> None:
     async def cancel_everything() -> None:
         for task in asyncio.all_tasks():
             task.cancel()
@@ -109,7 +109,7 @@ def test_cancelling_all_tasks_ends_the_run_with_the_line_that_did_it() -> None:
         run_lockstep(run())
 
 
-def test_an_exit_in_a_task_of_its_own_fails_who_awaits_it_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_system_exit_in_a_user_task_fails_its_awaiter_and_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
     async def leave() -> None:
         await asyncio.sleep(0)
         raise SystemExit(3)
@@ -124,7 +124,7 @@ def test_an_exit_in_a_task_of_its_own_fails_who_awaits_it_and_not_the_run(caplog
 
 
 @pytest.mark.parametrize(("number", "ending"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
-def test_a_signal_ends_the_run_after_it_has_cleaned_up(
+def test_a_signal_ends_the_run_after_cleanup(
     number: int, ending: type[BaseException], capfd: pytest.CaptureFixture
 ) -> None:
     cleaned = []
@@ -157,7 +157,7 @@ def test_a_second_interrupt_reaches_code_that_blocks_the_loop() -> None:
     assert time.monotonic() - started < 30
 
 
-def test_an_interrupt_of_user_code_ends_the_run() -> None:
+def test_a_keyboard_interrupt_raised_by_user_code_ends_the_run() -> None:
     async def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -169,7 +169,7 @@ def test_an_interrupt_of_user_code_ends_the_run() -> None:
         run_lockstep(run())
 
 
-def test_there_are_as_many_threads_as_rollouts_at_once() -> None:
+def test_there_are_max_concurrency_threads() -> None:
     together = threading.Barrier(40)
 
     async def run() -> None:
@@ -178,8 +178,8 @@ def test_there_are_as_many_threads_as_rollouts_at_once() -> None:
     run_lockstep(run(), RolloutSection(max_concurrency=40))
 
 
-def test_threads_serve_calls_in_order_and_hand_on_errors() -> None:
-    threads = Threads(1)
+def test_threads_run_calls_in_order_and_propagate_errors() -> None:
+    threads = ThreadPool(1)
     seen: list[int] = []
     futures = [threads.submit(seen.append, number) for number in range(20)]
     failing = threads.submit(lambda: 1 / 0)

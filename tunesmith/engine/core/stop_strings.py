@@ -1,7 +1,7 @@
-"""Finds stop strings in the text of sampled tokens, a token at a time.
+"""Incremental search for stop strings in the text of sampled tokens.
 
-Text grows by decoding only the last few tokens. A token that ends inside a character adds no text until the character
-is complete. The matcher says when a stop string has appeared; cutting the text is left to the caller.
+Each token decodes only the last few tokens. A token that ends within a character adds no text until the character is
+complete. The matcher reports that a stop string has appeared; the caller truncates the text.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for bytes that are not a whole character."""
+"""Decoders write it for bytes that do not form a whole character."""
 
 MAX_CHARACTER_TOKENS = 8
-"""A character has at most four bytes; more pending tokens than this are broken bytes, not the start of one."""
+"""A character has at most four bytes: with more pending tokens than this the bytes are invalid, not incomplete."""
 
 
 class StopMatcher:
-    """The stop strings of one request, and the end of its text."""
+    """Searches the text of one request for its stop strings."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -26,10 +26,10 @@ class StopMatcher:
         self._num_kept = max(map(len, self._stop), default=1) - 1
         self._tail = ""
         self._ids: list[int] = []
-        self._num_read = 0  # tokens of `_ids` whose text is in the tail already; they give the rest its context
+        self._num_read = 0  # tokens of `_ids` whose text is in the tail; the decoder needs them as context
 
     def add(self, token_id: int) -> bool:
-        """Take the next token; True once a stop string is complete."""
+        """Append the next token; True once a stop string is complete."""
         self._ids.append(token_id)
         read = self._decode(self._ids[: self._num_read])
         text = self._decode(self._ids)

@@ -9,17 +9,16 @@ Axes: T tokens, R requests, I tiles, P pages, K key-value heads, Z page size, D 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tunesmith.engine.batch.arrays import join_ranges, send
+from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda import custom_ops as ops
-from tunesmith.model.forward.attention import get_layer_index
+from tunesmith.model.forward.attention import AttentionOptions, get_layer_index
 
 
 class _LayerPlan:
@@ -44,15 +43,11 @@ class DecodeLayerPlan(_LayerPlan):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return ops.paged_decode(
             query, key, value, self.keys, self.values, self.table, self.positions,
-            scaling, sliding_window or 0, softcap or 0.0,
+            options.get_scaling(query.shape[-1]), options.sliding_window or 0, options.softcap or 0.0,
         )  # fmt: skip
 
 
@@ -80,15 +75,11 @@ class PrefillLayerPlan(_LayerPlan):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return ops.paged_prefill(
             query, key, value, self.keys, self.values, self.slots, self.table, self.spans, self.tiles,
-            scaling, sliding_window or 0, softcap or 0.0,
+            options.get_scaling(query.shape[-1]), options.sliding_window or 0, options.softcap or 0.0,
         )  # fmt: skip
 
 
@@ -98,8 +89,8 @@ class LayeredPlan:
     def __init__(self, layers: Sequence[DecodeLayerPlan | PrefillLayerPlan]) -> None:
         self.layers = layers
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        return self.layers[get_layer_index(module)].attend(module, query, key, value, **options)
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        return self.layers[get_layer_index(module)].attend(module, query, key, value, options)
 
 
 def build_decode_plan(cache: KVCache, table_RP: Tensor, positions_R: Tensor) -> LayeredPlan:
@@ -110,21 +101,22 @@ def build_decode_plan(cache: KVCache, table_RP: Tensor, positions_R: Tensor) -> 
 
 def build_prefill_plan(cache: KVCache, spans: Sequence[Span], *, tile_tokens: int, device: torch.device) -> LayeredPlan:
     """Attention of spans that lie side by side in one row; a tile holds at most `tile_tokens` of one of them."""
-    size = cache.page_size
+    size = cache.block_size
     firsts_R, starts_R, stops_R = np.array([(span.first, span.start, span.stop) for span in spans], dtype=np.int64).T
     lengths_R, num_pages_R = stops_R - starts_R, -(-stops_R // size)
     requests_R = np.arange(len(spans))
     table_RP = np.zeros((len(spans), num_pages_R.max()), dtype=np.int32)
     used = zip(spans, num_pages_R.tolist(), strict=True)
     table_RP[np.arange(table_RP.shape[1]) < num_pages_R[:, None]] = [
-        page for span, num_pages in used for page in span.pages[:num_pages]
+        page for span, num_pages in used for page in span.blocks[:num_pages]
     ]
-    positions_T = join_ranges(starts_R, lengths_R)
+    positions_T = concatenate_ranges(starts_R, lengths_R)
     pages_T = table_RP[np.repeat(requests_R, lengths_R), positions_T // size].astype(np.int64)
     num_tiles_R = -(-lengths_R // tile_tokens)
-    tiles_2I = [np.repeat(requests_R, num_tiles_R), join_ranges(np.zeros_like(starts_R), num_tiles_R) * tile_tokens]
+    tile_offsets_I = concatenate_ranges(np.zeros_like(starts_R), num_tiles_R) * tile_tokens
+    tiles_2I = [np.repeat(requests_R, num_tiles_R), tile_offsets_I]
     tensors = [
-        send(array, device)
+        copy_to_device(array, device)
         for array in (
             pages_T * size + positions_T % size,
             table_RP,

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunesmith.engine.batch.decode_burst import Block, BlockRows
-from tunesmith.engine.batch.input_batch import Slots
+from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
+from tunesmith.engine.batch.input_batch import InputBatch
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
@@ -42,8 +42,6 @@ NUM_LINES = MAX_BLOCK + 1
 NUM_HALVES = 2
 """Launches whose inputs and logs are kept apart: one may be queued while another is read."""
 BUCKETS = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-SOURCE, TOKEN, POSITION, SEED, LINE, TOP_K = range(6)
-TEMPERATURE, TOP_P, MIN_P = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +53,10 @@ class DeviceTicket:
     num_steps: int
     num_rows: int
 
-    def read(self) -> Block:
+    def read(self) -> BurstOutput:
         self.event.synchronize()
         log = self.log.numpy()[:, : self.num_steps + 1, : self.num_rows]
-        return Block(log[0], log[1].view(np.float32))
+        return BurstOutput(log[0], log[1].view(np.float32))
 
 
 class DecodeGraphs:
@@ -77,22 +75,21 @@ class DecodeGraphs:
         device = model.device
         self._model, self._cache, self._fused = model, cache, fused
         self._num_slots = max_num_seqs
-        num_columns = count_columns(max_model_len, cache.page_size)
-        self.slots = Slots(max_num_seqs, num_columns=num_columns, scratch_page=len(cache.keys[0]) - 1)
-        self._numbers = torch.zeros((6, max_num_seqs), dtype=torch.long, device=device)
-        self._chances = torch.ones((3, max_num_seqs), device=device)
+        num_columns = count_columns(max_model_len, cache.block_size)
+        self.input_batch = InputBatch(max_num_seqs, num_columns=num_columns, scratch_block=len(cache.keys[0]) - 1)
+        self._inputs = _RowInputs.allocate(max_num_seqs, device=device)
         self._table = torch.zeros((max_num_seqs, num_columns), dtype=torch.int32, device=device)
         self._log = torch.zeros((NUM_HALVES, 2, NUM_LINES, max_num_seqs), dtype=torch.int32, device=device)
         lines = self._log.view(-1, max_num_seqs)
         self._rows = Rows(
             ids_R=torch.zeros(max_num_seqs, dtype=torch.long, device=device),
-            positions_R=self._numbers[POSITION],
-            seeds_R=self._numbers[SEED],
-            temperatures_R=self._chances[TEMPERATURE],
-            top_ks_R=self._numbers[TOP_K],
-            top_ps_R=self._chances[TOP_P],
-            min_ps_R=self._chances[MIN_P],
-            lines_R=self._numbers[LINE],
+            positions_R=self._inputs.positions_S,
+            seeds_R=self._inputs.seeds_S,
+            temperatures_R=self._inputs.temperatures_S,
+            top_ks_R=self._inputs.top_ks_S,
+            top_ps_R=self._inputs.top_ps_S,
+            min_ps_R=self._inputs.min_ps_S,
+            lines_R=self._inputs.lines_S,
             token_log_LR=lines,
             logprob_log_LR=lines.view(torch.float32)[NUM_LINES:],
         )
@@ -106,16 +103,16 @@ class DecodeGraphs:
         self._pointers = self._get_pointers()
 
     @torch.inference_mode()
-    def launch(self, rows: BlockRows, *, num_steps: int) -> DeviceTicket:
+    def launch(self, rows: BurstInput, *, num_steps: int) -> DeviceTicket:
         """Queue a block; `num_steps` may be 0 when only fresh rows are to be drawn."""
         assert 0 <= num_steps <= MAX_BLOCK
         num_rows = len(rows.slots_R)
-        size, has_cuts = self._choose_size(num_rows), bool(self.slots.is_cut_S[rows.slots_R].any())
+        size, has_cuts = self._choose_size(num_rows), bool(self.input_batch.has_truncation_S[rows.slots_R].any())
         graph = self._get_graph(size, has_cuts) if num_steps else None
         self._half = (self._half + 1) % NUM_HALVES
         stage = self._stages[self._half]
         stage.event.synchronize()  # it is read by now, unless a failure came in between
-        stage.fill(self.slots, rows, size=size, first_line=self._half * 2 * NUM_LINES)
+        stage.fill(self.input_batch, rows, size=size, first_line=self._half * 2 * NUM_LINES)
         self._load(stage, size)
         self._draw_fresh(rows, has_cuts)
         for _ in range(num_steps):
@@ -144,15 +141,14 @@ class DecodeGraphs:
         return [parameter.data_ptr() for parameter in self._model.parameters()]
 
     def _load(self, stage: _Stage, size: int) -> None:
-        self._numbers.copy_(stage.numbers, non_blocking=True)
-        self._chances.copy_(stage.chances, non_blocking=True)
+        self._inputs.copy_(stage.inputs)
         self._table[:size].copy_(stage.table[:size], non_blocking=True)
-        sources, ids = self._numbers[SOURCE], self._rows.ids_R
-        ids.copy_(torch.where(sources < 0, self._numbers[TOKEN], ids[sources.clamp(min=0)]))
+        sources, ids = self._inputs.sources_S, self._rows.ids_R
+        ids.copy_(torch.where(sources < 0, self._inputs.token_ids_S, ids[sources.clamp(min=0)]))
 
-    def _draw_fresh(self, rows: BlockRows, has_cuts: bool) -> None:
-        first = len(rows.slots_R) - rows.num_fresh
-        for hidden_NC in rows.fresh_hidden:
+    def _draw_fresh(self, rows: BurstInput, has_cuts: bool) -> None:
+        first = len(rows.slots_R) - rows.num_prefilled
+        for hidden_NC in rows.prefill_hidden:
             chosen = self._rows.narrow(first, first + len(hidden_NC))
             draw_tokens(compute_logits(self._model, hidden_NC), chosen, has_cuts=has_cuts)
             first += len(hidden_NC)
@@ -198,39 +194,86 @@ def record(run_step: Callable[[], None], memory: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowInputs:
+    """What a captured step reads of each row, by name; fields of one type share a matrix, and two copies move all."""
+
+    integers_6S: Tensor
+    floats_3S: Tensor
+    sources_S: Tensor
+    """Row of the launch before that drew the last token; -1: `token_ids_S` has it."""
+    token_ids_S: Tensor
+    positions_S: Tensor
+    seeds_S: Tensor
+    lines_S: Tensor
+    """The log's line of a token, less its position."""
+    top_ks_S: Tensor
+    temperatures_S: Tensor
+    top_ps_S: Tensor
+    min_ps_S: Tensor
+
+    @classmethod
+    def allocate(cls, num_slots: int, **options: Any) -> _RowInputs:
+        """Rows of padding; `options` are those of `torch.zeros`."""
+        integers_6S = torch.zeros((6, num_slots), dtype=torch.long, **options)
+        floats_3S = torch.ones((3, num_slots), **options)
+        return cls(
+            integers_6S=integers_6S,
+            floats_3S=floats_3S,
+            sources_S=integers_6S[0],
+            token_ids_S=integers_6S[1],
+            positions_S=integers_6S[2],
+            seeds_S=integers_6S[3],
+            lines_S=integers_6S[4],
+            top_ks_S=integers_6S[5],
+            temperatures_S=floats_3S[0],
+            top_ps_S=floats_3S[1],
+            min_ps_S=floats_3S[2],
+        )
+
+    def copy_(self, other: _RowInputs) -> None:
+        """Copy all fields of another, without waiting."""
+        self.integers_6S.copy_(other.integers_6S, non_blocking=True)
+        self.floats_3S.copy_(other.floats_3S, non_blocking=True)
+
+
 class _Stage:
     """One launch's inputs and log in memory of the host that the device copies from and to by itself."""
 
     def __init__(self, graphs: DecodeGraphs) -> None:
-        self.numbers, self.chances, self.table, self.log = (
-            torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            for tensor in (graphs._numbers, graphs._chances, graphs._table, graphs._log[0])
+        self.inputs = _RowInputs.allocate(graphs._num_slots, pin_memory=True)
+        self.table, self.log = (
+            torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in (graphs._table, graphs._log[0])
         )
         self.event = torch.cuda.Event()
         """The launch is over."""
-        self._scratch_page = graphs.slots.scratch_page
+        self._scratch_block = graphs.input_batch.scratch_block
 
-    def fill(self, slots: Slots, rows: BlockRows, *, size: int, first_line: int) -> None:
+    def fill(self, batch: InputBatch, rows: BurstInput, *, size: int, first_line: int) -> None:
         """Describe a launch; rows beyond its requests are padding."""
         slots_R, num_rows = rows.slots_R, len(rows.slots_R)
         self.pad(num_rows, size)
-        numbers, chances = self.numbers.numpy()[:, :num_rows], self.chances.numpy()[:, :num_rows]
-        numbers[SOURCE], numbers[TOKEN], numbers[POSITION] = rows.sources_R, rows.token_ids_R, rows.positions_R
-        numbers[SEED], numbers[TOP_K] = slots.seeds_S[slots_R], slots.top_ks_S[slots_R]
-        numbers[LINE] = first_line - rows.positions_R
-        numbers[LINE, num_rows - rows.num_fresh :] -= 1
-        chances[TEMPERATURE], chances[TOP_P] = slots.temperatures_S[slots_R], slots.top_ps_S[slots_R]
-        chances[MIN_P] = slots.min_ps_S[slots_R]
-        np.take(slots.table_SP, slots_R, axis=0, out=self.table.numpy()[:num_rows], mode="clip")
+        inputs = self.inputs
+        inputs.sources_S.numpy()[:num_rows] = rows.sources_R
+        inputs.token_ids_S.numpy()[:num_rows] = rows.token_ids_R
+        inputs.positions_S.numpy()[:num_rows] = rows.positions_R
+        inputs.seeds_S.numpy()[:num_rows] = batch.seeds_S[slots_R]
+        lines_S = inputs.lines_S.numpy()
+        lines_S[:num_rows] = first_line - rows.positions_R
+        lines_S[num_rows - rows.num_prefilled : num_rows] -= 1
+        inputs.top_ks_S.numpy()[:num_rows] = batch.top_ks_S[slots_R]
+        inputs.temperatures_S.numpy()[:num_rows] = batch.temperatures_S[slots_R]
+        inputs.top_ps_S.numpy()[:num_rows] = batch.top_ps_S[slots_R]
+        inputs.min_ps_S.numpy()[:num_rows] = batch.min_ps_S[slots_R]
+        np.take(batch.block_table_SP, slots_R, axis=0, out=self.table.numpy()[:num_rows], mode="clip")
 
     def pad(self, first: int, last: int) -> None:
         """Make rows of no consequence."""
-        numbers, chances = self.numbers.numpy(), self.chances.numpy()
-        numbers[:, first:last] = 0
-        numbers[SOURCE, first:last] = -1
-        chances[:, first:last] = 1.0
-        chances[MIN_P, first:last] = 0.0
-        self.table.numpy()[first:last] = self._scratch_page
+        self.inputs.integers_6S.numpy()[:, first:last] = 0
+        self.inputs.sources_S.numpy()[first:last] = -1
+        self.inputs.floats_3S.numpy()[:, first:last] = 1.0
+        self.inputs.min_ps_S.numpy()[first:last] = 0.0
+        self.table.numpy()[first:last] = self._scratch_block
 
 
 def count_columns(max_model_len: int, page_size: int) -> int:
@@ -245,6 +288,6 @@ def build_graphs(
     fused = None
     if is_compiled:
         lay_side_by_side(model)
-        max_positions = count_columns(max_model_len, cache.page_size) * cache.page_size
+        max_positions = count_columns(max_model_len, cache.block_size) * cache.block_size
         fused = FusedLayers(model, FUNCTIONS, max_positions=max_positions)
     return DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, fused=fused)
