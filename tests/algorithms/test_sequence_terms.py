@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from token_batches import build_scores
 
+from token_batches import build_scores
 from tunesmith.algorithms.corrections import compute_correction_weights
 from tunesmith.algorithms.sequence_terms import (
     compute_m2po_terms,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from test_table import build_group
-from token_batches import build_scores
 
+from token_batches import build_scores
 from tunesmith.algorithms.algorithm import compute_group_advantages, has_advantage, resolve_algorithm
 from tunesmith.algorithms.sequence_terms import compute_rloo_terms
 from tunesmith.config import AlgorithmSection

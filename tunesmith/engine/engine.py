@@ -27,8 +27,8 @@ from tunesmith.engine.event_loop.clock import Clock, build_clock
 from tunesmith.engine.worker.async_step import BlockStepper
 from tunesmith.engine.worker.model_runner import Runner
 from tunesmith.engine.worker.sync_step import TokenStepper
-from tunesmith.model.device_errors import explain_failure
-from tunesmith.model.torch_modes import own_modes
+from tunesmith.model.device_errors import explain_device_error
+from tunesmith.model.torch_modes import default_modes
 from tunesmith.types import Completion, OnTokens, Sampling
 
 LESS_MEMORY = "lower engine.kv_cache_gib, engine.max_num_seqs or engine.max_batched_tokens"
@@ -205,11 +205,11 @@ class LocalEngine:
         """Do work on the device, under torch's modes as they should be; whatever fails, every caller must learn of it
         or wait for ever."""
         try:
-            with own_modes(num_threads=self._num_cpu_threads):
+            with default_modes(num_threads=self._num_cpu_threads):
                 work()
         except Exception as error:  # noqa: BLE001
             self._take_in()
-            self._desk.fail_all(explain_failure(error, work="a step of the engine", advice=LESS_MEMORY), error)
+            self._desk.fail_all(explain_device_error(error, work="a step of the engine", advice=LESS_MEMORY), error)
             failed, (self._desk, self._stepper) = self._desk, self._build_stepper()
             self._desk.take_over(failed)
 
