@@ -7,7 +7,7 @@ import time
 import numpy as np
 from transformers import PreTrainedModel
 
-from tunesmith.engine.batch.decode_burst import BlockRows
+from tunesmith.engine.batch.decode_burst import BurstInput
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.worker.model_runner import probe_layers
 
@@ -23,7 +23,7 @@ class Decoding:
         self._num_sequences, self._context = num_sequences, context
         num_pages = -(-(context + num_steps + 1) // PAGE_SIZE)
         cache = KVCache(
-            probe_layers(model), num_pages=num_sequences * num_pages + 1, page_size=PAGE_SIZE, dtype=model.dtype,
+            probe_layers(model), num_blocks=num_sequences * num_pages + 1, block_size=PAGE_SIZE, dtype=model.dtype,
             device=model.device,
         )  # fmt: skip
         for tensor in (*cache.keys, *cache.values):
@@ -33,15 +33,15 @@ class Decoding:
             is_compiled=mode == "compiled",
         )  # fmt: skip
         pages = np.random.default_rng(0).permutation(num_sequences * num_pages).reshape(num_sequences, num_pages)
-        self._decoder.slots.table_SP[:, :num_pages] = pages
-        self._decoder.slots.seeds_S[:] = np.arange(num_sequences)
+        self._decoder.input_batch.block_table_SP[:, :num_pages] = pages
+        self._decoder.input_batch.seeds_S[:] = np.arange(num_sequences)
 
     def run(self, num_steps: int, block: int) -> float:
         """Seconds of so many tokens of every request, read in blocks as the engine reads them."""
         rows = np.arange(self._num_sequences)
         started, before = time.perf_counter(), None
         for first in range(0, num_steps, block):
-            described = BlockRows(
+            described = BurstInput(
                 slots_R=rows,
                 sources_R=np.full_like(rows, -1) if before is None else rows,
                 token_ids_R=np.full_like(rows, 5),

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerB
 
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import EngineSection, ModelSection
-from tunesmith.engine.batch.decode_burst import Block, BlockRows
-from tunesmith.engine.batch.input_batch import Slots
+from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
+from tunesmith.engine.batch.input_batch import InputBatch
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_prefill_plan
 from tunesmith.engine.engine import LocalEngine
@@ -50,28 +50,28 @@ TILE_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class InstantTicket:
-    block: Block
+class InstantBurstHandle:
+    output: BurstOutput
 
-    def read(self) -> Block:
-        return self.block
+    def read(self) -> BurstOutput:
+        return self.output
 
 
-class InstantBlocks:
-    """Implements `tunesmith.engine.batch.decode_burst.BlockDecoder`."""
+class InstantBurstDecoder:
+    """Implements `tunesmith.engine.batch.decode_burst.BurstDecoder`."""
 
     def __init__(self, engine: LocalEngine, *, max_num_seqs: int, vocab_size: int) -> None:
         self._runner = engine._runner
         columns = MAX_MODEL_LEN // engine._settings.page_size + 16
-        self.slots = Slots(max_num_seqs, num_columns=columns, scratch_page=self._runner.num_pages)
+        self.input_batch = InputBatch(max_num_seqs, num_columns=columns, scratch_block=self._runner.num_blocks)
         self._rng = np.random.default_rng(0)
         self._vocab_size = vocab_size
 
-    def launch(self, rows: BlockRows, *, num_steps: int) -> InstantTicket:
-        np.take(self.slots.table_SP, rows.slots_R, axis=0)
+    def launch(self, rows: BurstInput, *, num_steps: int) -> InstantBurstHandle:
+        np.take(self.input_batch.block_table_SP, rows.slots_R, axis=0)
         shape = (num_steps + 1, len(rows.slots_R))
         ids = self._rng.integers(100, self._vocab_size, shape, dtype=np.int32)
-        return InstantTicket(Block(ids, np.full(shape, -1.0, dtype=np.float32)))
+        return InstantBurstHandle(BurstOutput(ids, np.full(shape, -1.0, dtype=np.float32)))
 
     def build_prefill_plan(self, spans: Sequence[Span]) -> LayeredPlan:
         return build_prefill_plan(self._runner.cache, spans, tile_tokens=TILE_TOKENS, device=torch.device("cpu"))
@@ -101,8 +101,8 @@ def build_engine(tokenizer: PreTrainedTokenizerBase, num_sequences: int) -> Loca
         return torch.empty(*ids_1T.shape, HIDDEN_SIZE)
 
     runner.has_graphs, runner._run_body = True, run_body  # type: ignore[method-assign]
-    runner._blocks = InstantBlocks(engine, max_num_seqs=num_sequences, vocab_size=len(tokenizer))
-    engine._desk, engine._stepper = engine._build_stepper()
+    runner._burst_decoder = InstantBurstDecoder(engine, max_num_seqs=num_sequences, vocab_size=len(tokenizer))
+    engine._output_processor, engine._stepper = engine._build_stepper()
     return engine
 
 

@@ -51,5 +51,5 @@ def generate_all(engine: LocalEngine, prompts: Sequence[Sequence[int]], sampling
 
 @torch.no_grad()
 def compute_reference_logits(model: PreTrainedModel, prompt: Sequence[int], sampled: Sequence[int]) -> torch.Tensor:
-    """Logits [N, V] from which each sampled token was drawn, by one plain forward."""
+    """Logits [N, V] from which each sampled token was buffer, by one plain forward."""
     return model(input_ids=torch.tensor([[*prompt, *sampled]])).logits[0, len(prompt) - 1 : -1].float()

@@ -11,7 +11,7 @@ from torch import nn
 from engines import build_engine, build_prompts, compute_reference_logits, generate_all
 from tiny_models import build_tiny
 from tunesmith.config import LoraSection
-from tunesmith.engine.cpu.onednn_linear import MIN_WEIGHTS, PackedLinears
+from tunesmith.engine.cpu.onednn_linear import MIN_WEIGHTS, OneDnnLinears
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.load import load_model
@@ -82,13 +82,13 @@ class Adapted(nn.Module):
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_the_base_is_packed_once_and_what_trains_is_multiplied_live():
     layer, inputs = Adapted(), torch.randn(9, 256)  # fewer rows are multiplied live as well
-    packed = PackedLinears(layer)
-    packed.refresh()
+    linears = OneDnnLinears(layer)
+    linears.refresh()
     with torch.no_grad():
         layer.factor.weight.mul_(2)
         before = layer.base(inputs)
         layer.base.weight.zero_()
-    packed.refresh()
-    with torch.no_grad(), packed.installed():
+    linears.refresh()
+    with torch.no_grad(), linears.installed():
         output = layer(inputs)
     torch.testing.assert_close(output, before + layer.factor(inputs).detach(), atol=1e-5, rtol=1e-5)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines import build_engine
-from host_blocks import build_block_engine
+from host_bursts import build_burst_engine
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.types import Completion, Distribution, Sampling
@@ -60,7 +60,7 @@ def generate_alone(prompt: tuple[int, ...], sampling: Sampling) -> Completion:
     return run_lockstep(build_lonely_engine().generate(prompt, sampling))
 
 
-@pytest.mark.parametrize("build", [build_engine, build_block_engine])
+@pytest.mark.parametrize("build", [build_engine, build_burst_engine])
 @settings(max_examples=40)
 @given(
     st.lists(visitors(), min_size=1, max_size=10),
@@ -114,6 +114,6 @@ def test_any_load_gives_the_tokens_of_one_by_one(build: Build, load: list[Visito
             assert completion.sampled_ids == alone.sampled_ids
             assert completion.stop_reason == alone.stop_reason
             assert max(abs(a - b) for a, b in zip(completion.logprobs, alone.logprobs, strict=True)) < 1e-4
-    assert not engine._desk.calls
-    assert not engine._desk.scheduler.has_requests
-    assert engine._desk.scheduler.pool.num_available == engine._runner.num_pages
+    assert not engine._output_processor.states
+    assert not engine._output_processor.scheduler.has_requests
+    assert engine._output_processor.scheduler.pool.num_available == engine._runner.num_blocks

@@ -74,7 +74,7 @@ def test_the_sampling_kernel_samples_the_tokens_of_the_sampler(distributions, dt
         top_ks_R=put([d.top_k for d in chosen]),
         top_ps_R=put([d.top_p for d in chosen]),
         min_ps_R=put([d.min_p for d in chosen]),
-        log_rows_R=1 - put(positions),
+        log_lines_R=1 - put(positions),
         token_log_LR=put([[-1] * num_rows] * 3, torch.int32),
         logprob_log_LR=put([[math.nan] * num_rows] * 3),
     )
@@ -108,11 +108,11 @@ def test_attention_kernels_equal_a_dense_softmax(
     torch.manual_seed(0)
     device = torch.device("cuda")
     shape = [LayerShape(kv_heads, size)]
-    cache = KVCache(shape, num_pages=400, page_size=16, dtype=dtype, device=device)
-    pages = torch.randperm(400).view(4, 100).tolist()
+    cache = KVCache(shape, num_blocks=400, block_size=16, dtype=dtype, device=device)
+    blocks = torch.randperm(400).view(4, 100).tolist()
     starts, stops = [0, 160, 33, 700], [150, 161, 290, 720]
     spans, first = [], 0
-    for start, stop, mine in zip(starts, stops, pages, strict=True):
+    for start, stop, mine in zip(starts, stops, blocks, strict=True):
         spans.append(Span(first, start, stop, mine))
         first += stop - start
     for tensor in (cache.keys[0], cache.values[0]):
@@ -145,8 +145,8 @@ def test_attention_kernels_equal_a_dense_softmax(
         for span in spans:
             new = slice(span.first, span.first + span.stop - span.start)
             kept = [
-                pages[0][span.pages].transpose(0, 1).reshape(kv_heads, -1, size)[:, : span.stop].double()
-                for pages in (cache.keys, cache.values)
+                cached[0][span.blocks].transpose(0, 1).reshape(kv_heads, -1, size)[:, : span.stop].double()
+                for cached in (cache.keys, cache.values)
             ]
             for tensor, fresh in zip(kept, (key, value), strict=True):
                 torch.testing.assert_close(tensor[:, span.start :].transpose(0, 1), fresh[new], atol=5e-2, rtol=2e-2)
@@ -167,7 +167,7 @@ def test_attention_kernels_equal_a_dense_softmax(
         )  # fmt: skip
 
     compare(*run(first, prefill), spans)
-    table = torch.tensor(pages, dtype=torch.int32, device=device)
+    table = torch.tensor(blocks, dtype=torch.int32, device=device)
     positions = torch.tensor(stops, device=device)
 
     def decode(query, key, value, prologue):
@@ -175,7 +175,7 @@ def test_attention_kernels_equal_a_dense_softmax(
             query, key, value, cache.keys[0], cache.values[0], table, positions, 0.1, window, softcap, prologue
         )
 
-    next_spans = [Span(row, stop, stop + 1, mine) for row, (stop, mine) in enumerate(zip(stops, pages, strict=True))]
+    next_spans = [Span(row, stop, stop + 1, mine) for row, (stop, mine) in enumerate(zip(stops, blocks, strict=True))]
     compare(*run(4, decode), next_spans)
 
 

@@ -16,7 +16,7 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.experience.trie import Trie, build_trie, concatenate_tries
-from tunesmith.model.forward.attention import attend_masked
+from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.compiled_layers import compiled_layers
 from tunesmith.trainer.loss_pass import run_batch
@@ -60,19 +60,21 @@ def build_row(samples: list[Sample]) -> Trie:
     )
 
 
-def compare_attention(trie: Trie, dtype: torch.dtype, head_size: int, heads: tuple[int, int], **scoring) -> list[float]:
+def compare_attention(
+    trie: Trie, dtype: torch.dtype, head_size: int, heads: tuple[int, int], options: AttentionOptions
+) -> list[float]:
     """Relative errors of output and gradients against float64 under a dense mask."""
-    window = scoring["sliding_window"]
+    window = options.sliding_window
     tile = choose_tile(head_size, is_wide=dtype == torch.float32)
     plan = TreePlan(trie, CUDA, tile=tile, windows=(window,))
     torch.manual_seed(0)
     shapes = [(1, number, trie.num_tokens, head_size) for number in (heads[0], heads[1], heads[1])]
     inputs = [torch.randn(shape, device=CUDA, dtype=dtype, requires_grad=True) for shape in shapes]
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    ours = plan.attend(None, *inputs, **scoring)
-    scaling = head_size**-0.5 if scoring["scaling"] is None else scoring["scaling"]
+    ours = plan.attend(None, *inputs, options)
+    scaling = options.get_scaling(head_size)
     mask = build_mask(trie, window).to(CUDA)
-    theirs = attend_masked(*wide, mask, scaling=scaling, softcap=scoring["softcap"]).transpose(1, 2)
+    theirs = attend_masked(*wide, mask, scaling=scaling, softcap=options.softcap).transpose(1, 2)
     weights = torch.randn_like(ours)
     ours_all = [ours, *torch.autograd.grad((ours * weights).sum(), inputs)]
     theirs_all = [theirs, *torch.autograd.grad((theirs * weights.double()).sum(), wide)]
@@ -88,7 +90,7 @@ def test_tree_attention_in_bfloat16_equals_a_dense_mask(head_size, heads, window
     for samples in (build_samples(3), build_samples(8), heavy):
         errors = compare_attention(
             build_row(samples), torch.bfloat16, head_size, heads,
-            scaling=None, sliding_window=window, softcap=softcap,
+            AttentionOptions(sliding_window=window, softcap=softcap),
         )  # fmt: skip
         assert max(errors) < 1e-2, errors
 
@@ -96,7 +98,11 @@ def test_tree_attention_in_bfloat16_equals_a_dense_mask(head_size, heads, window
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (70, 5.0)])
 def test_tree_attention_in_float32_equals_a_dense_mask(window, softcap):
     errors = compare_attention(
-        build_row(build_samples(5)), torch.float32, 32, (6, 2), scaling=0.2, sliding_window=window, softcap=softcap
+        build_row(build_samples(5)),
+        torch.float32,
+        32,
+        (6, 2),
+        AttentionOptions(scaling=0.2, sliding_window=window, softcap=softcap),
     )
     assert max(errors) < 1e-5, errors
 
@@ -106,7 +112,7 @@ def test_long_paths_attended_one_by_one_equal_a_dense_mask(monkeypatch):
     samples = build_samples(1, prompt=300, answer=200)
     trie = concatenate_tries([build_trie(samples, [index]) for index in range(len(samples))])
     assert attention.find_long_paths(trie) is not None
-    errors = compare_attention(trie, torch.bfloat16, 64, (6, 2), scaling=None, sliding_window=None, softcap=None)
+    errors = compare_attention(trie, torch.bfloat16, 64, (6, 2), AttentionOptions())
     assert max(errors) < 1e-2, errors
 
 

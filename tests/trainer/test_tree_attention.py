@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.experience.trie import EMPTY, Trie, build_trie, concatenate_tries
-from tunesmith.model.forward.attention import attend_masked
+from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.trainer.tree_attention import cpu as segments
 from tunesmith.trainer.tree_attention import plan as attention
 from tunesmith.trainer.tree_attention.plan import TreePlan
@@ -78,7 +78,8 @@ def test_tree_attention_equals_a_dense_mask(monkeypatch, seed, window, softcap, 
     plan = TreePlan(trie, torch.device("cpu"))
 
     def ours(query, key, value):
-        return plan.attend(None, query, key, value, scaling=0.4, sliding_window=window, softcap=softcap).transpose(1, 2)
+        options = AttentionOptions(scaling=0.4, sliding_window=window, softcap=softcap)
+        return plan.attend(None, query, key, value, options).transpose(1, 2)
 
     def theirs(query, key, value):
         return attend_masked(query, key, value, mask, scaling=0.4, softcap=softcap)
@@ -92,9 +93,9 @@ def test_masks_are_made_once_for_all_layers():
     plan = TreePlan(build_random_trie(0), torch.device("cpu"))
     inputs = draw_inputs(plan._trie.num_tokens)
     for _ in range(2):
-        plan.attend(None, *inputs, scaling=None, sliding_window=3, softcap=None)
+        plan.attend(None, *inputs, AttentionOptions(sliding_window=3))
         masks = [id(mask) for mask in plan._segments._masks.values()]
-    plan.attend(None, *inputs, scaling=None, sliding_window=3, softcap=None)
+    plan.attend(None, *inputs, AttentionOptions(sliding_window=3))
     assert masks == [id(mask) for mask in plan._segments._masks.values()]
 
 

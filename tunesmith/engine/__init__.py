@@ -1,1 +1,1 @@
-"""The sampler: scheduler, pages, attention over them, sampling, and the engine that rollouts call."""
+"""The inference engine that rollouts call: scheduler, KV cache, sampling, and the workers that run the model."""

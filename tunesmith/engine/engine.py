@@ -1,9 +1,9 @@
-"""The sampler on the trainer's own model: what rollouts call, and what a clock steps.
+"""The inference engine on the trainer's own model: `generate` for rollouts, `step` for the clock that drives it.
 
-`generate` puts a request into an inbox; each step takes the inbox in, lets the scheduler choose, runs the model once
-and hands tokens and completions to the event loop. Only `step`, `pause` and `resume` touch the scheduler, under a lock,
-so the clock may be the event loop or a thread. `resume` forgets every key and value: nothing of another version of the
-weights is read again, and what was in flight computes its tokens anew while old tokens keep their version.
+`generate` appends a request to an inbox. Each step moves the inbox to the scheduler, schedules, runs the model once and
+passes tokens and completions to the event loop. Only `step`, `pause` and `resume` use the scheduler, under a lock, so
+the clock may be the event loop or a thread. `resume` drops all keys and values, so none of another version of the
+weights is read; unfinished requests are recomputed, and tokens sampled so far keep their policy version.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection
-from tunesmith.engine.core.block_manager import PagePool
-from tunesmith.engine.core.output_processor import Call, Desk, News, hand_out
+from tunesmith.engine.core.block_manager import BlockPool
+from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, StepOutput, deliver_output
 from tunesmith.engine.core.request import Request, check_sampling
 from tunesmith.engine.core.scheduler import Scheduler
 from tunesmith.engine.core.stop_strings import StopMatcher
 from tunesmith.engine.event_loop.clock import Clock, build_clock
-from tunesmith.engine.worker.async_step import BlockStepper
-from tunesmith.engine.worker.model_runner import Runner
-from tunesmith.engine.worker.sync_step import TokenStepper
+from tunesmith.engine.worker.async_step import AsyncStepper
+from tunesmith.engine.worker.model_runner import ModelRunner
+from tunesmith.engine.worker.sync_step import SyncStepper
 from tunesmith.model.device_errors import explain_device_error
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.types import Completion, OnTokens, Sampling
 
-LESS_MEMORY = "lower engine.kv_cache_gib, engine.max_num_seqs or engine.max_batched_tokens"
+MEMORY_ADVICE = "lower engine.kv_cache_gib, engine.max_num_seqs or engine.max_batched_tokens"
 
 
 class LocalEngine:
@@ -46,10 +46,10 @@ class LocalEngine:
         max_model_len: int,
         lockstep: bool = True,
     ) -> None:
-        """Without a tokenizer there are no stop strings.
+        """Stop strings need a tokenizer.
 
         In lockstep the engine steps when every coroutine waits. Otherwise a thread steps whenever there is work, for
-        an event loop that must stay responsive; agents and engine then compete for the interpreter.
+        an event loop that must stay responsive; agents and engine then compete for the interpreter lock.
         """
         self._settings = settings
         self._tokenizer = tokenizer
@@ -57,22 +57,22 @@ class LocalEngine:
         self._is_lockstep = lockstep
         self._eos_ids = collect_eos_ids(model, tokenizer)
         self._vocab_size = model.get_input_embeddings().num_embeddings
-        self._runner = Runner(model, settings, max_model_len=max_model_len)
-        self._desk, self._stepper = self._build_stepper()
+        self._runner = ModelRunner(model, settings, max_model_len=max_model_len)
+        self._output_processor, self._stepper = self._build_stepper()
         self._is_paused = False
         self._lock = threading.RLock()
-        self._inbox: deque[Call] = deque()
+        self._inbox: deque[RequestState] = deque()
         self._cancelled: deque[int] = deque()
-        self._num_arrived = 0
+        self._num_requests = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock: Clock | None = None
-        self._places = asyncio.Semaphore(settings.max_waiting)
+        self._queue_places = asyncio.Semaphore(settings.max_waiting)
         self._busy_s = 0.0
         self._num_cpu_threads = torch.get_num_threads()
 
     @property
     def policy_version(self) -> int:
-        return self._desk.policy_version
+        return self._output_processor.policy_version
 
     @property
     def max_model_len(self) -> int:
@@ -82,9 +82,8 @@ class LocalEngine:
     def has_work(self) -> bool:
         if self._is_paused:
             return False
-        return bool(
-            self._inbox or self._cancelled or self._desk.scheduler.has_requests or self._stepper.has_flight
-        )  # fmt: skip
+        has_requests = self._output_processor.scheduler.has_requests
+        return bool(self._inbox or self._cancelled or has_requests or self._stepper.has_inflight)
 
     async def generate(
         self,
@@ -102,19 +101,19 @@ class LocalEngine:
         self._bind_loop()
         if len(prompt_ids) >= self._max_model_len:
             return Completion(sampled_ids=(), logprobs=(), policy_versions=(), stop_reason="context")
-        await self._places.acquire()
+        await self._queue_places.acquire()
         request = Request(
-            request_id=self._num_arrived,
+            request_id=self._num_requests,
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
             order=order,
             deadline_at=deadline_at,
             max_model_len=self._max_model_len,
         )
-        self._num_arrived += 1
+        self._num_requests += 1
         future = asyncio.get_running_loop().create_future()
         matcher = StopMatcher(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
-        self._inbox.append(Call(request=request, future=future, on_tokens=on_tokens, matcher=matcher))
+        self._inbox.append(RequestState(request=request, future=future, on_tokens=on_tokens, matcher=matcher))
         self._notify()
         try:
             return await future
@@ -124,28 +123,28 @@ class LocalEngine:
                 self._notify()
 
     def pause(self) -> None:
-        """Stop sampling once the step under way has ended; requests stay queued, and nothing is left on the device."""
+        """Stop sampling after the current step; requests stay queued, and no work is left in the device's queue."""
         with self._lock:
             self._is_paused = True
-            self._guard(self._stepper.drain)
-        self._send()
+            self._run_guarded(self._stepper.drain)
+        self._schedule_delivery()
 
     def resume(self, policy_version: int) -> None:
-        """Sample on with the weights as they are now; every key and value so far is forgotten."""
+        """Continue sampling with the current weights; all cached keys and values are dropped."""
         with self._lock:
-            self._guard(self._stepper.drain)
-            self._desk.policy_version = policy_version
-            self._desk.scheduler.restart(policy_version)
-            self._runner.notice_new_weights()
+            self._run_guarded(self._stepper.drain)
+            self._output_processor.policy_version = policy_version
+            self._output_processor.scheduler.reset_cache(policy_version)
+            self._runner.mark_weights_updated()
             self._is_paused = False
-        self._send()
+        self._schedule_delivery()
         self._notify()
 
     def compute_stats(self) -> dict[str, float]:
-        """Counters since the last call."""
+        """Metrics since the last call."""
         with self._lock:
             names = ("requests", "steps", "sampled_tokens", "prefill_tokens", "cached_tokens", "preemptions")
-            counts = self._desk.counts
+            counts = self._output_processor.counts
             stats = {f"engine/num_{name}": float(counts[name]) for name in names}
             stats["perf/engine_busy_s"] = self._busy_s
             counts.clear()
@@ -153,106 +152,107 @@ class LocalEngine:
             return stats
 
     def step(self) -> None:
-        """Compute one batch and hand its results to the event loop; a failure ends the requests, not the clock."""
+        """Run one step and pass its output to the event loop; an error fails the requests but never raises."""
         with self._lock:
             if self._is_paused:
                 return
             started_at = time.perf_counter()
-            self._guard(self._step)
+            self._run_guarded(self._step)
             self._busy_s += time.perf_counter() - started_at
-        self._send()
+        self._schedule_delivery()
 
     def _bind_loop(self) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._leave_loop()
+            self._abandon_loop()
             self._loop = loop
             self._clock = build_clock(self, is_lockstep=self._is_lockstep)
-            self._places = asyncio.Semaphore(self._settings.max_waiting)
+            self._queue_places = asyncio.Semaphore(self._settings.max_waiting)
 
-    def _leave_loop(self) -> None:
-        """Drop what a closed loop left behind; refuse to leave one that still waits for us."""
-        if not (self._desk.calls or self._inbox):
+    def _abandon_loop(self) -> None:
+        """Cancel the requests of a closed event loop; raise if the loop is still open and has requests."""
+        if not (self._output_processor.states or self._inbox):
             return
         if self._loop is not None and not self._loop.is_closed():
             raise RuntimeError("requests of another event loop are in flight; an engine serves one loop at a time")
         with self._lock:
-            self._guard(self._stepper.drain)
-            self._take_in()
-            for call in list(self._desk.calls.values()):
-                self._desk.end(call, "cancelled")
-            self._desk.take_news()
+            self._run_guarded(self._stepper.drain)
+            self._receive_requests()
+            for state in list(self._output_processor.states.values()):
+                self._output_processor.finish(state, "cancelled")
+            self._output_processor.take_output()
 
     def _notify(self) -> None:
         if self._clock is not None and self.has_work:
             self._clock.notify()
 
-    def _build_stepper(self) -> tuple[Desk, TokenStepper]:
+    def _build_stepper(self) -> tuple[OutputProcessor, SyncStepper]:
         scheduler = Scheduler(
-            PagePool(self._runner.num_pages),
-            page_size=self._settings.page_size,
+            BlockPool(self._runner.num_blocks),
+            block_size=self._settings.page_size,
             max_num_seqs=self._settings.max_num_seqs,
             max_batched_tokens=self._runner.max_batched_tokens,
             has_prefix_cache=self._settings.has_prefix_cache,
-            keeps_runs=not self._runner.has_graphs,
+            prefers_runs=not self._runner.has_graphs,
         )
-        desk = Desk(scheduler, eos_ids=self._eos_ids)
+        processor = OutputProcessor(scheduler, eos_ids=self._eos_ids)
         if self._runner.has_graphs:
-            return desk, BlockStepper(self._runner, desk, block=self._settings.decode_block)
-        return desk, TokenStepper(self._runner, desk)
+            return processor, AsyncStepper(self._runner, processor, burst_length=self._settings.decode_block)
+        return processor, SyncStepper(self._runner, processor)
 
-    def _guard(self, work: Callable[[], None]) -> None:
-        """Do work on the device, under torch's modes as they should be; whatever fails, every caller must learn of it
-        or wait for ever."""
+    def _run_guarded(self, work: Callable[[], None]) -> None:
+        """Run work on the device under the engine's own torch modes; an error fails every request in the engine."""
         try:
             with default_modes(num_threads=self._num_cpu_threads):
                 work()
         except Exception as error:  # noqa: BLE001
-            self._take_in()
-            self._desk.fail_all(explain_device_error(error, work="a step of the engine", advice=LESS_MEMORY), error)
-            failed, (self._desk, self._stepper) = self._desk, self._build_stepper()
-            self._desk.take_over(failed)
+            self._receive_requests()
+            self._output_processor.fail_all(
+                explain_device_error(error, work="a step of the engine", advice=MEMORY_ADVICE), error
+            )
+            failed, (self._output_processor, self._stepper) = self._output_processor, self._build_stepper()
+            self._output_processor.continue_from(failed)
 
     def _step(self) -> None:
-        self._take_in()
-        self._drop_cancelled()
-        self._end_expired()
+        self._receive_requests()
+        self._abort_cancelled()
+        self._finish_expired()
         self._stepper.step()
 
-    def _take_in(self) -> None:
+    def _receive_requests(self) -> None:
         while self._inbox:
-            self._desk.open(self._inbox.popleft())
+            self._output_processor.add_request(self._inbox.popleft())
 
-    def _drop_cancelled(self) -> None:
+    def _abort_cancelled(self) -> None:
         while self._cancelled:
-            call = self._desk.calls.get(self._cancelled.popleft())
-            if call is not None:
-                self._desk.end(call, "cancelled")
+            state = self._output_processor.states.get(self._cancelled.popleft())
+            if state is not None:
+                self._output_processor.finish(state, "cancelled")
 
-    def _end_expired(self) -> None:
-        """End the calls whose deadline has passed; most have none."""
-        if not self._desk.num_deadlines:
+    def _finish_expired(self) -> None:
+        """Finish requests whose deadline has passed; most requests have none."""
+        if not self._output_processor.num_deadlines:
             return
         now = time.monotonic()
-        for call in list(self._desk.calls.values()):
-            if call.request.deadline_at is not None and call.request.deadline_at < now:
-                self._desk.end(call, "deadline")
+        for state in list(self._output_processor.states.values()):
+            if state.request.deadline_at is not None and state.request.deadline_at < now:
+                self._output_processor.finish(state, "deadline")
 
-    def _send(self) -> None:
-        """Let the event loop hand out what happened."""
-        news = self._desk.take_news()
-        if not news or self._loop is None or self._loop.is_closed():
+    def _schedule_delivery(self) -> None:
+        """Let the event loop deliver the output since the last call."""
+        output = self._output_processor.take_output()
+        if not output or self._loop is None or self._loop.is_closed():
             return
         if self._is_lockstep:
-            self._loop.call_soon(self._deliver, news)
+            self._loop.call_soon(self._deliver, output)
         else:
-            self._loop.call_soon_threadsafe(self._deliver, news)
+            self._loop.call_soon_threadsafe(self._deliver, output)
 
-    def _deliver(self, news: News) -> None:
-        """In the event loop: hand out the news and let as many callers in as places came free."""
-        self._cancelled.extend(hand_out(news))
-        for _ in range(news.num_places):
-            self._places.release()
+    def _deliver(self, output: StepOutput) -> None:
+        """Runs in the event loop: deliver output, and admit a waiting caller for each place that came free."""
+        self._cancelled.extend(deliver_output(output))
+        for _ in range(output.num_dequeued):
+            self._queue_places.release()
 
 
 def collect_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tunesmith.engine.batch.arrays import join_ranges, send
+from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.kv_cache import KVCache, LayerShape
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import PrefillLayerPlan, build_prefill_plan
 
 
 def test_ranges_follow_each_other() -> None:
-    assert join_ranges(np.array([5, 9, 0]), np.array([2, 0, 3])).tolist() == [5, 6, 0, 1, 2]
-    assert join_ranges(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []
+    assert concatenate_ranges(np.array([5, 9, 0]), np.array([2, 0, 3])).tolist() == [5, 6, 0, 1, 2]
+    assert concatenate_ranges(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []
 
 
 def test_what_is_sent_keeps_its_kind() -> None:
-    sent = send(np.arange(6, dtype=np.int32).reshape(2, 3).T, torch.device("cpu"))
+    sent = copy_to_device(np.arange(6, dtype=np.int32).reshape(2, 3).T, torch.device("cpu"))
     assert sent.dtype == torch.int32
     assert sent.is_contiguous()
     assert sent.tolist() == [[0, 3], [1, 4], [2, 5]]
@@ -25,7 +25,7 @@ def test_what_is_sent_keeps_its_kind() -> None:
 
 def test_a_prefill_is_told_where_its_tokens_lie() -> None:
     device = torch.device("cpu")
-    cache = KVCache([LayerShape(1, 2)], num_pages=40, page_size=4, dtype=torch.float32, device=device)
+    cache = KVCache([LayerShape(1, 2)], num_blocks=40, block_size=4, dtype=torch.float32, device=device)
     spans = [Span(0, 0, 5, [30, 31, 32]), Span(5, 6, 9, [7, 8, 9])]
     (layer,) = build_prefill_plan(cache, spans, tile_tokens=2, device=device).layers
     assert isinstance(layer, PrefillLayerPlan)

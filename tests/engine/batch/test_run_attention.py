@@ -1,4 +1,4 @@
-"""Attention over runs of pages is attention over the whole context, and shared pages are read once."""
+"""Attention over runs of blocks is attention over the whole context, and shared blocks are read once."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from engines import GREEDY, build_engine, build_prompts, generate_all
 from tiny_models import CONFIGS, build_tiny
 from tunesmith.engine.batch import kv_cache as attention
 from tunesmith.engine.batch.run_attention import RunBatch, Segment, find_groups
-from tunesmith.engine.core.span import PageRun, Span, extend_runs
+from tunesmith.engine.core.span import BlockRun, Span, extend_runs
+from tunesmith.model.forward.attention import AttentionOptions
 from tunesmith.types import Sampling
 
-PAGE_SIZE, NUM_PAGES, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE = 4, 64, 2, 6, 8
+BLOCK_SIZE, NUM_BLOCKS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE = 4, 64, 2, 6, 8
 
 
-def build_span(index: int, pages: list[int], length: int) -> Span:
-    runs: list[PageRun] = []
-    extend_runs(runs, pages)
-    return Span(index, length - 1, length, pages, runs)
+def build_span(index: int, blocks: list[int], length: int) -> Span:
+    runs: list[BlockRun] = []
+    extend_runs(runs, blocks)
+    return Span(index, length - 1, length, blocks, runs)
 
 
-def test_neighbouring_pages_become_one_run_also_when_they_come_later() -> None:
-    runs: list[PageRun] = []
+def test_neighbouring_blocks_become_one_run_also_when_they_come_later() -> None:
+    runs: list[BlockRun] = []
     extend_runs(runs, [7, 8, 3])
     extend_runs(runs, [4, 9])
-    assert runs == [PageRun(7, 2), PageRun(3, 2), PageRun(9, 1)]
+    assert runs == [BlockRun(7, 2), BlockRun(3, 2), BlockRun(9, 1)]
 
 
-def test_requests_with_shared_pages_are_one_group_whose_shared_pages_are_attended_to_by_all() -> None:
+def test_requests_with_shared_blocks_are_one_group_whose_shared_blocks_are_attended_to_by_all() -> None:
     tables = [[0, 1, 2, 3], [9], [0, 1, 2, 5], [0, 1, 7]]
-    spans = [build_span(index, pages, 4 * len(pages) - 1) for index, pages in enumerate(tables)]
-    group, alone = find_groups(spans, page_size=4, sliding_window=None)
+    spans = [build_span(index, blocks, 4 * len(blocks) - 1) for index, blocks in enumerate(tables)]
+    group, alone = find_groups(spans, block_size=4, sliding_window=None)
     assert (group.members, group.lengths) == ((0, 2, 3), (15, 15, 11))
     assert group.segments == (
         Segment(rows=(0, 3), columns=(0, 8), slot=0),
@@ -49,22 +50,22 @@ def test_requests_with_shared_pages_are_one_group_whose_shared_pages_are_attende
 
 def test_a_sliding_window_leaves_out_the_tokens_before_it() -> None:
     spans = [build_span(0, [0, 1, 2, 5], 15), build_span(1, [0, 1, 6], 10)]
-    first, second = find_groups(spans, page_size=4, sliding_window=6)
+    first, second = find_groups(spans, block_size=4, sliding_window=6)
     assert first.segments == (Segment((0, 1), (0, 3), 9), Segment((0, 1), (3, 6), 20))
     assert second.segments == (Segment((0, 1), (0, 4), 4), Segment((0, 1), (4, 6), 24))
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> list[tuple[list[int], int]]:
-    """Page tables that share prefixes of one another, each with its number of tokens."""
-    free = draw(st.permutations(range(NUM_PAGES))) if draw(st.booleans()) else list(range(NUM_PAGES))
+    """Block tables that share prefixes of one another, each with its number of tokens."""
+    free = draw(st.permutations(range(NUM_BLOCKS))) if draw(st.booleans()) else list(range(NUM_BLOCKS))
     known: list[tuple[list[int], int]] = []
     for _ in range(draw(st.integers(1, 6))):
         parent, length = draw(st.sampled_from(known)) if known else ([], 0)
-        num_shared = draw(st.integers(0, length // PAGE_SIZE))
+        num_shared = draw(st.integers(0, length // BLOCK_SIZE))
         num_own = draw(st.integers(1, 5))
-        pages = parent[:num_shared] + [free.pop() for _ in range(num_own)]
-        known.append((pages, len(pages) * PAGE_SIZE - draw(st.integers(0, PAGE_SIZE - 1))))
+        blocks = parent[:num_shared] + [free.pop() for _ in range(num_own)]
+        known.append((blocks, len(blocks) * BLOCK_SIZE - draw(st.integers(0, BLOCK_SIZE - 1))))
     return known
 
 
@@ -73,15 +74,15 @@ def test_any_table_gives_the_attention_of_the_whole_context(
     known: list[tuple[list[int], int]], window: int | None, softcap: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(len(known))
-    size = (NUM_KV_HEADS, NUM_PAGES, PAGE_SIZE, HEAD_SIZE)
+    size = (NUM_KV_HEADS, NUM_BLOCKS, BLOCK_SIZE, HEAD_SIZE)
     keys, values = (torch.randn(size, generator=generator) for _ in range(2))
     query = torch.randn((len(known), NUM_HEADS, HEAD_SIZE), generator=generator)
-    spans = [build_span(index, pages, length) for index, (pages, length) in enumerate(known)]
-    batch = RunBatch(spans, page_size=PAGE_SIZE, device=torch.device("cpu"))
-    output = batch.attend(query, keys, values, 0.7, window, softcap)
-    for row, (pages, length) in enumerate(known):
+    spans = [build_span(index, blocks, length) for index, (blocks, length) in enumerate(known)]
+    batch = RunBatch(spans, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    output = batch.attend(query, keys, values, AttentionOptions(scaling=0.7, sliding_window=window, softcap=softcap))
+    for row, (blocks, length) in enumerate(known):
         first = 0 if window is None else max(0, length - window)
-        context = [tensor[:, pages].flatten(1, 2)[:, first:length] for tensor in (keys, values)]
+        context = [tensor[:, blocks].flatten(1, 2)[:, first:length] for tensor in (keys, values)]
         key, value = (tensor.repeat_interleave(NUM_HEADS // NUM_KV_HEADS, dim=0) for tensor in context)
         scores = torch.einsum("hd,hsd->hs", query[row], key) * 0.7
         if softcap is not None:
@@ -92,7 +93,7 @@ def test_any_table_gives_the_attention_of_the_whole_context(
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("run_bytes", [0, math.inf])
-def test_views_and_gathered_pages_both_give_the_tokens_of_generate(
+def test_views_and_gathered_blocks_both_give_the_tokens_of_generate(
     name: str, run_bytes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "RUN_BYTES", run_bytes)

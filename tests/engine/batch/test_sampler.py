@@ -1,4 +1,4 @@
-"""Draws follow the shared definition of the distribution and depend on seed and position alone."""
+"""SamplerOutput follow the shared definition of the distribution and depend on seed and position alone."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_seeds_of_any_size_are_taken() -> None:
 def test_mixed_rows_agree_with_the_shared_definition() -> None:
     logits = build_logits(len(DISTRIBUTIONS))
     for seed in range(20):
-        draws = sample_tokens(logits.clone(), DISTRIBUTIONS, [seed] * len(DISTRIBUTIONS), range(len(DISTRIBUTIONS)))
+        sampled = sample_tokens(logits.clone(), DISTRIBUTIONS, [seed] * len(DISTRIBUTIONS), range(len(DISTRIBUTIONS)))
         for row, distribution in enumerate(DISTRIBUTIONS):
             expected = truncate_logits(logits[row : row + 1], distribution).log_softmax(-1)[0]
-            token_id = draws.token_ids[row]
+            token_id = sampled.token_ids[row]
             assert expected[token_id] > -math.inf
-            assert draws.logprobs[row] == pytest.approx(expected[token_id].item(), abs=1e-5)
+            assert sampled.logprobs[row] == pytest.approx(expected[token_id].item(), abs=1e-5)
             if distribution.temperature == 0:
                 assert token_id == expected.argmax().item()
 
@@ -80,8 +80,8 @@ def test_sampled_frequencies_fit_the_distribution(distribution: Distribution) ->
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5, -2.0, 1.5, -math.inf]])
     expected = truncate_logits(logits, distribution).softmax(-1)[0]
     num_draws = 20_000
-    draws = sample_tokens(logits.repeat(num_draws, 1), [distribution] * num_draws, range(num_draws), [3] * num_draws)
-    counts = torch.bincount(torch.tensor(draws.token_ids), minlength=8).double()
+    sampled = sample_tokens(logits.repeat(num_draws, 1), [distribution] * num_draws, range(num_draws), [3] * num_draws)
+    counts = torch.bincount(torch.tensor(sampled.token_ids), minlength=8).double()
     possible = expected > 0
     assert counts[~possible].sum() == 0
     wanted = expected[possible] * num_draws
@@ -93,17 +93,17 @@ def test_top_p_beyond_the_first_candidates_sorts_the_vocabulary() -> None:
     logits = build_logits(2, vocab_size=3000) * 0.01
     distribution = Distribution(top_p=0.5)
     expected = truncate_logits(logits, distribution).log_softmax(-1)
-    draws = sample_tokens(logits.clone(), [distribution, Distribution(top_p=0.001)], [1, 2], [0, 0])
-    assert draws.logprobs[0] == pytest.approx(expected[0, draws.token_ids[0]].item(), abs=1e-4)
-    assert draws.logprobs[1] > -2
+    sampled = sample_tokens(logits.clone(), [distribution, Distribution(top_p=0.001)], [1, 2], [0, 0])
+    assert sampled.logprobs[0] == pytest.approx(expected[0, sampled.token_ids[0]].item(), abs=1e-4)
+    assert sampled.logprobs[1] > -2
 
 
 def test_the_last_token_can_be_drawn_and_nothing_beyond_it() -> None:
     logits = torch.full((4000, 3), -math.inf)
     logits[:, 2] = 0.0
-    draws = sample_tokens(logits, [Distribution()] * 4000, range(4000), [0] * 4000)
-    assert set(draws.token_ids) == {2}
-    assert set(draws.logprobs) == {0.0}
+    sampled = sample_tokens(logits, [Distribution()] * 4000, range(4000), [0] * 4000)
+    assert set(sampled.token_ids) == {2}
+    assert set(sampled.logprobs) == {0.0}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -111,6 +111,6 @@ def test_rows_that_are_not_finite_are_marked_and_others_are_not_touched(value: f
     logits = build_logits(3)
     expected = sample_tokens(logits.clone(), [Distribution()] * 3, [1, 2, 3], [0, 0, 0])
     logits[1, 5] = value
-    draws = sample_tokens(logits, [Distribution()] * 3, [1, 2, 3], [0, 0, 0])
-    assert draws.is_finite == [True, False, True]
-    assert (draws.token_ids[0], draws.token_ids[2]) == (expected.token_ids[0], expected.token_ids[2])
+    sampled = sample_tokens(logits, [Distribution()] * 3, [1, 2, 3], [0, 0, 0])
+    assert sampled.is_finite == [True, False, True]
+    assert (sampled.token_ids[0], sampled.token_ids[2]) == (expected.token_ids[0], expected.token_ids[2])

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from tunesmith.engine.core.block_manager import PagePool
+from tunesmith.engine.core.block_manager import BlockPool
 from tunesmith.engine.core.request import Request
-from tunesmith.engine.core.scheduler import Schedule, Scheduler
+from tunesmith.engine.core.scheduler import Scheduler, SchedulerOutput
 from tunesmith.types import Sampling
 
 
 def build_scheduler(
     *,
-    num_pages: int = 100,
+    num_blocks: int = 100,
     max_num_seqs: int = 8,
     max_batched_tokens: int = 100,
     has_prefix_cache: bool = True,
-    keeps_runs: bool = False,
+    prefers_runs: bool = False,
 ) -> Scheduler:
     return Scheduler(
-        PagePool(num_pages),
-        page_size=4,
+        BlockPool(num_blocks),
+        block_size=4,
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
         has_prefix_cache=has_prefix_cache,
-        keeps_runs=keeps_runs,
+        prefers_runs=prefers_runs,
     )
 
 
@@ -30,18 +30,18 @@ def build_request(request_id: int, prompt: range | list[int], order: tuple[int, 
     return Request(request_id=request_id, prompt_ids=tuple(prompt), sampling=Sampling(max_tokens=100), order=order)
 
 
-def run_step(scheduler: Scheduler) -> Schedule:
-    """Schedule, and sample token 7 where a token is sampled."""
+def run_step(scheduler: Scheduler) -> SchedulerOutput:
+    """SchedulerOutput, and sample token 7 where a token is sampled."""
     step = scheduler.schedule()
-    scheduler.commit(step.work)
-    for item in step.work:
-        if item.samples:
-            item.request.append(7, -1.0, 0)
+    scheduler.commit(step.chunks)
+    for chunk in step.chunks:
+        if chunk.is_sampled:
+            chunk.request.append(7, -1.0, 0)
     return step
 
 
-def describe(step: Schedule) -> list[tuple[int, int, int]]:
-    return [(item.request.request_id, item.start, item.stop) for item in step.work]
+def describe(step: SchedulerOutput) -> list[tuple[int, int, int]]:
+    return [(chunk.request.request_id, chunk.start, chunk.stop) for chunk in step.chunks]
 
 
 def test_requests_are_admitted_by_order_then_by_arrival() -> None:
@@ -64,17 +64,17 @@ def test_prompts_are_prefilled_in_chunks_beside_decoding_requests() -> None:
     ]
 
 
-def test_equal_prompts_compute_their_full_pages_once() -> None:
+def test_equal_prompts_compute_their_full_blocks_once() -> None:
     scheduler = build_scheduler()
     for request_id in range(3):
         scheduler.add(build_request(request_id, range(10, 20)))
     assert describe(run_step(scheduler)) == [(0, 0, 10), (1, 8, 10), (2, 8, 10)]
     assert [request.num_cached_tokens for request in scheduler.running] == [0, 8, 8]
-    assert len({tuple(request.pages[:2]) for request in scheduler.running}) == 1
-    assert len({request.pages[2] for request in scheduler.running}) == 3
+    assert len({tuple(request.blocks[:2]) for request in scheduler.running}) == 1
+    assert len({request.blocks[2] for request in scheduler.running}) == 3
 
 
-def test_pages_of_a_chunk_are_shared_from_the_step_that_fills_the_last_of_them() -> None:
+def test_blocks_of_a_chunk_are_shared_from_the_step_that_fills_the_last_of_them() -> None:
     scheduler = build_scheduler(max_batched_tokens=7)
     scheduler.add(build_request(0, range(10, 20)))
     scheduler.add(build_request(1, range(10, 20)))
@@ -83,7 +83,7 @@ def test_pages_of_a_chunk_are_shared_from_the_step_that_fills_the_last_of_them()
     assert [request.num_cached_tokens for request in scheduler.running] == [0, 8]
 
 
-def test_the_last_token_of_a_prompt_is_computed_even_when_its_page_is_known() -> None:
+def test_the_last_token_of_a_prompt_is_computed_even_when_its_block_is_known() -> None:
     scheduler = build_scheduler()
     scheduler.add(build_request(0, range(10, 18)))
     run_step(scheduler)
@@ -111,13 +111,13 @@ def test_without_a_prefix_cache_every_prompt_is_computed() -> None:
     assert describe(run_step(scheduler)) == [(0, 0, 10), (1, 0, 10)]
 
 
-def test_when_pages_run_out_the_lowest_priority_starts_again_with_its_sampled_tokens() -> None:
-    scheduler = build_scheduler(num_pages=4, has_prefix_cache=False)
+def test_when_blocks_run_out_the_lowest_priority_starts_again_with_its_sampled_tokens() -> None:
+    scheduler = build_scheduler(num_blocks=4, has_prefix_cache=False)
     scheduler.add(build_request(0, range(10, 14), order=(1,)))
     scheduler.add(build_request(1, range(20, 24), order=(0,)))
     run_step(scheduler)
     for _ in range(4):
-        assert len(run_step(scheduler).work) == 2
+        assert len(run_step(scheduler).chunks) == 2
     late, early = scheduler.running[1], scheduler.running[0]
     step = run_step(scheduler)
     assert step.num_preemptions == 1
@@ -130,39 +130,41 @@ def test_when_pages_run_out_the_lowest_priority_starts_again_with_its_sampled_to
 
 
 def test_a_request_that_the_whole_cache_cannot_hold_is_stuck() -> None:
-    scheduler = build_scheduler(num_pages=2)
+    scheduler = build_scheduler(num_blocks=2)
     scheduler.add(build_request(0, range(9)))
     scheduler.add(build_request(1, range(20, 28)))
-    assert [request.request_id for request in scheduler.schedule().stuck] == [0]
+    assert [request.request_id for request in scheduler.schedule().unschedulable] == [0]
     alone = scheduler.running[0]
     scheduler.commit([])
     alone.num_computed = 8
     alone.append(7, -1.0, 0)
-    assert scheduler.schedule().stuck == [alone]
+    assert scheduler.schedule().unschedulable == [alone]
     assert not scheduler.has_requests
     assert scheduler.pool.num_available == 2
 
 
-def test_a_restart_forgets_all_pages_and_keeps_all_requests() -> None:
+def test_a_restart_forgets_all_blocks_and_keeps_all_requests() -> None:
     scheduler = build_scheduler()
     scheduler.add(build_request(0, range(10, 20)))
     run_step(scheduler)
     scheduler.add(build_request(1, range(10, 20)))
-    scheduler.restart(1)
+    scheduler.reset_cache(1)
     assert scheduler.pool.num_available == 100
     assert describe(run_step(scheduler)) == [(0, 0, 11), (1, 8, 10)]
     assert describe(run_step(scheduler)) == [(0, 11, 12), (1, 10, 11)]
 
 
-def test_pages_of_requests_that_grow_side_by_side_stay_neighbours() -> None:
-    scheduler = build_scheduler(num_pages=400, keeps_runs=True)
+def test_blocks_of_requests_that_grow_side_by_side_stay_neighbours() -> None:
+    scheduler = build_scheduler(num_blocks=400, prefers_runs=True)
     for request_id in range(4):
         scheduler.add(build_request(request_id, range(10, 21)))
     for _ in range(100):
         run_step(scheduler)
     for request in scheduler.running:
-        assert len(request.pages) == 28
+        assert len(request.blocks) == 28
         assert len(request.find_runs()) <= 3
-        assert [page for run in request.runs for page in range(run.first, run.first + run.num_pages)] == request.pages
-    scheduler.restart(1)
+        assert [
+            block for run in request.runs for block in range(run.first, run.first + run.num_blocks)
+        ] == request.blocks
+    scheduler.reset_cache(1)
     assert all(not request.find_runs() for request in scheduler.waiting)

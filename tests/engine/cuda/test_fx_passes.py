@@ -50,10 +50,10 @@ def attend(
                 for heads, weight in ((query, prologue.query_norm_D), (key, prologue.key_norm_D))
             )
         query, key = rotate(query, prologue), rotate(key, prologue)
-    num_heads, size, page_size = keys.shape[1], keys.shape[3], keys.shape[2]
+    num_heads, size, block_size = keys.shape[1], keys.shape[3], keys.shape[2]
     for token, (request, position) in enumerate(places):
-        page = table[request, position // page_size]
-        keys[page, :, position % page_size], values[page, :, position % page_size] = (
+        block = table[request, position // block_size]
+        keys[block, :, position % block_size], values[block, :, position % block_size] = (
             key[0, :, token],
             value[0, :, token],
         )
@@ -61,8 +61,8 @@ def attend(
     for token, (request, position) in enumerate(places):
         first = max(0, position - window + 1) if window else 0
         kept = [
-            pages[table[request].long()].transpose(0, 1).reshape(num_heads, -1, size)[:, first : position + 1]
-            for pages in (keys, values)
+            cached[table[request].long()].transpose(0, 1).reshape(num_heads, -1, size)[:, first : position + 1]
+            for cached in (keys, values)
         ]
         scores = query[0, :, token].view(num_heads, -1, size) @ kept[0].transpose(1, 2) * scaling
         if softcap:
@@ -81,8 +81,8 @@ def paged_prefill(*tensors_and_numbers: Any) -> Tensor:
     query, key, value, keys, values, slots, table, spans, _, scaling, window, softcap, *prologue = tensors_and_numbers
     ranges = enumerate(zip(spans[1].tolist(), spans[2].tolist(), strict=True))
     places = [(request, position) for request, ends in ranges for position in range(*ends)]
-    page_size = keys.shape[2]
-    assert slots.tolist() == [int(table[r, p // page_size]) * page_size + p % page_size for r, p in places]
+    block_size = keys.shape[2]
+    assert slots.tolist() == [int(table[r, p // block_size]) * block_size + p % block_size for r, p in places]
     return attend(query, key, value, keys, values, table, places, scaling, window, softcap, *(prologue or [None]))
 
 
@@ -127,16 +127,16 @@ def test_a_layer_is_fused_into_eight_operations_with_the_same_hidden_states(name
     use_plan_attention(model)
     calls: Counter[str] = Counter()
     fused = FusedLayers(model, build_ops(calls), max_positions=32)
-    cache = KVCache(probe_layers(model), num_pages=40, page_size=4, dtype=model.dtype, device=CPU)
+    cache = KVCache(probe_layers(model), num_blocks=40, block_size=4, dtype=model.dtype, device=CPU)
     ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
-    pages = [list(range(3, 10)), list(range(20, 27))]
-    spans = [Span(0, 0, 11, pages[0]), Span(11, 0, 5, pages[1])]
+    blocks = [list(range(3, 10)), list(range(20, 27))]
+    spans = [Span(0, 0, 11, blocks[0]), Span(11, 0, 5, blocks[1])]
     positions = torch.tensor([11, 5])
     with fused.installed():
         plan = build_prefill_plan(cache, spans, tile_tokens=8, device=CPU)
         row, places = torch.cat([ids[0, :11], ids[1, :5]]), torch.cat([torch.arange(11), torch.arange(5)])
         prefilled = run_body(model, row[None], places[None], plan)[0]
-        plan = build_decode_plan(cache, torch.tensor(pages, dtype=torch.int32), positions)
+        plan = build_decode_plan(cache, torch.tensor(blocks, dtype=torch.int32), positions)
         decoded = run_body(model, ids[[0, 1], positions][None], positions[None], plan)[0]
     num_layers, num_last_norms = len(model.get_decoder().layers), 0 if has_fp32_residual else 2
     assert calls == {

@@ -75,8 +75,8 @@ def test_cancelling_a_task_frees_its_pages_and_the_rest_goes_on(mode: tuple[bool
         return await second
 
     assert len(mode[1](run()).sampled_ids) == 100
-    assert not engine._desk.calls
-    assert engine._desk.scheduler.pool.num_available == engine._runner.num_pages
+    assert not engine._output_processor.states
+    assert engine._output_processor.scheduler.pool.num_available == engine._runner.num_blocks
 
 
 def test_a_deadline_ends_a_request_with_what_it_has(mode: tuple[bool, Callable]) -> None:
@@ -130,7 +130,7 @@ def test_callers_beyond_max_waiting_wait_their_turn(mode: tuple[bool, Callable])
 
     def watch(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         nonlocal most
-        most = max(most, len(engine._inbox) + len(engine._desk.scheduler.waiting))
+        most = max(most, len(engine._inbox) + len(engine._output_processor.scheduler.waiting))
 
     async def run() -> list[Completion]:
         calls = [engine.generate([index], Sampling(max_tokens=3), on_tokens=watch) for index in range(9)]

@@ -1,4 +1,4 @@
-"""Decoding in blocks, one of them ahead, gives what decoding token by token gives."""
+"""Decoding in bursts, one of them ahead, gives what decoding token by token gives."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import pytest
 import torch
 
 from engines import GREEDY, build_engine, build_prompts, generate_all
-from host_blocks import HostBlocks, build_block_engine
+from host_bursts import HostBurstDecoder, build_burst_engine
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import EngineError
 from tunesmith.types import Completion, Distribution, Sampling
 
 
-def get_blocks(engine: LocalEngine) -> HostBlocks:
-    blocks = engine._runner._blocks
-    assert isinstance(blocks, HostBlocks)
-    return blocks
+def get_decoder(engine: LocalEngine) -> HostBurstDecoder:
+    bursts = engine._runner._burst_decoder
+    assert isinstance(bursts, HostBurstDecoder)
+    return bursts
 
 
 def strip(completions: list[Completion]) -> list[tuple[tuple[int, ...], str]]:
     return [(completion.sampled_ids, completion.stop_reason) for completion in completions]
 
 
-@pytest.mark.parametrize("block", [1, 3, 16])
+@pytest.mark.parametrize("burst", [1, 3, 16])
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -39,36 +39,36 @@ def strip(completions: list[Completion]) -> list[tuple[tuple[int, ...], str]]:
         Sampling(max_tokens=9, distribution=Distribution(logit_bias=((5, 3.0),))),
     ],
 )
-def test_tokens_and_ends_do_not_depend_on_blocks(block: int, sampling: Sampling) -> None:
+def test_tokens_and_ends_do_not_depend_on_blocks(burst: int, sampling: Sampling) -> None:
     prompts = build_prompts(3, 17, 30, 4)
     expected = generate_all(build_engine(), prompts, sampling)
-    engine = build_block_engine(decode_block=block)
+    engine = build_burst_engine(decode_block=burst)
     completions = generate_all(engine, prompts, sampling)
     assert strip(completions) == strip(expected)
     for ours, theirs in zip(completions, expected, strict=True):
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
-    assert engine._desk.scheduler.pool.num_available == engine._runner.num_pages
+    assert engine._output_processor.scheduler.pool.num_available == engine._runner.num_blocks
     assert not engine.has_work
 
 
 def test_a_block_is_queued_before_the_last_one_is_read() -> None:
-    engine = build_block_engine(decode_block=4)
+    engine = build_burst_engine(decode_block=4)
     generate_all(engine, build_prompts(5, 9), Sampling(max_tokens=20))
-    assert get_blocks(engine).most_unread == 2
-    assert all(ticket.is_read for ticket in get_blocks(engine).tickets)
+    assert get_decoder(engine).most_unread == 2
+    assert all(ticket.is_read for ticket in get_decoder(engine).tickets)
 
 
 def test_a_group_computes_its_prompt_once_and_starts_together() -> None:
-    engine = build_block_engine()
+    engine = build_burst_engine()
     completions = generate_all(engine, build_prompts(22) * 8, Sampling(max_tokens=5))
     stats = engine.compute_stats()
     assert stats["engine/num_prefill_tokens"] == 22 + 7 * 2
     assert sorted(completion.num_cached_tokens for completion in completions) == [0] + [20] * 7
-    assert len(get_blocks(engine).tickets) == 1
+    assert len(get_decoder(engine).tickets) == 1
 
 
 def test_pausing_reads_what_is_in_flight_and_the_rest_comes_from_the_new_weights() -> None:
-    engine = build_block_engine(decode_block=3)
+    engine = build_burst_engine(decode_block=3)
     model = engine._runner.model
     sampling = Sampling(max_tokens=12, distribution=GREEDY)
 
@@ -80,7 +80,7 @@ def test_pausing_reads_what_is_in_flight_and_the_rest_comes_from_the_new_weights
             await asyncio.sleep(0)
             await engine.generate([1], Sampling(max_tokens=1))
         engine.pause()
-        assert all(ticket.is_read for ticket in get_blocks(engine).tickets)
+        assert all(ticket.is_read for ticket in get_decoder(engine).tickets)
         assert not engine.has_work
         with torch.no_grad():
             for parameter in model.parameters():
@@ -99,7 +99,7 @@ def test_pausing_reads_what_is_in_flight_and_the_rest_comes_from_the_new_weights
 
 
 def test_a_row_that_is_not_finite_fails_alone_and_its_pages_are_clean() -> None:
-    engine = build_block_engine(decode_block=4)
+    engine = build_burst_engine(decode_block=4)
     with torch.no_grad():
         engine._runner.model.get_input_embeddings().weight[13] = torch.nan
 
@@ -119,7 +119,7 @@ def test_a_row_that_is_not_finite_fails_alone_and_its_pages_are_clean() -> None:
 
 
 def test_requests_that_leave_in_flight_give_their_pages_back() -> None:
-    engine = build_block_engine(decode_block=4, max_model_len=400)
+    engine = build_burst_engine(decode_block=4, max_model_len=400)
 
     async def run() -> Completion:
         received = asyncio.Event()
@@ -137,12 +137,12 @@ def test_requests_that_leave_in_flight_give_their_pages_back() -> None:
     alone = generate_all(build_engine(max_model_len=400), [[3]], Sampling(max_tokens=len(completion.sampled_ids)))
     assert completion.sampled_ids == alone[0].sampled_ids
     run_lockstep(engine.generate([9], Sampling(max_tokens=1)))
-    assert engine._desk.scheduler.pool.num_available == engine._runner.num_pages
-    assert not engine._desk.calls
+    assert engine._output_processor.scheduler.pool.num_available == engine._runner.num_blocks
+    assert not engine._output_processor.states
 
 
 def test_a_failing_launch_reaches_every_caller_and_the_engine_goes_on() -> None:
-    engine = build_block_engine(decode_block=4)
+    engine = build_burst_engine(decode_block=4)
     head = engine._runner.model.get_output_embeddings()
 
     def fail(*_: object) -> None:
@@ -172,7 +172,7 @@ def test_a_prompt_is_shared_whichever_way_its_requests_are_computed(is_biased: t
         calls = [engine.generate(prompt, sampling, order=(i,)) for i, sampling in enumerate(samplings)]
         return await asyncio.gather(*calls)
 
-    completions = run_lockstep(run(build_block_engine()))
+    completions = run_lockstep(run(build_burst_engine()))
     for ours, theirs in zip(completions, run_lockstep(run(build_engine(has_prefix_cache=False))), strict=True):
         assert ours.sampled_ids == theirs.sampled_ids
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
@@ -183,7 +183,7 @@ def test_a_page_whose_last_token_a_block_computes_is_not_shared_before() -> None
     prompts = [first, [*first, 7, 8, 9]]
     sampling = Sampling(max_tokens=6, distribution=GREEDY)
     expected = generate_all(build_engine(has_prefix_cache=False), prompts, sampling)
-    completions = generate_all(build_block_engine(max_batched_tokens=31, page_size=4), prompts, sampling)
+    completions = generate_all(build_burst_engine(max_batched_tokens=31, page_size=4), prompts, sampling)
     for ours, theirs in zip(completions, expected, strict=True):
         assert ours.sampled_ids == theirs.sampled_ids
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)

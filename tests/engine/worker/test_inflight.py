@@ -1,4 +1,4 @@
-"""Where a completion ends inside a block, and what its callers are told."""
+"""Where a completion ends inside a burst, and what its callers are told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import copy
 import pytest
 
 from engines import build_engine, build_prompts, generate_all
-from host_blocks import build_block_engine
+from host_bursts import build_burst_engine
 from tiny_models import build_tiny
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -20,11 +20,11 @@ NUM_TOKENS = 14
 
 
 def build_ending(eos_ids: list[int], **settings: object) -> LocalEngine:
-    """Blocks of four tokens, pages of four, and these end-of-sequence ids."""
+    """Bursts of four tokens, pages of four, and these end-of-sequence ids."""
     model = copy.deepcopy(build_tiny("llama"))
     use_plan_attention(model)
     model.generation_config.eos_token_id = eos_ids
-    return build_block_engine(model, decode_block=4, **settings)
+    return build_burst_engine(model, decode_block=4, **settings)
 
 
 def sample_all_tokens() -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def test_an_end_of_sequence_token_ends_it_wherever_it_stands_in_a_block(num_toke
     assert completion.stop_reason == "eos"
     assert len(completion.logprobs) == len(completion.policy_versions) == num_tokens
     assert engine.compute_stats()["engine/num_sampled_tokens"] == num_tokens
-    assert engine._desk.scheduler.pool.num_available == engine._runner.num_pages
+    assert engine._output_processor.scheduler.pool.num_available == engine._runner.num_blocks
 
 
 @pytest.mark.parametrize("max_tokens", [4, 5, 6, 8, 9, 13])

@@ -1,1 +1,1 @@
-"""What one forward of the sampler is given: the KV cache, batches of sequences, sampling."""
+"""Inputs and outputs of a forward of the engine: the KV cache, attention, batches of requests, sampling."""

@@ -1,4 +1,4 @@
-"""Arrays of the host: ranges of numbers side by side, and the way to a device that nobody waits on."""
+"""NumPy arrays of the host: concatenated integer ranges, and non-blocking copies to a device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def join_ranges(firsts_N: NDArray[np.int64], counts_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`counts_N` numbers up from each of `firsts_N`, one range behind the other."""
-    return np.arange(counts_N.sum()) + np.repeat(firsts_N - counts_N.cumsum() + counts_N, counts_N)
+def concatenate_ranges(starts_N: NDArray[np.int64], counts_N: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The ranges of `counts_N` consecutive integers from each of `starts_N`, concatenated."""
+    return np.arange(counts_N.sum()) + np.repeat(starts_N - counts_N.cumsum() + counts_N, counts_N)
 
 
-def send(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy to a device behind what it does already; from memory that is not pinned the copy would wait for that."""
+def copy_to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Non-blocking host-to-device copy; the array is pinned first, for a copy from pageable memory would wait."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cpu" and array.size:
         tensor = tensor.pin_memory()

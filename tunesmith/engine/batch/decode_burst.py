@@ -1,9 +1,9 @@
-"""What a device that decodes many tokens at once is given, and what comes back.
+"""The interface of a device that decodes in bursts: several decode steps between two host synchronizations.
 
-A launch puts a block of steps into the device's queue and returns; its tokens are read later, when the next block is
-queued already. Rows are described by arrays, one entry a row, so that the host does nothing for single tokens.
+A launch queues a burst on the device and returns; its tokens are read later, when the next burst is already queued.
+Rows are described by arrays with one entry per row, so the host does no work per token.
 
-Axes: R rows, N rows whose first token is drawn from a prefill, L lines of a block, C hidden size.
+Axes: R rows, N rows whose first token is sampled from a prefill, L lines of a burst, C hidden size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tunesmith.engine.batch.input_batch import Slots
+from tunesmith.engine.batch.input_batch import InputBatch
 from tunesmith.engine.core.span import Span
 from tunesmith.model.forward.attention import AttentionPlan
 
@@ -25,51 +25,52 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRows:
-    """The requests of a block. The last `N` rows are fresh: their first token is drawn from what a prefill left."""
+class BurstInput:
+    """Rows of a burst. The last N were just prefilled: their first token is sampled from the prefill's output."""
 
     slots_R: Ints
-    """Lines of the host's tables."""
+    """Each request's index in the `InputBatch`."""
     sources_R: Ints
-    """Which row of the launch before drew the last token; -1 where the host knows it, or the row is fresh."""
+    """Row of the previous launch that samples this row's last token; -1 when the host knows that token, or none is
+    sampled yet (prefilled rows)."""
     token_ids_R: Ints
-    """The last known token where the host knows it."""
+    """The last token, where the host knows it."""
     positions_R: Ints
-    """Where the last known or drawn token stands; of fresh rows, the last prefilled one."""
-    fresh_hidden: Sequence[Tensor] = ()
-    """Hidden states [.., C] of the fresh rows' last tokens, in order."""
+    """Position of the last token; of prefilled rows, of the last prompt token."""
+    prefill_hidden: Sequence[Tensor] = ()
+    """Hidden states [.., C] of the prefilled rows' last tokens, in order."""
 
     @property
-    def num_fresh(self) -> int:
-        return sum(len(hidden) for hidden in self.fresh_hidden)
+    def num_prefilled(self) -> int:
+        return sum(len(hidden) for hidden in self.prefill_hidden)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Tokens [L + 1, R] of a block and their logprobs; a logprob that is not finite marks a broken row.
+class BurstOutput:
+    """Sampled tokens [L + 1, R] of a burst and their logprobs; a logprob that is not finite marks a failed row.
 
-    Line 0 holds the first token of fresh rows and nothing of others.
+    Line 0 holds the first token of prefilled rows and is undefined for all others.
     """
 
     token_ids_LR: NDArray[np.int32]
     logprobs_LR: NDArray[np.float32]
 
 
-class Ticket(Protocol):
-    """A block in the device's queue."""
+class BurstHandle(Protocol):
+    """A burst in the device's queue."""
 
-    def read(self) -> Block:
-        """Wait for it; the arrays are good until two more blocks are launched."""
+    def read(self) -> BurstOutput:
+        """Wait for the burst; the arrays are valid until two more bursts are launched."""
         ...
 
 
-class BlockDecoder(Protocol):
-    """Prefills and decodes on a device without waiting for it."""
+class BurstDecoder(Protocol):
+    """Prefills and decodes on a device without synchronizing."""
 
-    slots: Slots
+    input_batch: InputBatch
 
-    def launch(self, rows: BlockRows, *, num_steps: int) -> Ticket:
-        """Queue a block of so many steps; 0 draws fresh rows only."""
+    def launch(self, rows: BurstInput, *, num_steps: int) -> BurstHandle:
+        """Queue `num_steps` decode steps; with 0, only the first token of prefilled rows is sampled."""
         ...
 
     def build_prefill_plan(self, spans: Sequence[Span]) -> AttentionPlan:
@@ -77,7 +78,7 @@ class BlockDecoder(Protocol):
         ...
 
     def installed(self) -> AbstractContextManager[None]:
-        """Run the model's forward as this device does it best."""
+        """Run the model's forward in the way that is fastest on this device."""
         ...
 
     def refresh(self) -> None:

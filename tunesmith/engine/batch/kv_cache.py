@@ -1,13 +1,13 @@
-"""Keys and values in pages, and the attention plan of one engine step.
+"""Keys and values in blocks, and the attention plan of one engine step.
 
-A step's tokens lie side by side in one row. First every layer writes their keys and values into the pages; then they
-attend: requests with one new token over views of their pages where contexts are long, others with few new tokens in
-batches of similar context over gathered pages, longer chunks one by one. Everything a layer needs besides its own
-tensors is made once a step from the page tables, so that a kernel that reads the tables itself can take this plan's
+A step's tokens lie side by side in one row. First every layer writes their keys and values into the blocks; then they
+attend: requests with one new token over views of their blocks where contexts are long, others with few new tokens in
+batches of similar context over gathered blocks, longer chunks one by one. Everything a layer needs besides its own
+tensors is made once a step from the block tables, so that a kernel that reads the tables itself can take this plan's
 place.
 
 Axes: T tokens of the step, R requests of a batch, Q new tokens of a request, S context, H query heads, K key-value
-heads, G query heads of one key-value head, P pages, Z tokens of a page, D head size.
+heads, G query heads of one key-value head, P blocks, Z tokens of a block, D head size.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.nn import functional
 
 from tunesmith.engine.batch.run_attention import RunBatch
 from tunesmith.engine.core.span import Span
-from tunesmith.model.forward.attention import attend_masked, get_layer_index
+from tunesmith.model.forward.attention import AttentionOptions, attend_masked, get_layer_index
 
 MAX_BATCHED_QUERIES = 16
 """Requests with more new tokens attend one by one."""
 MAX_WASTED_TOKENS = 512
 """Padding a batch of contexts may hold before it is split: about what one more batch costs in a layer."""
 RUN_BYTES = 1 << 18
-"""Keys and values that cost as much to gather as one more run of pages does to attend over."""
+"""Keys and values that cost as much to gather as one more run of blocks does to attend over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,41 +43,41 @@ class LayerShape:
 
 
 class KVCache:
-    """Paged keys and values of every layer: [P, K, Z, D] for kernels that read page tables, [K, P, Z, D] for views."""
+    """Paged keys and values of every layer: [P, K, Z, D] for kernels that read block tables, [K, P, Z, D] for views."""
 
     def __init__(
         self,
         shapes: Sequence[LayerShape],
         *,
-        num_pages: int,
-        page_size: int,
+        num_blocks: int,
+        block_size: int,
         dtype: torch.dtype,
         device: torch.device,
         is_head_major: bool = False,
     ) -> None:
-        """Head by head, pages that are neighbours hold a head's keys side by side, and a view reads them."""
-        self.page_size = page_size
-        self._page_axis = int(is_head_major)
-        sizes = [(num_pages, shape.num_kv_heads, page_size, shape.head_size) for shape in shapes]
+        """Head by head, blocks that are neighbours hold a head's keys side by side, and a view reads them."""
+        self.block_size = block_size
+        self._block_axis = int(is_head_major)
+        sizes = [(num_blocks, shape.num_kv_heads, block_size, shape.head_size) for shape in shapes]
         if is_head_major:
-            sizes = [(shape.num_kv_heads, num_pages, page_size, shape.head_size) for shape in shapes]
+            sizes = [(shape.num_kv_heads, num_blocks, block_size, shape.head_size) for shape in shapes]
         self.keys = [_build_zeros(size, dtype, device) for size in sizes]
         self.values = [_build_zeros(size, dtype, device) for size in sizes]
 
-    def clear(self, pages: Sequence[int]) -> None:
-        """Zero pages that may hold values that are not finite: a masked one still spoils a sum."""
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero blocks that may hold values that are not finite: a masked one still spoils a sum."""
         for tensor in (*self.keys, *self.values):
-            tensor.index_fill_(self._page_axis, torch.tensor(list(pages), dtype=torch.long, device=tensor.device), 0)
+            tensor.index_fill_(self._block_axis, torch.tensor(list(blocks), dtype=torch.long, device=tensor.device), 0)
 
 
 def _build_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU the memory is taken only when a page is first written."""
+    """Zeros; on a CPU the memory is taken only when a block is first written."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
 
 
-class PagedPlan:
+class PagedAttentionPlan:
     """How one step's tokens are written and attend; build one a step, over a cache that is head-major.
 
     Spans come in the order of `get_span_order`, with their runs.
@@ -85,16 +85,16 @@ class PagedPlan:
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], device: torch.device) -> None:
         self.cache = cache
-        size = cache.page_size
+        size = cache.block_size
         positions = [np.arange(span.start, span.stop) for span in spans]
-        pages = [_find_pages(span, size) for span in spans]
-        self._token_pages_T = torch.from_numpy(np.concatenate(pages)).to(device)
+        blocks = [_find_blocks(span, size) for span in spans]
+        self._token_blocks_T = torch.from_numpy(np.concatenate(blocks)).to(device)
         self._offsets_T = torch.from_numpy(np.concatenate(positions) % size).to(device)
         self._slots: dict[int, Tensor] = {}
         single = [span for span in spans if span.stop - span.start == 1]
         few = [span for span in spans if 1 < span.stop - span.start <= MAX_BATCHED_QUERIES]
         self._batches: list[_SpanBatch | RunBatch] = [
-            RunBatch(batch, page_size=size, device=device) if is_viewed else _SpanBatch(batch, cache, device)
+            RunBatch(batch, block_size=size, device=device) if is_viewed else _SpanBatch(batch, cache, device)
             for batch, is_viewed in _choose_views(split_by_context(single), cache)
         ]
         self._batches += [_SpanBatch(batch, cache, device) for batch in split_by_context(few)]
@@ -106,39 +106,33 @@ class PagedPlan:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
         layer = get_layer_index(module)
         keys_KPZD, values_KPZD = self.cache.keys[layer], self.cache.values[layer]
         slots = self._get_slots(key.shape[1], keys_KPZD.shape[1])
         _write(keys_KPZD, slots, key)
         _write(values_KPZD, slots, value)
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         query_THD = query[0].transpose(0, 1)
         if len(self._batches) == 1 and not self._chunks:
-            output_THD = self._batches[0].attend(query_THD, keys_KPZD, values_KPZD, scaling, sliding_window, softcap)
+            output_THD = self._batches[0].attend(query_THD, keys_KPZD, values_KPZD, options)
             return output_THD[None]
         output_THD = torch.empty(query_THD.shape, dtype=query.dtype, device=query.device)
         for batch in self._batches:
             output_THD[batch.first : batch.last] = batch.attend(
-                query_THD[batch.first : batch.last], keys_KPZD, values_KPZD, scaling, sliding_window, softcap
+                query_THD[batch.first : batch.last], keys_KPZD, values_KPZD, options
             )
         for chunk in self._chunks:
             rows = slice(chunk.first, chunk.last)
             fresh = (key[:, :, rows], value[:, :, rows])
-            output_THD[rows] = chunk.attend(
-                query[:, :, rows], fresh, keys_KPZD, values_KPZD, scaling, sliding_window, softcap
-            )
+            output_THD[rows] = chunk.attend(query[:, :, rows], fresh, keys_KPZD, values_KPZD, options)
         return output_THD[None]
 
-    def _get_slots(self, num_kv_heads: int, num_pages: int) -> Tensor:
-        """Where each [T, K] vector lies in the pages seen as rows of D; the same in all layers of as many heads."""
+    def _get_slots(self, num_kv_heads: int, num_blocks: int) -> Tensor:
+        """Where each [T, K] vector lies in the blocks seen as rows of D; the same in all layers of as many heads."""
         if num_kv_heads not in self._slots:
-            heads_K = torch.arange(num_kv_heads, device=self._token_pages_T.device)
-            slots_TK = (self._token_pages_T[:, None] + heads_K * num_pages) * self.cache.page_size
+            heads_K = torch.arange(num_kv_heads, device=self._token_blocks_T.device)
+            slots_TK = (self._token_blocks_T[:, None] + heads_K * num_blocks) * self.cache.block_size
             self._slots[num_kv_heads] = (slots_TK + self._offsets_T[:, None]).flatten()
         return self._slots[num_kv_heads]
 
@@ -149,11 +143,11 @@ def get_span_order(start: int, stop: int) -> tuple[int, int]:
     return (0 if num_new == 1 else 1 if num_new <= MAX_BATCHED_QUERIES else 2), stop
 
 
-def _find_pages(span: Span, page_size: int) -> NDArray[np.int64]:
-    """The page of each new token."""
-    first = span.start // page_size
-    pages = np.array(span.pages[first : (span.stop - 1) // page_size + 1])
-    return pages[np.arange(span.start, span.stop) // page_size - first]
+def _find_blocks(span: Span, block_size: int) -> NDArray[np.int64]:
+    """The block of each new token."""
+    first = span.start // block_size
+    blocks = np.array(span.blocks[first : (span.stop - 1) // block_size + 1])
+    return blocks[np.arange(span.start, span.stop) // block_size - first]
 
 
 def _choose_views(batches: Sequence[list[Span]], cache: KVCache) -> Iterator[tuple[list[Span], bool]]:
@@ -173,9 +167,9 @@ def _choose_views(batches: Sequence[list[Span]], cache: KVCache) -> Iterator[tup
         yield viewed, True
 
 
-def _write(pages_KPZD: Tensor, slots: Tensor, states_1KTD: Tensor) -> None:
-    head_size = pages_KPZD.shape[-1]
-    pages_KPZD.view(-1, head_size).index_copy_(0, slots, states_1KTD[0].transpose(0, 1).reshape(-1, head_size))
+def _write(blocks_KPZD: Tensor, slots: Tensor, states_1KTD: Tensor) -> None:
+    head_size = blocks_KPZD.shape[-1]
+    blocks_KPZD.view(-1, head_size).index_copy_(0, slots, states_1KTD[0].transpose(0, 1).reshape(-1, head_size))
 
 
 def split_by_context(spans: Sequence[Span]) -> list[list[Span]]:
@@ -201,10 +195,10 @@ class _SpanBatch:
         self._num_contexts = max(span.stop for span in spans)
         self._counts = [span.stop - span.start for span in spans]
         self._num_queries = max(self._counts)
-        num_pages = -(-self._num_contexts // cache.page_size)
-        table = np.zeros((len(spans), num_pages), dtype=np.int64)
+        num_blocks = -(-self._num_contexts // cache.block_size)
+        table = np.zeros((len(spans), num_blocks), dtype=np.int64)
         for row, span in enumerate(spans):
-            table[row, : len(span.pages)] = span.pages[:num_pages]
+            table[row, : len(span.blocks)] = span.blocks[:num_blocks]
         self._table_RP = torch.from_numpy(table).to(device)
         starts_R1 = torch.tensor([span.start for span in spans], device=device)[:, None]
         self._positions_RQ = starts_R1 + torch.arange(self._num_queries, device=device)
@@ -218,22 +212,20 @@ class _SpanBatch:
         query_THD: Tensor,
         keys_KPZD: Tensor,
         values_KPZD: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Take and return the batch's own tokens [T, H, D]."""
         num_rows, num_kv_heads, head_size = len(self._counts), keys_KPZD.shape[0], query_THD.shape[-1]
         num_groups = query_THD.shape[1] // num_kv_heads
         gather = self._get_gather(num_kv_heads, keys_KPZD.shape[1])
-        keys_BSD = _gather_pages(keys_KPZD, gather, num_rows)[:, : self._num_contexts]
-        values_BSD = _gather_pages(values_KPZD, gather, num_rows)[:, : self._num_contexts]
+        keys_BSD = _gather_blocks(keys_KPZD, gather, num_rows)[:, : self._num_contexts]
+        values_BSD = _gather_blocks(values_KPZD, gather, num_rows)[:, : self._num_contexts]
         if self._pad is not None:
             query_THD = query_THD[self._pad[0]]
         query = query_THD.reshape(num_rows, self._num_queries, num_kv_heads, num_groups, head_size)
         query_BLD = query.transpose(1, 2).reshape(num_rows * num_kv_heads, -1, head_size)
-        mask = self._get_mask(num_kv_heads, num_groups, sliding_window, query.dtype)
-        scores = _compute_scores(query_BLD, keys_BSD, mask, scaling, softcap)
+        mask = self._get_mask(num_kv_heads, num_groups, options.sliding_window, query.dtype)
+        scores = _compute_scores(query_BLD, keys_BSD, mask, options.get_scaling(head_size), options.softcap)
         output = scores.softmax(dim=-1, dtype=torch.float32).to(values_BSD.dtype).bmm(values_BSD)
         output = output.view(num_rows, num_kv_heads, self._num_queries, num_groups, head_size).transpose(1, 2)
         output_THD = output.reshape(num_rows * self._num_queries, -1, head_size)
@@ -248,11 +240,11 @@ class _SpanBatch:
             first += count
         return torch.tensor(sources, device=device), torch.tensor(places, device=device)
 
-    def _get_gather(self, num_kv_heads: int, num_pages: int) -> Tensor:
+    def _get_gather(self, num_kv_heads: int, num_blocks: int) -> Tensor:
         """Which [Z, D] blocks make the context of each request and head, head by head."""
         if num_kv_heads not in self._gathers:
             heads_K1 = torch.arange(num_kv_heads, device=self._table_RP.device)[:, None]
-            self._gathers[num_kv_heads] = (self._table_RP[:, None] + heads_K1 * num_pages).flatten()
+            self._gathers[num_kv_heads] = (self._table_RP[:, None] + heads_K1 * num_blocks).flatten()
         return self._gathers[num_kv_heads]
 
     def _get_mask(
@@ -278,10 +270,10 @@ class _SpanBatch:
         return mask_RQS.repeat_interleave(num_kv_heads, dim=0).repeat_interleave(num_groups, dim=1)
 
 
-def _gather_pages(pages_KPZD: Tensor, gather: Tensor, num_rows: int) -> Tensor:
-    """Contexts [R x K, P x Z, D], each request's pages side by side."""
-    num_kv_heads, num_pages, page_size, head_size = pages_KPZD.shape
-    blocks = pages_KPZD.view(num_kv_heads * num_pages, page_size * head_size).index_select(0, gather)
+def _gather_blocks(blocks_KPZD: Tensor, gather: Tensor, num_rows: int) -> Tensor:
+    """Contexts [R x K, P x Z, D], each request's blocks side by side."""
+    num_kv_heads, num_blocks, block_size, head_size = blocks_KPZD.shape
+    blocks = blocks_KPZD.view(num_kv_heads * num_blocks, block_size * head_size).index_select(0, gather)
     return blocks.view(num_rows * num_kv_heads, -1, head_size)
 
 
@@ -303,7 +295,7 @@ class _Chunk:
     def __init__(self, span: Span, cache: KVCache) -> None:
         self.first, self.last = span.first, span.first + span.stop - span.start
         self._start, self._stop = span.start, span.stop
-        self._runs = [slice(run.first, run.first + run.num_pages) for run in span.runs]
+        self._runs = [slice(run.first, run.first + run.num_blocks) for run in span.runs]
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(
@@ -312,24 +304,26 @@ class _Chunk:
         fresh: tuple[Tensor, Tensor],
         keys_KPZD: Tensor,
         values_KPZD: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Return the chunk's tokens [Q, H, D]; `fresh` are their own keys and values [1, K, Q, D]."""
-        is_windowed = sliding_window is not None and sliding_window < self._stop
-        if self._start == 0 and not is_windowed and softcap is None:
+        window = options.sliding_window
+        if window is not None and window >= self._stop:
+            window = None
+        scaling = options.get_scaling(query_1HQD.shape[-1])
+        if self._start == 0 and window is None and options.softcap is None:
             output = functional.scaled_dot_product_attention(
                 query_1HQD, *fresh, is_causal=True, scale=scaling, enable_gqa=query_1HQD.shape[1] != fresh[0].shape[1]
             )
             return output[0].transpose(0, 1)
         keys, values = (self._read(keys_KPZD), self._read(values_KPZD)) if self._start else fresh
-        mask = self._get_mask(sliding_window if is_windowed else None, query_1HQD.device)
-        return attend_masked(query_1HQD, keys, values, mask, scaling=scaling, softcap=softcap)[0].transpose(0, 1)
+        mask = self._get_mask(window, query_1HQD.device)
+        output = attend_masked(query_1HQD, keys, values, mask, scaling=scaling, softcap=options.softcap)
+        return output[0].transpose(0, 1)
 
-    def _read(self, pages_KPZD: Tensor) -> Tensor:
+    def _read(self, blocks_KPZD: Tensor) -> Tensor:
         """The request's whole context [1, K, S, D]."""
-        runs = [pages_KPZD[:, run].flatten(1, 2) for run in self._runs]
+        runs = [blocks_KPZD[:, run].flatten(1, 2) for run in self._runs]
         context_KSD = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
         return context_KSD[None, :, : self._stop]
 

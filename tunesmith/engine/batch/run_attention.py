@@ -1,11 +1,11 @@
-"""Decode attention over runs of neighbouring pages: views of the cache, nothing is copied.
+"""Decode attention over runs of neighbouring blocks: views of the cache, nothing is copied.
 
-Each request has one new token. Its context is a few runs of pages, each of which is one view of a head's keys; scores
-of all runs lie side by side, so that the softmax is that of the whole context. Requests that share their first pages
-form a group: the shared pages are multiplied with the queries of all of them at once, and read once.
+Each request has one new token. Its context is a few runs of blocks, each of which is one view of a head's keys; scores
+of all runs lie side by side, so that the softmax is that of the whole context. Requests that share their first blocks
+form a group: the shared blocks are multiplied with the queries of all of them at once, and read once.
 
-Axes: T tokens, R requests, H query heads, K key-value heads, G query heads of one key-value head, P pages, Z tokens of
-a page, S tokens of a run, N = R x G queries of a head, D head size.
+Axes: T tokens, R requests, H query heads, K key-value heads, G query heads of one key-value head, P blocks, Z tokens of
+a block, S tokens of a run, N = R x G queries of a head, D head size.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tunesmith.engine.core.span import Span
+from tunesmith.model.forward.attention import AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Requests with shared pages, or one request."""
+    """Requests with shared blocks, or one request."""
 
     members: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -43,73 +44,73 @@ class Group:
     """The first is attended to by all members."""
 
 
-def find_groups(spans: Sequence[Span], *, page_size: int, sliding_window: int | None) -> list[Group]:
-    """Group spans of one new token by shared pages; those whose window hides the first page are alone."""
+def find_groups(spans: Sequence[Span], *, block_size: int, sliding_window: int | None) -> list[Group]:
+    """Group spans of one new token by shared blocks; those whose window hides the first block are alone."""
     members_of: dict[object, list[int]] = {}
     for index, span in enumerate(spans):
         is_whole = sliding_window is None or span.stop <= sliding_window
-        members_of.setdefault(span.pages[0] if is_whole else (index,), []).append(index)
+        members_of.setdefault(span.blocks[0] if is_whole else (index,), []).append(index)
     groups = []
     for members in members_of.values():
         if len(members) == 1:
             span = spans[members[0]]
             low = 0 if sliding_window is None else max(0, span.stop - sliding_window)
-            segments = tuple(_cut_runs(span, (0, 1), low=low, start=low, stop=span.stop, page_size=page_size))
+            segments = tuple(_cut_runs(span, (0, 1), low=low, start=low, stop=span.stop, block_size=block_size))
             groups.append(Group((members[0],), (span.stop - low,), segments))
         else:
-            ordered, shared = _share(spans, members, num_pages=0, first=0, page_size=page_size)
+            ordered, shared = _share(spans, members, num_blocks=0, first=0, block_size=block_size)
             groups.append(Group(tuple(ordered), tuple(spans[index].stop for index in ordered), tuple(shared)))
     return groups
 
 
 def _share(
-    spans: Sequence[Span], members: list[int], *, num_pages: int, first: int, page_size: int
+    spans: Sequence[Span], members: list[int], *, num_blocks: int, first: int, block_size: int
 ) -> tuple[list[int], list[Segment]]:
-    """Order members that share more than `num_pages`, so that whoever shares pages is side by side from `first` on."""
+    """Order members that share more than `num_blocks`, so that those with shared blocks are adjacent, from `first` on."""
     one = spans[members[0]]
-    start = num_pages * page_size
+    start = num_blocks * block_size
     if len(members) == 1:
         rows = (first, first + 1)
-        return members, list(_cut_runs(one, rows, low=0, start=start, stop=one.stop, page_size=page_size))
-    num_pages = min(_count_shared(one, spans[index]) for index in members[1:])
-    stop = min(num_pages * page_size, min(spans[index].stop for index in members))
+        return members, list(_cut_runs(one, rows, low=0, start=start, stop=one.stop, block_size=block_size))
+    num_blocks = min(_count_shared(one, spans[index]) for index in members[1:])
+    stop = min(num_blocks * block_size, min(spans[index].stop for index in members))
     rows = (first, first + len(members))
-    segments = list(_cut_runs(one, rows, low=0, start=start, stop=stop, page_size=page_size))
+    segments = list(_cut_runs(one, rows, low=0, start=start, stop=stop, block_size=block_size))
     children: dict[int, list[int]] = {}
     for index in members:
-        page = spans[index].pages[num_pages] if spans[index].stop > num_pages * page_size else -1
-        children.setdefault(page, []).append(index)
+        block = spans[index].blocks[num_blocks] if spans[index].stop > num_blocks * block_size else -1
+        children.setdefault(block, []).append(index)
     ordered: list[int] = []
-    for page, child in children.items():
-        if page >= 0:
-            child, cut = _share(spans, child, num_pages=num_pages, first=first + len(ordered), page_size=page_size)
+    for block, child in children.items():
+        if block >= 0:
+            child, cut = _share(spans, child, num_blocks=num_blocks, first=first + len(ordered), block_size=block_size)
             segments += cut
         ordered += child
     return ordered, segments
 
 
 def _count_shared(one: Span, other: Span) -> int:
-    """Pages that two requests begin with in common."""
-    num_pages = 0
+    """Blocks that two requests begin with in common."""
+    num_blocks = 0
     for run, twin in zip(one.runs, other.runs, strict=False):
         if run.first != twin.first:
             break
-        num_pages += min(run.num_pages, twin.num_pages)
-        if run.num_pages != twin.num_pages:
+        num_blocks += min(run.num_blocks, twin.num_blocks)
+        if run.num_blocks != twin.num_blocks:
             break
-    return num_pages
+    return num_blocks
 
 
 def _cut_runs(
-    span: Span, rows: tuple[int, int], *, low: int, start: int, stop: int, page_size: int
+    span: Span, rows: tuple[int, int], *, low: int, start: int, stop: int, block_size: int
 ) -> Iterator[Segment]:
     """The runs' tokens from `start` up to `stop`; the scores begin with token `low`."""
     first = 0
     for run in span.runs:
-        last = first + run.num_pages * page_size
+        last = first + run.num_blocks * block_size
         begin, end = max(first, start), min(last, stop)
         if begin < end:
-            yield Segment(rows, (begin - low, end - low), run.first * page_size + begin - first)
+            yield Segment(rows, (begin - low, end - low), run.first * block_size + begin - first)
         first = last
 
 
@@ -129,11 +130,11 @@ class _Layout:
 class RunBatch:
     """Requests with one new token each, side by side in the step's row."""
 
-    def __init__(self, spans: Sequence[Span], *, page_size: int, device: torch.device) -> None:
+    def __init__(self, spans: Sequence[Span], *, block_size: int, device: torch.device) -> None:
         self.first, self.last = spans[0].first, spans[-1].first + 1
         self._spans = spans
         self._longest = max(span.stop for span in spans)
-        self._page_size = page_size
+        self._block_size = block_size
         self._device = device
         self._layouts: dict[int | None, _Layout] = {}
 
@@ -142,14 +143,13 @@ class RunBatch:
         query_THD: Tensor,
         keys_KPZD: Tensor,
         values_KPZD: Tensor,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Take and return the batch's own tokens [T, H, D]."""
         num_kv_heads, head_size, num_rows = keys_KPZD.shape[0], keys_KPZD.shape[-1], len(self._spans)
         num_groups = query_THD.shape[1] // num_kv_heads
-        layout = self._get_layout(sliding_window)
+        layout, softcap = self._get_layout(options.sliding_window), options.softcap
+        scaling = options.get_scaling(head_size)
         query_THD = query_THD * (scaling if softcap is None else scaling / softcap)
         if layout.order is not None:
             query_THD = query_THD[layout.order]
@@ -181,7 +181,7 @@ class RunBatch:
         if sliding_window is not None and sliding_window >= self._longest:
             sliding_window = None
         if sliding_window not in self._layouts:
-            groups = find_groups(self._spans, page_size=self._page_size, sliding_window=sliding_window)
+            groups = find_groups(self._spans, block_size=self._block_size, sliding_window=sliding_window)
             self._layouts[sliding_window] = _Layout(groups, self._device)
         return self._layouts[sliding_window]
 

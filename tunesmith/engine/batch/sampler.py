@@ -5,7 +5,7 @@ distribution: what else is in the batch cannot change it. The logprob is that of
 distribution the token was drawn from. Rows whose logits are not finite come back marked, with no meaning. The
 distribution itself is defined in `model.forward.distribution`; rows of many distributions are handled here at once.
 
-Axes: N rows, V vocabulary, M likeliest tokens, B blocks of the vocabulary, Z tokens of a block.
+Axes: N rows, V vocabulary, M likeliest tokens, B tiles of the vocabulary, Z tokens of a tile.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tunesmith.types import Distribution
 NUM_CANDIDATES = 256
 """Top-p first looks among so many likeliest tokens, and sorts the whole vocabulary only where these hold too little."""
 
-MAX_BLOCK_SIZE = 512
-"""The cumulative distribution is scanned in blocks of at most so many tokens, then within one of them."""
+MAX_TILE_SIZE = 512
+"""The cumulative distribution is scanned in tiles of at most so many tokens, then within one of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class SamplerOutput:
     """One token a row."""
 
     token_ids: list[int]
@@ -40,7 +40,7 @@ class Draws:
 
 def sample_tokens(
     logits_NV: Tensor, distributions: Sequence[Distribution], seeds: Sequence[int], positions: Sequence[int]
-) -> Draws:
+) -> SamplerOutput:
     """Draw one token a row; `logits_NV` is float32 and is overwritten."""
     _add_bias(logits_NV, distributions)
     temperatures = [distribution.temperature for distribution in distributions]
@@ -52,17 +52,17 @@ def sample_tokens(
     greedy_ids_N = logits_NV.argmax(dim=1) if any(is_greedy) else None
     highest_N = logits_NV.amax(dim=1)
     weights_NV = logits_NV.sub_(highest_N[:, None]).exp_()
-    blocks_NB = _sum_blocks(weights_NV)
-    totals_N = blocks_NB[:, -1]
+    tile_sums_NB = _sum_tiles(weights_NV)
+    totals_N = tile_sums_NB[:, -1]
     if greedy_ids_N is not None and all(is_greedy):
         ids_N = greedy_ids_N
     else:
-        ids_N = _invert(weights_NV, blocks_NB, compute_uniforms(seeds, positions, logits_NV.device))
+        ids_N = _invert(weights_NV, tile_sums_NB, compute_uniforms(seeds, positions, logits_NV.device))
         if greedy_ids_N is not None:
             ids_N = torch.where(torch.tensor(is_greedy, device=logits_NV.device), greedy_ids_N, ids_N)
     logprobs_N = (weights_NV.gather(1, ids_N[:, None])[:, 0].double() / totals_N).log()
     is_finite_N = totals_N.isfinite() & highest_N.isfinite()
-    return Draws(ids_N.tolist(), logprobs_N.tolist(), is_finite_N.tolist())
+    return SamplerOutput(ids_N.tolist(), logprobs_N.tolist(), is_finite_N.tolist())
 
 
 def compute_uniforms(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
@@ -86,27 +86,27 @@ def wrap_int64(number: int) -> int:
 
 
 @cache
-def _choose_block_size(vocab_size: int) -> int:
-    """The largest divisor of the vocabulary size up to `MAX_BLOCK_SIZE`."""
-    return max(size for size in range(1, MAX_BLOCK_SIZE + 1) if vocab_size % size == 0)
+def _choose_tile_size(vocab_size: int) -> int:
+    """The largest divisor of the vocabulary size up to `MAX_TILE_SIZE`."""
+    return max(size for size in range(1, MAX_TILE_SIZE + 1) if vocab_size % size == 0)
 
 
-def _sum_blocks(weights_NV: Tensor) -> Tensor:
-    """Cumulative weight [N, B] at the end of each block of the vocabulary: far fewer numbers to scan than V."""
+def _sum_tiles(weights_NV: Tensor) -> Tensor:
+    """Cumulative weight [N, B] at the end of each tile of the vocabulary: far fewer numbers to scan than V."""
     num_rows, vocab_size = weights_NV.shape
-    blocks = weights_NV.view(num_rows, -1, _choose_block_size(vocab_size))
-    return blocks.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
+    tiles = weights_NV.view(num_rows, -1, _choose_tile_size(vocab_size))
+    return tiles.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
 
 
-def _invert(weights_NV: Tensor, blocks_NB: Tensor, uniforms_N: Tensor) -> Tensor:
+def _invert(weights_NV: Tensor, tile_sums_NB: Tensor, uniforms_N: Tensor) -> Tensor:
     """The token at which the cumulative weight passes the row's share of the total; its own weight is above zero."""
-    num_rows, size = len(weights_NV), _choose_block_size(weights_NV.shape[1])
-    block_N1, rest_N1 = _find_passing(blocks_NB, uniforms_N[:, None] * blocks_NB[:, -1:])
-    block_NZ = weights_NV.view(num_rows, -1, size).gather(1, block_N1[:, :, None].expand(-1, -1, size))[:, 0]
-    inner_N1, _ = _find_passing(block_NZ.cumsum(dim=1, dtype=torch.float64), rest_N1)
-    is_possible_N1 = block_NZ.gather(1, inner_N1) > 0  # a parallel scan may round its sums downwards
-    inner_N1 = torch.where(is_possible_N1, inner_N1, block_NZ.argmax(dim=1, keepdim=True))
-    return (block_N1 * size + inner_N1)[:, 0]
+    num_rows, size = len(weights_NV), _choose_tile_size(weights_NV.shape[1])
+    tile_N1, rest_N1 = _find_passing(tile_sums_NB, uniforms_N[:, None] * tile_sums_NB[:, -1:])
+    tile_NZ = weights_NV.view(num_rows, -1, size).gather(1, tile_N1[:, :, None].expand(-1, -1, size))[:, 0]
+    inner_N1, _ = _find_passing(tile_NZ.cumsum(dim=1, dtype=torch.float64), rest_N1)
+    is_possible_N1 = tile_NZ.gather(1, inner_N1) > 0  # a parallel scan may round its sums downwards
+    inner_N1 = torch.where(is_possible_N1, inner_N1, tile_NZ.argmax(dim=1, keepdim=True))
+    return (tile_N1 * size + inner_N1)[:, 0]
 
 
 def _find_passing(cumulative_NB: Tensor, targets_N1: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def _add_bias(logits_NV: Tensor, distributions: Sequence[Distribution]) -> None:
 
 def _truncate_rows(logits_NV: Tensor, distributions: Sequence[Distribution]) -> None:
     """Set dropped tokens to -inf in the rows that drop any; the logits are tempered."""
-    rows = [row for row, distribution in enumerate(distributions) if truncates(distribution)]
+    rows = [row for row, distribution in enumerate(distributions) if has_truncation(distribution)]
     if not rows:
         return
     index = torch.tensor(rows, device=logits_NV.device)
@@ -138,7 +138,7 @@ def _truncate_rows(logits_NV: Tensor, distributions: Sequence[Distribution]) -> 
         logits_NV[index] = chosen_NV
 
 
-def truncates(distribution: Distribution) -> bool:
+def has_truncation(distribution: Distribution) -> bool:
     """Some tokens are dropped from the vocabulary before the draw."""
     is_filtered = distribution.top_k > 0 or distribution.top_p < 1 or distribution.min_p > 0
     return is_filtered and distribution.temperature > 0

@@ -1,1 +1,1 @@
-"""Scheduling of sequences and delivery of their tokens: policy only, no tensors."""
+"""Scheduling of requests, KV-cache blocks and delivery of output: policy only, no tensors."""

@@ -1,9 +1,9 @@
-"""Who holds which page of the key-value cache, and which full pages can be read again by others.
+"""Reference counts of KV-cache blocks, and the prefix cache: which full blocks other requests may reuse.
 
-A page is free, held (by one or more requests), or cached: held by nobody but still known by the digest of its tokens
-and all tokens before it. `allocate` takes free pages first and then drops the cached page that was left longest ago.
-A page whose digest nobody asks for yet can be cached for a promise, and is found once that is kept. Digests start from
-a salt (the policy version), so that pages of other weights never match. Holds no tensors.
+A block is free, held by one or more requests, or cached: held by none but still found by the hash of its tokens and
+all tokens before it. `allocate` takes free blocks first, then evicts cached blocks, least recently released first.
+A block may be released before its hash is computed: `defer_publish` keeps it cached until `publish_deferred` adds the
+hash. Hashes start from a salt (the policy version), so blocks of other weights never match. Holds no tensors.
 """
 
 from __future__ import annotations
@@ -13,160 +13,160 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 
-def compute_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Identify one full page by its tokens and the digest of the page before it (or the salt)."""
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Hash one full block: its tokens and the hash of the block before it (or the salt)."""
     return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=16).digest()
 
 
 def compute_salt(policy_version: int) -> bytes:
-    """Where the digests of a policy version begin."""
+    """The parent hash of the first block of a request at this policy version."""
     return hashlib.blake2b(str(policy_version).encode(), digest_size=16).digest()
 
 
-class PagePool:
-    """Reference counts of pages, and the prefix cache over them."""
+class BlockPool:
+    """Reference counts of blocks, and the prefix cache over them."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._num_holders = [0] * num_pages
-        self._digest_of: list[bytes | None] = [None] * num_pages
-        self._page_of: dict[bytes, int] = {}
-        self._promise_of: dict[int, object] = {}
-        self._free = dict.fromkeys(range(num_pages - 1, -1, -1))  # the last one is taken first
-        self._is_free = bytearray(b"\1") * num_pages
-        self._cached: dict[int, None] = {}  # in the order they were left; a dict keeps it and removes in O(1)
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._deferred_by: dict[int, object] = {}
+        self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))  # `popitem` takes the last one
+        self._is_free = bytearray(b"\1") * num_blocks
+        self._cached: dict[int, None] = {}  # in order of release; a dict removes in O(1)
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` could hand out now."""
+        """Blocks that `allocate` could return now."""
         return len(self._free) + len(self._cached)
 
-    def allocate(self, num_pages: int) -> list[int] | None:
-        """Hold that many pages, or none at all (None) when there are too few."""
-        if num_pages > self.num_available:
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """Hold `num_blocks` blocks; None, and none held, when too few are available."""
+        if num_blocks > self.num_available:
             return None
-        pages = [self._free.popitem()[0] for _ in range(min(len(self._free), num_pages))]
-        pages += [self._evict() for _ in range(num_pages - len(pages))]
-        for page in pages:
-            self._num_holders[page] = 1
-            self._is_free[page] = 0
-        return pages
+        blocks = [self._free.popitem()[0] for _ in range(min(len(self._free), num_blocks))]
+        blocks += [self._evict() for _ in range(num_blocks - len(blocks))]
+        for block in blocks:
+            self._ref_counts[block] = 1
+            self._is_free[block] = 0
+        return blocks
 
-    def allocate_run(self, num_pages: int, *, after: int | None, room: int) -> list[int] | None:
-        """Like `allocate`, but pages that are neighbours where such are free: reading them needs no copy.
+    def allocate_run(self, num_blocks: int, *, after: int | None, headroom: int) -> list[int] | None:
+        """Like `allocate`, but adjacent blocks where possible, which attention reads as one view instead of a copy.
 
-        They follow page `after` if they can. Else they leave free, if they can, `room` pages to grow into behind them
-        and as many before them, for those that lie there.
+        They follow block `after` if those blocks are free. Otherwise, if possible, `headroom` free blocks remain on
+        either side: behind them for this request to grow into, before them for the request whose blocks end there.
         """
-        if num_pages > self.num_available:
+        if num_blocks > self.num_available:
             return None
-        while len(self._free) < num_pages:
-            self._let_free(self._evict())
-        first = self._find_free_run(num_pages, after, room)
+        while len(self._free) < num_blocks:
+            self._free_block(self._evict())
+        first = self._find_free_run(num_blocks, after, headroom)
         if first is None:
-            return self.allocate(num_pages)
-        pages = list(range(first, first + num_pages))
-        for page in pages:
-            del self._free[page]
-            self._num_holders[page] = 1
-        self._is_free[first : first + num_pages] = bytes(num_pages)
-        return pages
+            return self.allocate(num_blocks)
+        blocks = list(range(first, first + num_blocks))
+        for block in blocks:
+            del self._free[block]
+            self._ref_counts[block] = 1
+        self._is_free[first : first + num_blocks] = bytes(num_blocks)
+        return blocks
 
-    def find(self, digests: Iterable[bytes]) -> list[int]:
-        """Pages of the longest known prefix; they are not held yet."""
-        pages = []
-        for digest in digests:
-            page = self._page_of.get(digest)
-            if page is None:
+    def find(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """Cached or held blocks of the longest known prefix; the caller does not hold them yet."""
+        blocks = []
+        for block_hash in block_hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
                 break
-            pages.append(page)
-        return pages
+            blocks.append(block)
+        return blocks
 
-    def count_cached(self, pages: Iterable[int]) -> int:
-        """How many of these pages nobody holds: holding them leaves that many fewer to allocate."""
-        return sum(page in self._cached for page in pages)
+    def count_cached(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks no request holds: holding them leaves that many fewer to allocate."""
+        return sum(block in self._cached for block in blocks)
 
-    def select_unshared(self, pages: Iterable[int]) -> list[int]:
-        """Those of the held pages that have one holder."""
-        return [page for page in pages if self._num_holders[page] == 1]
+    def select_unshared(self, blocks: Iterable[int]) -> list[int]:
+        """Those of the held blocks that exactly one request holds."""
+        return [block for block in blocks if self._ref_counts[block] == 1]
 
-    def hold(self, pages: Iterable[int]) -> None:
-        """Hold pages that `find` returned, once more each."""
-        for page in pages:
-            if self._num_holders[page] == 0:
-                del self._cached[page]
-            self._num_holders[page] += 1
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Increment the reference counts of blocks that `find` returned."""
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                del self._cached[block]
+            self._ref_counts[block] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Let go of pages; the last of a prefix is dropped before the first."""
-        for page in reversed(pages):
-            num_left = self._num_holders[page] = self._num_holders[page] - 1
-            assert num_left >= 0, f"page {page} was released more often than held"
-            if num_left == 0:
-                if self._digest_of[page] is None and page not in self._promise_of:
-                    self._let_free(page)
+    def release(self, blocks: Sequence[int]) -> None:
+        """Decrement reference counts, in reverse, so that the last block of a prefix is evicted before the first."""
+        for block in reversed(blocks):
+            ref_count = self._ref_counts[block] = self._ref_counts[block] - 1
+            assert ref_count >= 0, f"block {block} was released more often than held"
+            if ref_count == 0:
+                if self._hash_of[block] is None and block not in self._deferred_by:
+                    self._free_block(block)
                 else:
-                    self._cached[page] = None
+                    self._cached[block] = None
 
-    def publish(self, page: int, digest: bytes) -> None:
-        """Let others find this full page; the first page of a digest stays the one that is found."""
-        if digest not in self._page_of and self._digest_of[page] is None:
-            self._page_of[digest] = page
-            self._digest_of[page] = digest
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Add this full block to the prefix cache, unless another block has the same hash already."""
+        if block_hash not in self._block_of and self._hash_of[block] is None:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
 
-    def promise(self, pages: Iterable[int], promise: object) -> None:
-        """Keep full pages when they are left, for a digest that comes later."""
-        for page in pages:
-            if self._digest_of[page] is None:
-                self._promise_of[page] = promise
+    def defer_publish(self, blocks: Iterable[int], owner: object) -> None:
+        """Keep full blocks cached once released; `publish_deferred` by the same owner adds their hashes later."""
+        for block in blocks:
+            if self._hash_of[block] is None:
+                self._deferred_by[block] = owner
 
-    def keep_promise(self, page: int, digest: bytes, promise: object) -> None:
-        """Publish a page that was promised, unless it has been dropped since; free it if it is one too many."""
-        if self._promise_of.get(page) is not promise:
+    def publish_deferred(self, block: int, block_hash: bytes, owner: object) -> None:
+        """Publish a deferred block, unless it was evicted since; free it if another block has the same hash."""
+        if self._deferred_by.get(block) is not owner:
             return
-        del self._promise_of[page]
-        self.publish(page, digest)
-        if self._digest_of[page] is None and page in self._cached:
-            del self._cached[page]
-            self._let_free(page)
+        del self._deferred_by[block]
+        self.publish(block, block_hash)
+        if self._hash_of[block] is None and block in self._cached:
+            del self._cached[block]
+            self._free_block(block)
 
-    def forget(self, pages: Iterable[int]) -> None:
-        """Let nobody find these pages again; their holders keep them."""
-        for page in pages:
-            self._promise_of.pop(page, None)
-            digest = self._digest_of[page]
-            if digest is not None:
-                del self._page_of[digest]
-                self._digest_of[page] = None
+    def unpublish(self, blocks: Iterable[int]) -> None:
+        """Remove blocks from the prefix cache; their holders keep them."""
+        for block in blocks:
+            self._deferred_by.pop(block, None)
+            block_hash = self._hash_of[block]
+            if block_hash is not None:
+                del self._block_of[block_hash]
+                self._hash_of[block] = None
 
     def reset(self) -> None:
-        """Forget every digest; nobody may hold a page."""
-        assert not any(self._num_holders), "pages are held"
-        self._digest_of = [None] * self.num_pages
-        self._page_of.clear()
-        self._promise_of.clear()
+        """Free all blocks and clear the prefix cache; no block may be held."""
+        assert not any(self._ref_counts), "blocks are held"
+        self._hash_of = [None] * self.num_blocks
+        self._block_of.clear()
+        self._deferred_by.clear()
         self._cached.clear()
-        self._free = dict.fromkeys(range(self.num_pages - 1, -1, -1))
-        self._is_free = bytearray(b"\1") * self.num_pages
+        self._free = dict.fromkeys(range(self.num_blocks - 1, -1, -1))
+        self._is_free = bytearray(b"\1") * self.num_blocks
 
-    def _find_free_run(self, num_pages: int, after: int | None, room: int) -> int | None:
-        """The first of so many free neighbours; None where there are none."""
-        if after is not None and self._is_free.startswith(b"\1" * num_pages, after + 1):
+    def _find_free_run(self, num_blocks: int, after: int | None, headroom: int) -> int | None:
+        """The first of `num_blocks` adjacent free blocks; None where there are none."""
+        if after is not None and self._is_free.startswith(b"\1" * num_blocks, after + 1):
             return after + 1
         while True:
-            first = self._is_free.find(b"\1" * (num_pages + 2 * room))
+            first = self._is_free.find(b"\1" * (num_blocks + 2 * headroom))
             if first >= 0:
-                return first + room if first else first
-            if not room:
+                return first + headroom if first else first
+            if not headroom:
                 return None
-            room //= 2
+            headroom //= 2
 
-    def _let_free(self, page: int) -> None:
-        self._free[page] = None
-        self._is_free[page] = 1
+    def _free_block(self, block: int) -> None:
+        self._free[block] = None
+        self._is_free[block] = 1
 
     def _evict(self) -> int:
-        page = next(iter(self._cached))
-        del self._cached[page]
-        self.forget([page])
-        return page
+        block = next(iter(self._cached))
+        del self._cached[block]
+        self.unpublish([block])
+        return block

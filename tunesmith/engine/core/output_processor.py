@@ -1,4 +1,8 @@
-"""Callers of `generate` while they wait: when their completions end, and how they learn of tokens and endings."""
+"""Results of engine steps for the callers of `generate`: tokens, completions and errors, and when a completion ends.
+
+The stepper enters sampled tokens; what callers receive is collected in a `StepOutput`, which the engine passes to the
+event loop after the step (`deliver_output`). Holds no tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,192 +15,196 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tunesmith.engine.core.request import Request
-from tunesmith.engine.core.scheduler import Schedule, Scheduler
+from tunesmith.engine.core.scheduler import Scheduler, SchedulerOutput
 from tunesmith.engine.core.stop_strings import StopMatcher
-from tunesmith.engine.core.token_buffer import Drawn
+from tunesmith.engine.core.token_buffer import TokenBuffer
 from tunesmith.errors import EngineError
 from tunesmith.types import Completion, OnTokens, StopReason
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Call:
-    """One `generate` that waits for its completion."""
+class RequestState:
+    """A request together with the caller that awaits its completion."""
 
     request: Request
     future: asyncio.Future[Completion]
     on_tokens: OnTokens | None
+    """Callback that receives tokens as they are sampled."""
     matcher: StopMatcher | None
-    """Looks for stop strings, if there are any."""
+    """Searches for stop strings; None when there are none."""
     has_stops: bool = field(init=False)
-    """Its end hangs on more than its length and the end-of-sequence tokens."""
+    """Has stop strings or stop token ids."""
     is_queued: bool = True
-    """It takes up one of the `max_waiting` places."""
+    """Counts towards `max_waiting`."""
 
     def __post_init__(self) -> None:
         self.has_stops = self.matcher is not None or bool(self.request.sampling.stop_token_ids)
 
 
 @dataclass(slots=True, kw_only=True)
-class News:
-    """What one step tells the event loop."""
+class StepOutput:
+    """What the event loop delivers to callers after a step."""
 
-    tokens: list[tuple[Call, Sequence[int], Sequence[float]]] = field(default_factory=list)
-    """Token ids and logprobs for calls that listen."""
-    endings: list[tuple[Call, Completion | EngineError]] = field(default_factory=list)
-    num_places: int = 0
-    """Calls that left the queue."""
+    tokens: list[tuple[RequestState, Sequence[int], Sequence[float]]] = field(default_factory=list)
+    """Token ids and logprobs for requests with an `on_tokens` callback."""
+    results: list[tuple[RequestState, Completion | EngineError]] = field(default_factory=list)
+    num_dequeued: int = 0
+    """Requests that left the waiting queue."""
 
     def __bool__(self) -> bool:
-        return bool(self.tokens or self.endings or self.num_places)
+        return bool(self.tokens or self.results or self.num_dequeued)
 
 
-class Desk:
-    """The calls in the engine: whatever happens to one is entered here, and told to the event loop later."""
+class OutputProcessor:
+    """The requests in the engine and their output that has not been delivered yet."""
 
     def __init__(self, scheduler: Scheduler, *, eos_ids: Collection[int]) -> None:
         self.scheduler = scheduler
         self.eos_ids = frozenset(eos_ids)
         self.policy_version = 0
-        self.calls: dict[int, Call] = {}
-        self._drawn = Drawn(scheduler.max_num_seqs)
+        self.states: dict[int, RequestState] = {}
+        """By request id."""
+        self._token_buffer = TokenBuffer(scheduler.max_num_seqs)
         self.counts: Counter[str] = Counter()
         self.num_deadlines = 0
-        """Calls that end at a time of their own."""
-        self._news = News()
+        """Requests that have a deadline."""
+        self._output = StepOutput()
 
-    def take_over(self, other: Desk) -> None:
-        """Go on from where another desk stopped."""
-        self.policy_version, self.counts, self._news = other.policy_version, other.counts, other.take_news()
-        self.scheduler.restart(self.policy_version)
+    def continue_from(self, other: OutputProcessor) -> None:
+        """Take over version, counters and undelivered output of a processor whose step failed."""
+        self.policy_version, self.counts, self._output = other.policy_version, other.counts, other.take_output()
+        self.scheduler.reset_cache(self.policy_version)
 
-    def take_news(self) -> News:
-        """What happened since this was last asked."""
-        news, self._news = self._news, News()
-        return news
+    def take_output(self) -> StepOutput:
+        """Output since the last call."""
+        output, self._output = self._output, StepOutput()
+        return output
 
-    def open(self, call: Call) -> None:
-        self.calls[call.request.request_id] = call
-        self.num_deadlines += call.request.deadline_at is not None
-        self.scheduler.add(call.request)
+    def add_request(self, state: RequestState) -> None:
+        self.states[state.request.request_id] = state
+        self.num_deadlines += state.request.deadline_at is not None
+        self.scheduler.add(state.request)
 
-    def note_schedule(self, schedule: Schedule) -> None:
-        """Count a step's work, end what can never fit, and give the places in the queue back."""
-        self.counts["preemptions"] += schedule.num_preemptions
-        for request in schedule.stuck:
-            self._tell(self.calls[request.request_id], "context")
-        for item in schedule.work:
-            call = self.calls[item.request.request_id]
-            if item.stop - item.start > 1 or item.start < len(item.request.prompt_ids):
-                self.counts["prefill_tokens"] += item.stop - item.start
-            if call.is_queued:
-                call.is_queued = False
-                self._news.num_places += 1
+    def record_schedule(self, scheduled: SchedulerOutput) -> None:
+        """Count a step's tokens, complete requests that can never fit, and free places in the waiting queue."""
+        self.counts["preemptions"] += scheduled.num_preemptions
+        for request in scheduled.unschedulable:
+            self._complete(self.states[request.request_id], "context")
+        for chunk in scheduled.chunks:
+            state = self.states[chunk.request.request_id]
+            if chunk.stop - chunk.start > 1 or chunk.start < len(chunk.request.prompt_ids):
+                self.counts["prefill_tokens"] += chunk.stop - chunk.start
+            if state.is_queued:
+                state.is_queued = False
+                self._output.num_dequeued += 1
                 self.counts["requests"] += 1
-                self.counts["cached_tokens"] += item.request.num_cached_tokens or 0
+                self.counts["cached_tokens"] += chunk.request.num_cached_tokens or 0
 
-    def add_tokens(self, call: Call, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Enter tokens that were sampled for a call."""
-        call.request.extend(token_ids, logprobs, self.policy_version)
+    def add_tokens(self, state: RequestState, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append sampled tokens to a request."""
+        state.request.extend(token_ids, logprobs, self.policy_version)
         self.counts["sampled_tokens"] += len(token_ids)
-        if call.on_tokens is not None:
-            self.tell_tokens(call, token_ids, logprobs)
+        if state.on_tokens is not None:
+            self.stream_tokens(state, token_ids, logprobs)
 
-    def tell_tokens(self, call: Call, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Let a call that listens hear of tokens."""
-        self._news.tokens.append((call, token_ids, logprobs))
+    def stream_tokens(self, state: RequestState, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Queue tokens for the request's `on_tokens` callback."""
+        self._output.tokens.append((state, token_ids, logprobs))
 
-    def add_block(
+    def add_burst(
         self, slots_R: NDArray[np.int64], token_ids_LR: NDArray[np.int32], logprobs_LR: NDArray[np.float32]
     ) -> None:
-        """Enter tokens that were sampled for requests in these slots; the requests list them once they are settled."""
-        self._drawn.add(slots_R, token_ids_LR, logprobs_LR)
+        """Buffer sampled tokens of the requests in these slots; `flush` copies them to a request."""
+        self._token_buffer.append(slots_R, token_ids_LR, logprobs_LR)
         self.counts["sampled_tokens"] += token_ids_LR.size
 
-    def settle(self, request: Request) -> None:
-        """Let a request list what it has drawn in blocks; before this, its tokens are not all there."""
-        if request.row is None:
+    def flush(self, request: Request) -> None:
+        """Append a request's buffered tokens to it; until then its `token_ids` are incomplete."""
+        if request.slot is None:
             return
-        token_ids, logprobs = self._drawn.take(request.row)
+        token_ids, logprobs = self._token_buffer.take(request.slot)
         if token_ids:
             request.extend(token_ids, logprobs, self.policy_version)
             request.num_computed = len(request.token_ids) - 1
 
-    def end(self, call: Call, stop_reason: StopReason) -> None:
-        """Let the request go and complete its call."""
-        self.settle(call.request)
-        self.scheduler.remove(call.request)
-        self._tell(call, stop_reason)
+    def finish(self, state: RequestState, stop_reason: StopReason) -> None:
+        """Remove a request from the scheduler and complete it."""
+        self.flush(state.request)
+        self.scheduler.remove(state.request)
+        self._complete(state, stop_reason)
 
-    def fail(self, call: Call) -> None:
-        """End a request whose logits were not finite; nobody else may find its pages."""
-        request = call.request
-        self.settle(request)
-        self.scheduler.pool.forget(request.pages)
+    def fail(self, state: RequestState) -> None:
+        """Fail a request whose logits are not finite, and drop its blocks from the prefix cache."""
+        request = state.request
+        self.flush(request)
+        self.scheduler.pool.unpublish(request.blocks)
         request.num_computed = request.num_published = 0
         self.scheduler.remove(request)
-        self._news.endings.append((call, EngineError(
+        self._output.results.append((state, EngineError(
             f"logits of request {request.request_id} are not finite after {len(request.token_ids)} tokens "
             f"({len(request.prompt_ids)} of prompt) at policy version {self.policy_version}; "
             "lower the learning rate, or look for broken weights"
         )))  # fmt: skip
-        self._forget(call)
+        self._remove(state)
 
     def fail_all(self, message: str, error: Exception) -> None:
-        """End every call with an error; the scheduler is of no more use."""
-        for call in list(self.calls.values()):
+        """Fail every request; the scheduler's state is not usable afterwards."""
+        for state in list(self.states.values()):
             failure = EngineError(message)
             failure.__cause__ = error
-            self._news.endings.append((call, failure))
-            self._forget(call)
+            self._output.results.append((state, failure))
+            self._remove(state)
 
-    def _tell(self, call: Call, stop_reason: StopReason) -> None:
-        self._news.endings.append((call, call.request.complete(stop_reason)))
-        self._forget(call)
+    def _complete(self, state: RequestState, stop_reason: StopReason) -> None:
+        self._output.results.append((state, state.request.complete(stop_reason)))
+        self._remove(state)
 
-    def _forget(self, call: Call) -> None:
-        del self.calls[call.request.request_id]
-        self.num_deadlines -= call.request.deadline_at is not None
-        self._news.num_places += call.is_queued
-        call.is_queued = False
+    def _remove(self, state: RequestState) -> None:
+        del self.states[state.request.request_id]
+        self.num_deadlines -= state.request.deadline_at is not None
+        self._output.num_dequeued += state.is_queued
+        state.is_queued = False
 
 
-def find_first_stop(call: Call, token_ids: Sequence[int], *, eos_ids: Collection[int]) -> tuple[int, StopReason | None]:
-    """How many of the next tokens belong to the completion, which have not been entered yet, and why it ends there."""
-    request, sampling = call.request, call.request.sampling
-    num_kept = min(len(token_ids), request.limit - len(request.token_ids))
+def find_first_stop(
+    state: RequestState, token_ids: Sequence[int], *, eos_ids: Collection[int]
+) -> tuple[int, StopReason | None]:
+    """How many of the newly sampled tokens belong to the completion, and why it ends there (None: it does not)."""
+    request, sampling = state.request, state.request.sampling
+    num_kept = min(len(token_ids), request.max_num_tokens - len(request.token_ids))
     ends = eos_ids if not sampling.ignore_eos else ()
-    if call.has_stops or ends:
+    if state.has_stops or ends:
         for index, token_id in enumerate(token_ids[:num_kept]):
             if token_id in ends:
                 return index + 1, "eos"
-            if token_id in sampling.stop_token_ids or (call.matcher is not None and call.matcher.add(token_id)):
+            if token_id in sampling.stop_token_ids or (state.matcher is not None and state.matcher.add(token_id)):
                 return index + 1, "stop"
-    return num_kept, find_limit(request, num_kept)
+    return num_kept, find_length_limit(request, num_kept)
 
 
-def find_limit(request: Request, num_next: int) -> StopReason | None:
-    """Why so many more tokens are all that a request may have; None when there is room left."""
-    if len(request.token_ids) + num_next < request.limit:
+def find_length_limit(request: Request, num_new: int) -> StopReason | None:
+    """The length limit that a request reaches with `num_new` more tokens; None when it may have further tokens."""
+    if len(request.token_ids) + num_new < request.max_num_tokens:
         return None
-    return "length" if request.num_sampled + num_next == request.sampling.max_tokens else "context"
+    return "length" if request.num_sampled + num_new == request.sampling.max_tokens else "context"
 
 
-def hand_out(news: News) -> list[int]:
-    """Tell listeners their tokens and callers their endings; return the requests whose listener failed."""
+def deliver_output(output: StepOutput) -> list[int]:
+    """Call `on_tokens` callbacks and resolve futures; return the ids of requests whose callback raised."""
     failed = []
-    for call, token_ids, logprobs in news.tokens:
-        if call.on_tokens is None or call.future.done():
+    for state, token_ids, logprobs in output.tokens:
+        if state.on_tokens is None or state.future.done():
             continue
         try:
-            call.on_tokens(token_ids, logprobs)
-        except Exception as error:  # noqa: BLE001 - the caller's own code: the error goes back to it alone
-            call.future.set_exception(error)
-            failed.append(call.request.request_id)
-    for call, ending in news.endings:
-        if call.future.done():
+            state.on_tokens(token_ids, logprobs)
+        except Exception as error:  # noqa: BLE001 - the caller's own code: the error goes back to that caller alone
+            state.future.set_exception(error)
+            failed.append(state.request.request_id)
+    for state, result in output.results:
+        if state.future.done():
             continue
-        if isinstance(ending, EngineError):
-            call.future.set_exception(ending)
+        if isinstance(result, EngineError):
+            state.future.set_exception(result)
         else:
-            call.future.set_result(ending)
+            state.future.set_result(result)
     return failed

@@ -1,7 +1,7 @@
-"""One request while it is in the engine: its tokens so far, what is computed of them, and the pages it holds.
+"""One request while it is in the engine: its tokens, how many of them are computed, and the KV-cache blocks it holds.
 
-The scheduler alone changes `pages`, `row`, `num_computed` and the digests; the engine alone appends tokens. Everything
-else is fixed when the request arrives.
+Only the scheduler changes `blocks`, `slot` and the block hashes; only the output processor appends tokens. The prompt,
+the sampling parameters and the limits are fixed when the request arrives.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tunesmith.engine.core.span import PageRun, extend_runs
+from tunesmith.engine.core.span import BlockRun, extend_runs
 from tunesmith.types import Completion, Sampling, StopReason
 
 
@@ -20,52 +20,52 @@ class Request:
     """Mutable state of one call of `generate`."""
 
     request_id: int
-    """Counts arrivals."""
+    """In order of arrival."""
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     order: tuple[int, ...] = ()
     deadline_at: float | None = None
-    """Seconds on the monotonic clock after which the request ends."""
+    """Time on the monotonic clock, in seconds, after which the request ends."""
     max_model_len: int = sys.maxsize
     priority: tuple[tuple[int, ...], int] = field(init=False)
-    """Ascending: who is admitted first and preempted last."""
-    limit: int = field(init=False)
-    """Prompt and sampled tokens at which `max_tokens` or the model's context ends the request."""
+    """Lower values are admitted first and preempted last."""
+    max_num_tokens: int = field(init=False)
+    """Number of prompt and sampled tokens at which `max_tokens` or the model's context ends the request."""
     token_ids: list[int] = field(init=False)
     """Prompt and sampled tokens."""
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    """Pages of the cache in order of position."""
-    runs: list[PageRun] = field(default_factory=list)
-    """The same pages as runs, as far as `find_runs` has looked."""
-    row: int | None = None
-    """Line of the page table while the request runs."""
+    blocks: list[int] = field(default_factory=list)
+    """KV-cache blocks in order of position."""
+    runs: list[BlockRun] = field(default_factory=list)
+    """The same blocks as contiguous runs, as far as `find_runs` has extended them."""
+    slot: int | None = None
+    """Index in the arrays of running requests; None while the request waits, and after it ended."""
     num_computed: int = 0
-    """Tokens whose keys and values are in the pages."""
-    is_launched: bool = False
-    """It is in a block that nobody has read yet; while it is, the scheduler leaves it alone."""
-    digests: list[bytes] = field(default_factory=list)
-    """Of the full pages of `token_ids`, as far as they were needed."""
+    """Tokens whose keys and values are in the cache."""
+    is_inflight: bool = False
+    """Part of a burst that is not read yet; the scheduler does not schedule it meanwhile."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Hashes of the full blocks of `token_ids`, as far as they were needed."""
     num_published: int = 0
-    """Full pages that others can find."""
+    """Full blocks in the prefix cache, where other requests find them."""
     num_cached_tokens: int | None = None
     """Tokens found in the prefix cache at first admission."""
 
     def __post_init__(self) -> None:
         self.priority = (self.order, self.request_id)
         self.token_ids = list(self.prompt_ids)
-        self.limit = min(len(self.prompt_ids) + self.sampling.max_tokens, self.max_model_len)
+        self.max_num_tokens = min(len(self.prompt_ids) + self.sampling.max_tokens, self.max_model_len)
 
     @property
     def num_sampled(self) -> int:
         return len(self.token_ids) - len(self.prompt_ids)
 
-    def find_runs(self) -> list[PageRun]:
-        """The pages as runs; pages that came since the last call are added to those found before."""
-        num_known = sum(run.num_pages for run in self.runs)
-        if num_known < len(self.pages):
-            extend_runs(self.runs, self.pages[num_known:])
+    def find_runs(self) -> list[BlockRun]:
+        """The blocks as contiguous runs; blocks allocated since the last call are added."""
+        num_known = sum(run.num_blocks for run in self.runs)
+        if num_known < len(self.blocks):
+            extend_runs(self.runs, self.blocks[num_known:])
         return self.runs
 
     def append(self, token_id: int, logprob: float, policy_version: int) -> None:
@@ -74,7 +74,7 @@ class Request:
         self.policy_versions.append(policy_version)
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], policy_version: int) -> None:
-        """Append a block of tokens."""
+        """Append several tokens."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.policy_versions += [policy_version] * len(token_ids)
@@ -90,7 +90,7 @@ class Request:
 
 
 def check_sampling(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: int) -> None:
-    """Refuse a request that would break a batch, with what came and what is allowed."""
+    """Raise ValueError for a request that would break the batch it is in."""
     distribution = sampling.distribution
     if not prompt_ids:
         raise ValueError("the prompt has no tokens; give at least one")

@@ -1,4 +1,4 @@
-"""What attention knows of a request in one step: its new tokens, and the pages of its context. Holds no tensors."""
+"""What attention needs of a request in one step: its new tokens and the blocks of its context. Holds no tensors."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class PageRun:
-    """Pages of a request that are neighbours in the cache, so that a view reads them all."""
+class BlockRun:
+    """Consecutive blocks of a request, adjacent in the cache, so that one view reads them all."""
 
     first: int
-    """The first of them."""
-    num_pages: int
+    """The first block."""
+    num_blocks: int
 
 
-def extend_runs(runs: list[PageRun], pages: Sequence[int]) -> None:
-    """Add the pages that follow."""
-    for page in pages:
-        if runs and page == runs[-1].first + runs[-1].num_pages:
-            runs[-1] = PageRun(runs[-1].first, runs[-1].num_pages + 1)
+def extend_runs(runs: list[BlockRun], blocks: Sequence[int]) -> None:
+    """Add the blocks that follow."""
+    for block in blocks:
+        if runs and block == runs[-1].first + runs[-1].num_blocks:
+            runs[-1] = BlockRun(runs[-1].first, runs[-1].num_blocks + 1)
         else:
-            runs.append(PageRun(page, 1))
+            runs.append(BlockRun(block, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """New tokens of one request in the step's row."""
+    """New tokens of one request in the flat row of a step."""
 
     first: int
-    """Index of the first of them in the row."""
+    """Index of the first new token in the row."""
     start: int
-    """Position of the first of them in the request."""
+    """Position of the first new token in the request."""
     stop: int
-    """Position after the last of them: the request's context."""
-    pages: list[int]
-    runs: Sequence[PageRun] = ()
-    """The same pages as runs; kernels that read page tables need none."""
+    """Position after the last new token, which is the length of the context."""
+    blocks: list[int]
+    runs: Sequence[BlockRun] = ()
+    """The same blocks as contiguous runs; empty for kernels that read block tables."""

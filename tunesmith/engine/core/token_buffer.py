@@ -1,8 +1,9 @@
-"""Tokens that requests have drawn in blocks and do not list yet: a line a slot, entered for many requests at once.
+"""Tokens of decode bursts that are not yet copied to their requests: arrays with one line per slot.
 
-Most rows of a block only go on. Their tokens wait here, as numbers, until the request ends or something asks for them.
+Most rows of a burst do not end in it. Their tokens stay here as arrays, appended for all rows at once, until the
+request ends or its tokens are needed.
 
-Axes: S slots, W columns, L lines of a block, R rows.
+Axes: S slots, W columns, L lines of a burst, R rows.
 """
 
 from __future__ import annotations
@@ -10,31 +11,32 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-FIRST_WIDTH = 256
+INITIAL_WIDTH = 256
+"""Columns at first; the arrays at least double when a slot needs more."""
 
 
-class Drawn:
+class TokenBuffer:
     """Token ids and logprobs by slot."""
 
     def __init__(self, num_slots: int) -> None:
-        self._token_ids_SW = np.zeros((num_slots, FIRST_WIDTH), dtype=np.int32)
-        self._logprobs_SW = np.zeros((num_slots, FIRST_WIDTH), dtype=np.float32)
+        self._token_ids_SW = np.zeros((num_slots, INITIAL_WIDTH), dtype=np.int32)
+        self._logprobs_SW = np.zeros((num_slots, INITIAL_WIDTH), dtype=np.float32)
         self._counts_S = np.zeros(num_slots, dtype=np.int64)
 
-    def add(
+    def append(
         self, slots_R: NDArray[np.int64], token_ids_LR: NDArray[np.int32], logprobs_LR: NDArray[np.float32]
     ) -> None:
-        """Append a block's lines, each row to its slot."""
+        """Append a burst's lines, each row to its slot."""
         counts_R = self._counts_S[slots_R]
-        lasts_R = counts_R + len(token_ids_LR)
-        self._widen(int(lasts_R.max(initial=0)))
+        ends_R = counts_R + len(token_ids_LR)
+        self._widen(int(ends_R.max(initial=0)))
         columns_LR = counts_R + np.arange(len(token_ids_LR))[:, None]
         self._token_ids_SW[slots_R, columns_LR] = token_ids_LR
         self._logprobs_SW[slots_R, columns_LR] = logprobs_LR
-        self._counts_S[slots_R] = lasts_R
+        self._counts_S[slots_R] = ends_R
 
     def take(self, slot: int) -> tuple[list[int], list[float]]:
-        """What a slot has drawn since this was last asked."""
+        """Remove and return a slot's token ids and logprobs."""
         count = self._counts_S[slot]
         if not count:
             return [], []
@@ -44,6 +46,6 @@ class Drawn:
     def _widen(self, num_columns: int) -> None:
         width = self._token_ids_SW.shape[1]
         if num_columns > width:
-            more = ((0, 0), (0, max(num_columns - width, width)))
-            self._token_ids_SW = np.pad(self._token_ids_SW, more)
-            self._logprobs_SW = np.pad(self._logprobs_SW, more)
+            padding = ((0, 0), (0, max(num_columns - width, width)))
+            self._token_ids_SW = np.pad(self._token_ids_SW, padding)
+            self._logprobs_SW = np.pad(self._logprobs_SW, padding)

@@ -1,1 +1,1 @@
-"""Sampling on a CPU: the layouts and the attention that are fastest there."""
+"""Sampling on a CPU: linear layers in oneDNN's weight layout."""

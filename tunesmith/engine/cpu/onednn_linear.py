@@ -31,7 +31,7 @@ MIN_PRODUCTS = 350_000
 Forward = Callable[[Tensor], Tensor]
 
 
-class PackedLinears:
+class OneDnnLinears:
     """Packed copies of a model's larger linear layers; none where they would not help."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -6,7 +6,7 @@ rows, a burst of replays and the device-to-host copy of the sampled tokens, and 
 stays on the device for the next launch, so a launch need not wait until the one before is read. Weights are updated in
 place, so graphs stay valid. Finished rows and padding rows write to a scratch block that nothing reads.
 
-Axes: S slots (the maximum number of rows), R rows of a launch, L rows of the token log.
+Axes: S slots (the maximum number of rows), R rows of a launch, L lines of the token log.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tunesmith.engine.batch.decode_burst import Block, BlockRows
-from tunesmith.engine.batch.input_batch import Slots
+from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
+from tunesmith.engine.batch.input_batch import InputBatch
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
-from tunesmith.engine.cuda.kernels.draw import SamplingTensors, sample_next_tokens
-from tunesmith.engine.cuda.kernels.functions import CUDA_OPS
+from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
 from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens
+from tunesmith.engine.cuda.kernels.sample import SamplingTensors, sample_next_tokens
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.engine.cuda.merged_weights import merge_weights
 from tunesmith.model.forward.attention import run_body
@@ -36,32 +36,30 @@ from tunesmith.model.forward.logits import compute_logits
 
 MAX_BURST_STEPS = 64
 """Most steps per launch; a request that finishes within a burst wastes the rest of it."""
-LOG_ROWS = MAX_BURST_STEPS + 1
-"""Log rows per launch: the first token of fresh rows, then one row per step."""
+LOG_LINES = MAX_BURST_STEPS + 1
+"""Log lines per launch: the first token of prefilled rows, then one line per step."""
 NUM_BUFFERS = 2
 """Double buffering: one launch may be queued while the results of another are read."""
 CAPTURE_SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-SOURCE, TOKEN, POSITION, SEED, LOG_ROW, TOP_K = range(6)
-TEMPERATURE, TOP_P, MIN_P = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceTicket:
-    """One launch in the device's queue and the host copy of its token log."""
+class CudaBurstHandle:
+    """Implements `BurstHandle`: a launch in the device's queue and the host copy of its token log."""
 
     event: torch.cuda.Event
     log: Tensor
     num_steps: int
     num_rows: int
 
-    def read(self) -> Block:
+    def read(self) -> BurstOutput:
         self.event.synchronize()
         log = self.log.numpy()[:, : self.num_steps + 1, : self.num_rows]
-        return Block(log[0], log[1].view(np.float32))
+        return BurstOutput(log[0], log[1].view(np.float32))
 
 
 class DecodeGraphs:
-    """The captured decode steps of one model, one per batch size, captured on first use."""
+    """Implements `BurstDecoder` with one captured decode step per batch size, captured on first use."""
 
     def __init__(
         self,
@@ -76,24 +74,23 @@ class DecodeGraphs:
         device = model.device
         self._model, self._cache, self._fused = model, cache, fused
         self._num_slots = max_num_seqs
-        num_columns = count_columns(max_model_len, cache.page_size)
-        self.slots = Slots(max_num_seqs, num_columns=num_columns, scratch_page=len(cache.keys[0]) - 1)
-        self._int_inputs = torch.zeros((6, max_num_seqs), dtype=torch.long, device=device)
-        self._float_inputs = torch.ones((3, max_num_seqs), device=device)
-        self._table = torch.zeros((max_num_seqs, num_columns), dtype=torch.int32, device=device)
-        self._log = torch.zeros((NUM_BUFFERS, 2, LOG_ROWS, max_num_seqs), dtype=torch.int32, device=device)
-        lines = self._log.view(-1, max_num_seqs)
+        num_columns = count_columns(max_model_len, cache.block_size)
+        self.input_batch = InputBatch(max_num_seqs, num_columns=num_columns, scratch_block=len(cache.keys[0]) - 1)
+        self._inputs = _StepInputs.allocate(max_num_seqs, device=device)
+        self._block_table = torch.zeros((max_num_seqs, num_columns), dtype=torch.int32, device=device)
+        self._log = torch.zeros((NUM_BUFFERS, 2, LOG_LINES, max_num_seqs), dtype=torch.int32, device=device)
+        log_lines = self._log.view(-1, max_num_seqs)
         self._sampling = SamplingTensors(
             ids_R=torch.zeros(max_num_seqs, dtype=torch.long, device=device),
-            positions_R=self._int_inputs[POSITION],
-            seeds_R=self._int_inputs[SEED],
-            temperatures_R=self._float_inputs[TEMPERATURE],
-            top_ks_R=self._int_inputs[TOP_K],
-            top_ps_R=self._float_inputs[TOP_P],
-            min_ps_R=self._float_inputs[MIN_P],
-            log_rows_R=self._int_inputs[LOG_ROW],
-            token_log_LR=lines,
-            logprob_log_LR=lines.view(torch.float32)[LOG_ROWS:],
+            positions_R=self._inputs.positions_S,
+            seeds_R=self._inputs.seeds_S,
+            temperatures_R=self._inputs.temperatures_S,
+            top_ks_R=self._inputs.top_ks_S,
+            top_ps_R=self._inputs.top_ps_S,
+            min_ps_R=self._inputs.min_ps_S,
+            log_lines_R=self._inputs.log_lines_S,
+            token_log_LR=log_lines,
+            logprob_log_LR=log_lines.view(torch.float32)[LOG_LINES:],
         )
         config = model.config.get_text_config()
         num_groups = config.num_attention_heads // min(cache.keys[0].shape[1], config.num_attention_heads)
@@ -105,24 +102,25 @@ class DecodeGraphs:
         self._data_pointers = self._get_data_pointers()
 
     @torch.inference_mode()
-    def launch(self, rows: BlockRows, *, num_steps: int) -> DeviceTicket:
-        """Enqueue a burst; `num_steps` 0 only samples the first token of fresh rows."""
+    def launch(self, rows: BurstInput, *, num_steps: int) -> CudaBurstHandle:
+        """Enqueue a burst; `num_steps` 0 only samples the first token of prefilled rows."""
         assert 0 <= num_steps <= MAX_BURST_STEPS
         num_rows = len(rows.slots_R)
-        size, has_truncation = self._choose_capture_size(num_rows), bool(self.slots.is_cut_S[rows.slots_R].any())
+        size = self._choose_capture_size(num_rows)
+        has_truncation = bool(self.input_batch.has_truncation_S[rows.slots_R].any())
         graph = self._get_graph(size, has_truncation) if num_steps else None
         self._buffer = (self._buffer + 1) % NUM_BUFFERS
         staging = self._staging[self._buffer]
         staging.event.synchronize()  # its last launch has been read, unless an error came in between
-        staging.fill(self.slots, rows, size=size, first_log_row=self._buffer * 2 * LOG_ROWS)
+        staging.fill(self.input_batch, rows, size=size, first_log_line=self._buffer * 2 * LOG_LINES)
         self._copy_inputs(staging, size)
-        self._sample_fresh(rows, has_truncation)
+        self._sample_prefilled(rows, has_truncation)
         for _ in range(num_steps):
             assert graph is not None
             graph.replay()
         staging.log.copy_(self._log[self._buffer], non_blocking=True)
         staging.event.record()
-        return DeviceTicket(staging.event, staging.log, num_steps, num_rows)
+        return CudaBurstHandle(staging.event, staging.log, num_steps, num_rows)
 
     def build_prefill_plan(self, spans: Sequence[Span]) -> LayeredPlan:
         return build_prefill_plan(self._cache, spans, tile_tokens=self._tile_tokens, device=self._model.device)
@@ -143,17 +141,16 @@ class DecodeGraphs:
         return [parameter.data_ptr() for parameter in self._model.parameters()]
 
     def _copy_inputs(self, staging: _StagingBuffers, size: int) -> None:
-        self._int_inputs.copy_(staging.ints, non_blocking=True)
-        self._float_inputs.copy_(staging.floats, non_blocking=True)
-        self._table[:size].copy_(staging.table[:size], non_blocking=True)
-        sources, ids = self._int_inputs[SOURCE], self._sampling.ids_R
-        ids.copy_(torch.where(sources < 0, self._int_inputs[TOKEN], ids[sources.clamp(min=0)]))
+        self._inputs.copy_(staging.inputs)
+        self._block_table[:size].copy_(staging.block_table[:size], non_blocking=True)
+        sources, ids = self._inputs.sources_S, self._sampling.ids_R
+        ids.copy_(torch.where(sources < 0, self._inputs.token_ids_S, ids[sources.clamp(min=0)]))
 
-    def _sample_fresh(self, rows: BlockRows, has_truncation: bool) -> None:
-        first = len(rows.slots_R) - rows.num_fresh
-        for hidden_NC in rows.fresh_hidden:
-            fresh_rows = self._sampling.narrow(first, first + len(hidden_NC))
-            sample_next_tokens(compute_logits(self._model, hidden_NC), fresh_rows, has_truncation=has_truncation)
+    def _sample_prefilled(self, rows: BurstInput, has_truncation: bool) -> None:
+        first = len(rows.slots_R) - rows.num_prefilled
+        for hidden_NC in rows.prefill_hidden:
+            prefilled_rows = self._sampling.narrow(first, first + len(hidden_NC))
+            sample_next_tokens(compute_logits(self._model, hidden_NC), prefilled_rows, has_truncation=has_truncation)
             first += len(hidden_NC)
 
     def _choose_capture_size(self, num_rows: int) -> int:
@@ -172,7 +169,7 @@ class DecodeGraphs:
         self._staging[self._buffer].pad(0, size)
         self._copy_inputs(self._staging[self._buffer], size)
         rows = self._sampling.narrow(0, size)
-        plan = build_decode_plan(self._cache, self._table[:size], rows.positions_R)
+        plan = build_decode_plan(self._cache, self._block_table[:size], rows.positions_R)
 
         def run_step() -> None:
             hidden_RC = run_body(self._model, rows.ids_R[None], rows.positions_R[None], plan)[0]
@@ -197,44 +194,92 @@ def capture_graph(run_step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGra
     return graph
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepInputs:
+    """Per-row inputs of a captured step. Fields of one dtype share a matrix, so two copies transfer them all."""
+
+    integers_6S: Tensor
+    floats_3S: Tensor
+    sources_S: Tensor
+    """Row of the previous launch that samples this row's last token; -1: `token_ids_S` holds it."""
+    token_ids_S: Tensor
+    positions_S: Tensor
+    seeds_S: Tensor
+    log_lines_S: Tensor
+    """A token's line of the log is this plus its position."""
+    top_ks_S: Tensor
+    temperatures_S: Tensor
+    top_ps_S: Tensor
+    min_ps_S: Tensor
+
+    @classmethod
+    def allocate(cls, num_slots: int, **options: Any) -> _StepInputs:
+        """Padding rows; `options` are passed to `torch.zeros` and `torch.ones`."""
+        integers_6S = torch.zeros((6, num_slots), dtype=torch.long, **options)
+        floats_3S = torch.ones((3, num_slots), **options)
+        return cls(
+            integers_6S=integers_6S,
+            floats_3S=floats_3S,
+            sources_S=integers_6S[0],
+            token_ids_S=integers_6S[1],
+            positions_S=integers_6S[2],
+            seeds_S=integers_6S[3],
+            log_lines_S=integers_6S[4],
+            top_ks_S=integers_6S[5],
+            temperatures_S=floats_3S[0],
+            top_ps_S=floats_3S[1],
+            min_ps_S=floats_3S[2],
+        )
+
+    def copy_(self, other: _StepInputs) -> None:
+        """Copy all fields of `other` without synchronizing."""
+        self.integers_6S.copy_(other.integers_6S, non_blocking=True)
+        self.floats_3S.copy_(other.floats_3S, non_blocking=True)
+
+
 class _StagingBuffers:
     """One launch's inputs and token log in pinned host memory."""
 
     def __init__(self, graphs: DecodeGraphs) -> None:
-        self.ints, self.floats, self.table, self.log = (
+        self.inputs = _StepInputs.allocate(graphs._num_slots, pin_memory=True)
+        self.block_table, self.log = (
             torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            for tensor in (graphs._int_inputs, graphs._float_inputs, graphs._table, graphs._log[0])
+            for tensor in (graphs._block_table, graphs._log[0])
         )
         self.event = torch.cuda.Event()
         """Recorded after the launch's last copy."""
-        self._scratch_page = graphs.slots.scratch_page
+        self._scratch_block = graphs.input_batch.scratch_block
 
-    def fill(self, slots: Slots, rows: BlockRows, *, size: int, first_log_row: int) -> None:
+    def fill(self, batch: InputBatch, rows: BurstInput, *, size: int, first_log_line: int) -> None:
         """Write a launch's inputs; rows beyond its requests become padding."""
         slots_R, num_rows = rows.slots_R, len(rows.slots_R)
         self.pad(num_rows, size)
-        ints, floats = self.ints.numpy()[:, :num_rows], self.floats.numpy()[:, :num_rows]
-        ints[SOURCE], ints[TOKEN], ints[POSITION] = rows.sources_R, rows.token_ids_R, rows.positions_R
-        ints[SEED], ints[TOP_K] = slots.seeds_S[slots_R], slots.top_ks_S[slots_R]
-        ints[LOG_ROW] = first_log_row - rows.positions_R
-        ints[LOG_ROW, num_rows - rows.num_fresh :] -= 1
-        floats[TEMPERATURE], floats[TOP_P] = slots.temperatures_S[slots_R], slots.top_ps_S[slots_R]
-        floats[MIN_P] = slots.min_ps_S[slots_R]
-        np.take(slots.table_SP, slots_R, axis=0, out=self.table.numpy()[:num_rows], mode="clip")
+        inputs = self.inputs
+        inputs.sources_S.numpy()[:num_rows] = rows.sources_R
+        inputs.token_ids_S.numpy()[:num_rows] = rows.token_ids_R
+        inputs.positions_S.numpy()[:num_rows] = rows.positions_R
+        inputs.seeds_S.numpy()[:num_rows] = batch.seeds_S[slots_R]
+        log_lines_S = inputs.log_lines_S.numpy()
+        log_lines_S[:num_rows] = first_log_line - rows.positions_R
+        log_lines_S[num_rows - rows.num_prefilled : num_rows] -= 1
+        inputs.top_ks_S.numpy()[:num_rows] = batch.top_ks_S[slots_R]
+        inputs.temperatures_S.numpy()[:num_rows] = batch.temperatures_S[slots_R]
+        inputs.top_ps_S.numpy()[:num_rows] = batch.top_ps_S[slots_R]
+        inputs.min_ps_S.numpy()[:num_rows] = batch.min_ps_S[slots_R]
+        np.take(batch.block_table_SP, slots_R, axis=0, out=self.block_table.numpy()[:num_rows], mode="clip")
 
     def pad(self, first: int, last: int) -> None:
         """Turn rows `first` to `last - 1` into padding."""
-        ints, floats = self.ints.numpy(), self.floats.numpy()
-        ints[:, first:last] = 0
-        ints[SOURCE, first:last] = -1
-        floats[:, first:last] = 1.0
-        floats[MIN_P, first:last] = 0.0
-        self.table.numpy()[first:last] = self._scratch_page
+        self.inputs.integers_6S.numpy()[:, first:last] = 0
+        self.inputs.sources_S.numpy()[first:last] = -1
+        self.inputs.floats_3S.numpy()[:, first:last] = 1.0
+        self.inputs.min_ps_S.numpy()[first:last] = 0.0
+        self.block_table.numpy()[first:last] = self._scratch_block
 
 
-def count_columns(max_model_len: int, page_size: int) -> int:
+def count_columns(max_model_len: int, block_size: int) -> int:
     """Columns of the block table, including the tokens that are decoded after a request has finished."""
-    return -(-(max_model_len + 2 * MAX_BURST_STEPS) // page_size) + 1
+    return -(-(max_model_len + 2 * MAX_BURST_STEPS) // block_size) + 1
 
 
 def build_graphs(
@@ -244,6 +289,6 @@ def build_graphs(
     fused = None
     if is_compiled:
         merge_weights(model)
-        max_positions = count_columns(max_model_len, cache.page_size) * cache.page_size
+        max_positions = count_columns(max_model_len, cache.block_size) * cache.block_size
         fused = FusedLayers(model, CUDA_OPS, max_positions=max_positions)
     return DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, fused=fused)

@@ -3,7 +3,7 @@
 `engine.cuda.kernels` registers the CUDA implementations. The schemas are separate from them so that layers can be
 traced and fused on a machine without CUDA.
 
-Axes: R requests, T tokens, I tiles, H query heads, K key-value heads, D head size, B KV-cache blocks, Z block size.
+Axes: R requests, T tokens, I tiles, H query heads, K key-value heads, D head size, P KV-cache blocks, Z block size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _build_output(query_1HTD: Tensor, *_rest: object) -> Tensor:
 paged_decode = torch.ops.tunesmith.paged_decode.default
 """Write each request's new key and value [1, K, R, D] at its position and attend up to it; returns [1, R, H, D].
 
-Takes query [1, H, R, D], the layer's KV-cache blocks [B, K, Z, D], the block table [R, columns] (int32) and positions
+Takes query [1, H, R, D], the layer's KV-cache blocks [P, K, Z, D], the block table [R, columns] (int32) and positions
 [R]. The last axis of query, key and value has stride 1; `sliding_window` 0 and `softcap` 0 mean none.
 """
 paged_prefill = torch.ops.tunesmith.paged_prefill.default

@@ -1,1 +1,1 @@
-"""Runs the sampler's forwards: one step at a time, or a burst ahead of what the host has read."""
+"""Runs the engine's forwards: step by step, or one burst ahead of the host."""

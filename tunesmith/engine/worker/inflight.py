@@ -1,100 +1,137 @@
-"""Rows of a block of steps: what is known of them when it is launched, and where they may end once it is read.
+"""A decode burst in flight: what is known of its rows at launch, and which of them may end once it is read.
 
-All of it is arrays with one entry a row, so that rows which only go on cost the host next to nothing.
+Everything is held in arrays with one entry per row, so rows that continue cost the host almost nothing.
 
-Axes: R rows, L lines of a block, 5 numbers of a row: `SLOT`, `KNOWN`, `LIMIT`, `HAS_STOPS`, `IS_HEARD`.
+Axes: R rows, L lines of a burst.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tunesmith.engine.batch.decode_burst import Block, Ticket
-from tunesmith.engine.core.output_processor import Call
+from tunesmith.engine.batch.decode_burst import BurstHandle, BurstOutput
+from tunesmith.engine.core.output_processor import RequestState
 
-SLOT, KNOWN, LIMIT, HAS_STOPS, IS_HEARD = range(5)
-"""The request's slot; its prompt and sampled tokens, those in flight among them; how many it may have; whether its end
-hangs on more than these and end-of-sequence tokens; whether its call is told of tokens as they come."""
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flight:
-    """A block in the device's queue."""
+class BurstRows:
+    """Rows of a burst, one entry per row."""
 
-    ticket: Ticket
-    calls: list[Call]
-    numbers_5R: NDArray[np.int64]
-    """Tokens of this block are known ones here."""
-    num_fresh: int
-    """The last rows, whose first token is drawn from a prefill."""
+    slots_R: Ints
+    num_tokens_R: Ints
+    """Prompt and sampled tokens of the request, those in flight included."""
+    max_num_tokens_R: Ints
+    """`Request.max_num_tokens`."""
+    has_stops_R: Bools
+    """The request has stop strings or stop token ids."""
+    is_streaming_R: Bools
+    """The request has an `on_tokens` callback."""
+
+    def select(self, rows: Sequence[int] | Ints) -> BurstRows:
+        """These rows, in this order."""
+        index = np.asarray(rows, dtype=np.int64)
+        return BurstRows(**{name: values[index] for name, values in self._list_arrays()})
+
+    def append(self, other: BurstRows) -> BurstRows:
+        """The rows of both."""
+        return BurstRows(
+            **{name: np.concatenate([values, getattr(other, name)]) for name, values in self._list_arrays()}
+        )
+
+    def advance(self, num_steps: int) -> BurstRows:
+        """The rows with `num_steps` more tokens in flight."""
+        return replace(self, num_tokens_R=self.num_tokens_R + num_steps)
+
+    def _list_arrays(self) -> list[tuple[str, NDArray[Any]]]:
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
+
+
+def collect_rows(states: Sequence[RequestState], *, num_prefilled: int) -> BurstRows:
+    """Rows that are in no burst yet; the last `num_prefilled` have their next token in flight."""
+    num_tokens_R = np.array([len(state.request.token_ids) for state in states], dtype=np.int64)
+    num_tokens_R[len(states) - num_prefilled :] += 1
+    return BurstRows(
+        slots_R=np.array([state.request.slot for state in states], dtype=np.int64),
+        num_tokens_R=num_tokens_R,
+        max_num_tokens_R=np.array([state.request.max_num_tokens for state in states], dtype=np.int64),
+        has_stops_R=np.array([state.has_stops for state in states], dtype=np.bool_),
+        is_streaming_R=np.array([state.on_tokens is not None for state in states], dtype=np.bool_),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InflightBurst:
+    """A burst in the device's queue."""
+
+    handle: BurstHandle
+    states: list[RequestState]
+    rows: BurstRows
+    """`num_tokens_R` includes the tokens of this burst."""
+    num_prefilled: int
+    """The last rows, whose first token is sampled from a prefill."""
     num_steps: int
 
     @property
-    def is_wanted(self) -> bool:
-        """Somebody waits for what it draws."""
-        return any(call.request.row is not None for call in self.calls)
+    def has_running_requests(self) -> bool:
+        return any(state.request.slot is not None for state in self.states)
 
-    def find_rows_that_go_on(self) -> list[int]:
-        """Rows that go on whatever the block draws, for their calls are still there and may have more tokens."""
-        has_room = (self.numbers_5R[KNOWN] < self.numbers_5R[LIMIT]).tolist()
-        return [row for row, call in enumerate(self.calls) if has_room[row] and call.request.row is not None]
-
-
-def collect_numbers(calls: Sequence[Call], *, num_fresh: int) -> NDArray[np.int64]:
-    """Numbers [5, R] of rows that were in no block; the next token of fresh ones, which come last, is in flight."""
-    rows = [
-        (call.request.row, len(call.request.token_ids), call.request.limit, call.has_stops, call.on_tokens is not None)
-        for call in calls
-    ]
-    numbers_5R = np.array(rows, dtype=np.int64).reshape(-1, 5).T
-    numbers_5R[KNOWN, len(calls) - num_fresh :] += 1
-    return numbers_5R
+    def find_continuing_rows(self) -> list[int]:
+        """Rows whose request still runs and has not reached its length limit: they may be in the next burst."""
+        has_room = (self.rows.num_tokens_R < self.rows.max_num_tokens_R).tolist()
+        return [row for row, state in enumerate(self.states) if has_room[row] and state.request.slot is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Rows of a block that have drawn as many tokens each and whose calls are still there."""
+class RowsOutput:
+    """Tokens of those rows of a burst that sampled equally many tokens and whose requests still run."""
 
-    calls: list[Call]
-    slots_R: NDArray[np.int64]
+    states: list[RequestState]
+    slots_R: Ints
     token_ids_LR: NDArray[np.int32]
     logprobs_LR: NDArray[np.float32]
-    num_to_eos_R: NDArray[np.int64]
-    """Tokens up to the first end-of-sequence one and with it; far more than there are where there is none."""
-    is_plain_R: NDArray[np.bool_]
-    """The row goes on whatever its tokens are, and every one of them is good."""
-    is_heard_R: NDArray[np.bool_]
-    """The call is told of its tokens now."""
+    num_to_eos_R: Ints
+    """Tokens up to and including the first end-of-sequence token; the largest int64 where there is none."""
+    is_continuing_R: Bools
+    """The row certainly continues after these tokens, and all of them are finite: nothing else needs checking."""
+    is_streaming_R: Bools
+    """The request has an `on_tokens` callback."""
 
 
-def split_rows(flight: Flight, block: Block, *, eos_ids: Collection[int]) -> list[Part]:
-    """The rows that had a last token before the block, and the fresh ones, which have drawn one more."""
-    num_plain = len(flight.calls) - flight.num_fresh
-    parts = [_find_ends(flight, block, range(num_plain, len(flight.calls)), first=0, eos_ids=eos_ids)]
-    if flight.num_steps:
-        parts.insert(0, _find_ends(flight, block, range(num_plain), first=1, eos_ids=eos_ids))
+def split_output(burst: InflightBurst, output: BurstOutput, *, eos_ids: Collection[int]) -> list[RowsOutput]:
+    """Rows that were decoding before the burst, and prefilled rows, which sampled one token more."""
+    num_decoding = len(burst.states) - burst.num_prefilled
+    parts = [_check_rows(burst, output, range(num_decoding, len(burst.states)), first=0, eos_ids=eos_ids)]
+    if burst.num_steps:
+        parts.insert(0, _check_rows(burst, output, range(num_decoding), first=1, eos_ids=eos_ids))
     return parts
 
 
-def _find_ends(flight: Flight, block: Block, rows: range, *, first: int, eos_ids: Collection[int]) -> Part:
-    calls = flight.calls
-    chosen = np.array([row for row in rows if calls[row].request.row is not None], dtype=np.int64)
-    token_ids_LR, logprobs_LR = block.token_ids_LR[first:, chosen], block.logprobs_LR[first:, chosen]
-    numbers_5R = flight.numbers_5R[:, chosen]
+def _check_rows(
+    burst: InflightBurst, output: BurstOutput, rows: range, *, first: int, eos_ids: Collection[int]
+) -> RowsOutput:
+    """Lines from `first` on of the rows whose requests still run."""
+    states = burst.states
+    running = np.array([row for row in rows if states[row].request.slot is not None], dtype=np.int64)
+    token_ids_LR, logprobs_LR = output.token_ids_LR[first:, running], output.logprobs_LR[first:, running]
+    selected = burst.rows.select(running)
     is_eos_LR = np.isin(token_ids_LR, list(eos_ids))
     has_eos_R = is_eos_LR.any(axis=0)
-    is_sound_R = np.isfinite(logprobs_LR).all(axis=0)
-    goes_on_R = (numbers_5R[KNOWN] < numbers_5R[LIMIT]) & ~has_eos_R
-    return Part(
-        calls=[calls[row] for row in chosen.tolist()],
-        slots_R=numbers_5R[SLOT],
+    is_finite_R = np.isfinite(logprobs_LR).all(axis=0)
+    has_room_R = selected.num_tokens_R < selected.max_num_tokens_R
+    return RowsOutput(
+        states=[states[row] for row in running.tolist()],
+        slots_R=selected.slots_R,
         token_ids_LR=token_ids_LR,
         logprobs_LR=logprobs_LR,
         num_to_eos_R=np.where(has_eos_R, is_eos_LR.argmax(axis=0) + 1, np.iinfo(np.int64).max),
-        is_plain_R=goes_on_R & is_sound_R & (numbers_5R[HAS_STOPS] == 0),
-        is_heard_R=numbers_5R[IS_HEARD] == 1,
+        is_continuing_R=has_room_R & ~has_eos_R & is_finite_R & ~selected.has_stops_R,
+        is_streaming_R=selected.is_streaming_R,
     )

@@ -1,63 +1,64 @@
-"""One step of the engine: the scheduler's choice through the model, and what came out to the desk.
+"""A synchronous engine step: schedule, run one forward, wait for it, process its tokens.
 
-It computes a forward and waits for it: each request gets its next token. Where the device decodes blocks of tokens,
-`tunesmith.engine.worker.async_step` takes its place.
+Each scheduled request gets its next token. On devices that decode in bursts, `tunesmith.engine.worker.async_step`
+replaces this stepper.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tunesmith.engine.core.output_processor import Call, Desk, find_first_stop
-from tunesmith.engine.core.scheduler import Work
-from tunesmith.engine.worker.model_runner import Runner
+from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, find_first_stop
+from tunesmith.engine.core.scheduler import ScheduledChunk
+from tunesmith.engine.worker.model_runner import ModelRunner
 
 
-class TokenStepper:
-    """A forward a step."""
+class SyncStepper:
+    """One forward per step."""
 
-    def __init__(self, runner: Runner, desk: Desk) -> None:
+    def __init__(self, runner: ModelRunner, output_processor: OutputProcessor) -> None:
         self._runner = runner
-        self._desk = desk
+        self._output_processor = output_processor
 
     @property
-    def has_flight(self) -> bool:
-        """Whether somebody waits for what the device was told to do."""
+    def has_inflight(self) -> bool:
+        """Whether the device's queue holds work of a request that still runs."""
         return False
 
     def step(self) -> None:
-        schedule = self._desk.scheduler.schedule()
-        self._desk.note_schedule(schedule)
-        if schedule.work:
-            self._desk.counts["steps"] += 1
-            self._run(schedule.work)
+        scheduled = self._output_processor.scheduler.schedule()
+        self._output_processor.record_schedule(scheduled)
+        if scheduled.chunks:
+            self._output_processor.counts["steps"] += 1
+            self._run(scheduled.chunks)
 
     def drain(self) -> None:
-        """Read what is in flight."""
+        """Wait for work in flight and process its tokens."""
 
-    def _run(self, work: Sequence[Work]) -> None:
-        """Compute the work, and enter what it sampled."""
-        sampling, draws = self._runner.run(work)
-        self._desk.scheduler.commit(work)
-        rows = zip(sampling, draws.token_ids, draws.logprobs, draws.is_finite, strict=True)
-        for item, token_id, logprob, is_finite in rows:
-            call = self._desk.calls[item.request.request_id]
+    def _run(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Compute the chunks and process the tokens sampled from them."""
+        sampling, sampled = self._runner.run(chunks)
+        self._output_processor.scheduler.commit(chunks)
+        rows = zip(sampling, sampled.token_ids, sampled.logprobs, sampled.is_finite, strict=True)
+        for chunk, token_id, logprob, is_finite in rows:
+            state = self._output_processor.states[chunk.request.request_id]
             if is_finite:
-                self._enter(call, [token_id], [logprob])
+                self._process_tokens(state, [token_id], [logprob])
             else:
-                self._fail(call)
+                self._fail(state)
 
-    def _enter(self, call: Call, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Take the next tokens of a call up to the one that ends it."""
-        num_kept, stop_reason = find_first_stop(call, token_ids, eos_ids=self._desk.eos_ids)
-        self._desk.add_tokens(call, token_ids[:num_kept], logprobs[:num_kept])
+    def _process_tokens(self, state: RequestState, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append sampled tokens up to the one that ends the request."""
+        num_kept, stop_reason = find_first_stop(state, token_ids, eos_ids=self._output_processor.eos_ids)
+        self._output_processor.add_tokens(state, token_ids[:num_kept], logprobs[:num_kept])
         if stop_reason is not None:
-            self._desk.end(call, stop_reason)
+            self._output_processor.finish(state, stop_reason)
 
-    def _fail(self, call: Call) -> None:
-        """Wipe the pages that nobody but the request holds, for the next holder would read them, and end it.
+    def _fail(self, state: RequestState) -> None:
+        """Fail a request whose logits are not finite, and zero the blocks that it alone holds.
 
-        What it shares is what others compute with: if that is not finite they fail too, and the last of them wipes it.
+        The next holder of these blocks would read their values. Shared blocks stay, since other requests use them; if
+        their values are not finite those requests fail too, and the last of them zeroes the blocks.
         """
-        self._runner.cache.clear(self._desk.scheduler.pool.select_unshared(call.request.pages))
-        self._desk.fail(call)
+        self._runner.cache.clear(self._output_processor.scheduler.pool.select_unshared(state.request.blocks))
+        self._output_processor.fail(state)

@@ -10,6 +10,7 @@ Axes: T tokens of the row, C hidden size, H query heads, K key-value heads, D he
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,21 @@ UNSUPPORTED_INPUTS = ("s_aux", "position_bias", "cache")
 """Attention inputs of a few architectures that plans do not implement; ignoring them would be silently wrong."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """How one layer computes attention scores."""
+
+    scaling: float | None = None
+    """Factor of the dot products; None: 1 / sqrt(head size)."""
+    sliding_window: int | None = None
+    """A token attends to itself and at most `sliding_window - 1` tokens before it; None: to all of them."""
+    softcap: float | None = None
+    """Scores become `softcap * tanh(score / softcap)`; None: no cap."""
+
+    def get_scaling(self, head_size: int) -> float:
+        return head_size**-0.5 if self.scaling is None else self.scaling
+
+
 class AttentionPlan(Protocol):
     """Attention among the tokens of one flat row, for every layer."""
 
@@ -36,14 +52,11 @@ class AttentionPlan(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Take query [1, H, T, D], key and value [1, K, T, D]; return [1, T, H, D].
 
-        `get_layer_index(module)` is the layer. A token sees itself and at most `sliding_window - 1` before it.
+        `get_layer_index(module)` is the layer.
         """
         ...
 
@@ -127,15 +140,13 @@ class CausalPlan:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
         mask_TT = self.mask_TT
-        if sliding_window is not None:
-            mask_TT = mask_TT & (self.distance_TT < sliding_window)
-        return attend_masked(query, key, value, mask_TT, scaling=scaling, softcap=softcap).transpose(1, 2)
+        if options.sliding_window is not None:
+            mask_TT = mask_TT & (self.distance_TT < options.sliding_window)
+        output = attend_masked(query, key, value, mask_TT, scaling=options.scaling, softcap=options.softcap)
+        return output.transpose(1, 2)
 
 
 def _run_attention(
@@ -155,10 +166,8 @@ def _run_attention(
     """The attention function that transformers calls in every layer; returns [B, T, H, D]."""
     if attention_plan is not None:
         _check_supported(module, dropout, kwargs)
-        output = attention_plan.attend(
-            module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap
-        )
-        return output, None
+        options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+        return attention_plan.attend(module, query, key, value, options), None
     if softcap is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

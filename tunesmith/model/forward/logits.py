@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from tunesmith.errors import ModelError
-from tunesmith.model.forward.attention import CausalPlan, get_layer_index, run_body
+from tunesmith.model.forward.attention import AttentionOptions, CausalPlan, get_layer_index, run_body
 
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -83,9 +83,9 @@ class _RecordingPlan(CausalPlan):
         super().__init__(lengths, device)
         self.window_of_layer: dict[int, int | None] = {}
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
-        self.window_of_layer[get_layer_index(module)] = kwargs["sliding_window"]
-        return super().attend(module, query, key, value, **kwargs)
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        self.window_of_layer[get_layer_index(module)] = options.sliding_window
+        return super().attend(module, query, key, value, options)
 
 
 @torch.no_grad()

@@ -17,20 +17,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tunesmith.experience.trie import Trie
-from tunesmith.model.forward.attention import attend_masked
+from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 
 MAX_HANGING_TOKENS = 128
 """Longest segment that hangs from another."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scoring:
-    """How a layer scores pairs of tokens."""
-
-    scaling: float | None
-    window: int | None
-    """A token sees itself and at most `window - 1` of its ancestors."""
-    softcap: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +57,7 @@ class SegmentAttention:
         self.segments = cut_segments(trie)
         self._masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = {}
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Take query [1, H, T, D], key and value [1, K, T, D]; return [1, H, T, D]."""
         lengths = [segment.end - segment.start for segment in self.segments]
         pieces = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
@@ -78,19 +68,19 @@ class SegmentAttention:
                 above_key, above_value = paths[segment.parent]
                 key_P, value_P = torch.cat([above_key, key_P], 2), torch.cat([above_value, value_P], 2)
             paths.append((key_P, value_P))
-            outputs.append(self._attend_segment(query_N, key_P, value_P, scoring))
+            outputs.append(self._attend_segment(query_N, key_P, value_P, options))
         return torch.cat(outputs, 2)
 
-    def _attend_segment(self, query_N: Tensor, key_P: Tensor, value_P: Tensor, scoring: Scoring) -> Tensor:
-        num_tokens, num_keys, window = query_N.shape[2], key_P.shape[2], scoring.window
+    def _attend_segment(self, query_N: Tensor, key_P: Tensor, value_P: Tensor, options: AttentionOptions) -> Tensor:
+        num_tokens, num_keys, window = query_N.shape[2], key_P.shape[2], options.sliding_window
         if window is not None and num_keys > num_tokens + window - 1:
             num_keys = num_tokens + window - 1
             key_P, value_P = key_P[:, :, -num_keys:], value_P[:, :, -num_keys:]
         if window is not None and num_keys <= window:
             window = None
-        if scoring.softcap is not None:
+        if options.softcap is not None:
             mask_NP = self._build_mask(num_tokens, num_keys, window, torch.bool)
-            return attend_masked(query_N, key_P, value_P, mask_NP, scaling=scoring.scaling, softcap=scoring.softcap)
+            return attend_masked(query_N, key_P, value_P, mask_NP, scaling=options.scaling, softcap=options.softcap)
         is_path = window is None and num_keys == num_tokens
         return scaled_dot_product_attention(
             query_N,
@@ -98,7 +88,7 @@ class SegmentAttention:
             value_P,
             attn_mask=None if is_path else self._build_mask(num_tokens, num_keys, window, query_N.dtype),
             is_causal=is_path,
-            scale=scoring.scaling,
+            scale=options.scaling,
             enable_gqa=query_N.shape[1] != key_P.shape[1],
         )
 

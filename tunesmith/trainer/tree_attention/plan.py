@@ -10,6 +10,7 @@ Axes: T tokens of the row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from tunesmith.experience.trie import Trie
-from tunesmith.model.forward.attention import attend_masked
-from tunesmith.trainer.tree_attention.cpu import Scoring, SegmentAttention
+from tunesmith.model.forward.attention import AttentionOptions, attend_masked
+from tunesmith.trainer.tree_attention.cpu import SegmentAttention
 from tunesmith.trainer.tree_attention.tile_schedule import (
     NARROW,
     PADDING,
@@ -60,43 +61,34 @@ class TreePlan:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        *,
-        scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """See `AttentionPlan.attend`."""
         if self._segments is not None:
             num_tokens, num_nodes = query.shape[2], self._trie.num_tokens
             assert num_tokens == num_nodes, f"this plan is for {num_nodes} tokens, not {num_tokens}"
-            window = None if sliding_window is None or sliding_window > self._max_depth else sliding_window
-            scoring = Scoring(scaling=scaling, window=window, softcap=softcap)
-            return self._segments.attend(query, key, value, scoring).transpose(1, 2)
+            if options.sliding_window is not None and options.sliding_window > self._max_depth:
+                options = replace(options, sliding_window=None)
+            return self._segments.attend(query, key, value, options).transpose(1, 2)
         if query.dtype == torch.float64 or value.shape[-1] != query.shape[-1]:
             trie = self._trie if query.shape[2] == self._trie.num_tokens else pad_trie(self._trie)
-            mask = build_mask(trie, sliding_window).to(self._device)
-            return attend_masked(query, key, value, mask, scaling=scaling, softcap=softcap).transpose(1, 2)
+            mask = build_mask(trie, options.sliding_window).to(self._device)
+            output = attend_masked(query, key, value, mask, scaling=options.scaling, softcap=options.softcap)
+            return output.transpose(1, 2)
         num_tokens = query.shape[2]
         if num_added := -num_tokens % PADDING:
             query, key, value = (functional.pad(x, (0, 0, 0, num_added)) for x in (query, key, value))
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = self._attend_tiles(query, key, value, scaling, sliding_window, softcap)
+        output = self._attend_tiles(query, key, value, options)
         return output[:, :num_tokens] if num_added else output
 
-    def _attend_tiles(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def _attend_tiles(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         from tunesmith.trainer.tree_attention.kernels.path_attention import (
             path_attention,  # there on CUDA machines only
         )
         from tunesmith.trainer.tree_attention.kernels.tree_attention import tree_attention  # needs Triton, the same
 
+        scaling = options.get_scaling(query.shape[-1])
+        window, softcap = options.sliding_window, options.softcap
         is_plain = window is None and softcap is None and query.dtype != torch.float32
         if self._path_starts is not None and is_plain and query.shape[-1] <= MAX_PATH_HEAD:
             return path_attention(query, key, value, self._path_starts, scaling)[0]

@@ -5,7 +5,7 @@ Gimelshein, 2018) starts with the new token, whose key and value it writes to th
 the context in tiles. With few requests the context is split over several programs, and a second kernel reduces the
 partial results. RMS norm and rotary embedding of query and key heads can be fused into the same kernel.
 
-Axes: R requests, H query heads, K key-value heads, G query heads of one key-value head, D head size, B KV-cache blocks,
+Axes: R requests, H query heads, K key-value heads, G query heads of one key-value head, D head size, P KV-cache blocks,
 Z block size, T tokens of a tile, S splits of the context.
 """
 
@@ -180,9 +180,9 @@ def run_paged_decode(
     query_1HRD: Tensor,
     key_1KRD: Tensor,
     value_1KRD: Tensor,
-    keys_BKZD: Tensor,
-    values_BKZD: Tensor,
-    block_table_RB: Tensor,
+    keys_PKZD: Tensor,
+    values_PKZD: Tensor,
+    block_table_RP: Tensor,
     positions_R: Tensor,
     scaling: float,
     sliding_window: int,
@@ -193,7 +193,7 @@ def run_paged_decode(
 ) -> Tensor:
     """Implement `tunesmith.engine.cuda.custom_ops.paged_decode`, with an optional fused prologue on the heads."""
     _, num_heads, num_requests, size = query_1HRD.shape
-    num_kv_heads, block_size = keys_BKZD.shape[1], keys_BKZD.shape[2]
+    num_kv_heads, block_size = keys_PKZD.shape[1], keys_PKZD.shape[2]
     num_groups, size_pad = num_heads // num_kv_heads, max(16, triton.next_power_of_2(size))
     num_splits = choose_num_splits(num_requests, num_kv_heads, get_num_sms())
     if config is None:
@@ -207,15 +207,15 @@ def run_paged_decode(
     cos, sin, query_norm, key_norm = get_prologue_tensors(prologue, query_1HRD)
     options = get_launch_options()
     _paged_decode_kernel[(num_requests, num_kv_heads, num_splits)](
-        query_1HRD, key_1KRD, value_1KRD, keys_BKZD, values_BKZD, block_table_RB, positions_R, cos, sin,
+        query_1HRD, key_1KRD, value_1KRD, keys_PKZD, values_PKZD, block_table_RP, positions_R, cos, sin,
         query_norm, key_norm, parts, maxima, sums,
-        scaling, softcap, prologue.epsilon if prologue else 0.0, sliding_window, block_table_RB.stride(0), num_splits,
+        scaling, softcap, prologue.epsilon if prologue else 0.0, sliding_window, block_table_RP.stride(0), num_splits,
         query_1HRD.stride(2), query_1HRD.stride(1), key_1KRD.stride(2), key_1KRD.stride(1),
         value_1KRD.stride(2), value_1KRD.stride(1), cos.stride(1),
         HEADS=num_kv_heads, GROUPS=num_groups, GROUPS_PAD=max(16, triton.next_power_of_2(num_groups)),
         SIZE=size, SIZE_PAD=size_pad, BLOCK_SIZE=block_size, TOKENS=config.tile,
         HAS_SOFTCAP=softcap > 0, HAS_WINDOW=sliding_window > 0, HAS_ROPE=prologue is not None,
-        HAS_NORM=prologue is not None and prologue.query_norm_D is not None, IS_LARGE=keys_BKZD.numel() >= 2**31,
+        HAS_NORM=prologue is not None and prologue.query_norm_D is not None, IS_LARGE=keys_PKZD.numel() >= 2**31,
         PRECISION="ieee" if query_1HRD.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers, **options,
     )  # fmt: skip

@@ -4,7 +4,7 @@ The first kernel writes the new keys and values to their KV-cache blocks. In the
 one request's new tokens, with all query heads of one key-value head, and loops over the request's blocks up to the
 tile's last token; cached and new tokens are read in the same way. Requests of any lengths are concatenated in one row.
 
-Axes: T tokens of the row, R requests, I tiles, H query heads, K key-value heads, D head size, B KV-cache blocks,
+Axes: T tokens of the row, R requests, I tiles, H query heads, K key-value heads, D head size, P KV-cache blocks,
 Z block size, Q (token, query head) pairs of a tile.
 """
 
@@ -122,10 +122,10 @@ def run_paged_prefill(
     query_1HTD: Tensor,
     key_1KTD: Tensor,
     value_1KTD: Tensor,
-    keys_BKZD: Tensor,
-    values_BKZD: Tensor,
+    keys_PKZD: Tensor,
+    values_PKZD: Tensor,
     slot_mapping_T: Tensor,
-    block_table_RB: Tensor,
+    block_table_RP: Tensor,
     spans_3R: Tensor,
     tiles_2I: Tensor,
     scaling: float,
@@ -135,7 +135,7 @@ def run_paged_prefill(
 ) -> Tensor:
     """Implement `tunesmith.engine.cuda.custom_ops.paged_prefill`, with an optional fused prologue on the heads."""
     _, num_heads, num_tokens, size = query_1HTD.shape
-    num_kv_heads, block_size = keys_BKZD.shape[1], keys_BKZD.shape[2]
+    num_kv_heads, block_size = keys_PKZD.shape[1], keys_PKZD.shape[2]
     num_groups, size_pad = num_heads // num_kv_heads, max(16, triton.next_power_of_2(size))
     cos, sin, query_norm, key_norm = get_prologue_tensors(prologue, query_1HTD)
     epsilon = prologue.epsilon if prologue else 0.0
@@ -143,16 +143,16 @@ def run_paged_prefill(
     is_exact = query_1HTD.dtype == torch.float32
     options = get_launch_options()
     _write_kv_cache_kernel[(num_tokens,)](
-        key_1KTD, value_1KTD, keys_BKZD, values_BKZD, slot_mapping_T, cos, sin, key_norm, epsilon,
+        key_1KTD, value_1KTD, keys_PKZD, values_PKZD, slot_mapping_T, cos, sin, key_norm, epsilon,
         key_1KTD.stride(2), key_1KTD.stride(1), value_1KTD.stride(2), value_1KTD.stride(1), cos.stride(1),
         HEADS=num_kv_heads, HEADS_PAD=triton.next_power_of_2(num_kv_heads), SIZE=size, SIZE_PAD=size_pad,
         BLOCK_SIZE=block_size, HAS_NORM=has_norm, HAS_ROPE=prologue is not None, num_warps=2, **options,
     )  # fmt: skip
     output = torch.empty((1, num_tokens, num_heads, size), dtype=query_1HTD.dtype, device=query_1HTD.device)
     _paged_prefill_kernel[(tiles_2I.shape[1], num_kv_heads)](
-        query_1HTD, keys_BKZD, values_BKZD, block_table_RB,
+        query_1HTD, keys_PKZD, values_PKZD, block_table_RP,
         spans_3R[0], spans_3R[1], spans_3R[2], tiles_2I[0], tiles_2I[1],
-        cos, sin, query_norm, output, scaling, softcap, epsilon, sliding_window, block_table_RB.stride(0),
+        cos, sin, query_norm, output, scaling, softcap, epsilon, sliding_window, block_table_RP.stride(0),
         query_1HTD.stride(2), query_1HTD.stride(1), cos.stride(1),
         HEADS=num_kv_heads, GROUPS=num_groups, GROUPS_PAD=triton.next_power_of_2(num_groups), SIZE=size,
         SIZE_PAD=size_pad, BLOCK_SIZE=block_size, ROWS=QUERY_TILE,

@@ -6,7 +6,7 @@ exponentials of each vocabulary tile, in parallel over the whole device. A secon
 token and reads only that tile again. Rows with top-k, top-p or min-p search the smallest logit that they keep as a
 radix search, two bits per pass, which reads their logits about ten times; other rows skip that kernel's work.
 
-Axes: R rows, V vocabulary, I tiles of the vocabulary, L rows of the token log.
+Axes: R rows, V vocabulary, I tiles of the vocabulary, L lines of the token log.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class SamplingTensors:
     """0 disables top-k."""
     top_ps_R: Tensor
     min_ps_R: Tensor
-    log_rows_R: Tensor
-    """Int64: a token's row of the log is this plus its position."""
+    log_lines_R: Tensor
+    """Int64: a token's line of the log is this plus its position."""
     token_log_LR: Tensor
     """Int32."""
     logprob_log_LR: Tensor
@@ -59,7 +59,7 @@ class SamplingTensors:
 
 
 ROW_ARGUMENTS = (
-    "temperatures", "top_ks", "top_ps", "min_ps", "seeds", "positions", "ids", "log_rows", "token_log", "logprob_log",
+    "temperatures", "top_ks", "top_ps", "min_ps", "seeds", "positions", "ids", "log_lines", "token_log", "logprob_log",
 )  # fmt: skip
 """Pointers that start at any row: without specializing on their alignment one compiled kernel serves all."""
 
@@ -174,7 +174,8 @@ def _has_truncation(temperature, top_k, top_p, min_p):
 
 @triton.jit(do_not_specialize_on_alignment=ROW_ARGUMENTS)
 def _sample_truncated_kernel(
-    logits, maxima, sums, temperatures, top_ks, top_ps, min_ps, seeds, positions, ids, log_rows, token_log, logprob_log,
+    logits, maxima, sums, temperatures, top_ks, top_ps, min_ps, seeds, positions, ids,
+    log_lines, token_log, logprob_log,
     vocab_size, row_stride, num_tiles, log_stride,
     TILES: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, HAS_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -217,7 +218,7 @@ def _sample_truncated_kernel(
                 is_searching = token_id >= vocab_size
             before += here
         logprob = (tl.load(logits + chosen).to(tl.float32) - maximum) * scale - tl.log(total)
-        at = (tl.load(log_rows + row) + position + 1) * log_stride + row
+        at = (tl.load(log_lines + row) + position + 1) * log_stride + row
         tl.store(token_log + at, chosen)
         tl.store(logprob_log + at, logprob)
         tl.store(ids + row, tl.cast(chosen, tl.int64))
@@ -225,7 +226,8 @@ def _sample_truncated_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=ROW_ARGUMENTS)
 def _sample_kernel(
-    logits, maxima, sums, temperatures, top_ks, top_ps, min_ps, seeds, positions, ids, log_rows, token_log, logprob_log,
+    logits, maxima, sums, temperatures, top_ks, top_ps, min_ps, seeds, positions, ids,
+    log_lines, token_log, logprob_log,
     vocab_size, row_stride, num_tiles, log_stride,
     TILES: tl.constexpr, TOKENS: tl.constexpr, HAS_TRUNCATION: tl.constexpr, HAS_PDL: tl.constexpr,
 ):  # fmt: skip
@@ -256,7 +258,7 @@ def _sample_kernel(
     if HAS_TRUNCATION:
         top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
         is_sampled_here = not _has_truncation(temperature, top_k, top_p, min_p)
-    at = (tl.load(log_rows + row) + position + 1) * log_stride + row
+    at = (tl.load(log_lines + row) + position + 1) * log_stride + row
     tl.store(token_log + at, chosen, mask=is_sampled_here)
     tl.store(logprob_log + at, logprob, mask=is_sampled_here)
     tl.store(ids + row, tl.cast(chosen, tl.int64), mask=is_sampled_here)
@@ -279,7 +281,7 @@ def sample_next_tokens(logits_RV: Tensor, rows: SamplingTensors, *, has_truncati
     )  # fmt: skip
     arguments = (
         logits_RV, maxima_RI, sums_RI, rows.temperatures_R, rows.top_ks_R, rows.top_ps_R, rows.min_ps_R, rows.seeds_R,
-        rows.positions_R, rows.ids_R, rows.log_rows_R, rows.token_log_LR, rows.logprob_log_LR,
+        rows.positions_R, rows.ids_R, rows.log_lines_R, rows.token_log_LR, rows.logprob_log_LR,
         vocab_size, logits_RV.stride(0), num_tiles, rows.token_log_LR.stride(0),
     )  # fmt: skip
     tiles = triton.next_power_of_2(num_tiles)

@@ -1,4 +1,4 @@
-"""Blocks of steps on a CPU: the device of `BlockStepper` in slow motion.
+"""Blocks of steps on a CPU: the device of `AsyncStepper` in slow motion.
 
 Like a device it computes what it was told in the order of the launches, rows that have ended included, and shows a
 launch's tokens only when they are read.
@@ -15,56 +15,58 @@ import numpy as np
 import torch
 
 from engines import build_engine
-from tunesmith.engine.batch.decode_burst import Block, BlockRows
-from tunesmith.engine.batch.input_batch import Slots
-from tunesmith.engine.batch.kv_cache import PagedPlan
+from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
+from tunesmith.engine.batch.input_batch import InputBatch
+from tunesmith.engine.batch.kv_cache import PagedAttentionPlan
 from tunesmith.engine.batch.sampler import sample_tokens
-from tunesmith.engine.core.span import PageRun, Span, extend_runs
+from tunesmith.engine.core.span import BlockRun, Span, extend_runs
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.worker.model_runner import Runner
+from tunesmith.engine.worker.model_runner import ModelRunner
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logits import compute_logits
 from tunesmith.types import Distribution
 
-MAX_BLOCK = 64
+MAX_BURST = 64
 
 
 @dataclass
-class HostTicket:
-    block: Block
+class HostBurstHandle:
+    output: BurstOutput
     is_read: bool = False
 
-    def read(self) -> Block:
+    def read(self) -> BurstOutput:
         self.is_read = True
-        return self.block
+        return self.output
 
 
-class HostBlocks:
-    """Implements `tunesmith.engine.batch.decode_burst.BlockDecoder`."""
+class HostBurstDecoder:
+    """Implements `tunesmith.engine.batch.decode_burst.BurstDecoder`."""
 
-    def __init__(self, runner: Runner, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, runner: ModelRunner, *, max_num_seqs: int, max_model_len: int) -> None:
         old = runner.cache
         shapes = [(keys.shape[0], keys.shape[1] + 1, *keys.shape[2:]) for keys in old.keys]
         runner.cache.keys = [torch.zeros(shape) for shape in shapes]
         runner.cache.values = [torch.zeros(shape) for shape in shapes]
         self._model, self._cache = runner.model, runner.cache
-        num_columns = (max_model_len + 2 * MAX_BLOCK) // old.page_size + 2
-        self.slots = Slots(max_num_seqs, num_columns=num_columns, scratch_page=self._cache.keys[0].shape[1] - 1)
+        num_columns = (max_model_len + 2 * MAX_BURST) // old.block_size + 2
+        self.input_batch = InputBatch(
+            max_num_seqs, num_columns=num_columns, scratch_block=self._cache.keys[0].shape[1] - 1
+        )
         self._ids: list[int] = []
-        self.tickets: list[HostTicket] = []
+        self.tickets: list[HostBurstHandle] = []
         self.most_unread = 0
 
-    def launch(self, rows: BlockRows, *, num_steps: int) -> HostTicket:
-        num_rows, num_plain = len(rows.slots_R), len(rows.slots_R) - rows.num_fresh
+    def launch(self, rows: BurstInput, *, num_steps: int) -> HostBurstHandle:
+        num_rows, num_plain = len(rows.slots_R), len(rows.slots_R) - rows.num_prefilled
         known = zip(rows.sources_R, rows.token_ids_R, strict=True)
         ids = [self._ids[source] if source >= 0 else int(token_id) for source, token_id in known]
         positions = rows.positions_R.copy()
-        table = self.slots.table_SP[rows.slots_R].copy()
+        table = self.input_batch.block_table_SP[rows.slots_R].copy()
         tokens = np.full((num_steps + 1, num_rows), -7, dtype=np.int32)
         logprobs = np.full((num_steps + 1, num_rows), np.nan, dtype=np.float32)
-        if rows.num_fresh:
+        if rows.num_prefilled:
             self._draw(
-                torch.cat(list(rows.fresh_hidden)),
+                torch.cat(list(rows.prefill_hidden)),
                 rows,
                 range(num_plain, num_rows),
                 positions,
@@ -82,7 +84,7 @@ class HostBlocks:
                 hidden.append(body[0])
             self._draw(torch.cat(hidden), rows, range(num_rows), positions, ids, step + 1, tokens, logprobs)
         self._ids = ids
-        self.tickets.append(HostTicket(Block(tokens, logprobs)))
+        self.tickets.append(HostBurstHandle(BurstOutput(tokens, logprobs)))
         self.most_unread = max(self.most_unread, sum(not ticket.is_read for ticket in self.tickets))
         return self.tickets[-1]
 
@@ -90,20 +92,20 @@ class HostBlocks:
         slots = rows.slots_R[list(chosen)]
         distributions = [
             Distribution(
-                temperature=float(self.slots.temperatures_S[slot]), top_k=int(self.slots.top_ks_S[slot]),
-                top_p=float(self.slots.top_ps_S[slot]), min_p=float(self.slots.min_ps_S[slot]),
+                temperature=float(self.input_batch.temperatures_S[slot]), top_k=int(self.input_batch.top_ks_S[slot]),
+                top_p=float(self.input_batch.top_ps_S[slot]), min_p=float(self.input_batch.min_ps_S[slot]),
             )
             for slot in slots
         ]  # fmt: skip
-        seeds, at = self.slots.seeds_S[slots].tolist(), [int(positions[row]) + 1 for row in chosen]
-        draws = sample_tokens(compute_logits(self._model, hidden_NC).float(), distributions, seeds, at)
+        seeds, at = self.input_batch.seeds_S[slots].tolist(), [int(positions[row]) + 1 for row in chosen]
+        sampled = sample_tokens(compute_logits(self._model, hidden_NC).float(), distributions, seeds, at)
         for index, row in enumerate(chosen):
-            ids[row] = tokens[line, row] = draws.token_ids[index]
-            logprobs[line, row] = draws.logprobs[index] if draws.is_finite[index] else np.nan
+            ids[row] = tokens[line, row] = sampled.token_ids[index]
+            logprobs[line, row] = sampled.logprobs[index] if sampled.is_finite[index] else np.nan
             positions[row] += 1
 
-    def build_prefill_plan(self, spans: Sequence[Span]) -> PagedPlan:
-        return PagedPlan(self._cache, [_find_runs(span) for span in spans], torch.device("cpu"))
+    def build_prefill_plan(self, spans: Sequence[Span]) -> PagedAttentionPlan:
+        return PagedAttentionPlan(self._cache, [_find_runs(span) for span in spans], torch.device("cpu"))
 
     def installed(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -113,19 +115,19 @@ class HostBlocks:
 
 
 def _find_runs(span: Span) -> Span:
-    """Kernels read page tables; the plan of a CPU reads runs."""
-    runs: list[PageRun] = []
-    extend_runs(runs, span.pages)
+    """Kernels read block tables; the plan of a CPU reads runs."""
+    runs: list[BlockRun] = []
+    extend_runs(runs, span.blocks)
     return dataclasses.replace(span, runs=runs)
 
 
-def build_block_engine(model: str = "llama", *, max_model_len: int = 128, **settings: object) -> LocalEngine:
-    """An engine that decodes in blocks."""
+def build_burst_engine(model: str = "llama", *, max_model_len: int = 128, **settings: object) -> LocalEngine:
+    """An engine that decodes in bursts."""
     engine = build_engine(model, max_model_len=max_model_len, **settings)
-    engine._runner._packed = None
+    engine._runner._onednn_linears = None
     engine._runner.has_graphs = True
-    engine._runner._blocks = HostBlocks(
+    engine._runner._burst_decoder = HostBurstDecoder(
         engine._runner, max_num_seqs=engine._settings.max_num_seqs, max_model_len=max_model_len
     )
-    engine._desk, engine._stepper = engine._build_stepper()
+    engine._output_processor, engine._stepper = engine._build_stepper()
     return engine
