@@ -17,7 +17,7 @@ import pytest
 from tunesmith.config import RolloutSection
 from tunesmith.engine.event_loop import shutdown as leftovers
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.engine.event_loop.thread_calls import Threads
+from tunesmith.engine.event_loop.thread_calls import ThreadPool
 from tunesmith.errors import RolloutError
 
 
@@ -179,7 +179,7 @@ def test_there_are_as_many_threads_as_rollouts_at_once() -> None:
 
 
 def test_threads_serve_calls_in_order_and_hand_on_errors() -> None:
-    threads = Threads(1)
+    threads = ThreadPool(1)
     seen: list[int] = []
     futures = [threads.submit(seen.append, number) for number in range(20)]
     failing = threads.submit(lambda: 1 / 0)

@@ -1,13 +1,12 @@
-"""Keys and values in blocks, and the attention plan of one engine step.
+"""The paged KV cache, and the attention plan of one engine step on a CPU.
 
-A step's tokens lie side by side in one row. First every layer writes their keys and values into the blocks; then they
-attend: requests with one new token over views of their blocks where contexts are long, others with few new tokens in
-batches of similar context over gathered blocks, longer chunks one by one. Everything a layer needs besides its own
-tensors is made once a step from the block tables, so that a kernel that reads the tables itself can take this plan's
-place.
+The tokens of a step form one flat row. Each layer first writes their keys and values into the cache; then they attend:
+requests with one new token over views of their blocks where contexts are long, other requests with few new tokens in
+batches of similar context length over gathered blocks, longer chunks one by one. What all layers need (slot mappings,
+gather indices, masks) is built once per step from the block tables.
 
 Axes: T tokens of the step, R requests of a batch, Q new tokens of a request, S context, H query heads, K key-value
-heads, G query heads of one key-value head, P blocks, Z tokens of a block, D head size.
+heads, G query heads of one key-value head, P physical blocks, Z tokens of a block, D head size.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tunesmith.engine.batch.run_attention import RunBatch
+from tunesmith.engine.batch.contiguous_attention import ContiguousBatch
 from tunesmith.engine.core.span import Span
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked, get_layer_index
 
 MAX_BATCHED_QUERIES = 16
-"""Requests with more new tokens attend one by one."""
+"""Requests with more new tokens attend one request at a time."""
 MAX_WASTED_TOKENS = 512
-"""Padding a batch of contexts may hold before it is split: about what one more batch costs in a layer."""
+"""Padding tokens at which a batch of contexts is split: about the cost of one more batch per layer."""
 RUN_BYTES = 1 << 18
-"""Keys and values that cost as much to gather as one more run of blocks does to attend over."""
+"""Bytes of keys and values whose gathering costs as much as attending over one more contiguous run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class KVCache:
         device: torch.device,
         is_head_major: bool = False,
     ) -> None:
-        """Head by head, blocks that are neighbours hold a head's keys side by side, and a view reads them."""
+        """With `is_head_major`, adjacent blocks hold one head's keys contiguously, so that a view can read them."""
         self.block_size = block_size
         self._block_axis = int(is_head_major)
         sizes = [(num_blocks, shape.num_kv_heads, block_size, shape.head_size) for shape in shapes]
@@ -65,22 +64,22 @@ class KVCache:
         self.values = [_build_zeros(size, dtype, device) for size in sizes]
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks that may hold values that are not finite: a masked one still spoils a sum."""
+        """Zero blocks that may hold non-finite values: even masked, they would turn attention sums into NaN."""
         for tensor in (*self.keys, *self.values):
             tensor.index_fill_(self._block_axis, torch.tensor(list(blocks), dtype=torch.long, device=tensor.device), 0)
 
 
 def _build_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU the memory is taken only when a block is first written."""
+    """Zeros; on a CPU the system commits memory only when a block is first written."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(size)
 
 
 class PagedAttentionPlan:
-    """How one step's tokens are written and attend; build one a step, over a cache that is head-major.
+    """The `AttentionPlan` of one step, over a head-major cache.
 
-    Spans come in the order of `get_span_order`, with their runs.
+    Spans are ordered by `get_span_order` and have their runs set.
     """
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], device: torch.device) -> None:
@@ -90,14 +89,16 @@ class PagedAttentionPlan:
         blocks = [_find_blocks(span, size) for span in spans]
         self._token_blocks_T = torch.from_numpy(np.concatenate(blocks)).to(device)
         self._offsets_T = torch.from_numpy(np.concatenate(positions) % size).to(device)
-        self._slots: dict[int, Tensor] = {}
+        self._slot_mappings: dict[int, Tensor] = {}
         single = [span for span in spans if span.stop - span.start == 1]
         few = [span for span in spans if 1 < span.stop - span.start <= MAX_BATCHED_QUERIES]
-        self._batches: list[_SpanBatch | RunBatch] = [
-            RunBatch(batch, block_size=size, device=device) if is_viewed else _SpanBatch(batch, cache, device)
-            for batch, is_viewed in _choose_views(split_by_context(single), cache)
+        self._batches: list[_GatheredBatch | ContiguousBatch] = [
+            ContiguousBatch(batch, block_size=size, device=device)
+            if is_contiguous
+            else _GatheredBatch(batch, cache, device)
+            for batch, is_contiguous in _choose_views(split_by_context(single), cache)
         ]
-        self._batches += [_SpanBatch(batch, cache, device) for batch in split_by_context(few)]
+        self._batches += [_GatheredBatch(batch, cache, device) for batch in split_by_context(few)]
         self._chunks = [_Chunk(span, cache) for span in spans if span.stop - span.start > MAX_BATCHED_QUERIES]
 
     def attend(
@@ -110,7 +111,7 @@ class PagedAttentionPlan:
     ) -> Tensor:
         layer = get_layer_index(module)
         keys_KPZD, values_KPZD = self.cache.keys[layer], self.cache.values[layer]
-        slots = self._get_slots(key.shape[1], keys_KPZD.shape[1])
+        slots = self._get_slot_mapping(key.shape[1], keys_KPZD.shape[1])
         _write(keys_KPZD, slots, key)
         _write(values_KPZD, slots, value)
         query_THD = query[0].transpose(0, 1)
@@ -124,21 +125,21 @@ class PagedAttentionPlan:
             )
         for chunk in self._chunks:
             rows = slice(chunk.first, chunk.last)
-            fresh = (key[:, :, rows], value[:, :, rows])
-            output_THD[rows] = chunk.attend(query[:, :, rows], fresh, keys_KPZD, values_KPZD, options)
+            new_keys_values = (key[:, :, rows], value[:, :, rows])
+            output_THD[rows] = chunk.attend(query[:, :, rows], new_keys_values, keys_KPZD, values_KPZD, options)
         return output_THD[None]
 
-    def _get_slots(self, num_kv_heads: int, num_blocks: int) -> Tensor:
-        """Where each [T, K] vector lies in the blocks seen as rows of D; the same in all layers of as many heads."""
-        if num_kv_heads not in self._slots:
+    def _get_slot_mapping(self, num_kv_heads: int, num_blocks: int) -> Tensor:
+        """Index of each [T, K] vector in the cache seen as rows of D; shared by layers with equally many heads."""
+        if num_kv_heads not in self._slot_mappings:
             heads_K = torch.arange(num_kv_heads, device=self._token_blocks_T.device)
             slots_TK = (self._token_blocks_T[:, None] + heads_K * num_blocks) * self.cache.block_size
-            self._slots[num_kv_heads] = (slots_TK + self._offsets_T[:, None]).flatten()
-        return self._slots[num_kv_heads]
+            self._slot_mappings[num_kv_heads] = (slots_TK + self._offsets_T[:, None]).flatten()
+        return self._slot_mappings[num_kv_heads]
 
 
 def get_span_order(start: int, stop: int) -> tuple[int, int]:
-    """Key of the order in which a plan wants spans: one new token, few, many; by context among these."""
+    """Sort key of the spans of a plan: one new token, few, many; by context length within each."""
     num_new = stop - start
     return (0 if num_new == 1 else 1 if num_new <= MAX_BATCHED_QUERIES else 2), stop
 
@@ -151,7 +152,7 @@ def _find_blocks(span: Span, block_size: int) -> NDArray[np.int64]:
 
 
 def _choose_views(batches: Sequence[list[Span]], cache: KVCache) -> Iterator[tuple[list[Span], bool]]:
-    """Batches, and whether each attends over views of its runs, which costs a call a run, or over a gathered copy."""
+    """Batches, and whether each attends over views, at one call per contiguous run, or over a gathered copy."""
     token_bytes = 2 * cache.keys[0].shape[0] * cache.keys[0].shape[-1] * cache.keys[0].itemsize
     viewed: list[Span] = []
     for batch in batches:
@@ -173,7 +174,7 @@ def _write(blocks_KPZD: Tensor, slots: Tensor, states_1KTD: Tensor) -> None:
 
 
 def split_by_context(spans: Sequence[Span]) -> list[list[Span]]:
-    """Split spans that lie in ascending order of context so that padding each group to its longest wastes little."""
+    """Split spans, sorted by context length, into groups that waste little when padded to their longest context."""
     groups: list[list[Span]] = []
     wasted = 0
     for span in spans:
@@ -187,8 +188,8 @@ def split_by_context(spans: Sequence[Span]) -> list[list[Span]]:
     return groups
 
 
-class _SpanBatch:
-    """Requests with few new tokens, padded to the longest context and to the most new tokens among them."""
+class _GatheredBatch:
+    """Requests with few new tokens, padded to their longest context and their largest number of new tokens."""
 
     def __init__(self, spans: list[Span], cache: KVCache, device: torch.device) -> None:
         self.first, self.last = spans[0].first, spans[-1].first + spans[-1].stop - spans[-1].start
@@ -202,7 +203,7 @@ class _SpanBatch:
         self._table_RP = torch.from_numpy(table).to(device)
         starts_R1 = torch.tensor([span.start for span in spans], device=device)[:, None]
         self._positions_RQ = starts_R1 + torch.arange(self._num_queries, device=device)
-        self._is_even = self._num_queries == 1 and all(span.stop == self._num_contexts for span in spans)
+        self._has_equal_contexts = self._num_queries == 1 and all(span.stop == self._num_contexts for span in spans)
         self._pad = self._build_padding(device) if self._num_queries > 1 else None
         self._gathers: dict[int, Tensor] = {}
         self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
@@ -214,7 +215,7 @@ class _SpanBatch:
         values_KPZD: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Take and return the batch's own tokens [T, H, D]."""
+        """Attention output [T, H, D] of the batch's tokens, given their queries [T, H, D]."""
         num_rows, num_kv_heads, head_size = len(self._counts), keys_KPZD.shape[0], query_THD.shape[-1]
         num_groups = query_THD.shape[1] // num_kv_heads
         gather = self._get_gather(num_kv_heads, keys_KPZD.shape[1])
@@ -232,16 +233,16 @@ class _SpanBatch:
         return output_THD if self._pad is None else output_THD[self._pad[1]]
 
     def _build_padding(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Which token fills each of R x Q places, and at which place each token comes back."""
-        sources, places, first = [], [], 0
+        """The token in each of the R x Q padded positions, and the padded position of each token."""
+        sources, positions, first = [], [], 0
         for row, count in enumerate(self._counts):
             sources += [first + min(query, count - 1) for query in range(self._num_queries)]
-            places += [row * self._num_queries + query for query in range(count)]
+            positions += [row * self._num_queries + query for query in range(count)]
             first += count
-        return torch.tensor(sources, device=device), torch.tensor(places, device=device)
+        return torch.tensor(sources, device=device), torch.tensor(positions, device=device)
 
     def _get_gather(self, num_kv_heads: int, num_blocks: int) -> Tensor:
-        """Which [Z, D] blocks make the context of each request and head, head by head."""
+        """Index of the [Z, D] blocks that form the context of each request and head."""
         if num_kv_heads not in self._gathers:
             heads_K1 = torch.arange(num_kv_heads, device=self._table_RP.device)[:, None]
             self._gathers[num_kv_heads] = (self._table_RP[:, None] + heads_K1 * num_blocks).flatten()
@@ -250,11 +251,11 @@ class _SpanBatch:
     def _get_mask(
         self, num_kv_heads: int, num_groups: int, sliding_window: int | None, dtype: torch.dtype
     ) -> Tensor | None:
-        """What is added to the scores [R x K, Q x G, S]: 0 or -inf; None where every score counts."""
+        """Additive mask [R x K, Q x G, S] of 0 and -inf; None where no score is masked."""
         name = (num_kv_heads, num_groups, sliding_window)
         if name not in self._masks:
             is_windowed = sliding_window is not None and sliding_window < self._num_contexts
-            if self._is_even and not is_windowed:
+            if self._has_equal_contexts and not is_windowed:
                 self._masks[name] = None
             else:
                 self._masks[name] = self._build_mask(num_kv_heads, num_groups, sliding_window, dtype)
@@ -271,7 +272,7 @@ class _SpanBatch:
 
 
 def _gather_blocks(blocks_KPZD: Tensor, gather: Tensor, num_rows: int) -> Tensor:
-    """Contexts [R x K, P x Z, D], each request's blocks side by side."""
+    """Contexts [R x K, P x Z, D]: each request's blocks concatenated."""
     num_kv_heads, num_blocks, block_size, head_size = blocks_KPZD.shape
     blocks = blocks_KPZD.view(num_kv_heads * num_blocks, block_size * head_size).index_select(0, gather)
     return blocks.view(num_rows * num_kv_heads, -1, head_size)
@@ -290,7 +291,7 @@ def _compute_scores(
 
 
 class _Chunk:
-    """Many new tokens of one request."""
+    """A prefill chunk: many new tokens of one request."""
 
     def __init__(self, span: Span, cache: KVCache) -> None:
         self.first, self.last = span.first, span.first + span.stop - span.start
@@ -301,28 +302,32 @@ class _Chunk:
     def attend(
         self,
         query_1HQD: Tensor,
-        fresh: tuple[Tensor, Tensor],
+        new_keys_values: tuple[Tensor, Tensor],
         keys_KPZD: Tensor,
         values_KPZD: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Return the chunk's tokens [Q, H, D]; `fresh` are their own keys and values [1, K, Q, D]."""
+        """Attention output [Q, H, D]; `new_keys_values` are the chunk's own keys and values [1, K, Q, D]."""
         window = options.sliding_window
         if window is not None and window >= self._stop:
             window = None
         scaling = options.get_scaling(query_1HQD.shape[-1])
         if self._start == 0 and window is None and options.softcap is None:
             output = functional.scaled_dot_product_attention(
-                query_1HQD, *fresh, is_causal=True, scale=scaling, enable_gqa=query_1HQD.shape[1] != fresh[0].shape[1]
+                query_1HQD,
+                *new_keys_values,
+                is_causal=True,
+                scale=scaling,
+                enable_gqa=query_1HQD.shape[1] != new_keys_values[0].shape[1],
             )
             return output[0].transpose(0, 1)
-        keys, values = (self._read(keys_KPZD), self._read(values_KPZD)) if self._start else fresh
+        keys, values = (self._read(keys_KPZD), self._read(values_KPZD)) if self._start else new_keys_values
         mask = self._get_mask(window, query_1HQD.device)
         output = attend_masked(query_1HQD, keys, values, mask, scaling=scaling, softcap=options.softcap)
         return output[0].transpose(0, 1)
 
     def _read(self, blocks_KPZD: Tensor) -> Tensor:
-        """The request's whole context [1, K, S, D]."""
+        """Keys or values of the request's whole context [1, K, S, D]."""
         runs = [blocks_KPZD[:, run].flatten(1, 2) for run in self._runs]
         context_KSD = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
         return context_KSD[None, :, : self._stop]

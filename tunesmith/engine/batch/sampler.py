@@ -1,11 +1,12 @@
-"""From logits to one token a row and its logprob, each row under its own distribution.
+"""Sampling: logits to one token per row and its logprob, each row under its own distribution.
 
-A row's draw is one uniform number made by hashing its seed and position, put through the inverse of the cumulative
-distribution: what else is in the batch cannot change it. The logprob is that of the truncated, renormalised
-distribution the token was drawn from. Rows whose logits are not finite come back marked, with no meaning. The
-distribution itself is defined in `model.forward.distribution`; rows of many distributions are handled here at once.
+A row's token is determined by one uniform number, hashed from its seed and position, through the inverse of the
+cumulative distribution; the rest of the batch cannot change it. The logprob is under the truncated, renormalised
+distribution that the token was sampled from. Rows with non-finite logits are marked, and their values are undefined.
+The distribution itself is defined in `model.forward.distribution`; this module handles rows of many distributions at
+once.
 
-Axes: N rows, V vocabulary, M likeliest tokens, B tiles of the vocabulary, Z tokens of a tile.
+Axes: N rows, V vocabulary, M most likely tokens, B tiles of the vocabulary, Z tokens of a tile.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from torch import Tensor
 from tunesmith.types import Distribution
 
 NUM_CANDIDATES = 256
-"""Top-p first looks among so many likeliest tokens, and sorts the whole vocabulary only where these hold too little."""
+"""Most likely tokens that top-p considers first; it sorts the whole vocabulary only if their mass is too small."""
 
 MAX_TILE_SIZE = 512
-"""The cumulative distribution is scanned in tiles of at most so many tokens, then within one of them."""
+"""Tokens of a tile: the cumulative distribution is scanned over tiles, then within one tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """One token a row."""
+    """One token per row."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -41,7 +42,7 @@ class SamplerOutput:
 def sample_tokens(
     logits_NV: Tensor, distributions: Sequence[Distribution], seeds: Sequence[int], positions: Sequence[int]
 ) -> SamplerOutput:
-    """Draw one token a row; `logits_NV` is float32 and is overwritten."""
+    """Sample one token per row; `logits_NV` is float32 and is overwritten."""
     _add_bias(logits_NV, distributions)
     temperatures = [distribution.temperature for distribution in distributions]
     if any(temperature not in (0.0, 1.0) for temperature in temperatures):
@@ -81,7 +82,7 @@ def _mix(state_N: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def wrap_int64(number: int) -> int:
-    """The int64 of the same bits."""
+    """The int64 with the same bits as the number modulo 2**64."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -92,14 +93,14 @@ def _choose_tile_size(vocab_size: int) -> int:
 
 
 def _sum_tiles(weights_NV: Tensor) -> Tensor:
-    """Cumulative weight [N, B] at the end of each tile of the vocabulary: far fewer numbers to scan than V."""
+    """Cumulative weight [N, B] at the end of each tile: far fewer numbers to scan than V."""
     num_rows, vocab_size = weights_NV.shape
     tiles = weights_NV.view(num_rows, -1, _choose_tile_size(vocab_size))
     return tiles.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
 
 
 def _invert(weights_NV: Tensor, tile_sums_NB: Tensor, uniforms_N: Tensor) -> Tensor:
-    """The token at which the cumulative weight passes the row's share of the total; its own weight is above zero."""
+    """The token at which the cumulative weight exceeds `uniform * total`; its own weight is positive."""
     num_rows, size = len(weights_NV), _choose_tile_size(weights_NV.shape[1])
     tile_N1, rest_N1 = _find_passing(tile_sums_NB, uniforms_N[:, None] * tile_sums_NB[:, -1:])
     tile_NZ = weights_NV.view(num_rows, -1, size).gather(1, tile_N1[:, :, None].expand(-1, -1, size))[:, 0]
@@ -110,7 +111,7 @@ def _invert(weights_NV: Tensor, tile_sums_NB: Tensor, uniforms_N: Tensor) -> Ten
 
 
 def _find_passing(cumulative_NB: Tensor, targets_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """The first entry [N, 1] above each target, and what the target exceeds the entry before it by."""
+    """Index [N, 1] of the first entry above each target, and the target less the entry before it."""
     totals_N1 = cumulative_NB[:, -1:]
     targets_N1 = torch.minimum(targets_N1, torch.nextafter(totals_N1, torch.zeros_like(totals_N1)))
     index_N1 = torch.searchsorted(cumulative_NB, targets_N1, right=True).clamp_(max=cumulative_NB.shape[1] - 1)
@@ -126,7 +127,7 @@ def _add_bias(logits_NV: Tensor, distributions: Sequence[Distribution]) -> None:
 
 
 def _truncate_rows(logits_NV: Tensor, distributions: Sequence[Distribution]) -> None:
-    """Set dropped tokens to -inf in the rows that drop any; the logits are tempered."""
+    """Set removed tokens to -inf in rows with top-k, top-p or min-p; temperature is applied already."""
     rows = [row for row, distribution in enumerate(distributions) if has_truncation(distribution)]
     if not rows:
         return
@@ -139,13 +140,13 @@ def _truncate_rows(logits_NV: Tensor, distributions: Sequence[Distribution]) -> 
 
 
 def has_truncation(distribution: Distribution) -> bool:
-    """Some tokens are dropped from the vocabulary before the draw."""
-    is_filtered = distribution.top_k > 0 or distribution.top_p < 1 or distribution.min_p > 0
-    return is_filtered and distribution.temperature > 0
+    """Whether top-k, top-p or min-p removes tokens before sampling."""
+    truncates = distribution.top_k > 0 or distribution.top_p < 1 or distribution.min_p > 0
+    return truncates and distribution.temperature > 0
 
 
 def _compute_thresholds(logits_NV: Tensor, distributions: Sequence[Distribution]) -> Tensor:
-    """The least logit [N, 1] each row keeps: top-k, then top-p and min-p of what is left, renormalised."""
+    """The smallest logit [N, 1] that each row keeps: top-k, then top-p and min-p of the rest, renormalised."""
     vocab_size = logits_NV.shape[1]
     top_ks = [d.top_k if 0 < d.top_k < vocab_size else 0 for d in distributions]
     has_top_p = any(d.top_p < 1 for d in distributions)
@@ -166,7 +167,7 @@ def _compute_thresholds(logits_NV: Tensor, distributions: Sequence[Distribution]
 
 
 def _compute_nucleus(logits_NV: Tensor, candidates_NM: Tensor, thresholds_N1: Tensor, top_p_N1: Tensor) -> Tensor:
-    """The least logit [N, 1] of the fewest likeliest tokens that hold `top_p` of the mass above the threshold."""
+    """The smallest logit [N, 1] of the nucleus: the fewest tokens with `top_p` of the mass above the threshold."""
     total_N1 = logits_NV.masked_fill(logits_NV < thresholds_N1, -math.inf).logsumexp(dim=1, keepdim=True)
     probs_NM = (candidates_NM.masked_fill(candidates_NM < thresholds_N1, -math.inf) - total_N1).exp()
     cumulative_NM = probs_NM.cumsum(dim=1)

@@ -1,11 +1,10 @@
 """Linear layers in the weight layout that oneDNN multiplies fastest on a CPU: 1.2 to 2.5 times `F.linear` at 4-64 rows.
 
-The packed weights are a second copy, made again whenever the weights may have changed. Under a live adapter the frozen
-weights are packed once, and the adapter's factors are multiplied as they are. Packed weights are in force only inside
-`installed()`, in the sampler's own forward: the trainer and plain calls of the model use the parameters themselves.
-One or two rows of a small layer are multiplied by the parameters themselves, which is faster. Results differ from
-`F.linear` by float rounding. Inputs are cut into pieces of few sizes, because oneDNN keeps about half a MiB of kernels
-for every number of rows it has seen.
+The packed weights are a second copy, repacked whenever the weights may have changed. While an adapter is trained, the
+frozen weights are packed once and the adapter's factors use `F.linear`. Packed weights are used only inside
+`installed()`, that is in the engine's forward: the trainer and direct calls of the model use the parameters. One or two
+rows of a small layer use the parameters too, which is faster. Results differ from `F.linear` by float rounding. Inputs
+are split into pieces of a few fixed sizes, because oneDNN caches about half a MiB of kernels for every number of rows.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 MIN_WEIGHTS = 1 << 16
-"""Smaller layers lose more to the call than they gain."""
+"""Smaller layers lose more to call overhead than they gain."""
 TYPICAL_ROWS = 32
-"""How many rows the layout is chosen for."""
+"""Number of rows that the layout is optimised for."""
 PIECE_ROWS = (512, 256, 128, 64)
-"""Rows multiplied at once, the largest first; fewer than the last are one piece of their own."""
+"""Rows multiplied at once, largest first; a remainder below the last size is one piece."""
 MIN_PRODUCTS = 350_000
 """Multiplications in one call below which `F.linear` is faster: one or two rows of a small layer."""
 
@@ -32,17 +31,17 @@ Forward = Callable[[Tensor], Tensor]
 
 
 class OneDnnLinears:
-    """Packed copies of a model's larger linear layers; none where they would not help."""
+    """Packed copies of a model's larger linear layers; layers that would not gain are left as they are."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = [module for module in model.modules() if _can_pack(module)]
         self._is_frozen = any(not layer.weight.requires_grad for layer in layers)
-        """An adapter is trained: what takes no gradient never changes, and what takes one is small."""
+        """An adapter is trained: weights without gradients never change, and those with gradients are small."""
         self._layers = [layer for layer in layers if not (self._is_frozen and layer.weight.requires_grad)]
         self._forwards: list[Forward] = []
 
     def refresh(self) -> None:
-        """Pack the weights as they are now; tied weights are packed once, and frozen ones at the first call only."""
+        """Pack the current weights; tied weights are packed once, frozen weights in the first call only."""
         if self._is_frozen and self._forwards:
             return
         self._forwards.clear()
@@ -56,7 +55,7 @@ class OneDnnLinears:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let the model's own modules multiply by the packed weights."""
+        """Run the model's linear layers with the packed weights."""
         for layer, forward in zip(self._layers, self._forwards, strict=True):
             layer.__dict__["forward"] = forward
         try:
@@ -80,7 +79,7 @@ def _multiply(packed: Tensor, layer: nn.Linear, inputs: Tensor) -> Tensor:
     num_rows = inputs.numel() // inputs.shape[-1]
     if num_rows <= PIECE_ROWS[-1] or num_rows in PIECE_ROWS:
         return _multiply_piece(packed, layer.bias, inputs)
-    pieces = inputs.reshape(num_rows, -1).split(_cut_rows(num_rows))
+    pieces = inputs.reshape(num_rows, -1).split(_split_rows(num_rows))
     return torch.cat([_multiply_piece(packed, layer.bias, piece) for piece in pieces]).view(*inputs.shape[:-1], -1)
 
 
@@ -89,8 +88,8 @@ def _multiply_piece(packed: Tensor, bias: Tensor | None, inputs: Tensor) -> Tens
 
 
 @lru_cache(maxsize=1024)
-def _cut_rows(num_rows: int) -> list[int]:
-    """Sizes of pieces that add up to `num_rows`."""
+def _split_rows(num_rows: int) -> list[int]:
+    """Sizes of the pieces of `num_rows` rows."""
     sizes = []
     for size in PIECE_ROWS:
         sizes += [size] * (num_rows // size)

@@ -1,10 +1,10 @@
-"""When the engine steps.
+"""Clocks: when the engine steps.
 
-Lockstep: `EngineLoop` steps its engines exactly when every coroutine waits. asyncio asks its selector to block only
-then, and this loop's selector makes a step instead. Which requests share a batch is then a function of the program,
-never of the clock. Short calls handed to threads are waited for, and so are short sleeps; what sleeps long or talks to
-other processes keeps its own time. On any other event loop a task steps between turns of the loop. Free-running: a
-thread steps whenever there is work, for a loop that must stay responsive.
+Lockstep: `EngineLoop` steps its engines exactly when every coroutine waits. asyncio lets its selector block only then,
+and this loop's selector runs a step instead. Which requests share a batch is thus a function of the program and never
+of time. The loop waits for short calls in threads and short sleeps; long sleeps and calls to other processes complete
+in their own time. On any other event loop a task steps between iterations of the loop. Free-running: a thread steps
+whenever there is work, for a loop that must stay responsive.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from tunesmith.config import RolloutSection
-from tunesmith.engine.event_loop.interrupts import Interrupts, MainTask, run_main
 from tunesmith.engine.event_loop.shutdown import close_loop
-from tunesmith.engine.event_loop.thread_calls import ThreadCalls, Threads
+from tunesmith.engine.event_loop.signal_handlers import MainTask, SignalHandlers, run_main
+from tunesmith.engine.event_loop.thread_calls import ThreadCallTracker, ThreadPool
 
 SHORT_SLEEP_S = 0.01
-"""A timer that is due within this time is waited for: agents sleep a millisecond to let others run."""
+"""The loop waits for timers due within this time: agents sleep for a millisecond to let others run."""
 SLEEP_BUDGET_S = 0.25
-"""Between two steps at most so much is slept, so that an agent that polls for its model's answer gets it."""
+"""Longest total sleep between two steps; without it, an agent that polls for its own completion would wait forever."""
 MIN_NEW_OBJECTS = 10_000
-"""Before the youngest objects are searched for garbage."""
-NUM_TURNS_BETWEEN_STEPS = 3
-"""Turns of a foreign loop for a result to be delivered, its coroutine to wake, and its next request to arrive."""
+"""Generation-0 threshold of the garbage collector while the loop runs."""
+NUM_ITERATIONS_BETWEEN_STEPS = 3
+"""On other event loops: a result is delivered, its coroutine wakes, and its next request arrives."""
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 
 class Steppable(Protocol):
-    """What a clock drives."""
+    """An engine, as a clock sees it."""
 
     @property
     def has_work(self) -> bool: ...
 
     def step(self) -> None:
-        """Compute one batch and deliver its results to the event loop; never raises for a request's sake."""
+        """Run one step and deliver its output to the event loop; errors of requests are delivered, not raised."""
         ...
 
 
@@ -50,14 +50,14 @@ class Clock(Protocol):
     """Drives one engine."""
 
     def notify(self) -> None:
-        """There may be work now."""
+        """The engine may have work."""
         ...
 
 
 class _SteppingSelector(selectors.DefaultSelector):
-    """A selector that makes the engines step where it would block with nothing to report."""
+    """A selector that steps the engines where it would block."""
 
-    def __init__(self, thread_calls: ThreadCalls) -> None:
+    def __init__(self, thread_calls: ThreadCallTracker) -> None:
         super().__init__()
         self.engines: list[Steppable] = []
         self._thread_calls = thread_calls
@@ -70,10 +70,10 @@ class _SteppingSelector(selectors.DefaultSelector):
         working = [engine for engine in self.engines if engine.has_work]
         if events or not working:
             return events or super().select(timeout)
-        patience_s = self._thread_calls.compute_patience_s()
-        if patience_s > 0:
+        wait_s = self._thread_calls.compute_wait_s()
+        if wait_s > 0:
             with self._thread_calls.waiting():
-                return super().select(patience_s if timeout is None else min(timeout, patience_s))
+                return super().select(wait_s if timeout is None else min(timeout, wait_s))
         if timeout is not None and timeout <= SHORT_SLEEP_S and self._slept_s < SLEEP_BUDGET_S:
             self._slept_s += timeout
             return super().select(timeout)
@@ -84,19 +84,19 @@ class _SteppingSelector(selectors.DefaultSelector):
 
 
 class EngineLoop(asyncio.SelectorEventLoop):
-    """An event loop whose engines step when every coroutine waits; nobody but its runner can stop it."""
+    """An event loop whose engines step when every coroutine waits; only `run_until_complete` can stop it."""
 
     def __init__(self, settings: RolloutSection) -> None:
-        self.threads = Threads(settings.max_concurrency)
-        self._thread_calls = ThreadCalls(settings.thread_patience_s)
-        self._stepping = _SteppingSelector(self._thread_calls)
-        self._awaited: asyncio.Future[Any] | None = None
-        super().__init__(self._stepping)
+        self.threads = ThreadPool(settings.max_concurrency)
+        self._thread_calls = ThreadCallTracker(settings.thread_patience_s)
+        self._stepping_selector = _SteppingSelector(self._thread_calls)
+        self._main_future: asyncio.Future[Any] | None = None
+        super().__init__(self._stepping_selector)
 
     def add_engine(self, engine: Steppable) -> None:
         """Let this loop step the engine; engines step in the order they were added."""
-        if engine not in self._stepping.engines:
-            self._stepping.engines.append(engine)
+        if engine not in self._stepping_selector.engines:
+            self._stepping_selector.engines.append(engine)
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments
@@ -104,31 +104,31 @@ class EngineLoop(asyncio.SelectorEventLoop):
         if executor is None and self._default_executor is None:  # type: ignore[attr-defined]
             executor = self.threads
         future = super().run_in_executor(executor, func, *args)
-        self._thread_calls.begin(future, func, args)
+        self._thread_calls.track(future, func, args)
         return future
 
     def run_until_complete(self, future: Any) -> Any:
-        self._awaited = asyncio.ensure_future(future, loop=self)
-        return super().run_until_complete(self._awaited)
+        self._main_future = asyncio.ensure_future(future, loop=self)
+        return super().run_until_complete(self._main_future)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Report what nobody else can; what ends a process is raised through the loop as well."""
+        """Report errors of tasks that nobody awaits, except KeyboardInterrupt and SystemExit: the loop raises those."""
         if not isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
             super().call_exception_handler(context)
 
     def stop(self) -> None:
-        if self._awaited is not None and not self._awaited.done():
+        if self._main_future is not None and not self._main_future.done():
             raise RuntimeError("a workflow cannot stop the event loop, which all rollouts share")
         super().stop()
 
 
 def run_lockstep(coroutine: Coroutine[Any, Any, T], settings: RolloutSection = RolloutSection()) -> T:
-    """`asyncio.run` on an `EngineLoop`, for code of which parts are the user's.
+    """`asyncio.run` on an `EngineLoop`, for a coroutine that calls user code.
 
-    What of it still runs at the end is cancelled, waited for a moment, named, and left alone. The first Ctrl-C or
-    SIGTERM cancels the coroutine, the second interrupts whatever runs. Garbage collections come less often, for a load
-    of requests makes many objects that live on, and they leave out what exists already: to walk over all objects of
-    the libraries takes a second.
+    Tasks and threads that still run at the end are cancelled, awaited for `shutdown.GRACE_S`, reported, and left
+    running. The first Ctrl-C or SIGTERM cancels the coroutine, the second interrupts whatever runs. Garbage is
+    collected less often, because requests create many long-lived objects, and existing objects are frozen, because a
+    full collection over those of the libraries takes a second.
     """
     thresholds = gc.get_threshold()
     gc.freeze()
@@ -138,9 +138,9 @@ def run_lockstep(coroutine: Coroutine[Any, Any, T], settings: RolloutSection = R
     try:
         asyncio.set_event_loop(loop)
         main = MainTask(coroutine, loop=loop, name="tunesmith")
-        with Interrupts(loop, main) as interrupts:
+        with SignalHandlers(loop, main) as handlers:
             try:
-                return run_main(loop, main, interrupts)
+                return run_main(loop, main, handlers)
             finally:
                 close_loop(loop, loop.threads, threads_before)
     finally:
@@ -150,7 +150,7 @@ def run_lockstep(coroutine: Coroutine[Any, Any, T], settings: RolloutSection = R
 
 
 class LoopClock:
-    """Lockstep on an `EngineLoop`, which looks for work by itself."""
+    """Lockstep on an `EngineLoop`, which checks for work by itself."""
 
     def __init__(self, engine: Steppable, loop: EngineLoop) -> None:
         loop.add_engine(engine)
@@ -173,13 +173,13 @@ class TaskClock:
 
     async def _run(self) -> None:
         while self._engine.has_work:
-            for _ in range(NUM_TURNS_BETWEEN_STEPS):
+            for _ in range(NUM_ITERATIONS_BETWEEN_STEPS):
                 await asyncio.sleep(0)
             self._engine.step()
 
 
 class ThreadClock:
-    """Free-running: a thread lives as long as there is work."""
+    """Free-running: a thread that ends when there is no work."""
 
     def __init__(self, engine: Steppable) -> None:
         self._engine = engine

@@ -1,9 +1,9 @@
-"""Calls that user code hands to threads: the threads, and how long the engines wait for such a call.
+"""Calls that user code makes in threads: the thread pool, and how long the engines wait for such calls.
 
-To wait makes what is sampled independent of when a thread ends, and costs the time for which the engines stand still.
-So short calls are waited for and long ones are not. Which is which is known by function: once no call ends for
-several times the patience, or the engines waited longer than the patience for a function's calls on average, the
-function is not waited for any more.
+Waiting makes sampling independent of when a thread ends, but idles the engines. So they wait for short calls only.
+Calls are classified by function: once no call ends for `MAX_WAIT_FACTOR` times the patience
+(`rollout.thread_patience_s`), or the mean wait for a function's calls exceeds the patience, the engines no longer wait
+for that function.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-LONGEST_WAIT = 5.0
-"""Times the patience: so long nothing may end in any thread before the calls in them are called slow."""
+MAX_WAIT_FACTOR = 5.0
+"""Multiple of the patience; if no call in any thread ends for so long, the functions in threads count as slow."""
 MIN_ENDED_CALLS = 10
-"""Calls of a function before their mean says anything."""
+"""Calls of a function before its mean wait is evaluated."""
 
 T = TypeVar("T")
 Parameters = ParamSpec("Parameters")
 
 
-class Threads(Executor):
-    """At most `max_threads` threads, made as they are needed; they do not keep the process from ending."""
+class ThreadPool(Executor):
+    """At most `max_threads` daemon threads, started on demand; the process does not join them at exit."""
 
     def __init__(self, max_threads: int) -> None:
         self._max_threads = max_threads
@@ -45,7 +45,7 @@ class Threads(Executor):
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed:
-                raise RuntimeError("the run has ended: its threads take no more calls")
+                raise RuntimeError("the run has ended: its thread pool accepts no more calls")
             self._work.append((future, functools.partial(fn, *args, **kwargs)))
             if self._num_idle >= len(self._work) or len(self._threads) == self._max_threads:
                 self._changed.notify()
@@ -56,7 +56,7 @@ class Threads(Executor):
         return future
 
     def list_running(self) -> dict[threading.Thread, Callable[..., Any]]:
-        """The threads that are in a call, and the function that was called."""
+        """Threads that are executing a call, and the function that was called."""
         with self._changed:
             return {thread: find_function(call) for thread, call in self._running.items()}
 
@@ -97,7 +97,7 @@ class Threads(Executor):
 
 
 def find_function(call: Callable[..., Any], arguments: Sequence[Any] = ()) -> Callable[..., Any]:
-    """The function of the user's in what `run_in_executor` is given; `asyncio.to_thread` hands over `Context.run`."""
+    """The user's function in the arguments of `run_in_executor`; `asyncio.to_thread` wraps it in `Context.run`."""
     while True:
         partial: Any = call if isinstance(call, functools.partial) else None
         if partial is not None:
@@ -116,62 +116,62 @@ def _identify(function: Callable[..., Any]) -> Hashable:
 
 
 @dataclass(slots=True)
-class _Account:
-    """What the engines waited for one function's calls."""
+class _FunctionStats:
+    """Total wait of the engines for one function's calls."""
 
     waited_s: float = 0.0
     num_ended: int = 0
 
 
-class ThreadCalls:
-    """The calls in threads of one event loop."""
+class ThreadCallTracker:
+    """Tracks the calls in threads of one event loop, and computes how long the engines wait for them."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._calls: dict[asyncio.Future[Any], Hashable] = {}
-        self._accounts: dict[Hashable, _Account] = {}
+        self._stats: dict[Hashable, _FunctionStats] = {}
         self._slow: set[Hashable] = set()
         self._last_change = 0.0
-        """When a call last began or ended."""
+        """Time at which a call last began or ended."""
 
-    def begin(self, future: asyncio.Future[Any], call: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        """A call was handed to a thread; the future ends with it."""
+    def track(self, future: asyncio.Future[Any], call: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        """Record a call in a thread; the future is done when the call ends."""
         self._calls[future] = _identify(find_function(call, arguments))
         self._last_change = time.monotonic()
-        future.add_done_callback(self._end)
+        future.add_done_callback(self._record_end)
 
-    def compute_patience_s(self) -> float:
-        """Seconds for which the engines should wait for the calls that are under way, 0 where none is worth it."""
+    def compute_wait_s(self) -> float:
+        """Seconds for which the engines should wait for current calls; 0 if all are of slow functions."""
         if not self._calls:
             return 0.0
-        waited = self._find_waited()
-        if not waited:
+        awaited = self._find_awaited()
+        if not awaited:
             return 0.0
-        left_s = self._last_change + LONGEST_WAIT * self._patience_s - time.monotonic()
-        if left_s <= 0:
-            self._slow |= waited
-        return left_s
+        remaining_s = self._last_change + MAX_WAIT_FACTOR * self._patience_s - time.monotonic()
+        if remaining_s <= 0:
+            self._slow |= awaited
+        return remaining_s
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """The engines wait."""
-        waited, started = self._find_waited(), time.monotonic()
+        """Measure the time for which the engines wait."""
+        awaited, started = self._find_awaited(), time.monotonic()
         try:
             yield
         finally:
             seconds = time.monotonic() - started
-            for function in waited:
-                self._accounts.setdefault(function, _Account()).waited_s += seconds
+            for function in awaited:
+                self._stats.setdefault(function, _FunctionStats()).waited_s += seconds
 
-    def _find_waited(self) -> set[Hashable]:
+    def _find_awaited(self) -> set[Hashable]:
         return set(self._calls.values()) - self._slow
 
-    def _end(self, future: asyncio.Future[Any]) -> None:
+    def _record_end(self, future: asyncio.Future[Any]) -> None:
         function = self._calls.pop(future)
         if function in self._slow:
             return
         self._last_change = time.monotonic()
-        account = self._accounts.setdefault(function, _Account())
-        account.num_ended += 1
-        if account.num_ended >= MIN_ENDED_CALLS and account.waited_s > self._patience_s * account.num_ended:
+        stats = self._stats.setdefault(function, _FunctionStats())
+        stats.num_ended += 1
+        if stats.num_ended >= MIN_ENDED_CALLS and stats.waited_s > self._patience_s * stats.num_ended:
             self._slow.add(function)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from tunesmith.engine.cuda.fx_passes import FusedOps
-from tunesmith.engine.cuda.kernels.layer import rms_norm, silu_and_mul
 from tunesmith.engine.cuda.kernels.paged_decode import run_paged_decode
 from tunesmith.engine.cuda.kernels.paged_prefill import run_paged_prefill
+from tunesmith.engine.cuda.kernels.rowwise import rms_norm, silu_and_mul
 from tunesmith.engine.cuda.merged_weights import find_merged_groups, get_merged_view
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engines import GREEDY, build_engine, build_prompts, generate_all
 from tiny_models import CONFIGS, build_tiny
 from tunesmith.engine.batch import kv_cache as attention
-from tunesmith.engine.batch.run_attention import RunBatch, Segment, find_groups
+from tunesmith.engine.batch.contiguous_attention import ContiguousBatch, Segment, find_groups
 from tunesmith.engine.core.span import BlockRun, Span, extend_runs
 from tunesmith.model.forward.attention import AttentionOptions
 from tunesmith.types import Sampling
@@ -78,7 +78,7 @@ def test_any_table_gives_the_attention_of_the_whole_context(
     keys, values = (torch.randn(size, generator=generator) for _ in range(2))
     query = torch.randn((len(known), NUM_HEADS, HEAD_SIZE), generator=generator)
     spans = [build_span(index, blocks, length) for index, (blocks, length) in enumerate(known)]
-    batch = RunBatch(spans, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    batch = ContiguousBatch(spans, block_size=BLOCK_SIZE, device=torch.device("cpu"))
     output = batch.attend(query, keys, values, AttentionOptions(scaling=0.7, sliding_window=window, softcap=softcap))
     for row, (blocks, length) in enumerate(known):
         first = 0 if window is None else max(0, length - window)

@@ -1,11 +1,11 @@
-"""Decode attention over runs of neighbouring blocks: views of the cache, nothing is copied.
+"""Decode attention over contiguous runs of KV-cache blocks, read as views without copying.
 
-Each request has one new token. Its context is a few runs of blocks, each of which is one view of a head's keys; scores
-of all runs lie side by side, so that the softmax is that of the whole context. Requests that share their first blocks
-form a group: the shared blocks are multiplied with the queries of all of them at once, and read once.
+Each request has one new token. Its context is a few runs of adjacent blocks, each one view of a head's keys; the scores
+of all runs are concatenated before the softmax. Requests with a shared prefix form a group (as in cascade attention):
+the shared blocks are multiplied with the queries of all members at once, and so are read once.
 
-Axes: T tokens, R requests, H query heads, K key-value heads, G query heads of one key-value head, P blocks, Z tokens of
-a block, S tokens of a run, N = R x G queries of a head, D head size.
+Axes: T tokens, R requests, H query heads, K key-value heads, G query heads of one key-value head, P physical blocks, Z
+tokens of a block, S tokens of a run, N = R x G queries of a head, D head size.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from tunesmith.model.forward.attention import AttentionOptions
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens that are neighbours in the cache, and who attends to them."""
+    """Tokens that are contiguous in the cache, and the requests that attend to them."""
 
     rows: tuple[int, int]
-    """Requests, as the group counts them."""
+    """Range of requests, as indices into the group's members."""
     columns: tuple[int, int]
-    """Places among the scores."""
+    """Range of columns in the scores."""
     slot: int
-    """Where in the cache the first token is."""
+    """Index of the first token in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Requests with shared blocks, or one request."""
+    """Requests with a shared prefix, or a single request."""
 
     members: tuple[int, ...]
     lengths: tuple[int, ...]
-    """Tokens each of them attends to."""
+    """Number of tokens that each member attends to."""
     segments: tuple[Segment, ...]
-    """The first is attended to by all members."""
+    """All members attend to the first segment."""
 
 
 def find_groups(spans: Sequence[Span], *, block_size: int, sliding_window: int | None) -> list[Group]:
-    """Group spans of one new token by shared blocks; those whose window hides the first block are alone."""
+    """Group requests by shared prefix; one whose sliding window excludes its first block forms its own group."""
     members_of: dict[object, list[int]] = {}
     for index, span in enumerate(spans):
         is_whole = sliding_window is None or span.stop <= sliding_window
@@ -58,24 +58,25 @@ def find_groups(spans: Sequence[Span], *, block_size: int, sliding_window: int |
             segments = tuple(_cut_runs(span, (0, 1), low=low, start=low, stop=span.stop, block_size=block_size))
             groups.append(Group((members[0],), (span.stop - low,), segments))
         else:
-            ordered, shared = _share(spans, members, num_blocks=0, first=0, block_size=block_size)
+            ordered, shared = _split_group(spans, members, num_blocks=0, first=0, block_size=block_size)
             groups.append(Group(tuple(ordered), tuple(spans[index].stop for index in ordered), tuple(shared)))
     return groups
 
 
-def _share(
+def _split_group(
     spans: Sequence[Span], members: list[int], *, num_blocks: int, first: int, block_size: int
 ) -> tuple[list[int], list[Segment]]:
-    """Order members that share more than `num_blocks`, so that those with shared blocks are adjacent, from `first` on."""
-    one = spans[members[0]]
+    """Order members, which share `num_blocks` blocks, so that those that share more are adjacent; `first` is the row of
+    the first member."""
+    lead = spans[members[0]]
     start = num_blocks * block_size
     if len(members) == 1:
         rows = (first, first + 1)
-        return members, list(_cut_runs(one, rows, low=0, start=start, stop=one.stop, block_size=block_size))
-    num_blocks = min(_count_shared(one, spans[index]) for index in members[1:])
+        return members, list(_cut_runs(lead, rows, low=0, start=start, stop=lead.stop, block_size=block_size))
+    num_blocks = min(_count_shared(lead, spans[index]) for index in members[1:])
     stop = min(num_blocks * block_size, min(spans[index].stop for index in members))
     rows = (first, first + len(members))
-    segments = list(_cut_runs(one, rows, low=0, start=start, stop=stop, block_size=block_size))
+    segments = list(_cut_runs(lead, rows, low=0, start=start, stop=stop, block_size=block_size))
     children: dict[int, list[int]] = {}
     for index in members:
         block = spans[index].blocks[num_blocks] if spans[index].stop > num_blocks * block_size else -1
@@ -83,20 +84,22 @@ def _share(
     ordered: list[int] = []
     for block, child in children.items():
         if block >= 0:
-            child, cut = _share(spans, child, num_blocks=num_blocks, first=first + len(ordered), block_size=block_size)
-            segments += cut
+            child, child_segments = _split_group(
+                spans, child, num_blocks=num_blocks, first=first + len(ordered), block_size=block_size
+            )
+            segments += child_segments
         ordered += child
     return ordered, segments
 
 
-def _count_shared(one: Span, other: Span) -> int:
-    """Blocks that two requests begin with in common."""
+def _count_shared(left: Span, right: Span) -> int:
+    """Length of the common prefix of two requests, in blocks."""
     num_blocks = 0
-    for run, twin in zip(one.runs, other.runs, strict=False):
-        if run.first != twin.first:
+    for run, other in zip(left.runs, right.runs, strict=False):
+        if run.first != other.first:
             break
-        num_blocks += min(run.num_blocks, twin.num_blocks)
-        if run.num_blocks != twin.num_blocks:
+        num_blocks += min(run.num_blocks, other.num_blocks)
+        if run.num_blocks != other.num_blocks:
             break
     return num_blocks
 
@@ -104,7 +107,7 @@ def _count_shared(one: Span, other: Span) -> int:
 def _cut_runs(
     span: Span, rows: tuple[int, int], *, low: int, start: int, stop: int, block_size: int
 ) -> Iterator[Segment]:
-    """The runs' tokens from `start` up to `stop`; the scores begin with token `low`."""
+    """The runs' tokens from `start` to `stop` as segments; column 0 of the scores is token `low`."""
     first = 0
     for run in span.runs:
         last = first + run.num_blocks * block_size
@@ -115,20 +118,20 @@ def _cut_runs(
 
 
 class _Layout:
-    """Groups, and the order of requests in which members are side by side."""
+    """Groups, and the permutation of requests that makes members of a group adjacent."""
 
     def __init__(self, groups: list[Group], device: torch.device) -> None:
         self.groups = groups
         order = [member for group in groups for member in group.members]
         self.order: Tensor | None = None
-        self.places: Tensor | None = None
+        self.inverse: Tensor | None = None
         if order != sorted(order):
             self.order = torch.tensor(order, device=device)
-            self.places = self.order.argsort()
+            self.inverse = self.order.argsort()
 
 
-class RunBatch:
-    """Requests with one new token each, side by side in the step's row."""
+class ContiguousBatch:
+    """Requests with one new token each, adjacent in the step's row."""
 
     def __init__(self, spans: Sequence[Span], *, block_size: int, device: torch.device) -> None:
         self.first, self.last = spans[0].first, spans[-1].first + 1
@@ -145,7 +148,7 @@ class RunBatch:
         values_KPZD: Tensor,
         options: AttentionOptions,
     ) -> Tensor:
-        """Take and return the batch's own tokens [T, H, D]."""
+        """Attention output [T, H, D] of the batch's tokens, given their queries [T, H, D]."""
         num_kv_heads, head_size, num_rows = keys_KPZD.shape[0], keys_KPZD.shape[-1], len(self._spans)
         num_groups = query_THD.shape[1] // num_kv_heads
         layout, softcap = self._get_layout(options.sliding_window), options.softcap
@@ -175,7 +178,7 @@ class RunBatch:
             first += num_queries
         output_RKGD = output_KND.view(num_kv_heads, num_rows, num_groups, head_size).transpose(0, 1)
         output_THD = output_RKGD.reshape(num_rows, -1, head_size)
-        return output_THD if layout.places is None else output_THD[layout.places]
+        return output_THD if layout.inverse is None else output_THD[layout.inverse]
 
     def _get_layout(self, sliding_window: int | None) -> _Layout:
         if sliding_window is not None and sliding_window >= self._longest:
@@ -196,7 +199,7 @@ def _attend_group(
     num_groups: int,
     softcap: float | None,
 ) -> None:
-    """Write what the group's queries see to `output_KND`."""
+    """Write the attention output of the group's queries to `output_KND`."""
     scores = _compute_scores(group, query_KND, keys_KSD, num_groups=num_groups)
     if softcap is not None:
         scores = scores.tanh_().mul_(softcap)
@@ -216,7 +219,7 @@ def _attend_group(
 
 
 def _compute_scores(group: Group, query_KND: Tensor, keys_KSD: Tensor, *, num_groups: int) -> Tensor:
-    """Scores [K, N, longest context]; what lies behind a shorter context is not set."""
+    """Scores [K, N, longest context]; columns past a shorter context are uninitialized."""
     num_kv_heads, num_queries, _ = query_KND.shape
     if len(group.segments) == 1:
         segment = group.segments[0]

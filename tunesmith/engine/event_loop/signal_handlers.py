@@ -1,8 +1,8 @@
-"""Who may end a run before its end: Ctrl-C and SIGTERM, and nobody else.
+"""Ctrl-C and SIGTERM, and protection of the main task from user code.
 
-The first signal cancels the main task, so that rollouts are ended and files closed; the second interrupts whatever
-runs, such as user code that blocks the loop; the third ends the process. What user code does to tasks that are not its
-own is an error with its line.
+The first signal cancels the main task, so that rollouts are cancelled and files closed; the second interrupts whatever
+runs, such as user code that blocks the loop; the third ends the process. User code that cancels the main task is
+reported as an error with the line that did it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class MainTask(asyncio.Task[T]):
-    """The task that a run is; it knows who cancelled it."""
+    """The task of a whole run; it records the line of user code that cancelled it."""
 
     cancelled_at: str | None = None
 
@@ -33,65 +33,65 @@ class MainTask(asyncio.Task[T]):
         return super().cancel(msg)
 
 
-class Interrupts:
-    """Handles signals while the main task runs, where no handler of the user's does."""
+class SignalHandlers:
+    """Handles SIGINT and SIGTERM while the main task runs, unless the user installed handlers for them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, main: MainTask[Any]) -> None:
         self._loop = loop
         self._main = main
-        self._count = 0
-        self._before: dict[int, Any] = {}
+        self._num_signals = 0
+        self._previous: dict[int, Any] = {}
         self.signal_number: int | None = None
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> SignalHandlers:
         if threading.current_thread() is threading.main_thread():
             for number, ours in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, end_on_signal)):
                 handler = signal.getsignal(number)
                 if handler in (signal.SIG_DFL, ours):
-                    self._before[number] = handler
+                    self._previous[number] = handler
                     signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def raise_signal(self) -> None:
-        """Raise what the signal stands for, if there was one."""
+        """Raise KeyboardInterrupt or SystemExit if there was a signal."""
         if self.signal_number == signal.SIGINT:
             raise KeyboardInterrupt
         if self.signal_number is not None:
             raise SystemExit(128 + self.signal_number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._count += 1
+        self._num_signals += 1
         self.signal_number = number
         name = signal.Signals(number).name
-        if self._count == 1 and not self._main.done():
-            os.write(2, f"tunesmith: {name}: ending the run; once more interrupts what it does\n".encode())
+        if self._num_signals == 1 and not self._main.done():
+            os.write(2, f"tunesmith: {name}: ending the run; a second signal interrupts the running code\n".encode())
             self._main.cancel()
             self._loop.call_soon_threadsafe(lambda: None)
-        elif self._count <= 2:
+        elif self._num_signals <= 2:
             self.raise_signal()
         else:
             os.write(2, f"tunesmith: {name}: ending at once\n".encode())
             os._exit(128 + number)
 
 
-def run_main(loop: asyncio.AbstractEventLoop, main: MainTask[T], interrupts: Interrupts) -> T:
-    """The result of the main task, whatever user code does to it or to the loop."""
+def run_main(loop: asyncio.AbstractEventLoop, main: MainTask[T], handlers: SignalHandlers) -> T:
+    """The result of the main task; SystemExit in other tasks is only logged, and cancelling the main task is an error."""
     while True:
         try:
             result = loop.run_until_complete(main)
         except asyncio.CancelledError as error:
-            interrupts.raise_signal()
+            handlers.raise_signal()
             where = "" if main.cancelled_at is None else f", at {main.cancelled_at}"
             raise RolloutError(
                 f"user code cancelled tasks of the run{where}: cancel only tasks that it made itself, not all of "
                 "asyncio.all_tasks()"
             ) from error
         except SystemExit as error:
-            if main.done() or interrupts.signal_number is not None:
+            if main.done() or handlers.signal_number is not None:
                 raise
             logger.warning(
                 "user code raised SystemExit in a task or callback of its own, at %s: only whoever awaits it fails",
