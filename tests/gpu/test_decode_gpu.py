@@ -293,5 +293,5 @@ def test_out_of_memory_is_an_error_that_names_the_knobs_and_the_engine_recovers(
     assert "OutOfMemoryError" in str(failed)
     assert "engine.kv_cache_gib" in str(failed)
     hook.remove()
-    (whole,) = asyncio.run(run())
-    assert len(whole.sampled_ids) == 4
+    (completed,) = asyncio.run(run())
+    assert len(completed.sampled_ids) == 4

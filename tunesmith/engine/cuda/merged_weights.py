@@ -38,8 +38,8 @@ def _merge(parameters: Sequence[Tensor | None]) -> None:
         return
     if len({(tensor.dtype, tensor.device, tensor.shape[1:]) for tensor in tensors}) > 1:
         return
-    whole = torch.cat(tensors)
-    for parameter, part in zip(parameters, whole.split([len(tensor) for tensor in tensors]), strict=True):
+    merged = torch.cat(tensors)
+    for parameter, part in zip(parameters, merged.split([len(tensor) for tensor in tensors]), strict=True):
         assert parameter is not None
         parameter.data = part
 

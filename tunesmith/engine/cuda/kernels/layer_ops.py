@@ -19,23 +19,23 @@ def merged_linear(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Te
     """One matrix product per group of merged weights (and merged biases, if any); one per weight that is not merged."""
     outputs: dict[int, Tensor] = {}
     for group in find_merged_groups(weights, biases):
-        whole, bias = get_merged_view([weights[index] for index in group]), None
+        merged, bias = get_merged_view([weights[index] for index in group]), None
         present = [bias for bias in (biases[index] for index in group) if bias is not None]
-        assert whole is not None
+        assert merged is not None
         if present:
             bias = get_merged_view(present)
         sizes = [len(weights[index]) for index in group]
-        outputs.update(zip(group, functional.linear(inputs, whole, bias).split(sizes, dim=-1), strict=True))
+        outputs.update(zip(group, functional.linear(inputs, merged, bias).split(sizes, dim=-1), strict=True))
     return [outputs[index] for index in range(len(weights))]
 
 
 def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
     """SiLU(inputs @ gate_weight.T) * (inputs @ value_weight.T) (Shazeer, 2020)."""
-    whole = get_merged_view((gate_weight, value_weight))
-    if whole is None:
+    merged = get_merged_view((gate_weight, value_weight))
+    if merged is None:
         gate_value = torch.cat([functional.linear(inputs, weight) for weight in (gate_weight, value_weight)], dim=-1)
         return silu_and_mul(gate_value)
-    return silu_and_mul(functional.linear(inputs, whole))
+    return silu_and_mul(functional.linear(inputs, merged))
 
 
 def add_linear(total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
