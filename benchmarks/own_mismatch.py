@@ -24,7 +24,7 @@ from tunesmith.config import AlgorithmSection, EngineSection, TrainerSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.forward.attention import use_plan_attention
-from tunesmith.model.forward.fp32_residual import widen_residuals
+from tunesmith.model.forward.fp32_residual import use_fp32_residual
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Completion, Distribution, DistributionSpan, Sample, Sampling
 
@@ -68,7 +68,7 @@ def measure_residuals(arguments: argparse.Namespace, *, is_wide: bool) -> Figure
     prompts = build_prompts(model.config.vocab_size, arguments.sequences, arguments.prompt_tokens)
     spread_logits(model, prompts[0])
     if is_wide:
-        widen_residuals(model)
+        use_fp32_residual(model)
     max_model_len = arguments.prompt_tokens + arguments.new_tokens
     section = EngineSection(
         max_num_seqs=arguments.sequences, kv_cache_tokens=arguments.sequences * (max_model_len + 64)

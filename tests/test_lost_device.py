@@ -11,12 +11,12 @@ PROGRAM = textwrap.dedent(
     import atexit
     from tunesmith.cli import run_guarded
     from tunesmith.errors import TrainingError
-    from tunesmith.model.device_errors import explain_failure
+    from tunesmith.model.device_errors import explain_device_error
 
     def work():
         print("before the failure")
         error = RuntimeError({message!r})
-        raise TrainingError(explain_failure(error, work="an update", advice="lower it")) from error
+        raise TrainingError(explain_device_error(error, work="an update", advice="lower it")) from error
 
     atexit.register(print, "cleaned up")
     run_guarded(work, is_debug=False)

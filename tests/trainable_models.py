@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sample_spans import build_spans
 from tiny_models import CONFIGS
 from tunesmith.model.forward.attention import use_plan_attention
-from tunesmith.model.forward.fp32_residual import widen_residuals
+from tunesmith.model.forward.fp32_residual import use_fp32_residual
 from tunesmith.types import Completion, Distribution, Sample
 
 
@@ -32,7 +32,7 @@ def build_trainable(
     return model.to(dtype).eval()
 
 
-def build_deep(name: str = "llama", *, is_wide: bool = False, seed: int = 0) -> PreTrainedModel:
+def build_deep(name: str = "llama", *, has_fp32_residual: bool = False, seed: int = 0) -> PreTrainedModel:
     """Sixteen layers of bfloat16 that each change little, as in real models; the same with residuals of either type."""
     config = copy.deepcopy(CONFIGS[name])
     config.num_hidden_layers, config.hidden_size, config.initializer_range = 16, 64, 0.03
@@ -45,8 +45,8 @@ def build_deep(name: str = "llama", *, is_wide: bool = False, seed: int = 0) -> 
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     nn.init.constant_(model.get_decoder().norm.weight, 8.0)
     use_plan_attention(model)
-    if is_wide:
-        widen_residuals(model)
+    if has_fp32_residual:
+        use_fp32_residual(model)
     return model
 
 

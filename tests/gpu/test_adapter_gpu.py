@@ -1,4 +1,4 @@
-"""On a CUDA device decode graphs sample from the adapter as it is now, on whole weights and on weights of four bits."""
+"""CUDA decode graphs sample from the adapter's current weights, on a full-precision and on an NF4 base."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 LENGTHS = (3, 17, 30, 4)
 
 
-def load_live(folder: str, quantization: str) -> PreTrainedModel:
+def load_with_adapter(folder: str, quantization: str) -> PreTrainedModel:
     if quantization == "nf4":
         pytest.importorskip("bitsandbytes")
     lora = LoraSection(r=8, target_modules="all-linear", quantization=quantization)
@@ -40,7 +40,7 @@ async def generate_all(engine: LocalEngine, prompts: list[list[int]]) -> list[Co
 
 @torch.no_grad()
 def compute_gap(model: PreTrainedModel, prompt: list[int], completion: Completion) -> float:
-    """Mean distance of the engine's logprobs from those of the model's own forward."""
+    """Mean absolute difference between the engine's logprobs and those of the model's own forward."""
     ids = torch.tensor([[*prompt, *completion.sampled_ids]], device="cuda")
     logprobs = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
     expected = logprobs.gather(1, torch.tensor(completion.sampled_ids, device="cuda")[:, None])[:, 0].cpu()
@@ -49,7 +49,7 @@ def compute_gap(model: PreTrainedModel, prompt: list[int], completion: Completio
 
 @pytest.mark.parametrize("quantization", ["none", "nf4"])
 def test_graphs_follow_the_adapter(pocket_folder: str, quantization: str) -> None:
-    model = load_live(pocket_folder, quantization)
+    model = load_with_adapter(pocket_folder, quantization)
     settings = EngineSection(kv_cache_tokens=8000, cuda_decode="graphs")
     engine = LocalEngine(model, None, settings, max_model_len=128)
     generator = torch.Generator().manual_seed(1)

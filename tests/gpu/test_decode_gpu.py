@@ -1,4 +1,4 @@
-"""Block decoding on the device: kernels, graphs over changing batches, weights that change, fused layers, failures."""
+"""Decoding in bursts on a CUDA device: kernels, graphs over changing batches, changed weights, fused layers, errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 GREEDY = Distribution(temperature=0.0)
 PLAIN = [Distribution(temperature=temperature) for temperature in (0.0, 0.5, 1.0, 1.7)]
-CUT = [
+TRUNCATED = [
     Distribution(top_k=5),
     Distribution(top_p=0.8),
     Distribution(min_p=0.2),
@@ -53,20 +53,20 @@ def generate(engine, prompts, samplings):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("distributions", [PLAIN, CUT])
-def test_the_draw_kernel_draws_what_the_sampler_draws(distributions, dtype):
-    from tunesmith.engine.cuda.kernels.draw import Rows, draw_tokens
+@pytest.mark.parametrize("distributions", [PLAIN, TRUNCATED])
+def test_the_sampling_kernel_samples_the_tokens_of_the_sampler(distributions, dtype):
+    from tunesmith.engine.cuda.kernels.sample import SamplingTensors, sample_next_tokens
 
     num_rows, vocabulary = 180, 50_003
     logits = torch.randn(num_rows, vocabulary, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
     chosen = [distributions[row % len(distributions)] for row in range(num_rows)]
     seeds, positions = list(range(num_rows)), list(range(5, num_rows + 5))
-    expected = sample_tokens(logits.float().clone(), chosen, seeds, positions)  # which writes over its logits
+    expected = sample_tokens(logits.float().clone(), chosen, seeds, positions)  # overwrites its logits
 
     def put(values, kind=None):
         return torch.tensor(values, dtype=kind, device="cuda")
 
-    rows = Rows(
+    rows = SamplingTensors(
         ids_R=put([0] * num_rows),
         positions_R=put(positions) - 1,
         seeds_R=put(seeds),
@@ -74,16 +74,16 @@ def test_the_draw_kernel_draws_what_the_sampler_draws(distributions, dtype):
         top_ks_R=put([d.top_k for d in chosen]),
         top_ps_R=put([d.top_p for d in chosen]),
         min_ps_R=put([d.min_p for d in chosen]),
-        lines_R=1 - put(positions),
+        log_lines_R=1 - put(positions),
         token_log_LR=put([[-1] * num_rows] * 3, torch.int32),
         logprob_log_LR=put([[math.nan] * num_rows] * 3),
     )
-    draw_tokens(logits.cuda(), rows, has_cuts=distributions is CUT)
+    sample_next_tokens(logits.cuda(), rows, has_truncation=distributions is TRUNCATED)
     assert rows.ids_R.tolist() == rows.token_log_LR[1].tolist()
     assert rows.positions_R.tolist() == positions
     assert rows.token_log_LR[[0, 2]].unique().tolist() == [-1]
     is_same = rows.ids_R.cpu() == torch.tensor(expected.token_ids)
-    assert is_same.float().mean() > 0.97  # float32 sums may put a draw on the other side of a border
+    assert is_same.float().mean() > 0.97  # rounding of float32 sums may move a draw across a token boundary
     errors = rows.logprob_log_LR[1].cpu() - torch.tensor(expected.logprobs)
     assert errors[is_same].abs().max() < 1e-4
 
@@ -102,17 +102,17 @@ def test_attention_kernels_equal_a_dense_softmax(
     from tunesmith.engine.batch.kv_cache import KVCache, LayerShape
     from tunesmith.engine.core.span import Span
     from tunesmith.engine.cuda.attention_plans import build_prefill_plan
-    from tunesmith.engine.cuda.kernels.paged_decode import attend_decoding
-    from tunesmith.engine.cuda.kernels.paged_prefill import attend_prefilling, get_tile_tokens
+    from tunesmith.engine.cuda.kernels.paged_decode import run_paged_decode
+    from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens, run_paged_prefill
 
     torch.manual_seed(0)
     device = torch.device("cuda")
     shape = [LayerShape(kv_heads, size)]
     cache = KVCache(shape, num_blocks=400, block_size=16, dtype=dtype, device=device)
-    pages = torch.randperm(400).view(4, 100).tolist()
+    blocks = torch.randperm(400).view(4, 100).tolist()
     starts, stops = [0, 160, 33, 700], [150, 161, 290, 720]
     spans, first = [], 0
-    for start, stop, mine in zip(starts, stops, pages, strict=True):
+    for start, stop, mine in zip(starts, stops, blocks, strict=True):
         spans.append(Span(first, start, stop, mine))
         first += stop - start
     for tensor in (cache.keys[0], cache.values[0]):
@@ -130,23 +130,23 @@ def test_attention_kernels_equal_a_dense_softmax(
                 cos_1TD=angles[:1], sin_1TD=angles[1:], query_norm_D=weights[0].to(dtype),
                 key_norm_D=weights[1].to(dtype), epsilon=1e-5,
             )  # fmt: skip
-        laid_out = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
-        output = attend(*laid_out, prologue)[0]
+        transposed = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+        output = attend(*transposed, prologue)[0]
         query, key = query.double(), key.double()
         if has_prologue:
-            turned = []
+            rotated = []
             for heads_NHD, weight_D in ((query, weights[0]), (key, weights[1])):
                 normed = heads_NHD * torch.rsqrt(heads_NHD.pow(2).mean(-1, keepdim=True) + 1e-5)
-                turned.append(rotate(normed * weight_D.to(dtype).double(), *angles.double()))
-            query, key = turned
+                rotated.append(rotate(normed * weight_D.to(dtype).double(), *angles.double()))
+            query, key = rotated
         return output.double(), query, key, value.double()
 
     def compare(output, query, key, value, spans):
         for span in spans:
             new = slice(span.first, span.first + span.stop - span.start)
             kept = [
-                pages[0][span.blocks].transpose(0, 1).reshape(kv_heads, -1, size)[:, : span.stop].double()
-                for pages in (cache.keys, cache.values)
+                cached[0][span.blocks].transpose(0, 1).reshape(kv_heads, -1, size)[:, : span.stop].double()
+                for cached in (cache.keys, cache.values)
             ]
             for tensor, fresh in zip(kept, (key, value), strict=True):
                 torch.testing.assert_close(tensor[:, span.start :].transpose(0, 1), fresh[new], atol=5e-2, rtol=2e-2)
@@ -161,42 +161,42 @@ def test_attention_kernels_equal_a_dense_softmax(
             assert (output[new] - expected).norm() < tolerance * expected.norm()
 
     def prefill(query, key, value, prologue):
-        return attend_prefilling(
-            query, key, value, cache.keys[0], cache.values[0], plan.slots, plan.table, plan.spans, plan.tiles,
-            0.1, window, softcap, prologue,
+        return run_paged_prefill(
+            query, key, value, cache.keys[0], cache.values[0], plan.slot_mapping, plan.block_table, plan.spans,
+            plan.tiles, 0.1, window, softcap, prologue,
         )  # fmt: skip
 
     compare(*run(first, prefill), spans)
-    table = torch.tensor(pages, dtype=torch.int32, device=device)
+    table = torch.tensor(blocks, dtype=torch.int32, device=device)
     positions = torch.tensor(stops, device=device)
 
     def decode(query, key, value, prologue):
-        return attend_decoding(
+        return run_paged_decode(
             query, key, value, cache.keys[0], cache.values[0], table, positions, 0.1, window, softcap, prologue
         )
 
-    next_spans = [Span(row, stop, stop + 1, mine) for row, (stop, mine) in enumerate(zip(stops, pages, strict=True))]
+    next_spans = [Span(row, stop, stop + 1, mine) for row, (stop, mine) in enumerate(zip(stops, blocks, strict=True))]
     compare(*run(4, decode), next_spans)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
-def test_row_kernels_equal_their_formulas(dtype, tolerance):
-    from tunesmith.engine.cuda.kernels.layer import gate_rows, norm_rows
+def test_rowwise_kernels_equal_their_formulas(dtype, tolerance):
+    from tunesmith.engine.cuda.kernels.rowwise import rms_norm, silu_and_mul
 
     torch.manual_seed(0)
     inputs, weight = torch.randn(3, 70, 1536, device="cuda").to(dtype), torch.randn(1536, device="cuda").to(dtype)
     wide = inputs.double()
     for output, expected in (
         (
-            norm_rows(inputs, weight, 1e-5),
+            rms_norm(inputs, weight, 1e-5),
             wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double(),
         ),
-        (gate_rows(inputs), functional.silu(wide[..., :768]) * wide[..., 768:]),
+        (silu_and_mul(inputs), functional.silu(wide[..., :768]) * wide[..., 768:]),
     ):
         assert (output.double() - expected).norm() < tolerance * expected.norm()
 
 
-def test_long_contexts_are_split_and_reduced_to_the_same_tokens():
+def test_contexts_split_over_programs_give_the_same_tokens():
     prompts = [[5, 6, 7] * 170, [8]]
     samplings = [Sampling(max_tokens=40, distribution=GREEDY), Sampling(max_tokens=70, distribution=GREEDY)]
     model = build_model()
@@ -212,10 +212,11 @@ def test_long_contexts_are_split_and_reduced_to_the_same_tokens():
     "settings",
     [{"decode_block": 1}, {"decode_block": 7}, {"cuda_decode": "eager"}, {"cuda_decode": "compiled"}],
 )
-def test_tokens_do_not_depend_on_the_block_or_on_graphs(settings):
+def test_tokens_do_not_depend_on_burst_length_or_graphs(settings):
     model = build_model("qwen3")
     prompts = [[n, n + 1] for n in range(1, 20)]
-    samplings = [Sampling(max_tokens=3 + 2 * n, seed=n, distribution=CUT[n % len(CUT)]) for n in range(1, 20)]
+    distributions = [TRUNCATED[n % len(TRUNCATED)] for n in range(20)]
+    samplings = [Sampling(max_tokens=3 + 2 * n, seed=n, distribution=distributions[n]) for n in range(1, 20)]
     plain = generate(build_engine(model), prompts, samplings)
     other = generate(build_engine(model, **settings), prompts, samplings)
     assert [c.sampled_ids for c in plain] == [c.sampled_ids for c in other]
@@ -223,7 +224,7 @@ def test_tokens_do_not_depend_on_the_block_or_on_graphs(settings):
 
 
 @pytest.mark.parametrize("mode", ["graphs", "compiled"])
-def test_graphs_read_weights_that_are_updated_in_place_or_moved(mode):
+def test_graphs_follow_weights_updated_in_place_or_moved(mode):
     model = build_model()
     engine = build_engine(model, cuda_decode=mode)
     prompts, samplings = [[3, 4, 5]], [Sampling(max_tokens=24, distribution=GREEDY)]
@@ -274,7 +275,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(mode):
     assert "not finite" in str(broken)
 
 
-def test_memory_that_runs_out_is_an_error_that_names_the_knobs_and_the_engine_goes_on():
+def test_out_of_memory_is_an_error_that_names_the_knobs_and_the_engine_recovers():
     model = build_model()
     engine = build_engine(model)
     head = model.get_output_embeddings()
@@ -292,5 +293,5 @@ def test_memory_that_runs_out_is_an_error_that_names_the_knobs_and_the_engine_go
     assert "OutOfMemoryError" in str(failed)
     assert "engine.kv_cache_gib" in str(failed)
     hook.remove()
-    (whole,) = asyncio.run(run())
-    assert len(whole.sampled_ids) == 4
+    (completed,) = asyncio.run(run())
+    assert len(completed.sampled_ids) == 4

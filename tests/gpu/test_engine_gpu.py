@@ -1,4 +1,4 @@
-"""On a CUDA device the engine gives the tokens and logprobs of the model's own forward, as it does on a CPU."""
+"""On a CUDA device the engine returns the tokens and logprobs of the model's own forward, as on a CPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_greedy_tokens_and_logprobs_equal_a_full_forward(name: str) -> None:
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected.values.cpu(), atol=1e-4, rtol=0)
 
 
-def test_page_shortage_and_chunks_change_no_token() -> None:
+def test_preemption_and_chunked_prefill_change_no_token() -> None:
     model = build_model("qwen3", torch.float32)
     sampling = Sampling(max_tokens=20, seed=5)
     plenty = generate_all(model, sampling)
@@ -72,7 +72,7 @@ def test_bfloat16_logprobs_are_close_to_a_full_forward() -> None:
     assert torch.cat(differences).mean() < 0.1
 
 
-def test_draws_on_the_device_are_those_on_the_cpu() -> None:
+def test_sampling_on_cuda_equals_sampling_on_the_cpu() -> None:
     seeds, positions = list(range(-50, 50)), list(range(100))
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert compute_uniforms(seeds, positions, cuda).tolist() == compute_uniforms(seeds, positions, cpu).tolist()

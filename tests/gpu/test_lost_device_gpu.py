@@ -1,4 +1,4 @@
-"""A run that loses its device, or its memory, ends with one clear error, and goes on from its last checkpoint."""
+"""A run that loses its device or runs out of memory ends with one clear error and resumes from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AGENT = textwrap.dedent(
         judged.append(response)
         if len(judged) == int(os.environ["FAILS_AT"]):
             if os.environ["FAILURE"] == "device":
-                torch.zeros(2, device="cuda")[torch.tensor([7], device="cuda")]  # an assertion on the device
+                torch.zeros(2, device="cuda")[torch.tensor([7], device="cuda")]  # a device-side assert
             else:
                 torch.cuda.empty_cache()
                 torch.cuda.set_per_process_memory_fraction(1e-6)
@@ -67,7 +67,7 @@ def run_tune(folder: Path, failure: str, *, fails_at: int) -> subprocess.Complet
     ("failure", "messages"),
     [("device", ("device is lost to this process", "last checkpoint")), ("memory", ("out of memory", "lower "))],
 )
-def test_the_error_says_what_to_do_and_the_run_goes_on(tmp_path, pocket_folder, failure, messages):
+def test_the_error_says_what_to_do_and_the_run_resumes(tmp_path, pocket_folder, failure, messages):
     (tmp_path / "pocket").symlink_to(pocket_folder)
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "data").mkdir()

@@ -1,4 +1,4 @@
-"""Rows as CUDA graphs: the gradients and the weights of kernel by kernel."""
+"""Packed rows as CUDA graphs: the same gradients and weights as launching kernel by kernel."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build_model(has_adapter: bool) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("has_adapter", [False, True])
-def test_gradients_and_totals_are_those_of_kernel_by_kernel(has_adapter):
+def test_gradients_and_totals_equal_those_without_graphs(has_adapter):
     model = build_model(has_adapter)
     assert can_record(model)
     algorithm, optimizer = resolve_algorithm(AlgorithmSection()), MasterAdamW(model, TrainerSection())
@@ -82,7 +82,7 @@ def test_gradients_and_totals_are_those_of_kernel_by_kernel(has_adapter):
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_steps_with_graphs_move_the_weights_as_those_without(kl_coef):
+def test_steps_with_graphs_have_the_losses_of_steps_without(kl_coef):
     losses = []
     for has_graphs in (False, True):
         model = build_trainable("llama", dtype=torch.bfloat16).cuda()
@@ -98,7 +98,7 @@ def test_steps_with_graphs_move_the_weights_as_those_without(kl_coef):
     assert ours == pytest.approx(plain, rel=0.05, abs=5e-3)
 
 
-def test_moved_weights_make_the_graphs_anew():
+def test_moved_weights_are_captured_again():
     model = build_trainable("llama", dtype=torch.bfloat16).cuda()
     settings = TrainerSection(learning_rate=1e-3, mismatch_stop=1e9, has_row_graphs=True)
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=256, num_total_steps=9)
@@ -116,7 +116,7 @@ def test_moved_weights_make_the_graphs_anew():
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
-def test_while_somebody_holds_a_result_of_the_model_rows_run_kernel_by_kernel(caplog):
+def test_rows_run_without_graphs_while_an_output_of_the_model_is_referenced(caplog):
     model = build_trainable("llama", dtype=torch.bfloat16).cuda()
     settings = TrainerSection(learning_rate=3e-3, mismatch_stop=1e9, has_row_graphs=True)
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=256, num_total_steps=6)

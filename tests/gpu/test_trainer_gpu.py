@@ -1,4 +1,4 @@
-"""The trainer on a CUDA device: its kernels against float64, and one gradient however it is computed."""
+"""The trainer on a CUDA device: kernels against float64, and the same gradient in every mode."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def compare_attention(
     [(64, (9, 3), None, None), (128, (4, 2), None, None), (80, (2, 2), 70, None), (256, (2, 1), 70, 30.0)],
 )
 def test_tree_attention_in_bfloat16_equals_a_dense_mask(head_size, heads, window, softcap):
-    heavy = build_samples(1, prompt=150, answer=600)  # the prompt's keys are dealt out
+    heavy = build_samples(1, prompt=150, answer=600)  # the prompt's keys are split across programs
     for samples in (build_samples(3), build_samples(8), heavy):
         errors = compare_attention(
             build_row(samples), torch.bfloat16, head_size, heads,
@@ -108,7 +108,7 @@ def test_tree_attention_in_float32_equals_a_dense_mask(window, softcap):
     assert max(errors) < 1e-5, errors
 
 
-def test_long_paths_one_by_one_equal_a_dense_mask(monkeypatch):
+def test_long_paths_attended_one_by_one_equal_a_dense_mask(monkeypatch):
     monkeypatch.setattr(attention, "MIN_PATH_TOKENS", 100)
     samples = build_samples(1, prompt=300, answer=200)
     trie = concatenate_tries([build_trie(samples, [index]) for index in range(len(samples))])
@@ -119,8 +119,8 @@ def test_long_paths_one_by_one_equal_a_dense_mask(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_of_the_head_equal_float64(name, temperature):
-    """Logprobs, entropies and both gradients, with the gradient of the weight added up in float32."""
+def test_fused_logprobs_equal_float64(name, temperature):
+    """Logprobs, entropies and both gradients; the weight's gradient is accumulated in float32."""
     torch.manual_seed(0)
     hidden = torch.randn(50, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     head = torch.nn.Linear(64, 5001, bias=False, device=CUDA, dtype=torch.bfloat16)
@@ -174,17 +174,17 @@ def compute_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return ((ours - exact).norm() / exact.norm()).item()
 
 
-def test_float32_gradient_agrees_with_float64_on_the_cpu_however_it_is_computed():
+def test_float32_gradients_of_all_modes_agree_with_float64_on_the_cpu():
     samples = build_samples(8)
     exact = compute_gradient(build_trainable("qwen3").double(), samples)
     model = build_trainable("qwen3", dtype=torch.float32).cuda()
-    ways = (
+    modes = (
         {"is_compiled": True},
         {"is_compiled": True, "max_tokens": 700, "chunk_tokens": 100},
         {"is_compiled": True, "has_sharing": False},
         {"is_compiled": False, "max_tokens": 300, "chunk_tokens": 1000},
     )
-    errors = [compute_error(compute_gradient(model, samples, **way), exact) for way in ways]
+    errors = [compute_error(compute_gradient(model, samples, **mode), exact) for mode in modes]
     assert max(errors) < 1e-4, errors
 
 
@@ -193,8 +193,8 @@ def test_neither_sharing_nor_compiling_adds_an_error_in_bfloat16():
     for seed in range(4):
         exact = compute_gradient(build_trainable("qwen3", dtype=torch.bfloat16, seed=seed).double(), samples)
         model = build_trainable("qwen3", dtype=torch.bfloat16, seed=seed).cuda()
-        ways = ({"has_sharing": False}, {}, {"is_compiled": True})
-        errors += [compute_error(compute_gradient(model, samples, **way), exact) for way in ways]
+        modes = ({"has_sharing": False}, {}, {"is_compiled": True})
+        errors += [compute_error(compute_gradient(model, samples, **mode), exact) for mode in modes]
     plain, shared, compiled = errors
     assert shared < 1.5 * plain, errors
     assert compiled < 1.2 * shared, errors
@@ -213,7 +213,7 @@ def test_steps_on_the_gpu_move_bfloat16_weights_in_place(has_checkpointing):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_batch_and_its_update_never_wait_for_the_device():
+def test_a_batch_and_its_update_never_synchronize_with_the_device():
     model, samples = build_trainable("qwen3", dtype=torch.bfloat16).cuda(), build_samples(8)
     algorithm, optimizer = resolve_algorithm(AlgorithmSection()), MasterAdamW(model, TrainerSection())
     rows = pack_samples(samples, max_tokens_per_row=1000, has_prefix_sharing=True, hidden_size=32)
@@ -232,7 +232,7 @@ def test_a_batch_and_its_update_never_wait_for_the_device():
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_one_copy_of_one_chunk_of_logits_is_alive():
+def test_at_most_one_copy_of_one_chunk_of_logits_is_in_memory():
     head = torch.nn.Linear(32, 65536, bias=False, device=CUDA, dtype=torch.bfloat16)
     model = SimpleNamespace(get_output_embeddings=lambda: head, config=CONFIGS["qwen3"])
     hidden = torch.randn(8192, 32, device=CUDA, dtype=torch.bfloat16, requires_grad=True)

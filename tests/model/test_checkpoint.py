@@ -81,7 +81,7 @@ def equal_weights(one: PreTrainedModel, other: PreTrainedModel) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_weights_come_back_bit_for_bit_into_the_same_memory(tmp_path, name, dtype):
+def test_weights_are_restored_bit_for_bit_into_the_same_memory(tmp_path, name, dtype):
     saved, restored = build_model(name, dtype), build_model(name, dtype, seed=1)
     addresses = [tensor.data_ptr() for tensor in restored.state_dict().values()]
     save(tmp_path / "global_step_3", saved)
@@ -103,7 +103,7 @@ def test_transformers_loads_the_folder_as_it_is(tmp_path):
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_generation_config_that_contradicts_itself_is_kept_as_it_is(tmp_path):
+def test_an_inconsistent_generation_config_is_saved_unchanged(tmp_path):
     model = build_model()
     model.generation_config = GenerationConfig(do_sample=False, temperature=0.6, eos_token_id=[1, 2])
     save(tmp_path / "global_step_1", model)
@@ -112,7 +112,7 @@ def test_a_generation_config_that_contradicts_itself_is_kept_as_it_is(tmp_path):
     assert model.generation_config.temperature == 0.6
 
 
-def test_others_may_read_every_file(tmp_path):
+def test_other_users_may_read_every_file(tmp_path):
     umask = os.umask(0o022)
     try:
         save(tmp_path / "global_step_1", build_model())
@@ -122,7 +122,7 @@ def test_others_may_read_every_file(tmp_path):
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o644}
 
 
-def test_the_states_come_back_as_they_were(tmp_path):
+def test_trainer_and_run_state_round_trip(tmp_path):
     trainer_state = {
         "step": 7,
         "moments": [{"m": torch.randn(3), "v": torch.randn(3).double()}],
@@ -186,7 +186,7 @@ def test_a_full_disk_is_one_sentence_and_damages_nothing(tmp_path, num_bytes):
     load_checkpoint(tmp_path / "global_step_1", build_model())
 
 
-def test_a_save_without_room_is_refused_before_it_begins(tmp_path):
+def test_a_save_without_enough_disk_space_is_refused_before_it_starts(tmp_path):
     huge = torch.empty(2**58, device="meta")
     with pytest.raises(StorageError, match=r"^cannot write to .* GiB are free; free some, set keep_checkpoints"):
         save(tmp_path / "global_step_2", build_model(), trainer_state={"m": [huge]})
@@ -194,7 +194,7 @@ def test_a_save_without_room_is_refused_before_it_begins(tmp_path):
 
 
 def run_in_child(work: Callable[[], None]) -> int:
-    """Fork, work, and return the child's pid; the child never returns."""
+    """Run `work` in a forked child and return the child's pid; the child never returns."""
     child = os.fork()
     if child == 0:
         try:
@@ -212,7 +212,7 @@ def fill(model: PreTrainedModel, value: float) -> PreTrainedModel:
 
 
 def check_survivor(root: Path) -> int:
-    """The last committed step, after checking that it loads whole and that nothing else but leftovers is there."""
+    """The last committed step (0: none), after checking that it loads and that the rest are temporary leftovers."""
     last = find_last_checkpoint(root)
     remove_leftovers(root)
     assert all((path / "DONE.json").is_file() for path in root.iterdir())
@@ -234,7 +234,7 @@ def save_step(root: Path, model: PreTrainedModel, step: int) -> None:
 
 
 def kill_at_call(number: int) -> None:
-    """Make this process kill itself as it enters its `number`-th call that brings data or names to the disk."""
+    """Make this process kill itself at its `number`-th call that syncs data or changes names on disk."""
     calls = 0
 
     def wrap(call):
@@ -251,7 +251,7 @@ def kill_at_call(number: int) -> None:
         setattr(os, name, wrap(getattr(os, name)))
 
 
-def test_a_kill_at_any_call_to_the_disk_leaves_the_old_or_the_new_checkpoint(tmp_path):
+def test_a_kill_at_any_disk_call_leaves_the_old_or_the_new_checkpoint(tmp_path):
     outcomes = []
     for number in range(1, 100):
         root = tmp_path / str(number)

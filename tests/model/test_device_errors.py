@@ -1,27 +1,27 @@
-"""What a failure on the device says."""
+"""Messages of device errors."""
 
 from __future__ import annotations
 
 import torch
 
-from tunesmith.model.device_errors import explain_failure, is_device_failure
+from tunesmith.model.device_errors import explain_device_error, is_device_error
 
 
-def test_a_lost_device_says_how_to_go_on() -> None:
+def test_a_lost_device_says_how_to_resume() -> None:
     error = RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-    lost = explain_failure(error, work="a step", advice="lower it")
-    assert is_device_failure(error)
+    lost = explain_device_error(error, work="a step", advice="lower it")
+    assert is_device_error(error)
     assert "illegal memory access" in lost
     assert "last checkpoint" in lost
     assert "more" not in lost
 
 
-def test_too_little_memory_says_what_needs_less() -> None:
+def test_out_of_memory_ends_with_the_advice() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-    assert is_device_failure(error)
-    assert explain_failure(error, work="an update", advice="lower it").endswith("lower it")
+    assert is_device_error(error)
+    assert explain_device_error(error, work="an update", advice="lower it").endswith("lower it")
 
 
-def test_other_errors_are_named_as_they_are() -> None:
-    assert not is_device_failure(KeyError("x"))
-    assert explain_failure(KeyError("x"), work="a step", advice="") == "a step failed: KeyError: 'x'"
+def test_other_errors_have_no_advice() -> None:
+    assert not is_device_error(KeyError("x"))
+    assert explain_device_error(KeyError("x"), work="a step", advice="") == "a step failed: KeyError: 'x'"

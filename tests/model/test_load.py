@@ -1,4 +1,4 @@
-"""Loading: a folder, a hub id or a .gguf file, and one clear sentence for each thing that can be wrong."""
+"""Loading from a folder, a hub id or a .gguf file, and one clear sentence for each thing that can be wrong."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_loaded_model_computes_what_transformers_computes(folder):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_dtype_is_what_was_asked(folder):
+def test_dtype_is_as_requested(folder):
     assert load_model(str(folder), dtype=torch.bfloat16, device=CPU).dtype == torch.bfloat16
 
 
@@ -65,19 +65,19 @@ def test_auto_device_and_dtype():
     assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
 
 
-def test_device_that_is_not_here():
+def test_missing_device_is_refused():
     for name in ("gpu", "cuda:99", "mps"):
         with pytest.raises(ModelError, match="model.device"):
             resolve_device(name)
 
 
-def test_path_that_is_not_there(tmp_path):
+def test_missing_path_is_refused(tmp_path):
     for path in (str(tmp_path / "nothing"), "./nothing", str(tmp_path / "nothing.gguf")):
         with pytest.raises(ModelError, match="no such"):
             check_model(path, max_model_len=16)
 
 
-def test_gguf_without_its_reader_names_the_command(tmp_path, monkeypatch):
+def test_gguf_without_its_reader_names_the_install_command(tmp_path, monkeypatch):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'tunesmith\[gguf\]'"):
@@ -91,20 +91,20 @@ def test_broken_gguf_is_one_sentence(tmp_path):
         check_model(str(tmp_path / "model.gguf"), max_model_len=16)
 
 
-def test_folder_without_config(tmp_path):
+def test_folder_without_config_is_refused(tmp_path):
     with pytest.raises(ModelError, match="without config.json"):
         check_model(str(tmp_path), max_model_len=16)
 
 
-def test_file_that_is_no_model(tmp_path):
+def test_file_that_is_not_a_model_is_refused(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match="give the folder"):
         check_model(str(tmp_path / "weights.bin"), max_model_len=16)
 
 
-def test_hub_id_that_cannot_be_had(monkeypatch):
+def test_hub_id_that_cannot_be_downloaded_is_refused(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"'nobody/no-such-model' is no folder here, and the hub did not give it"):
+    with pytest.raises(ModelError, match=r"'nobody/no-such-model' is not a local folder, and the hub did not give it"):
         check_model("nobody/no-such-model", max_model_len=16)
 
 
@@ -127,13 +127,13 @@ def test_damaged_weights_are_one_sentence(folder, tmp_path):
         load_model(str(tmp_path), dtype=torch.float32, device=CPU)
 
 
-def test_context_longer_than_the_model(folder):
+def test_context_longer_than_the_models_positions_is_refused(folder):
     assert check_model(str(folder), max_model_len=16384).max_position_embeddings == 16384
     with pytest.raises(ModelError, match="max_model_len=16385 is longer than the model's 16384 positions"):
         check_model(str(folder), max_model_len=16385)
 
 
-def test_no_limit_is_no_error():
+def test_a_model_without_a_position_limit_takes_any_context():
     check_lengths(BloomConfig(), 10**9)
 
 
@@ -152,7 +152,7 @@ def test_tokenizer_without_chat_template_names_the_knob(tokenizer, tmp_path):
         load_tokenizer(str(tmp_path), chat_template=str(tmp_path / "nothing.jinja"))
 
 
-def test_tokenizer_of_another_model(tokenizer):
+def test_tokenizer_of_another_model_is_refused(tokenizer):
     model = build_pocket_model(tokenizer, hidden_size=96, num_layers=1)
     check_vocabulary(model, tokenizer)
     model.resize_token_embeddings(100)
@@ -160,7 +160,7 @@ def test_tokenizer_of_another_model(tokenizer):
         check_vocabulary(model, tokenizer)
 
 
-def test_architecture_without_attention_interface(tmp_path):
+def test_architecture_without_attention_interface_is_refused(tmp_path):
     BloomForCausalLM(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="BloomForCausalLM"):
         load_model(str(tmp_path), dtype=torch.float32, device=CPU)
@@ -182,12 +182,12 @@ def test_a_refused_pickle_is_one_sentence_and_does_not_run(folder, tmp_path, cap
     shutil.copytree(folder, tmp_path / "pickled")
     (tmp_path / "pickled" / "model.safetensors").unlink()
     torch.save({"weights": Evil()}, tmp_path / "pickled" / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="a pickle that holds more than tensors"):
+    with pytest.raises(ModelError, match="a pickle with more than tensors"):
         load_model(str(tmp_path / "pickled"), dtype=torch.float32, device=CPU)
     assert "ran code" not in capsys.readouterr().out
 
 
-def test_weights_that_are_not_finite_are_named(folder):
+def test_non_finite_weights_are_named(folder):
     model = load_model(str(folder), dtype=torch.float32, device=CPU)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
@@ -210,10 +210,10 @@ def test_the_folder_of_an_export_is_a_model_path(folder, tmp_path):
     assert compute_fingerprint(str(tmp_path / "out")) == compute_fingerprint(str(folder))
 
 
-def test_an_export_of_gguf_alone_names_its_file(tmp_path):
+def test_an_export_with_gguf_only_names_its_file(tmp_path):
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "tiny-f16.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="an export of GGUF files alone: name one of them, as .*tiny-f16.gguf"):
+    with pytest.raises(ModelError, match="an export with GGUF files only: name one of them, such as .*tiny-f16.gguf"):
         check_model(str(tmp_path), max_model_len=16)
 
 
@@ -224,6 +224,6 @@ def test_the_adapter_of_an_export_is_a_model_path(folder, tmp_path):
     assert find_model(str(tmp_path / "out")).adapter.folder == tmp_path / "out" / "adapter"
 
 
-def test_more_threads_than_a_machine_can_use_are_refused():
+def test_far_more_threads_than_cpus_are_refused():
     with pytest.raises(ConfigError, match="num_cpu_threads=1000: this machine has"):
         set_num_threads(1000)

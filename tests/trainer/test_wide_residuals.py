@@ -16,7 +16,7 @@ from tunesmith.config import AlgorithmSection, EngineSection, LoraSection, Train
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.adapters.lora import add_adapter
-from tunesmith.model.forward.fp32_residual import widen_residuals
+from tunesmith.model.forward.fp32_residual import use_fp32_residual
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.loss_pass import run_batch
@@ -65,8 +65,8 @@ def sample_from(model) -> list[Sample]:
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_sampler_and_trainer_agree_better(name):
     found = []
-    for is_wide in (False, True):
-        model = build_deep(name, is_wide=is_wide)
+    for has_fp32_residual in (False, True):
+        model = build_deep(name, has_fp32_residual=has_fp32_residual)
         trainer = Trainer(model, LOOSE, AlgorithmSection(), max_model_len=64, num_total_steps=2)
         found.append(trainer.step(sample_from(model)))
     assert 0 < found[1]["mismatch/kl"] < 0.75 * found[0]["mismatch/kl"]
@@ -77,32 +77,33 @@ def test_the_gradient_is_nearer_to_that_of_the_weights_in_float32():
     errors = {False: 0.0, True: 0.0}
     for seed in range(3):
         exact = compute_gradients(build_deep(seed=seed).float())
-        for is_wide in errors:
-            errors[is_wide] += measure_error(compute_gradients(build_deep(is_wide=is_wide, seed=seed)), exact) / 3
+        for flag in errors:
+            gradients = compute_gradients(build_deep(has_fp32_residual=flag, seed=seed))
+            errors[flag] += measure_error(gradients, exact) / 3
     assert errors[True] < 0.9 * errors[False]
     assert errors[True] < 0.02
 
 
 def test_checkpointing_changes_nothing():
-    expected = compute_gradients(build_deep(is_wide=True))
-    checkpointed = compute_gradients(build_deep(is_wide=True), has_checkpointing=True)
+    expected = compute_gradients(build_deep(has_fp32_residual=True))
+    checkpointed = compute_gradients(build_deep(has_fp32_residual=True), has_checkpointing=True)
     assert all(torch.equal(checkpointed[name], gradient) for name, gradient in expected.items())
 
 
 def test_an_adapter_learns_what_it_would_over_weights_in_float32():
     found = []
-    for dtype, is_wide in ((torch.float32, False), (torch.bfloat16, True)):
+    for dtype, has_fp32_residual in ((torch.float32, False), (torch.bfloat16, True)):
         model = build_deep().to(dtype).requires_grad_(True)
         add_adapter(model, LoraSection(r=4, target_modules="all-linear"), base="base", dtype=dtype)
-        if is_wide:
-            widen_residuals(model)
+        if has_fp32_residual:
+            use_fp32_residual(model)
         found.append(compute_gradients(model))
     exact, ours = found
     assert measure_error(ours, exact) < 0.02
 
 
 def test_a_critic_reads_the_last_norm_in_the_type_of_its_head():
-    policy, samples = build_deep(is_wide=True), build_samples()
+    policy, samples = build_deep(has_fp32_residual=True), build_samples()
     critic = ValueModel(copy.deepcopy(policy).get_decoder())
     trainer = Trainer(
         policy, LOOSE, AlgorithmSection(algorithm_type="ppo"), max_model_len=64, num_total_steps=2, critic_model=critic

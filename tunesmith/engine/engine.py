@@ -27,8 +27,8 @@ from tunesmith.engine.event_loop.clock import Clock, build_clock
 from tunesmith.engine.worker.async_step import AsyncStepper
 from tunesmith.engine.worker.model_runner import ModelRunner
 from tunesmith.engine.worker.sync_step import SyncStepper
-from tunesmith.model.device_errors import explain_failure
-from tunesmith.model.torch_modes import own_modes
+from tunesmith.model.device_errors import explain_device_error
+from tunesmith.model.torch_modes import default_modes
 from tunesmith.types import Completion, OnTokens, Sampling
 
 MEMORY_ADVICE = "lower engine.kv_cache_gib, engine.max_num_seqs or engine.max_batched_tokens"
@@ -203,12 +203,12 @@ class LocalEngine:
     def _run_guarded(self, work: Callable[[], None]) -> None:
         """Run work on the device under the engine's own torch modes; an error fails every request in the engine."""
         try:
-            with own_modes(num_threads=self._num_cpu_threads):
+            with default_modes(num_threads=self._num_cpu_threads):
                 work()
         except Exception as error:  # noqa: BLE001
             self._receive_requests()
             self._output_processor.fail_all(
-                explain_failure(error, work="a step of the engine", advice=MEMORY_ADVICE), error
+                explain_device_error(error, work="a step of the engine", advice=MEMORY_ADVICE), error
             )
             failed, (self._output_processor, self._stepper) = self._output_processor, self._build_stepper()
             self._output_processor.continue_from(failed)

@@ -1,1 +1,1 @@
-"""What a model is to this package: loading, attention, logits, rendering. Rooms import the files they need."""
+"""Models: loading, adapters, checkpoints, the attention interface, logits and logprobs, the pocket model."""

@@ -1,10 +1,10 @@
-"""One step of a run on disk, committed by one rename.
+"""Checkpoints: one step of a run on disk, committed atomically by a rename.
 
-`global_step_N/` is a folder that `AutoModelForCausalLM.from_pretrained` loads as it is, or `PeftModel.from_pretrained`
-where an adapter is trained, with `trainer/` (optimizer and counters) beside the weights and `DONE.json`, which lists
-every file with its size and checksum, written last. All is written under
-`global_step_N.tmp-<pid>`, brought to the disk, then renamed: a name without the suffix is a whole checkpoint, and what
-a killed save leaves is swept away by the next start. Restoring copies into the parameters that are there, bit for bit.
+`AutoModelForCausalLM.from_pretrained` loads the folder `global_step_N/`; with a trained adapter,
+`PeftModel.from_pretrained` does. Beside the weights are `trainer/` (optimizer, counters) and `DONE.json`, written last,
+which lists every file with its size and checksum. Everything is written to `global_step_N.tmp-<pid>`, fsynced and
+renamed, so a folder without the suffix is complete; the next start removes what a killed save leaves. Restoring copies
+into the existing parameters, bit for bit.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ TRAINER_FOLDER = "trainer"
 TRAINER_STATE = f"{TRAINER_FOLDER}/state.pt"
 RUN_STATE = f"{TRAINER_FOLDER}/run_state.json"
 SMALL_FILES_BYTES = 64 * 2**20
-"""Room kept for config, tokenizer and the overhead of the formats."""
+"""Allowance for config, tokenizer and file format overhead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredState:
-    """What a checkpoint holds besides the weights, as it was given to `save_checkpoint`."""
+    """What a checkpoint holds besides the weights, as passed to `save_checkpoint`."""
 
     trainer_state: dict[str, Any]
     run_state: dict[str, Any]
@@ -62,9 +62,9 @@ def save_checkpoint(
     trainer_state: Mapping[str, Any],
     run_state: Mapping[str, Any],
 ) -> None:
-    """Commit `folder`, named `global_step_N`, or raise with nothing changed.
+    """Write and commit `folder`, named `global_step_N`; on an error nothing changes on disk.
 
-    `trainer_state` holds tensors, numbers, text, lists and mappings of them; `run_state` holds what JSON knows.
+    `trainer_state` holds tensors, numbers, strings, and lists and mappings of them; `run_state` is JSON.
     """
     step = parse_checkpoint_step(folder)
     if (folder / DONE).exists():
@@ -79,9 +79,9 @@ def save_checkpoint(
 
 @contextmanager
 def new_folder(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
-    """A folder to fill under a temporary name; when the block ends well it takes the place of `folder`, else it goes.
+    """A folder under a temporary name, renamed to `folder` when the with-block succeeds and removed when it fails.
 
-    Its DONE.json, written last, says what `record` holds by then, and the size and checksum of every file.
+    Its DONE.json, written last, holds `record` as it is then, and the size and checksum of every file.
     """
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     with storage_errors(folder, "write"):
@@ -101,9 +101,9 @@ def new_folder(folder: Path, record: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def load_checkpoint(folder: Path, model: PreTrainedModel) -> RestoredState:
-    """Copy a checkpoint's weights into the parameters of `model`, in place; return the rest, tensors on the CPU.
+    """Copy a checkpoint's weights into the parameters of `model` in place; return the other states, tensors on the CPU.
 
-    Sizes are checked here; `check_complete` reads every file and compares checksums too.
+    File sizes are checked here; `check_complete` also reads every file and compares checksums.
     """
     check_sizes(folder)
     restore_weights(folder, model)
@@ -121,19 +121,19 @@ def find_checkpoints(run_root: Path) -> list[Path]:
 
 
 def find_last_checkpoint(run_root: Path) -> Path | None:
-    """The newest committed checkpoint of a run, if there is one."""
+    """The newest committed checkpoint of a run, or None."""
     return next(reversed(find_checkpoints(run_root)), None)
 
 
 def remove_old_checkpoints(run_root: Path, *, num_kept: int) -> None:
-    """Keep the newest `num_kept` checkpoints."""
+    """Remove all but the newest `num_kept` checkpoints."""
     assert num_kept >= 1
     for folder in find_checkpoints(run_root)[:-num_kept]:
         remove_tree(folder)
 
 
 def remove_leftovers(run_root: Path) -> None:
-    """Remove what killed writes left in a run folder. Only the process that holds the run's lock may call it."""
+    """Remove temporary files of killed writes from a run folder; the caller must hold the run's lock."""
     for path in run_root.iterdir():
         if TEMPORARY.search(path.name):
             with storage_errors(path, "remove"):
@@ -141,7 +141,7 @@ def remove_leftovers(run_root: Path) -> None:
 
 
 def save_model_files(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Weights, configs and tokenizer as Hugging Face names them; of a model with a live adapter, the adapter alone."""
+    """Save weights, configs and tokenizer as Hugging Face files; with an active adapter, only the adapter's weights."""
     generation_config = model.generation_config
     try:
         if has_adapter(model):
@@ -150,7 +150,7 @@ def save_model_files(folder: Path, model: PreTrainedModel, tokenizer: PreTrained
             save_adapter(folder, model)
         else:
             with hidden_progress_bars():
-                # Some published ones (temperature without do_sample) are refused by save_pretrained: kept as they are.
+                # save_pretrained refuses some published configs (temperature without do_sample): write it unchecked.
                 model.generation_config = GenerationConfig()
                 model.save_pretrained(folder)
             generation_config.to_json_file(folder / "generation_config.json")
@@ -162,11 +162,11 @@ def save_model_files(folder: Path, model: PreTrainedModel, tokenizer: PreTrained
 
 
 def save_states(folder: Path, *, trainer_state: Mapping[str, Any], run_state: Mapping[str, Any]) -> None:
-    """What training needs besides the weights."""
+    """Save the trainer's and the run's state."""
     (folder / TRAINER_STATE).parent.mkdir()
     try:
         torch.save(dict(trainer_state), folder / TRAINER_STATE)
-    except RuntimeError as error:  # torch's own file writer reports the operating system's errors so
+    except RuntimeError as error:  # torch's file writer reports operating system errors as RuntimeError
         raise StorageError(describe_failed_write(folder, error)) from error
     save_json(folder / RUN_STATE, dict(run_state))
 
@@ -178,7 +178,7 @@ def describe_failed_write(folder: Path, error: Exception) -> str:
 
 
 def restore_weights(folder: Path, model: PreTrainedModel) -> None:
-    """Load the folder beside the model, on the CPU, and copy every parameter and buffer that is saved."""
+    """Load the checkpoint on the CPU and copy every saved parameter and buffer into the model."""
     if has_adapter(model):
         from tunesmith.model.adapters.lora import restore_adapter  # PEFT takes seconds to import
 
@@ -192,7 +192,7 @@ def restore_weights(folder: Path, model: PreTrainedModel) -> None:
     missing = sorted(report["missing_keys"])
     source = loaded.state_dict()
     target = model.state_dict()
-    differing = [name for name in target if name not in source or not is_alike(source[name], target[name])]
+    differing = [name for name in target if name not in source or not has_same_layout(source[name], target[name])]
     if missing or differing:
         named = ", ".join((missing + differing)[:3])
         raise StorageError(f"{folder} does not hold the weights of this model: {named} missing or of another shape")
@@ -201,12 +201,12 @@ def restore_weights(folder: Path, model: PreTrainedModel) -> None:
             tensor.copy_(source[name])
 
 
-def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def has_same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
 def check_complete(folder: Path) -> None:
-    """Refuse a checkpoint that a partial copy or a failing disk damaged; older ones have sizes and no checksums."""
+    """Refuse a checkpoint damaged by a partial copy or a failing disk; older ones have sizes but no checksums."""
     for name, expected in check_sizes(folder).get("crc32", {}).items():
         found = compute_checksum(folder / name)
         if found != expected:
@@ -214,7 +214,7 @@ def check_complete(folder: Path) -> None:
 
 
 def check_sizes(folder: Path) -> dict[str, Any]:
-    """Refuse a checkpoint whose files are not all there in full; returns what its DONE.json holds."""
+    """Refuse a checkpoint with missing or truncated files; return the content of its DONE.json."""
     if not (folder / DONE).is_file():
         raise StorageError(f"{folder} is not a complete checkpoint: it has no {DONE}")
     record = load_json(folder / DONE)
@@ -229,7 +229,7 @@ def check_sizes(folder: Path) -> dict[str, Any]:
 
 
 def estimate_checkpoint_bytes(model: PreTrainedModel, trainer_state: Mapping[str, Any]) -> int:
-    """About what `save_checkpoint` will write."""
+    """Approximate size of what `save_checkpoint` writes."""
     saved = model.state_dict().values()
     if has_adapter(model):
         saved = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -239,7 +239,7 @@ def estimate_checkpoint_bytes(model: PreTrainedModel, trainer_state: Mapping[str
 
 
 def iter_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested mappings and lists."""
+    """All tensors in nested mappings and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -257,7 +257,7 @@ def list_files(folder: Path) -> list[str]:
 
 @contextmanager
 def hidden_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing over the run's own progress."""
+    """Hide transformers' progress bars, which would overwrite the run's own."""
     was_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

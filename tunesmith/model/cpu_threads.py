@@ -1,4 +1,4 @@
-"""How many threads torch's CPU kernels use."""
+"""The number of threads of torch's CPU kernels."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 from tunesmith.errors import ConfigError
 
-USUAL_LIMIT = 64
-"""Allowed on any machine, so that a file of a larger one works on a smaller one."""
+MIN_LIMIT = 64
+"""Allowed on any machine, so that a run file written for a larger machine works on a smaller one."""
 
 
 def set_num_threads(number: int) -> None:
-    """Refuse so many that the kernels would only wait for each other."""
+    """Set the number, and refuse one far above the number of CPUs, with which kernels only wait for each other."""
     num_cpus = os.cpu_count() or 1
-    limit = max(num_cpus, USUAL_LIMIT)
+    limit = max(num_cpus, MIN_LIMIT)
     if number > limit:
         raise ConfigError(f"num_cpu_threads={number}: this machine has {num_cpus} CPUs; set it to {limit} or less")
     torch.set_num_threads(number)

@@ -1,4 +1,4 @@
-"""What went wrong on the device, and what to do about it, in one sentence each."""
+"""Device errors (out of memory, lost device) explained in one sentence each, with what to do."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from tunesmith.errors import LOST_DEVICE_ADVICE
 
 LOST_DEVICE = ("CUDA error", "device-side assert", "cuBLAS", "CUBLAS", "cudnn", "NVML")
-"""What errors begin with after which this process can use the device no more."""
+"""First words of errors after which this process cannot use the device any more."""
 
 
-def is_device_failure(error: Exception) -> bool:
-    """The device is out of memory, or lost to this process."""
+def is_device_error(error: Exception) -> bool:
+    """Whether the device is out of memory, or lost to this process."""
     return isinstance(error, torch.OutOfMemoryError) or _has_lost_device(error)
 
 
-def explain_failure(error: Exception, *, work: str, advice: str) -> str:
-    """Why the work failed; `advice` is how it needs less memory."""
+def explain_device_error(error: Exception, *, work: str, advice: str) -> str:
+    """One sentence on why `work` failed; `advice` says how to use less memory."""
     message = f"{work} failed: {type(error).__name__}: {_get_first_line(error)}"
     if isinstance(error, torch.OutOfMemoryError):
         return f"{message}; {advice}"

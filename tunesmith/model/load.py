@@ -1,8 +1,8 @@
-"""Models and tokenizers from a folder, a hub id, a `.gguf` file or the folder of an adapter.
+"""Load models and tokenizers from a folder, a hub id, a `.gguf` file or an adapter folder.
 
-Whatever cannot work is said before long work begins: `check_model` reads the configuration only, `load_tokenizer` and
-`load_model` then load what they name. Every failure is one `ModelError` sentence with the knob to turn. A loaded model
-runs our attention and its parameters take gradients; nothing is downloaded when the machine is offline.
+`check_model` finds what cannot work from the configuration alone, before any long work; `load_tokenizer` and
+`load_model` then load. Every failure is a one-sentence `ModelError` that names the knob to change. A loaded model uses
+plan attention and its parameters take gradients. Nothing is downloaded when the machine is offline.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tunesmith.hub import reachable_or_offline
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.model.forward.attention import use_plan_attention
-from tunesmith.model.forward.fp32_residual import check_residuals, widen_residuals
-from tunesmith.model.source.resolve import ModelSource, explain_failure, find_model
+from tunesmith.model.forward.fp32_residual import check_fp32_residual, use_fp32_residual
+from tunesmith.model.source.resolve import ModelSource, explain_load_error, find_model
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOAD_ERRORS = (
@@ -48,17 +48,17 @@ LOAD_ERRORS = (
     StrictDataclassError,
     pickle.UnpicklingError,
 )
-"""What transformers raises on files that are missing, broken or of an unknown kind."""
+"""What transformers raises for missing, damaged or unknown files."""
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `auto`, `cpu`, `cuda` or `cuda:N` names, if this machine has it."""
+    """The device named `auto`, `cpu`, `cuda` or `cuda:N`; refuse one that this machine does not have."""
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ModelError(f"model.device={name!r} is no device; allowed: auto, cpu, cuda, cuda:N") from error
+        raise ModelError(f"model.device={name!r} is not a device; allowed: auto, cpu, cuda, cuda:N") from error
     if device.type not in {"cpu", "cuda"}:
         raise ModelError(f"model.device={name!r} is not supported; allowed: auto, cpu, cuda, cuda:N")
     if device.type == "cpu":
@@ -70,7 +70,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The parameters' type; `auto` is float32 on a CPU and bfloat16 on a GPU."""
+    """The dtype of the parameters; `auto` is float32 on a CPU and bfloat16 on a GPU."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:
@@ -85,11 +85,11 @@ def load_config(path: str, *, trust_remote_code: bool = False, base_path: str | 
         with reachable_or_offline(source.name_or_path):
             return AutoConfig.from_pretrained(source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs)
     except LOAD_ERRORS as error:
-        raise explain_failure(path, source, error) from error
+        raise explain_load_error(path, source, error) from error
 
 
 def load_section_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer that a model section describes."""
+    """Load the tokenizer of a config's model section."""
     return load_tokenizer(
         section.path,
         chat_template=section.chat_template,
@@ -101,9 +101,9 @@ def load_section_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
 def load_tokenizer(
     path: str, *, chat_template: str | None = None, trust_remote_code: bool = False, base_path: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that can render chats; `chat_template` is the path of a jinja file to use instead of its own.
+    """Load a tokenizer with a chat template; `chat_template` is the path of a jinja file that replaces its own.
 
-    An adapter folder may bring a tokenizer; else its base's is taken.
+    An adapter folder's own tokenizer is preferred over that of its base.
     """
     source = find_model(path, base_path)
     if source.adapter is not None and (source.adapter.folder / "tokenizer_config.json").is_file():
@@ -114,7 +114,7 @@ def load_tokenizer(
                 source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs
             )
     except LOAD_ERRORS as error:
-        raise explain_failure(path, source, error) from error
+        raise explain_load_error(path, source, error) from error
     if chat_template is not None:
         tokenizer.chat_template = _read_template(chat_template)
     if not tokenizer.chat_template:
@@ -124,14 +124,14 @@ def load_tokenizer(
         )
     check_template(tokenizer, chat_template or path)
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of {path!r} names no end-of-sequence token; set eos_token in its files")
+        raise ModelError(f"the tokenizer of {path!r} has no end-of-sequence token; set eos_token in its files")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
-    """Refuse a chat template with a syntax error; what it makes of messages is found out later."""
+    """Refuse a chat template with a syntax error; whether it renders real conversations is not checked here."""
     templates = tokenizer.chat_template
     for template in templates.values() if isinstance(templates, dict) else [templates]:
         try:
@@ -139,14 +139,14 @@ def check_template(tokenizer: PreTrainedTokenizerBase, place: str) -> None:
         except TemplateSyntaxError as error:
             raise ModelError(
                 f"the chat template of {place!r} has a syntax error in line {error.lineno}: {error.message}; "
-                "mend it, or set model.chat_template to another jinja file"
+                "correct it, or set model.chat_template to another jinja file"
             ) from error
-        except Exception:  # noqa: BLE001 - templates may refuse such a conversation in any way
+        except Exception:  # noqa: BLE001 - a template may refuse this conversation with any exception
             continue
 
 
 def load_section_model(section: ModelSection) -> PreTrainedModel:
-    """The model that a section describes, on its device and in its type."""
+    """Load the model of a config's model section, on its device and in its dtype."""
     device = resolve_device(section.device)
     return load_model(
         section.path,
@@ -155,7 +155,7 @@ def load_section_model(section: ModelSection) -> PreTrainedModel:
         trust_remote_code=section.trust_remote_code,
         base_path=section.base_path,
         lora=section.lora,
-        has_wide_residuals=section.residual_dtype == "float32",
+        has_fp32_residual=section.residual_dtype == "float32",
     )
 
 
@@ -167,19 +167,19 @@ def load_model(
     trust_remote_code: bool = False,
     base_path: str | None = None,
     lora: LoraSection | None = None,
-    has_wide_residuals: bool = False,
+    has_fp32_residual: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model in eval mode, with our attention and, if asked for, residuals in float32.
+    """Load a causal language model in eval mode, with plan attention and optionally a float32 residual stream.
 
-    Every parameter takes gradients, and an adapter in `path` is merged; with `lora` the adapter in `path` or a new one
-    is live, and takes them alone.
+    Without `lora` an adapter at `path` is merged and every parameter takes gradients. With `lora` the adapter at `path`
+    or a new one stays active, and only its parameters take gradients.
     """
     source = find_model(path, base_path)
-    placing: dict[str, Any] = {}
+    quantization: dict[str, Any] = {}
     if lora is not None and lora.quantization == "nf4":
         from tunesmith.model.adapters.lora import build_quantization  # PEFT takes seconds to import
 
-        placing = {"quantization_config": build_quantization(dtype), "device_map": {"": device}}
+        quantization = {"quantization_config": build_quantization(dtype), "device_map": {"": device}}
     try:
         with hidden_progress_bars(), reachable_or_offline(source.name_or_path):
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -188,32 +188,32 @@ def load_model(
                 attn_implementation="sdpa",
                 trust_remote_code=trust_remote_code,
                 **source.kwargs,
-                **placing,
+                **quantization,
             )
     except LOAD_ERRORS as error:
-        raise explain_failure(path, source, error) from error
+        raise explain_load_error(path, source, error) from error
     if source.gguf_file is not None:
-        forget_gguf_quantization(model)
+        clear_gguf_quantization(model)
     check_architecture(model, path)
-    if not placing:
+    if not quantization:
         model.to(device)
     model.eval()
     model = install_adapter(model, source, lora, dtype=dtype)
     use_plan_attention(model)
-    if has_wide_residuals:
-        widen_residuals(model)
+    if has_fp32_residual:
+        use_fp32_residual(model)
     return model
 
 
 def install_adapter(
     model: PreTrainedModel, source: ModelSource, lora: LoraSection | None, *, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Merge the source's adapter, or make it or a new one live and the only part that takes gradients."""
+    """Merge the source's adapter; or with `lora` activate it, or a new one, as the only part that takes gradients."""
     if source.adapter is None and lora is None:
         return model.requires_grad_(True)
     from tunesmith.model.adapters.lora import (  # PEFT takes seconds to import
         add_adapter,
-        keep_layout,
+        disable_cpu_repacking,
         load_adapter,
         merge_adapter,
     )
@@ -221,7 +221,7 @@ def install_adapter(
     if lora is None:
         assert source.adapter is not None
         return merge_adapter(model, source.adapter).requires_grad_(True)
-    keep_layout(model)
+    disable_cpu_repacking(model)
     place = Path(source.name_or_path, source.gguf_file or "")
     base = str(place.absolute()) if place.exists() else source.name_or_path
     if source.adapter is None:
@@ -231,8 +231,8 @@ def install_adapter(
     return model.eval()
 
 
-def forget_gguf_quantization(model: PreTrainedModel) -> None:
-    """Weights read from GGUF are whole here, but transformers marks them quantised and then refuses to save them."""
+def clear_gguf_quantization(model: PreTrainedModel) -> None:
+    """Unmark weights read from GGUF as quantized: they are dequantized here, but transformers would not save them."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None
@@ -240,7 +240,7 @@ def forget_gguf_quantization(model: PreTrainedModel) -> None:
 
 
 def check_section(section: ModelSection) -> PretrainedConfig:
-    """Check all of a section that can be known without loading weights, and return the model's configuration."""
+    """Check everything in a model section that can be checked without weights; return the model's configuration."""
     device = resolve_device(section.device)
     config = check_model(
         section.path,
@@ -249,7 +249,7 @@ def check_section(section: ModelSection) -> PretrainedConfig:
         base_path=section.base_path,
     )
     load_section_tokenizer(section)
-    check_types(section, config)
+    check_residual_dtype(section, config)
     if section.lora is not None:
         adapter = find_model(section.path, section.base_path).adapter
         if adapter is not None:
@@ -261,17 +261,17 @@ def check_section(section: ModelSection) -> PretrainedConfig:
     return config
 
 
-def check_types(section: ModelSection, config: PretrainedConfig) -> None:
-    """Refuse float32 residuals where a model of the section's type, its own or a companion, cannot have them."""
+def check_residual_dtype(section: ModelSection, config: PretrainedConfig) -> None:
+    """Refuse `residual_dtype=float32` for a model, the policy or an extra model, that does not support it."""
     dtype = resolve_dtype(section.dtype, resolve_device(section.device))
     if section.residual_dtype == "float32" and dtype != torch.float32:
-        check_residuals(config, trust_remote_code=section.trust_remote_code)
+        check_fp32_residual(config, trust_remote_code=section.trust_remote_code)
 
 
 def check_model(
     path: str, *, max_model_len: int, trust_remote_code: bool = False, base_path: str | None = None
 ) -> PretrainedConfig:
-    """Check all that can be known of a model without loading weights, and return its configuration."""
+    """Check everything about a model that can be checked without weights; return its configuration."""
     config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
     check_lengths(config, max_model_len)
     adapter = find_model(path, base_path).adapter
@@ -282,7 +282,7 @@ def check_model(
 
 
 def check_lengths(config: PretrainedConfig, max_model_len: int) -> None:
-    """Refuse a context longer than the positions the model was made for."""
+    """Refuse a context longer than the model's maximum number of positions."""
     num_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if num_positions is not None and max_model_len > num_positions:
         raise ModelError(
@@ -292,7 +292,7 @@ def check_lengths(config: PretrainedConfig, max_model_len: int) -> None:
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for."""
+    """Refuse a tokenizer with ids beyond the model's embeddings."""
     num_embeddings = model.get_input_embeddings().num_embeddings
     largest = max(tokenizer.get_vocab().values())
     if largest >= num_embeddings:
@@ -303,11 +303,11 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def check_architecture(model: PreTrainedModel, path: str) -> None:
-    """Refuse modelling code that does not look its attention up in transformers' attention interface."""
+    """Refuse modelling code that does not use transformers' attention interface."""
     if not (model._supports_attention_backend and model._supports_sdpa):
         raise ModelError(
             f"the architecture {type(model).__name__} of {path!r} does not support transformers' attention interface; "
-            "take a model of the Llama, Qwen, Mistral, Gemma or Phi families"
+            "choose a model of the Llama, Qwen, Mistral, Gemma or Phi families"
         )
 
 

@@ -1,8 +1,8 @@
-"""The pocket model: a small Llama with its own tokenizer and chat template, made here in seconds, without a network.
+"""The pocket model: a small Llama with its own tokenizer and chat template, built in seconds without a network.
 
-It is a learning instrument: too small for anything but the arithmetic problems its tokenizer was trained on, and yet it
-is loaded, rendered, sampled, trained and saved as any model of the hub is. Numbers are split into digits; the JSON of
-tools and calls is merged into few tokens, so that an agent's prompt is short.
+It serves demos and tests. It is too small for anything but the arithmetic problems that its tokenizer was trained on,
+but it is loaded, rendered, sampled, trained and saved like any model from the hub. Numbers are split into digits; the
+JSON of tools and tool calls takes few tokens, so that an agent's prompt is short.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCABULARY_SIZE = 768
 MAX_POSITIONS = 16384
 INITIALIZER_RANGE = 0.06
-"""The usual 0.02 is made for wide models; a narrow one then needs twice the steps to learn to copy a number."""
+"""The usual 0.02 suits wide models; with it this narrow one needs twice the steps to learn to copy a number."""
 ROPE_THETA = 500.0
-"""Conversations are short: slower rotations would tell no positions apart."""
+"""Conversations are short: with a larger base most rotations would hardly differ between positions."""
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-"""One token each, and yet part of the text: decoding keeps them."""
+"""One token each, but not special: decoding keeps them."""
 WORDS = r'\{"[^\d\n]*| [-+*/] \(?| ?\p{L}+(?: $|\n)?|,? $|\n+|[^\s\p{L}]+|\s+'
-"""What merges never cross: JSON up to a digit, a spaced operator, a word, a run of anything else."""
+"""Pre-tokenizer units, which BPE merges never cross: JSON up to a digit, a spaced operator, a word, others."""
 GGUF_WORDS = r'\{"[^\d\n]*| [-+*/] \(?| ?\p{L}+|\n+|[^\s\p{L}]+|\s+'
-"""The same without words that end in a space, so that merges seldom cross words where nothing keeps them apart."""
+"""The same without units that end in a space, so that merges seldom cross words when the units are not applied."""
 
 
 def build_pocket_tokenizer(text: str | None = None, *, is_for_gguf: bool = False) -> PreTrainedTokenizerFast:
-    """Train the tokenizer, by default on the text that comes with the package; the same text gives the same ids.
+    """Train the tokenizer, by default on the package's own corpus; the same text gives the same ids.
 
-    Conversations of another agent, without control tokens and markup, give a tokenizer that is short on that agent's
-    words. llama.cpp does not know the splitting into words, so a model that is to be exported as GGUF needs a tokenizer
-    that learns from words but then sets apart digits alone (`is_for_gguf`), for some 10 % more tokens.
+    For another agent pass its conversations, without control tokens and markup: their words then take few tokens.
+    llama.cpp does not support this pre-tokenizer, so a model for GGUF export needs a tokenizer that is trained on its
+    units but then splits only digits (`is_for_gguf`), which gives some 10 % more tokens.
     """
     resources = files("tunesmith.model")
     if text is None:
@@ -78,7 +78,7 @@ def build_pocket_tokenizer(text: str | None = None, *, is_for_gguf: bool = False
 def build_pocket_model(
     tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, hidden_size: int = 192, num_layers: int = 3
 ) -> LlamaForCausalLM:
-    """A Llama of 1.3 million random parameters for the tokenizer, in float32; `seed` fixes them."""
+    """A float32 Llama with 1.3 million random parameters by default; `seed` fixes them."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,

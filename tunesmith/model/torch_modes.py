@@ -1,8 +1,8 @@
-"""Torch's modes: gradients, inference mode, autocast, default type and device, CPU threads.
+"""Torch's global modes: gradients, inference mode, autocast, default dtype and device, CPU threads.
 
-They belong to the thread, not to the coroutine. User code that awaits inside `torch.no_grad()`, or that switches a mode
-and leaves it so, would change them for the engine and the trainer, which run between its turns on the same thread.
-`own_modes` is what engine and trainer run under; `UserModes` lets user code keep its own across awaits.
+They belong to the thread, not to the coroutine. User code that awaits inside `torch.no_grad()`, or that changes a mode
+and does not restore it, would change them for the engine and the trainer, which run on the same thread in between.
+Engine and trainer run under `default_modes`; `UserModes` saves and restores a user coroutine's modes across awaits.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterator
 import torch
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
-_left_on: list[torch.inference_mode] = []
-"""Hold the inference mode of coroutines off that ended inside it: a guard that is collected brings it back."""
+_open_guards: list[torch.inference_mode] = []
+"""Guards that keep inference mode off after coroutines that ended inside it; a collected guard would turn it on."""
 
 
 @contextlib.contextmanager
-def own_modes(*, num_threads: int | None = None) -> Iterator[None]:
-    """Gradients on, no inference mode, no autocast, float32 and CPU as defaults, whatever was left switched; what was
-    there comes back at the end, but for the number of CPU threads."""
+def default_modes(*, num_threads: int | None = None) -> Iterator[None]:
+    """Within: gradients on, inference mode and autocast off, float32 and CPU as defaults. All modes are restored at the
+    end, except the number of CPU threads."""
     if num_threads is not None and torch.get_num_threads() != num_threads:
         torch.set_num_threads(num_threads)
     dtype = torch.get_default_dtype()
@@ -41,7 +41,7 @@ def own_modes(*, num_threads: int | None = None) -> Iterator[None]:
 
 
 class UserModes:
-    """The modes of one coroutine of user code: set while it runs, put aside while it waits."""
+    """The modes of one user coroutine: active while it runs, saved while it waits."""
 
     def __init__(self) -> None:
         self._has_grad = True
@@ -50,7 +50,7 @@ class UserModes:
         self._suspended_inference: torch.inference_mode | None = None
 
     def enter(self) -> None:
-        """Before the coroutine runs on."""
+        """Restore the coroutine's modes before it resumes."""
         if self._suspended_inference is not None:
             self._suspended_inference.__exit__(None, None, None)
             self._suspended_inference = None
@@ -61,7 +61,7 @@ class UserModes:
             torch.set_autocast_enabled(device, True)
 
     def leave(self, *, has_ended: bool = False) -> None:
-        """When the coroutine waits or has ended."""
+        """Save the coroutine's modes when it waits or has ended, and restore the defaults."""
         self._has_grad = torch.is_grad_enabled()
         self._dtype = torch.get_default_dtype()
         self._autocast = [device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
@@ -69,7 +69,7 @@ class UserModes:
             self._suspended_inference = torch.inference_mode(False)
             self._suspended_inference.__enter__()
             if has_ended:
-                _left_on.append(self._suspended_inference)
+                _open_guards.append(self._suspended_inference)
         torch.set_grad_enabled(True)
         if self._dtype != torch.float32:
             torch.set_default_dtype(torch.float32)

@@ -1,7 +1,7 @@
-"""A critic: the body of a language model with one number in place of the vocabulary.
+"""The critic: a language model's decoder with a value head in place of the vocabulary head.
 
-The number at a token predicts the return of everything that is sampled after it. The head begins at zero, so an
-untrained critic says nothing: values are 0, and advantages are returns.
+The value at a token predicts the return of what is sampled after it. The head is initialized to zero, so an untrained
+critic predicts 0 and advantages equal returns.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def load_value_model(
     device: torch.device,
     trust_remote_code: bool = False,
     base_path: str | None = None,
-    has_wide_residuals: bool = False,
+    has_fp32_residual: bool = False,
 ) -> ValueModel:
-    """The body of the causal language model at `path`, a copy of its own, with a head of zeros."""
+    """A new copy of the decoder of the causal language model at `path`, with a zero value head."""
     model = load_model(
         path,
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
         base_path=base_path,
-        has_wide_residuals=has_wide_residuals,
+        has_fp32_residual=has_fp32_residual,
     )
     return ValueModel(model.get_decoder()).eval()

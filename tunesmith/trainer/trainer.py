@@ -25,10 +25,10 @@ from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError, ModelError, TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.model.adapters.dropout import active_dropout, find_dropouts
-from tunesmith.model.device_errors import explain_failure, is_device_failure
+from tunesmith.model.device_errors import explain_device_error, is_device_error
 from tunesmith.model.forward.attention import PLAN_ATTENTION
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
-from tunesmith.model.torch_modes import own_modes
+from tunesmith.model.torch_modes import default_modes
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.compiled_layers import can_compile, compiled_layers
 from tunesmith.trainer.critic import Critic
@@ -135,12 +135,12 @@ class Trainer:
         empty step counts as a step: the learning rate goes on as if it had trained.
         """
         try:
-            with own_modes(num_threads=self._num_cpu_threads):
+            with default_modes(num_threads=self._num_cpu_threads):
                 return self._step(samples, policy_version)
         except RuntimeError as error:
-            if not is_device_failure(error):
+            if not is_device_error(error):
                 raise
-            raise TrainingError(explain_failure(error, work="an update", advice=LESS_MEMORY)) from error
+            raise TrainingError(explain_device_error(error, work="an update", advice=LESS_MEMORY)) from error
 
     def _step(self, samples: Sequence[Sample], policy_version: int | None) -> dict[str, float]:
         learning_rate = compute_learning_rate(

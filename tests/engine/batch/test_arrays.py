@@ -29,7 +29,7 @@ def test_a_prefill_plan_has_slots_block_table_spans_and_tiles() -> None:
     spans = [Span(0, 0, 5, [30, 31, 32]), Span(5, 6, 9, [7, 8, 9])]
     (layer,) = build_prefill_plan(cache, spans, tile_tokens=2, device=device).layers
     assert isinstance(layer, PrefillLayerPlan)
-    assert layer.slots.tolist() == [120, 121, 122, 123, 124, 34, 35, 36]
-    assert layer.table.tolist() == [[30, 31, 0], [7, 8, 9]]
+    assert layer.slot_mapping.tolist() == [120, 121, 122, 123, 124, 34, 35, 36]
+    assert layer.block_table.tolist() == [[30, 31, 0], [7, 8, 9]]
     assert layer.spans.tolist() == [[0, 5], [0, 6], [5, 9]]
     assert layer.tiles.tolist() == [[0, 0, 0, 1, 1], [0, 2, 4, 0, 2]]

@@ -1,4 +1,4 @@
-"""Rewritten layers compute what the modelling code computes, in the parts that they are meant to have."""
+"""Fused layers compute what the modelling code computes, in the expected fused operations."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import build_decode_plan, build_prefill_plan
 from tunesmith.engine.cuda.custom_ops import Prologue
-from tunesmith.engine.cuda.fx_passes import LayerFunctions, rewrite_layer
+from tunesmith.engine.cuda.fx_passes import FusedOps, fuse_layer
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
-from tunesmith.engine.cuda.merged_weights import find_runs, join_neighbours, lay_side_by_side
+from tunesmith.engine.cuda.merged_weights import find_merged_groups, get_merged_view, merge_weights
 from tunesmith.engine.worker.model_runner import probe_layers
 from tunesmith.model.forward.attention import run_body, use_plan_attention
 
 CPU = torch.device("cpu")
 
 
-def norm(inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     wide = inputs.float()
     normed = (wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt()).to(inputs.dtype)
     return (normed * weight).to(weight.dtype)
@@ -42,18 +42,18 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, table: Tensor,
     places: list[tuple[int, int]], scaling: float, window: int, softcap: float, prologue: Prologue | None,
 ) -> Tensor:  # fmt: skip
-    """Token by token: `places` holds request and position of each."""
+    """Reference attention, token by token; `places` holds each token's request and position."""
     if prologue is not None:
         if prologue.query_norm_D is not None and prologue.key_norm_D is not None:
             query, key = (
-                norm(heads, weight, prologue.epsilon)
+                rms_norm(heads, weight, prologue.epsilon)
                 for heads, weight in ((query, prologue.query_norm_D), (key, prologue.key_norm_D))
             )
         query, key = rotate(query, prologue), rotate(key, prologue)
-    num_heads, size, page_size = keys.shape[1], keys.shape[3], keys.shape[2]
+    num_heads, size, block_size = keys.shape[1], keys.shape[3], keys.shape[2]
     for token, (request, position) in enumerate(places):
-        page = table[request, position // page_size]
-        keys[page, :, position % page_size], values[page, :, position % page_size] = (
+        block = table[request, position // block_size]
+        keys[block, :, position % block_size], values[block, :, position % block_size] = (
             key[0, :, token],
             value[0, :, token],
         )
@@ -61,8 +61,8 @@ def attend(
     for token, (request, position) in enumerate(places):
         first = max(0, position - window + 1) if window else 0
         kept = [
-            pages[table[request].long()].transpose(0, 1).reshape(num_heads, -1, size)[:, first : position + 1]
-            for pages in (keys, values)
+            cached[table[request].long()].transpose(0, 1).reshape(num_heads, -1, size)[:, first : position + 1]
+            for cached in (keys, values)
         ]
         scores = query[0, :, token].view(num_heads, -1, size) @ kept[0].transpose(1, 2) * scaling
         if softcap:
@@ -71,34 +71,34 @@ def attend(
     return torch.stack(outputs)[None]
 
 
-def decode(*tensors_and_numbers: Any) -> Tensor:
+def paged_decode(*tensors_and_numbers: Any) -> Tensor:
     query, key, value, keys, values, table, positions, scaling, window, softcap, *prologue = tensors_and_numbers
     places = list(enumerate(positions.tolist()))
     return attend(query, key, value, keys, values, table, places, scaling, window, softcap, *(prologue or [None]))
 
 
-def prefill(*tensors_and_numbers: Any) -> Tensor:
+def paged_prefill(*tensors_and_numbers: Any) -> Tensor:
     query, key, value, keys, values, slots, table, spans, _, scaling, window, softcap, *prologue = tensors_and_numbers
     ranges = enumerate(zip(spans[1].tolist(), spans[2].tolist(), strict=True))
     places = [(request, position) for request, ends in ranges for position in range(*ends)]
-    page_size = keys.shape[2]
-    assert slots.tolist() == [int(table[r, p // page_size]) * page_size + p % page_size for r, p in places]
+    block_size = keys.shape[2]
+    assert slots.tolist() == [int(table[r, p // block_size]) * block_size + p % block_size for r, p in places]
     return attend(query, key, value, keys, values, table, places, scaling, window, softcap, *(prologue or [None]))
 
 
-torch.library.impl("tunesmith::paged_decode", "CPU")(decode)
-torch.library.impl("tunesmith::paged_prefill", "CPU")(prefill)
+torch.library.impl("tunesmith::paged_decode", "CPU")(paged_decode)
+torch.library.impl("tunesmith::paged_prefill", "CPU")(paged_prefill)
 
 
-def build_functions(calls: Counter[str]) -> LayerFunctions:
-    def multiply(inputs: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> list[Tensor]:
-        calls[f"multiply by {len(weights)}"] += 1
+def build_ops(calls: Counter[str]) -> FusedOps:
+    def merged_linear(inputs: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> list[Tensor]:
+        calls[f"merged linear of {len(weights)}"] += 1
         return [functional.linear(inputs, *layer) for layer in zip(weights, biases, strict=True)]
 
-    def gate(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
+    def swiglu(inputs: Tensor, gate_weight: Tensor, value_weight: Tensor) -> Tensor:
         return functional.silu(inputs @ gate_weight.T) * (inputs @ value_weight.T)
 
-    def add_product(total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+    def add_linear(total: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
         return total.add_(inputs @ weight.T)
 
     def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,40 +108,40 @@ def build_functions(calls: Counter[str]) -> LayerFunctions:
 
         return counted
 
-    return LayerFunctions(
-        norm=count("norm", norm),
-        multiply=multiply,
-        gate=count("gate", gate),
-        add_product=count("add product", add_product),
-        decode=count("decode", decode),
-        prefill=count("prefill", prefill),
+    return FusedOps(
+        rms_norm=count("rms norm", rms_norm),
+        merged_linear=merged_linear,
+        swiglu=count("swiglu", swiglu),
+        add_linear=count("add linear", add_linear),
+        paged_decode=count("paged decode", paged_decode),
+        paged_prefill=count("paged prefill", paged_prefill),
     )
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("is_wide", [False, True])
+@pytest.mark.parametrize("has_fp32_residual", [False, True])
 @torch.inference_mode()
-def test_a_layer_becomes_eight_steps_that_give_the_same_hidden_states(name: str, is_wide: bool) -> None:
-    """In float32, or in bfloat16 with residuals in float32."""
-    model = build_deep(name, is_wide=True) if is_wide else copy.deepcopy(build_tiny(name))
+def test_a_layer_is_fused_into_eight_operations_with_the_same_hidden_states(name: str, has_fp32_residual: bool) -> None:
+    """In float32, or in bfloat16 with a float32 residual stream."""
+    model = build_deep(name, has_fp32_residual=True) if has_fp32_residual else copy.deepcopy(build_tiny(name))
     use_plan_attention(model)
     calls: Counter[str] = Counter()
-    fused = FusedLayers(model, build_functions(calls), max_positions=32)
+    fused = FusedLayers(model, build_ops(calls), max_positions=32)
     cache = KVCache(probe_layers(model), num_blocks=40, block_size=4, dtype=model.dtype, device=CPU)
     ids = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
-    pages = [list(range(3, 10)), list(range(20, 27))]
-    spans = [Span(0, 0, 11, pages[0]), Span(11, 0, 5, pages[1])]
+    blocks = [list(range(3, 10)), list(range(20, 27))]
+    spans = [Span(0, 0, 11, blocks[0]), Span(11, 0, 5, blocks[1])]
     positions = torch.tensor([11, 5])
     with fused.installed():
         plan = build_prefill_plan(cache, spans, tile_tokens=8, device=CPU)
         row, places = torch.cat([ids[0, :11], ids[1, :5]]), torch.cat([torch.arange(11), torch.arange(5)])
         prefilled = run_body(model, row[None], places[None], plan)[0]
-        plan = build_decode_plan(cache, torch.tensor(pages, dtype=torch.int32), positions)
+        plan = build_decode_plan(cache, torch.tensor(blocks, dtype=torch.int32), positions)
         decoded = run_body(model, ids[[0, 1], positions][None], positions[None], plan)[0]
-    num_layers, num_last_norms = len(model.get_decoder().layers), 0 if is_wide else 2
+    num_layers, num_last_norms = len(model.get_decoder().layers), 0 if has_fp32_residual else 2
     assert calls == {
-        "norm": 4 * num_layers + num_last_norms, "multiply by 3": 2 * num_layers, "gate": 2 * num_layers,
-        "add product": 4 * num_layers, "prefill": num_layers, "decode": num_layers,
+        "rms norm": 4 * num_layers + num_last_norms, "merged linear of 3": 2 * num_layers, "swiglu": 2 * num_layers,
+        "add linear": 4 * num_layers, "paged prefill": num_layers, "paged decode": num_layers,
     }  # fmt: skip
     assert all("forward" not in layer.__dict__ for layer in model.get_decoder().layers)
     whole = [model.get_decoder()(input_ids=row[None]).last_hidden_state[0] for row in (ids[0], ids[1, :6])]
@@ -150,26 +150,26 @@ def test_a_layer_becomes_eight_steps_that_give_the_same_hidden_states(name: str,
         (decoded, torch.stack([whole[0][11], whole[1][5]])),
     ):
         assert ours.dtype == model.dtype
-        if is_wide:
+        if has_fp32_residual:
             assert (ours - expected).norm() < 0.01 * expected.norm()
         else:
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-def rewrite(function: Callable[..., Any], *inputs: Any) -> tuple[Any, bool, Counter[str]]:
-    """What the rewritten function returns, whether it was rewritten whole, and what it called."""
+def fuse(function: Callable[..., Any], *inputs: Any) -> tuple[Any, bool, Counter[str]]:
+    """The fused function's output, whether it was fused completely, and the fused operations it called."""
     calls: Counter[str] = Counter()
-    outcomes = []
+    results = []
 
-    def lower(module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-        outcomes.append(rewrite_layer(module, build_functions(calls)))
+    def backend(module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        results.append(fuse_layer(module, build_ops(calls)))
         module.recompile()
         return module.forward
 
     torch._dynamo.reset()
     with torch._dynamo.config.patch(specialize_float=True):
-        output = torch.compile(function, backend=lower, fullgraph=True)(*inputs)
-    (is_whole,) = outcomes
+        output = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    (is_whole,) = results
     return output, is_whole, calls
 
 
@@ -177,7 +177,7 @@ def rewrite(function: Callable[..., Any], *inputs: Any) -> tuple[Any, bool, Coun
 def test_a_residual_that_is_read_again_is_not_overwritten() -> None:
     x, a, w = torch.randn(2, 3, 8), torch.randn(2, 3, 5), torch.randn(8, 5)
     kept = x.clone()
-    output, is_whole, calls = rewrite(lambda x, a, w: (x + functional.linear(a, w)) * x, x, a, w)
+    output, is_whole, calls = fuse(lambda x, a, w: (x + functional.linear(a, w)) * x, x, a, w)
     torch.testing.assert_close(output, (kept + a @ w.T) * kept)
     torch.testing.assert_close(x, kept)
     assert is_whole
@@ -185,9 +185,9 @@ def test_a_residual_that_is_read_again_is_not_overwritten() -> None:
 
 
 @torch.inference_mode()
-def test_another_normalisation_is_left_to_the_compiler() -> None:
+def test_a_norm_other_than_rms_norm_is_left_to_the_compiler() -> None:
     x, w = torch.randn(2, 3, 8), torch.randn(8)
-    output, is_whole, calls = rewrite(lambda x, w: w * (x - x.mean(-1, keepdim=True)), x, w)
+    output, is_whole, calls = fuse(lambda x, w: w * (x - x.mean(-1, keepdim=True)), x, w)
     torch.testing.assert_close(output, w * (x - x.mean(-1, keepdim=True)))
     assert not is_whole
     assert not calls
@@ -195,65 +195,65 @@ def test_another_normalisation_is_left_to_the_compiler() -> None:
 
 @pytest.mark.parametrize("is_narrowed", [False, True])
 @torch.inference_mode()
-def test_a_norm_of_wider_inputs_is_replaced_only_where_its_output_becomes_as_narrow_as_its_weight(is_narrowed) -> None:
+def test_a_norm_of_wider_inputs_is_fused_only_if_its_output_is_cast_to_the_weights_dtype(is_narrowed) -> None:
     x, w = torch.randn(2, 3, 8), torch.randn(8).bfloat16()
 
     def compute(x: Tensor, w: Tensor) -> Tensor:
         normed = w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
         return normed.to(torch.bfloat16) if is_narrowed else normed
 
-    output, is_whole, calls = rewrite(compute, x, w)
+    output, is_whole, calls = fuse(compute, x, w)
     torch.testing.assert_close(output, compute(x, w))
     assert is_whole is is_narrowed
-    assert calls == ({"norm": 1} if is_narrowed else {})
+    assert calls == ({"rms norm": 1} if is_narrowed else {})
 
 
 @torch.inference_mode()
-def test_a_product_joins_a_residual_of_its_own_type_or_a_wider_one_only() -> None:
+def test_a_linear_is_fused_into_a_residual_of_its_own_or_a_wider_dtype_only() -> None:
     a, w = torch.randn(2, 3, 5), torch.randn(8, 5)
-    for residual, product, num_joined in (
+    for residual, product, num_fused in (
         (torch.float32, torch.bfloat16, 1), (torch.bfloat16, torch.bfloat16, 1), (torch.bfloat16, torch.float32, 0)
     ):  # fmt: skip
         x, a, w = torch.randn(2, 3, 8).to(residual), a.to(product), w.to(product)
         expected = x + a @ w.T
-        output, is_whole, calls = rewrite(lambda x, a, w: x + functional.linear(a, w), x, a, w)
+        output, is_whole, calls = fuse(lambda x, a, w: x + functional.linear(a, w), x, a, w)
         torch.testing.assert_close(output, expected)
         assert is_whole
-        assert calls["add product"] == num_joined
+        assert calls["add linear"] == num_fused
 
 
 @torch.inference_mode()
-def test_a_gate_of_two_inputs_is_no_gate() -> None:
+def test_a_gate_and_value_of_different_inputs_are_not_fused() -> None:
     x, y, w = torch.randn(1, 3, 8), torch.randn(1, 3, 8), torch.randn(4, 8)
 
     def compute(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return functional.silu(functional.linear(x, w)) * functional.linear(y, w)
 
-    output, is_whole, calls = rewrite(compute, x, y, w)
+    output, is_whole, calls = fuse(compute, x, y, w)
     torch.testing.assert_close(output, compute(x, y, w))
     assert not is_whole
     assert not calls
 
 
 @torch.no_grad()
-def test_neighbours_share_one_tensor_and_stay_the_parameters_that_they_were(tmp_path) -> None:
+def test_merged_weights_share_one_tensor_and_keep_the_models_parameters(tmp_path) -> None:
     model = copy.deepcopy(build_tiny("qwen2"))
     ids = torch.arange(9)[None]
     parameters, expected = dict(model.named_parameters()), model(input_ids=ids).logits
-    lay_side_by_side(model)
+    merge_weights(model)
     for layer in model.get_decoder().layers:
         attention, mlp = layer.self_attn, layer.mlp
         for group in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
             for attribute in ("weight", "bias"):
                 tensors = [getattr(part, attribute) for part in group]
                 if tensors[0] is not None:
-                    joined = join_neighbours(tensors)
-                    assert joined is not None
-                    torch.testing.assert_close(joined, torch.cat(list(tensors)))
+                    merged = get_merged_view(tensors)
+                    assert merged is not None
+                    torch.testing.assert_close(merged, torch.cat(list(tensors)))
     assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
     pointers = [parameter.data_ptr() for parameter in model.parameters()]
-    lay_side_by_side(model)
+    merge_weights(model)
     assert pointers == [parameter.data_ptr() for parameter in model.parameters()]
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
@@ -261,25 +261,25 @@ def test_neighbours_share_one_tensor_and_stay_the_parameters_that_they_were(tmp_
 
 
 @torch.no_grad()
-def test_an_update_in_place_is_seen_through_the_joined_tensor() -> None:
+def test_an_in_place_update_is_visible_in_the_merged_tensor() -> None:
     model = copy.deepcopy(build_tiny("llama"))
-    lay_side_by_side(model)
+    merge_weights(model)
     attention = model.get_decoder().layers[0].self_attn
     weights = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    joined = join_neighbours(weights)
-    assert joined is not None
+    merged = get_merged_view(weights)
+    assert merged is not None
     attention.k_proj.weight.add_(1.0)
-    torch.testing.assert_close(joined, torch.cat(weights))
+    torch.testing.assert_close(merged, torch.cat(weights))
     attention.k_proj.weight.data = attention.k_proj.weight.data.clone()
-    assert join_neighbours(weights) is None
+    assert get_merged_view(weights) is None
 
 
-def test_runs_of_neighbours_are_found_among_other_weights() -> None:
+def test_merged_groups_are_found_among_other_weights() -> None:
     whole, biases = torch.randn(9, 4), torch.randn(9)
     first, second, third = whole.split([2, 3, 4])
     between = torch.randn(5, 4)
-    assert find_runs([first, between, second, third], [None] * 4) == [[0, 2, 3], [1]]
-    assert find_runs([second, first], [None] * 2) == [[0], [1]]
-    assert find_runs([first, second], [biases[:2], biases[2:5]]) == [[0, 1]]
-    assert find_runs([first, second], [biases[:2], None]) == [[0], [1]]
-    assert find_runs([first, second], [biases[:2], biases[3:6]]) == [[0], [1]]
+    assert find_merged_groups([first, between, second, third], [None] * 4) == [[0, 2, 3], [1]]
+    assert find_merged_groups([second, first], [None] * 2) == [[0], [1]]
+    assert find_merged_groups([first, second], [biases[:2], biases[2:5]]) == [[0, 1]]
+    assert find_merged_groups([first, second], [biases[:2], None]) == [[0], [1]]
+    assert find_merged_groups([first, second], [biases[:2], biases[3:6]]) == [[0], [1]]

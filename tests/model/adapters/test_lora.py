@@ -1,4 +1,4 @@
-"""Adapters live in the model, in files that PEFT reads, and merged: always the same function."""
+"""Adapters injected into a model, saved in PEFT's format, and merged: always the same function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tunesmith.config import LoraSection, ModelSection
 from tunesmith.errors import ModelError, StorageError
 from tunesmith.model.adapters.adapter import disabled_adapter, has_adapter
-from tunesmith.model.adapters.lora import measure_rounding
+from tunesmith.model.adapters.lora import measure_quantization_error
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint, save_model_files
 from tunesmith.model.load import check_model, check_section, load_model, load_section_model, load_tokenizer
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
@@ -37,12 +37,12 @@ def save_base(folder, tokenizer, *, seed=0, hidden_size=96):
     return folder
 
 
-def load_live(path, *, dtype=torch.float32, **lora):
+def load_with_adapter(path, *, dtype=torch.float32, **lora):
     return load_model(str(path), dtype=dtype, device=CPU, lora=LoraSection(**lora))
 
 
-def shake(model, *, seed=1):
-    """Give the adapter values that matter, as training would."""
+def randomize_adapter(model, *, seed=1):
+    """Give the adapter nonzero values, as training would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -55,7 +55,7 @@ def shake(model, *, seed=1):
 def adapter(base, tokenizer, tmp_path_factory):
     """A trained adapter on disk."""
     folder = tmp_path_factory.mktemp("adapter")
-    save_model_files(folder, shake(load_live(base, r=4)), tokenizer)
+    save_model_files(folder, randomize_adapter(load_with_adapter(base, r=4)), tokenizer)
     return folder
 
 
@@ -64,17 +64,17 @@ def compute_logits(model):
     return model(IDS).logits
 
 
-def test_a_new_adapter_changes_nothing_and_alone_takes_gradients(base):
-    live = load_live(base)
-    assert torch.equal(compute_logits(live), compute_logits(load_model(str(base), dtype=torch.float32, device=CPU)))
-    trained = {name: parameter for name, parameter in live.named_parameters() if parameter.requires_grad}
+def test_a_new_adapter_changes_no_output_and_only_it_takes_gradients(base):
+    model = load_with_adapter(base)
+    assert torch.equal(compute_logits(model), compute_logits(load_model(str(base), dtype=torch.float32, device=CPU)))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(trained) == 2 * 2 * 4
     assert all(".self_attn." in name and ".lora_" in name for name in trained)
     assert sum(parameter.numel() for parameter in trained.values()) == 2 * 16 * (4 * 96 + 2 * 96 + 2 * 32)
 
 
 def test_the_seed_fixes_a_new_adapter(base):
-    one, two, other = (dict(load_live(base, seed=seed).named_parameters()) for seed in (3, 3, 4))
+    one, two, other = (dict(load_with_adapter(base, seed=seed).named_parameters()) for seed in (3, 3, 4))
     name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
     assert torch.equal(one[name], two[name])
     assert not torch.equal(one[name], other[name])
@@ -82,7 +82,7 @@ def test_the_seed_fixes_a_new_adapter(base):
 
 def test_targets_are_attention_all_linear_layers_or_names(base):
     def targets(value):
-        names = [n for n, p in load_live(base, target_modules=value).named_parameters() if p.requires_grad]
+        names = [n for n, p in load_with_adapter(base, target_modules=value).named_parameters() if p.requires_grad]
         return {name.split(".")[-4] for name in names}
 
     attention, mlp = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
@@ -95,28 +95,28 @@ def test_targets_are_attention_all_linear_layers_or_names(base):
             targets(names)
 
 
-def test_files_are_those_of_peft(base, adapter):
+def test_saved_files_load_in_peft(base, adapter):
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     theirs = PeftModel.from_pretrained(plain, adapter)
-    expected = compute_logits(shake(load_live(base, r=4)))
+    expected = compute_logits(randomize_adapter(load_with_adapter(base, r=4)))
     torch.testing.assert_close(compute_logits(theirs.eval()), expected, atol=1e-6, rtol=1e-6)
     config = json.loads((adapter / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["task_type"]) == (4, 32, "CAUSAL_LM")
     assert config["base_model_name_or_path"] == str(base)
 
 
-def test_an_adapter_made_by_peft_is_merged_or_goes_on(base, tmp_path):
+def test_an_adapter_saved_by_peft_can_be_merged_or_trained_further(base, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     theirs = get_peft_model(plain, LoraConfig(r=2, lora_alpha=3, target_modules=["up_proj", "v_proj"])).eval()
-    shake(theirs).save_pretrained(tmp_path)
+    randomize_adapter(theirs).save_pretrained(tmp_path)
     expected = compute_logits(theirs)
     merged = load_model(str(tmp_path), dtype=torch.float32, device=CPU)
     torch.testing.assert_close(compute_logits(merged), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(compute_logits(load_live(tmp_path)), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(compute_logits(load_with_adapter(tmp_path)), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_merged_is_the_same_function_and_a_plain_model(base, adapter, tokenizer, tmp_path):
-    expected = compute_logits(shake(load_live(base, r=4)))
+def test_a_merged_adapter_gives_the_same_outputs_and_a_plain_model(base, adapter, tokenizer, tmp_path):
+    expected = compute_logits(randomize_adapter(load_with_adapter(base, r=4)))
     merged = load_model(str(adapter), dtype=torch.float32, device=CPU)
     torch.testing.assert_close(compute_logits(merged), expected, atol=1e-5, rtol=1e-5)
     assert not has_adapter(merged)
@@ -126,7 +126,7 @@ def test_merged_is_the_same_function_and_a_plain_model(base, adapter, tokenizer,
     assert torch.equal(compute_logits(plain), compute_logits(merged))
 
 
-def test_merged_in_bfloat16_is_close(adapter):
+def test_merging_in_bfloat16_is_close(adapter):
     expected = compute_logits(load_model(str(adapter), dtype=torch.float32, device=CPU))
     merged = load_model(str(adapter), dtype=torch.bfloat16, device=CPU)
     assert merged.dtype == torch.bfloat16
@@ -134,43 +134,43 @@ def test_merged_in_bfloat16_is_close(adapter):
     assert error < 0.03
 
 
-def test_adapters_have_the_type_of_the_activations(adapter):
-    live = load_live(adapter, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in live.parameters()} == {torch.bfloat16}
+def test_adapters_have_the_dtype_of_the_activations(adapter):
+    model = load_with_adapter(adapter, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-def test_without_its_adapter_the_model_is_the_base_bit_for_bit(base, adapter):
-    live = load_live(adapter)
-    trained = [name for name, parameter in live.named_parameters() if parameter.requires_grad]
-    before = compute_logits(live)
-    with disabled_adapter(live):
-        bare = compute_logits(live)
+def test_with_its_adapter_disabled_the_model_is_the_base_bit_for_bit(base, adapter):
+    model = load_with_adapter(adapter)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    before = compute_logits(model)
+    with disabled_adapter(model):
+        bare = compute_logits(model)
     assert torch.equal(bare, compute_logits(load_model(str(base), dtype=torch.float32, device=CPU)))
     assert not torch.equal(bare, before)
-    assert torch.equal(compute_logits(live), before)
-    assert trained == [name for name, parameter in live.named_parameters() if parameter.requires_grad]
+    assert torch.equal(compute_logits(model), before)
+    assert trained == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def test_a_checkpoint_holds_the_adapter_alone_and_comes_back_bit_for_bit(base, tokenizer, tmp_path):
-    live = shake(load_live(base), seed=5)
-    places = {name: parameter.data_ptr() for name, parameter in live.named_parameters()}
-    expected = {name: parameter.clone() for name, parameter in live.named_parameters()}
+def test_a_checkpoint_holds_only_the_adapter_and_restores_bit_for_bit(base, tokenizer, tmp_path):
+    model = randomize_adapter(load_with_adapter(base), seed=5)
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    expected = {name: parameter.clone() for name, parameter in model.named_parameters()}
     folder = tmp_path / "global_step_3"
-    save_checkpoint(folder, live, tokenizer, trainer_state={"num_steps": 3}, run_state={})
+    save_checkpoint(folder, model, tokenizer, trainer_state={"num_steps": 3}, run_state={})
     assert not (folder / "model.safetensors").exists()
     num_bytes = (folder / "adapter_model.safetensors").stat().st_size
     assert num_bytes < 4 * 2 * 16 * (4 * 96 + 2 * 96 + 2 * 32) + 5000
-    assert estimate_checkpoint_bytes(live, {}) > num_bytes
-    shake(live, seed=6)
-    assert load_checkpoint(folder, live).trainer_state == {"num_steps": 3}
-    for name, parameter in live.named_parameters():
+    assert estimate_checkpoint_bytes(model, {}) > num_bytes
+    randomize_adapter(model, seed=6)
+    assert load_checkpoint(folder, model).trainer_state == {"num_steps": 3}
+    for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name])
         assert parameter.data_ptr() == places[name]
     with pytest.raises(StorageError, match="does not hold the adapter of this model"):
-        load_checkpoint(folder, load_live(base, r=3))
+        load_checkpoint(folder, load_with_adapter(base, r=3))
 
 
-def test_an_adapter_brings_its_tokenizer_or_takes_its_bases(base, adapter, tmp_path):
+def test_an_adapter_uses_its_own_tokenizer_or_that_of_its_base(base, adapter, tmp_path):
     assert load_tokenizer(str(adapter)).chat_template == load_tokenizer(str(base)).chat_template
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / name).write_bytes((adapter / name).read_bytes())
@@ -179,17 +179,17 @@ def test_an_adapter_brings_its_tokenizer_or_takes_its_bases(base, adapter, tmp_p
 
 def test_an_adapter_for_another_architecture_is_refused_before_weights(adapter, tokenizer, tmp_path):
     other = save_base(tmp_path, tokenizer, hidden_size=192)
-    with pytest.raises(ModelError, match=r"for another base than .*k_proj \(96 -> 32\), and this base has 192 -> 64"):
+    with pytest.raises(ModelError, match=r"for a base other than .*k_proj \(96 -> 32\), and this base has 192 -> 64"):
         check_model(str(adapter), max_model_len=16, base_path=str(other))
 
 
 def test_an_adapter_for_other_weights_of_the_same_shape_is_refused(adapter, tokenizer, tmp_path):
     other = save_base(tmp_path, tokenizer, seed=1)
-    with pytest.raises(ModelError, match="same layers but other weights"):
+    with pytest.raises(ModelError, match="same layers but different weights"):
         check_model(str(adapter), max_model_len=16, base_path=str(other))
 
 
-def test_a_base_that_moved_is_found_by_base_path(base, adapter, tmp_path):
+def test_a_moved_base_is_found_through_base_path(base, adapter, tmp_path):
     moved = tmp_path / "adapter"
     moved.mkdir()
     for path in adapter.iterdir():
@@ -199,12 +199,12 @@ def test_a_base_that_moved_is_found_by_base_path(base, adapter, tmp_path):
     with pytest.raises(ModelError, match=r"base of the adapter .*no such folder; set model.base_path"):
         check_model(str(moved), max_model_len=16)
     (moved / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "nobody/no-base"}))
-    with pytest.raises(ModelError, match=r"its base 'nobody/no-base' is no folder here.*model.base_path"):
+    with pytest.raises(ModelError, match=r"its base 'nobody/no-base' is not a local folder.*model.base_path"):
         check_model(str(moved), max_model_len=16)
     check_model(str(moved), max_model_len=16, base_path=str(base))
-    live = load_model(str(moved), dtype=torch.float32, device=CPU, base_path=str(base))
-    assert torch.equal(compute_logits(live), compute_logits(load_model(str(adapter), dtype=torch.float32, device=CPU)))
-    with pytest.raises(ModelError, match="no adapter folder"):
+    model = load_model(str(moved), dtype=torch.float32, device=CPU, base_path=str(base))
+    assert torch.equal(compute_logits(model), compute_logits(load_model(str(adapter), dtype=torch.float32, device=CPU)))
+    with pytest.raises(ModelError, match="not an adapter folder"):
         check_model(str(base), max_model_len=16, base_path=str(base))
 
 
@@ -226,11 +226,11 @@ def test_broken_adapters_are_one_sentence(base, adapter, tmp_path):
     with pytest.raises(ModelError, match="cannot be read"):
         check_model(str(tmp_path), max_model_len=16)
     (tmp_path / "adapter_config.json").write_text("{")
-    with pytest.raises(ModelError, match="not that of a LoRA adapter"):
+    with pytest.raises(ModelError, match="not a LoRA adapter.s config"):
         check_model(str(tmp_path), max_model_len=16)
 
 
-def test_four_bits_need_bitsandbytes(base, monkeypatch):
+def test_nf4_needs_bitsandbytes(base, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'tunesmith\[qlora\]'"):
         check_section(quantized_section(base))
@@ -241,12 +241,12 @@ def quantized_section(base):
 
 
 @pytest.mark.parametrize("hidden_size", [96, 192])
-def test_four_bits_are_right_or_refused(tokenizer, tmp_path, hidden_size):
-    """On a CPU some releases of bitsandbytes misplace the scales of widths that are no multiple of 64."""
+def test_nf4_is_accurate_or_refused(tokenizer, tmp_path, hidden_size):
+    """On a CPU some releases of bitsandbytes misplace the scales of widths that are not a multiple of 64."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     section = quantized_section(save_base(tmp_path, tokenizer, hidden_size=hidden_size))
-    if not measure_rounding(hidden_size, CPU) < 0.15:
-        with pytest.raises(ModelError, match=f"% of weights of {hidden_size} columns on cpu"):
+    if not measure_quantization_error(hidden_size, CPU) < 0.15:
+        with pytest.raises(ModelError, match=f"% on weights of {hidden_size} columns on cpu"):
             check_section(section)
         return
     check_section(section)
@@ -256,17 +256,17 @@ def test_four_bits_are_right_or_refused(tokenizer, tmp_path, hidden_size):
     assert 0.05 < (restored - weight).norm() / weight.norm() < 0.12
 
 
-def test_a_base_in_four_bits_is_nf4_doubly_quantised_and_frozen(tokenizer, tmp_path):
+def test_a_quantized_base_is_double_quantized_nf4_and_frozen(tokenizer, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
     base = save_base(tmp_path, tokenizer, hidden_size=192)
     check_section(quantized_section(base))
-    live = load_section_model(quantized_section(base))
-    layer = live.model.layers[0].mlp.up_proj
+    model = load_section_model(quantized_section(base))
+    layer = model.model.layers[0].mlp.up_proj
     state = layer.weight.quant_state
     assert isinstance(layer, bitsandbytes.nn.Linear4bit)
     assert (state.quant_type, state.nested, state.dtype) == ("nf4", True, torch.float32)
-    assert all(".lora_" in name for name, parameter in live.named_parameters() if parameter.requires_grad)
-    before = compute_logits(live)
-    with disabled_adapter(shake(live)):
-        assert torch.equal(compute_logits(live), before)
-    assert not torch.allclose(compute_logits(live), before)
+    assert all(".lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    before = compute_logits(model)
+    with disabled_adapter(randomize_adapter(model)):
+        assert torch.equal(compute_logits(model), before)
+    assert not torch.allclose(compute_logits(model), before)

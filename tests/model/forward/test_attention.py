@@ -1,4 +1,4 @@
-"""Planned attention gives what the model's own forward gives; without a plan nothing changes."""
+"""Plan attention gives the same results as the model's own forward; without a plan nothing changes."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def run_rows(model: PreTrainedModel, rows: list[torch.Tensor]) -> torch.Tensor:
     return run_body(model, torch.cat(rows)[None], positions[None], CausalPlan([len(row) for row in rows], CPU))
 
 
-def build_planned(name: str) -> PreTrainedModel:
+def build_with_plan_attention(name: str) -> PreTrainedModel:
     model = copy.deepcopy(build_tiny(name))
     use_plan_attention(model)
     return model
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_side_by_side_rows_equal_eager_forwards_of_each(name: str) -> None:
+def test_concatenated_sequences_equal_separate_eager_forwards(name: str) -> None:
     rows = build_rows()
     expected = torch.cat([build_tiny(name)(input_ids=row[None]).logits[0] for row in rows])
-    model = build_planned(name)
+    model = build_with_plan_attention(name)
     verify_model(model)
     torch.testing.assert_close(compute_logits(model, run_rows(model, rows)[0]), expected, atol=2e-5, rtol=1e-4)
 
@@ -50,7 +50,7 @@ def test_without_a_plan_a_padded_batch_is_unchanged(name: str) -> None:
         ids[index, -len(row) :] = row
         mask[index, -len(row) :] = 1
     arguments = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    eager, planned = build_tiny(name), build_planned(name)
+    eager, planned = build_tiny(name), build_with_plan_attention(name)
     assert planned.generate(**arguments).tolist() == eager.generate(**arguments).tolist()
     torch.testing.assert_close(
         planned(input_ids=ids, attention_mask=mask).logits[mask.bool()],
@@ -66,41 +66,41 @@ def test_gradients_are_the_same_with_and_without_checkpointing(name: str) -> Non
         run_rows(model, build_rows()).pow(2).sum().backward()
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
-    plain, checkpointed = build_planned(name).train(), build_planned(name).train()
+    plain, checkpointed = build_with_plan_attention(name).train(), build_with_plan_attention(name).train()
     checkpointed.gradient_checkpointing_enable()
     for one, other in zip(collect_gradients(plain), collect_gradients(checkpointed), strict=True):
         torch.testing.assert_close(one, other)
 
 
 def test_a_plan_refuses_attention_dropout_in_training() -> None:
-    model = build_planned("llama").train()
+    model = build_with_plan_attention("llama").train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(ModelError, match="attention_dropout"):
         run_rows(model, build_rows())
 
 
-def test_a_model_whose_logits_we_cannot_make_is_refused() -> None:
+def test_a_model_whose_logits_cannot_be_reproduced_is_refused() -> None:
     class ScaledLlama(type(build_tiny("llama"))):
         def forward(self, *args, **kwargs):
             outputs = super().forward(*args, **kwargs)
             outputs.logits = outputs.logits * 1.5
             return outputs
 
-    model = build_planned("llama")
+    model = build_with_plan_attention("llama")
     model.__class__ = ScaledLlama
     with pytest.raises(ModelError, match="differ from the model's own"):
         verify_model(model)
 
 
-def test_a_layer_that_hides_its_window_is_refused() -> None:
-    model = build_planned("gemma3")
+def test_a_sliding_window_layer_that_passes_no_window_is_refused() -> None:
+    model = build_with_plan_attention("gemma3")
     model.model.layers[0].self_attn.sliding_window = None
-    with pytest.raises(ModelError, match="does not tell its window"):
+    with pytest.raises(ModelError, match="sliding-window layer 0 passes no window size"):
         verify_model(model)
 
 
-def test_verification_leaves_the_mode_alone() -> None:
+def test_verification_keeps_the_training_mode() -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**CONFIGS["llama"].to_dict(), "num_hidden_layers": 1}))
     use_plan_attention(model)
     model.train()

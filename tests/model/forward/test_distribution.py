@@ -1,4 +1,4 @@
-"""Truncation against sets of tokens chosen one by one in numpy."""
+"""Truncation compared with a token-by-token reference in numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tunesmith.types import Distribution
 
 
 def compute_probabilities(logits: np.ndarray, distribution: Distribution) -> np.ndarray:
-    """One row, written from the definition: bias, temperature, then each filter on what is left, renormalised."""
+    """One row from the definition: bias, temperature, then each filter on the remaining tokens, renormalized."""
     logits = logits.astype(np.float64).copy()
     for token, bias in distribution.logit_bias:
         logits[token] += bias
@@ -69,7 +69,7 @@ def test_filters_by_hand():
         assert truncate_logits(logits, distribution).isfinite()[0].tolist() == expected, name
 
 
-def test_equal_logits_share_their_fate():
+def test_equal_logits_are_kept_together():
     logits = torch.zeros(1, 4)
     for distribution in (Distribution(top_k=2), Distribution(top_p=0.3)):
         assert truncate_logits(logits, distribution).isfinite().all()

@@ -1,4 +1,4 @@
-"""Logprobs and entropies from hidden states: values, gradients, and how many logits are alive."""
+"""Logprobs and entropies from hidden states: values, gradients, and how many logits are in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build_inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_scores_equal_the_definition(name, distribution):
+def test_logprobs_and_entropies_equal_the_definition(name, distribution):
     model, (hidden, targets) = build_trainable(name), build_inputs()
     logits = compute_logits(model, hidden).detach().numpy()
     probs = np.stack([compute_probabilities(row, distribution) for row in logits])
@@ -62,13 +62,13 @@ def test_gradients_equal_those_of_log_softmax(distribution, chunk_tokens):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_dropped_token_that_was_sampled_keeps_a_finite_logprob():
+def test_a_sampled_token_that_the_filters_drop_has_a_finite_logprob():
     model, (hidden, _) = build_trainable(), build_inputs()
     worst = compute_logits(model, hidden).argmin(1)
     assert compute_logprobs(model, hidden, worst, Distribution(top_k=1), chunk_tokens=4)[0].isfinite().all()
 
 
-def test_scores_of_a_bfloat16_model_are_float32():
+def test_logprobs_of_a_bfloat16_model_are_float32():
     model, (hidden, targets) = build_trainable(dtype=torch.bfloat16), build_inputs(torch.bfloat16)
     logprobs, entropies = compute_logprobs(model, hidden, targets, Distribution(), chunk_tokens=4)
     assert logprobs.dtype == entropies.dtype == torch.float32
@@ -77,7 +77,7 @@ def test_scores_of_a_bfloat16_model_are_float32():
 
 
 @pytest.mark.parametrize(("chunk_tokens", "num_forwards"), [(3, 6), (9, 1)])
-def test_only_several_chunks_are_computed_again_in_the_backward(monkeypatch, chunk_tokens, num_forwards):
+def test_the_backward_recomputes_logits_only_with_several_chunks(monkeypatch, chunk_tokens, num_forwards):
     sizes = []
 
     def count(model, hidden):
@@ -90,7 +90,7 @@ def test_only_several_chunks_are_computed_again_in_the_backward(monkeypatch, chu
     assert sizes == [chunk_tokens] * num_forwards
 
 
-def test_no_tensor_of_all_logits_outlives_its_chunk():
+def test_no_saved_tensor_is_larger_than_a_chunk_of_logits():
     model, (hidden, targets) = build_trainable(), build_inputs()
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x.numel()), x)[1], lambda x: x):
@@ -99,7 +99,7 @@ def test_no_tensor_of_all_logits_outlives_its_chunk():
 
 
 @pytest.mark.parametrize(("vocab_size", "expected"), [(151_936, 896), (49_152, 2944), (10_000_000, 128)])
-def test_chunks_hold_less_than_so_many_bytes_of_logits_where_memory_counts(vocab_size, expected):
+def test_default_chunks_outside_the_cpu_have_bounded_logits(vocab_size, expected):
     model = build_trainable("llama")
     assert choose_chunk_tokens(model) == 1024
     model.config.vocab_size = vocab_size

@@ -140,7 +140,7 @@ def test_an_adapter_is_exported_unmerged_and_merged(source, tmp_path):
 def test_an_adapter_of_another_base_is_refused(source, tmp_path):
     build_adapter(source, tmp_path / "solver")
     other = save_tiny("qwen3", tmp_path / "other")
-    with pytest.raises(ModelError, match="for another base than"):
+    with pytest.raises(ModelError, match="for a base other than"):
         run_export(ExportSection(path=str(tmp_path / "solver"), base_path=str(other)), out_dir=tmp_path / "out")
     with pytest.raises(ConfigError, match="formats holds adapter, but path=.* is a full model"):
         run_export(ExportSection(path=str(source), formats=("adapter",)), out_dir=tmp_path / "out")

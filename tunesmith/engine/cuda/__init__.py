@@ -1,1 +1,1 @@
-"""Decoding on a CUDA device: CUDA graphs, fused layers, attention kernels."""
+"""Decoding on CUDA devices: CUDA graphs, fused decoder layers, attention and sampling kernels."""

@@ -1,9 +1,9 @@
-"""Attention over pages as operators that torch can trace; the kernels that compute them are elsewhere.
+"""Paged attention as custom torch operators: schemas and fake implementations.
 
-On a CUDA device `engine.cuda.kernels` implements them. Named apart, they can be traced, and a traced layer can be
-rewritten, where there is no such device.
+`engine.cuda.kernels` registers the CUDA implementations. The schemas are separate from them so that layers can be
+traced and fused on a machine without CUDA.
 
-Axes: R requests, T tokens, I tiles, H query heads, K key-value heads, D head size, P pages, Z page size.
+Axes: R requests, T tokens, I tiles, H query heads, K key-value heads, D head size, P KV-cache blocks, Z block size.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_PAGES = "Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values"
-_SCORES = "float scaling, int sliding_window, float softcap"
+_KV_ARGUMENTS = "Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values"
+_SCORE_ARGUMENTS = "float scaling, int sliding_window, float softcap"
 
 torch.library.define(
     "tunesmith::paged_decode",
-    f"({_PAGES}, Tensor table, Tensor positions, {_SCORES}) -> Tensor",
+    f"({_KV_ARGUMENTS}, Tensor block_table, Tensor positions, {_SCORE_ARGUMENTS}) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
     "tunesmith::paged_prefill",
-    f"({_PAGES}, Tensor slots, Tensor table, Tensor spans, Tensor tiles, {_SCORES}) -> Tensor",
+    f"({_KV_ARGUMENTS}, Tensor slot_mapping, Tensor block_table, Tensor spans, Tensor tiles, {_SCORE_ARGUMENTS})"
+    " -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -36,27 +37,27 @@ def _build_output(query_1HTD: Tensor, *_rest: object) -> Tensor:
 
 
 paged_decode = torch.ops.tunesmith.paged_decode.default
-"""Write each request's new key and value [1, K, R, D] at its position, attend over all up to it: [1, R, H, D].
+"""Write each request's new key and value [1, K, R, D] at its position and attend up to it; returns [1, R, H, D].
 
-Takes query [1, H, R, D], the layer's pages [P, K, Z, D], the page table [R, columns] (int32) and positions [R]. The
-last axis of query, key and value has stride 1; `sliding_window` and `softcap` 0 mean none.
+Takes query [1, H, R, D], the layer's KV-cache blocks [P, K, Z, D], the block table [R, columns] (int32) and positions
+[R]. The last axis of query, key and value has stride 1; `sliding_window` 0 and `softcap` 0 mean none.
 """
 paged_prefill = torch.ops.tunesmith.paged_prefill.default
-"""Write the new keys and values [1, K, T, D], attend over each request's context up to each token: [1, T, H, D].
+"""Write the new keys and values [1, K, T, D] and attend over each token's own context; returns [1, T, H, D].
 
-`slots` [T] is a token's page times the page size plus its place there. `spans` [3, R] (int32) holds, of each request,
-the index of its first new token in the row, that token's position, and the position after its last. `tiles` [2, I]
-(int32) holds the request of each tile and its first token's index among the request's new ones.
+`slot_mapping` [T] is the token's block times the block size plus its offset in the block. `spans` [3, R] (int32) holds
+for each request the row index of its first new token, that token's position, and the position after its last token.
+`tiles` [2, I] (int32) holds for each tile its request and the index of its first token among the request's new tokens.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prologue:
-    """What is done to query and key heads before they meet."""
+    """What the attention kernels apply to query and key heads first: RMS norm (optional) and rotary embedding."""
 
     cos_1TD: Tensor
     sin_1TD: Tensor
     query_norm_D: Tensor | None = None
-    """Weight of the RMS norm before the rotary embedding; None where there is none."""
+    """Weight of the RMS norm that precedes the rotary embedding; None without such a norm."""
     key_norm_D: Tensor | None = None
     epsilon: float = 0.0

@@ -1,9 +1,9 @@
-"""A traced transformer layer -> the same layer in fewer, larger steps.
+"""fx passes that fuse a traced decoder layer into fewer, larger operations.
 
-torch traces the unchanged modelling code of a layer into a graph; here the parts that most decoders share are found in
-it by their arithmetic, not by their names: RMS norm, rotary embedding before attention, linear layers of one input,
-SiLU-gated products, a product added to the residual. A graph in which nothing but such parts, views and plain products
-is left can be run as it stands. Any other is handed back, for a compiler to deal with.
+torch traces the unchanged modelling code of a layer into an fx graph. The passes match patterns by arithmetic, not by
+module names: RMS norm, rotary embedding before attention, linear layers of the same input, SiLU-gated products
+(SwiGLU), a linear layer added to the residual stream. A graph of only fused operations, views and plain linear layers
+runs as it is. Any other graph is left to torch's compiler.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ ATTENTION = {ops.paged_decode, ops.paged_prefill}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerFunctions:
-    """What a rewritten layer calls."""
+class FusedOps:
+    """The implementations that a fused layer calls."""
 
-    norm: Callable[[Tensor, Tensor, float], Tensor]
-    """Input, weight of the last axis, epsilon; the output has the weight's type, and the input may be wider."""
-    multiply: Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor]]
-    """One input times several weights, plus their biases: one output each."""
-    gate: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """SiLU of the input times the first weight, times the input times the second."""
-    add_product: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Add input times weight to the first tensor, which may be wider, in place."""
-    decode: Callable[..., Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    """(input, weight, epsilon) -> RMS norm over the last axis in the weight's dtype; the input may be wider."""
+    merged_linear: Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], Sequence[Tensor]]
+    """(input, weights, biases) -> one linear output per weight."""
+    swiglu: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(input, gate weight, value weight) -> SiLU(input @ gate.T) * (input @ value.T)."""
+    add_linear: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(total, input, weight) -> total += input @ weight.T in place; the total may be wider."""
+    paged_decode: Callable[..., Tensor]
     """`ops.paged_decode` with a `Prologue` as its last argument."""
-    prefill: Callable[..., Tensor]
+    paged_prefill: Callable[..., Tensor]
     """`ops.paged_prefill` with a `Prologue` as its last argument."""
 
 
-def rewrite_layer(module: fx.GraphModule, functions: LayerFunctions) -> bool:
-    """Rewrite a traced layer in place; False when parts are left that only a compiler makes fast."""
+def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
+    """Fuse a traced layer in place; False if operations remain that only a compiler makes fast."""
     graph = module.graph
-    _replace_norms(graph, functions)
-    _replace_attention(graph, functions)
-    _replace_gates(graph, functions)
-    _replace_groups(graph, functions)
-    _replace_residuals(graph, functions)
+    _fuse_rms_norms(graph, fused_ops)
+    _fuse_rope_into_attention(graph, fused_ops)
+    _fuse_swiglu(graph, fused_ops)
+    _merge_linears(graph, fused_ops)
+    _fuse_residual_adds(graph, fused_ops)
     graph.eliminate_dead_code()
     known = {*VIEWS, *LINEAR, *MUL, *ADD, *ATTENTION, build_prologue}
-    known.update(getattr(functions, name) for name in LayerFunctions.__slots__)
+    known.update(getattr(fused_ops, name) for name in FusedOps.__slots__)
     is_known = all(node.target in known for node in graph.nodes if node.op in ("call_function", "call_method"))
     if is_known:
         graph.lint()
@@ -77,51 +77,51 @@ def _is_call(node: Any, targets: Iterable[Any]) -> bool:
     return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
 
 
-def _get_tensor(node: Any) -> Tensor | None:
-    """What the node was when the layer was traced."""
+def _get_example(node: Any) -> Tensor | None:
+    """The fake tensor that the node had when the layer was traced, if it was a tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
 
-def _strip(node: Any, targets: Iterable[Any]) -> Any:
-    """The first input of a call of one of the targets; any other node as it is."""
+def _unwrap(node: Any, targets: Iterable[Any]) -> Any:
+    """The first argument of a call of one of the targets; any other node unchanged."""
     return node.args[0] if _is_call(node, targets) else node
 
 
-def _split(node: Any, targets: Iterable[Any]) -> tuple[Any, Any] | None:
-    """The two arguments of a call of one of the targets."""
+def _match_binary(node: Any, targets: Iterable[Any]) -> tuple[Any, Any] | None:
+    """The two arguments of a binary call of one of the targets."""
     return (node.args[0], node.args[1]) if _is_call(node, targets) and len(node.args) == 2 and not node.kwargs else None
 
 
-def _replace_norms(graph: fx.Graph, functions: LayerFunctions) -> None:
+def _fuse_rms_norms(graph: fx.Graph, fused_ops: FusedOps) -> None:
     for node in list(graph.nodes):
         found = _match_norm(node)
-        if found is not None and _ends_in_type_of(node, found[1]):
+        if found is not None and _is_cast_to_dtype_of(node, found[1]):
             with graph.inserting_before(node):
-                _replace(node, graph.call_function(functions.norm, found))
+                _replace_node(node, graph.call_function(fused_ops.rms_norm, found))
 
 
 def _match_norm(node: Any) -> tuple[Any, Any, float] | None:
     """Input, weight and epsilon of `weight * (x / sqrt(mean(x^2) + epsilon))`, with x in float32."""
-    pair = _split(node, MUL)
+    pair = _match_binary(node, MUL)
     if pair is None:
         return None
     for weight, normed in (pair, pair[::-1]):
-        tensor = _get_tensor(weight)
-        product = _split(_strip(normed, {"to"}), MUL)
+        tensor = _get_example(weight)
+        product = _match_binary(_unwrap(normed, {"to"}), MUL)
         if tensor is None or tensor.dim() != 1 or product is None:
             continue
         for wide, inverse in (product, product[::-1]):
-            total = _split(_strip(inverse, {torch.rsqrt, "rsqrt"}), ADD)
+            total = _match_binary(_unwrap(inverse, {torch.rsqrt, "rsqrt"}), ADD)
             if total is None or not isinstance(total[1], float) or not _is_mean_square(total[0], wide):
                 continue
-            return _strip(wide, {"to"}), weight, total[1]
+            return _unwrap(wide, {"to"}), weight, total[1]
     return None
 
 
-def _ends_in_type_of(node: fx.Node, other: Any) -> bool:
-    """The node has the type of the other one, or all that reads it narrows it to that first."""
-    value, wanted = _get_tensor(node), _get_tensor(other)
+def _is_cast_to_dtype_of(node: fx.Node, other: Any) -> bool:
+    """Whether the node has the other one's dtype, or every user first casts it to that dtype."""
+    value, wanted = _get_example(node), _get_example(other)
     if value is None or wanted is None:
         return False
     is_narrowed = [_is_call(user, {"to"}) and user.args[1:] == (wanted.dtype,) for user in node.users]
@@ -131,94 +131,93 @@ def _ends_in_type_of(node: fx.Node, other: Any) -> bool:
 def _is_mean_square(node: Any, wide: Any) -> bool:
     if not _is_call(node, {torch.mean, "mean"}) or node.args[1:] != (-1,) or node.kwargs != {"keepdim": True}:
         return False
-    return _split(node.args[0], {torch.pow, "pow", operator.pow}) == (wide, 2)
+    return _match_binary(node.args[0], {torch.pow, "pow", operator.pow}) == (wide, 2)
 
 
-def _replace_attention(graph: fx.Graph, functions: LayerFunctions) -> None:
+def _fuse_rope_into_attention(graph: fx.Graph, fused_ops: FusedOps) -> None:
     for node in list(graph.nodes):
         if not _is_call(node, ATTENTION):
             continue
         query, key, *rest = node.args
-        turned_query, turned_key = _match_rotary(query), _match_rotary(key)
-        if turned_query is None or turned_key is None or turned_query[1:] != turned_key[1:]:
+        rotary_query, rotary_key = _match_rotary(query), _match_rotary(key)
+        if rotary_query is None or rotary_key is None or rotary_query[1:] != rotary_key[1:]:
             continue
-        query, cos, sin = turned_query
-        key = turned_key[0]
+        query, cos, sin = rotary_query
+        key = rotary_key[0]
         norms: tuple[Any, Any, float] = (None, None, 0.0)
-        normed_query, normed_key = _match_normed_heads(query, functions), _match_normed_heads(key, functions)
-        function = functions.decode if node.target is ops.paged_decode else functions.prefill
+        normed_query, normed_key = _match_normed_heads(query, fused_ops), _match_normed_heads(key, fused_ops)
+        function = fused_ops.paged_decode if node.target is ops.paged_decode else fused_ops.paged_prefill
         with graph.inserting_before(node):
             if normed_query and normed_key and normed_query[2] == normed_key[2]:
                 norms = (normed_query[1], normed_key[1], normed_query[2])
                 query, key = (graph.call_method("transpose", (heads[0], 1, 2)) for heads in (normed_query, normed_key))
             prologue = graph.call_function(build_prologue, (cos, sin, *norms))
-            _replace(node, graph.call_function(function, (query, key, *rest, prologue)))
+            _replace_node(node, graph.call_function(function, (query, key, *rest, prologue)))
 
 
 def _match_rotary(node: Any) -> tuple[Any, Any, Any] | None:
     """Heads [1, H, T, D], cosine and sine [1, T, D] of `heads * cos + rotate_half(heads) * sin`."""
-    terms = _split(node, ADD)
-    first, second = (None, None) if terms is None else (_split(term, MUL) for term in terms)
+    terms = _match_binary(node, ADD)
+    first, second = (None, None) if terms is None else (_match_binary(term, MUL) for term in terms)
     if first is None or second is None:
         return None
     (heads, cos), (rotated, sin) = first, second
-    if not _is_rotated(rotated, heads) or not _is_call(cos, {"unsqueeze"}) or not _is_call(sin, {"unsqueeze"}):
+    if not _is_rotate_half(rotated, heads) or not _is_call(cos, {"unsqueeze"}) or not _is_call(sin, {"unsqueeze"}):
         return None
-    tensor = _get_tensor(heads)
+    tensor = _get_example(heads)
     if tensor is None or cos.args[1:] != (1,) or sin.args[1:] != (1,):
         return None
-    angles = [_get_tensor(table.args[0]) for table in (cos, sin)]
+    angles = [_get_example(table.args[0]) for table in (cos, sin)]
     if any(angle is None or angle.shape[0] != 1 or angle.shape[-1] != tensor.shape[-1] for angle in angles):
         return None
     return heads, cos.args[0], sin.args[0]
 
 
-def _is_rotated(node: Any, heads: Any) -> bool:
-    """The second half of each head, negated, before the first half."""
+def _is_rotate_half(node: Any, heads: Any) -> bool:
+    """Whether the node is `rotate_half(heads)`: the second half of each head, negated, before the first half."""
     if not _is_call(node, {torch.cat}):
         return False
     parts, axis = node.args[0], node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
-    tensor = _get_tensor(heads)
+    tensor = _get_example(heads)
     if tensor is None or axis != -1 or len(parts) != 2 or not _is_call(parts[0], NEG):
         return False
     half = tensor.shape[-1] // 2
-    second, first = _split(parts[0].args[0], {operator.getitem}), _split(parts[1], {operator.getitem})
+    second, first = _match_binary(parts[0].args[0], {operator.getitem}), _match_binary(parts[1], {operator.getitem})
     return second == (heads, (Ellipsis, slice(half, None, None))) and first == (
         heads,
         (Ellipsis, slice(None, half, None)),
     )
 
 
-def _match_normed_heads(node: Any, functions: LayerFunctions) -> tuple[Any, Any, float] | None:
-    """Heads [1, T, H, D], weight and epsilon, where the heads were normed and then transposed."""
-    if not _is_call(node, {"transpose"}) or node.args[1:] != (1, 2) or not _is_call(node.args[0], {functions.norm}):
+def _match_normed_heads(node: Any, fused_ops: FusedOps) -> tuple[Any, Any, float] | None:
+    """Heads [1, T, H, D], weight and epsilon of an RMS norm over heads that is followed by a transpose."""
+    if not _is_call(node, {"transpose"}) or node.args[1:] != (1, 2) or not _is_call(node.args[0], {fused_ops.rms_norm}):
         return None
     heads, weight, epsilon = node.args[0].args
     return heads, weight, epsilon
 
 
-def _replace_gates(graph: fx.Graph, functions: LayerFunctions) -> None:
+def _fuse_swiglu(graph: fx.Graph, fused_ops: FusedOps) -> None:
     for node in list(graph.nodes):
-        pair = _split(node, MUL)
+        pair = _match_binary(node, MUL)
         if pair is None or not _is_call(pair[0], {functional.silu, torch.nn.functional.silu}):
             continue
         gate, value = pair[0].args[0], pair[1]
-        if not all(_is_plain_linear(part) and len(part.users) == 1 for part in (gate, value)):
+        if not all(_is_linear_without_bias(part) and len(part.users) == 1 for part in (gate, value)):
             continue
         if gate.args[0] is value.args[0]:
             with graph.inserting_before(node):
                 arguments = (gate.args[0], gate.args[1], value.args[1])
-                _replace(node, graph.call_function(functions.gate, arguments))
+                _replace_node(node, graph.call_function(fused_ops.swiglu, arguments))
     graph.eliminate_dead_code()
 
 
-def _is_plain_linear(node: Any) -> bool:
-    """Linear without a bias."""
+def _is_linear_without_bias(node: Any) -> bool:
     return _is_call(node, LINEAR) and (len(node.args) < 3 or node.args[2] is None) and not node.kwargs
 
 
-def _replace_groups(graph: fx.Graph, functions: LayerFunctions) -> None:
-    """Multiply one input by all its weights at once."""
+def _merge_linears(graph: fx.Graph, fused_ops: FusedOps) -> None:
+    """Merge the linear layers that share an input into one call."""
     linears_of: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if _is_call(node, LINEAR) and not node.kwargs:
@@ -231,34 +230,37 @@ def _replace_groups(graph: fx.Graph, functions: LayerFunctions) -> None:
         if not all(weight.op in ("placeholder", "get_attr") for weight in weights):
             continue
         with graph.inserting_before(linears[0]):
-            outputs = graph.call_function(functions.multiply, (inputs, weights, biases))
+            outputs = graph.call_function(fused_ops.merged_linear, (inputs, weights, biases))
             parts = [graph.call_function(operator.getitem, (outputs, index)) for index in range(len(linears))]
         for node, part in zip(linears, parts, strict=True):
-            _replace(node, part)
+            _replace_node(node, part)
 
 
-def _replace_residuals(graph: fx.Graph, functions: LayerFunctions) -> None:
-    """Let a product add itself to the residual, where only norms have read that, and nothing reads it afterwards."""
+def _fuse_residual_adds(graph: fx.Graph, fused_ops: FusedOps) -> None:
+    """Fuse a linear layer's output into the residual addition, in place.
+
+    Requires that only norms read the residual before, and that nothing reads it afterwards.
+    """
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        pair = _split(node, ADD)
+        pair = _match_binary(node, ADD)
         if pair is None:
             continue
         for residual, product in (pair, pair[::-1]):
-            before, after = _get_tensor(residual), _get_tensor(node)
-            if not _is_plain_linear(product) or len(product.users) != 1 or before is None or after is None:
+            before, after = _get_example(residual), _get_example(node)
+            if not _is_linear_without_bias(product) or len(product.users) != 1 or before is None or after is None:
                 continue
             readers = [user for user in residual.users if user is not node]
-            if not all(_is_call(user, {functions.norm}) and order[user] < order[node] for user in readers):
+            if not all(_is_call(user, {fused_ops.rms_norm}) and order[user] < order[node] for user in readers):
                 continue
-            is_alike = before.shape == after.shape and before.dtype == after.dtype
-            if is_alike and residual.op != "get_attr":
+            has_same_type = before.shape == after.shape and before.dtype == after.dtype
+            if has_same_type and residual.op != "get_attr":
                 with graph.inserting_before(node):
-                    _replace(node, graph.call_function(functions.add_product, (residual, *product.args[:2])))
+                    _replace_node(node, graph.call_function(fused_ops.add_linear, (residual, *product.args[:2])))
                 break
 
 
-def _replace(old: fx.Node, new: fx.Node) -> None:
+def _replace_node(old: fx.Node, new: fx.Node) -> None:
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)

@@ -1,8 +1,8 @@
-"""The model's own layers, traced once for each kind of layer and run in fewer steps.
+"""Layer fusion: the model's own decoder layers, traced by torch and run as fused graphs.
 
-While `installed`, each decoder layer runs the graph that torch traced of its forward, rewritten by
-`engine.cuda.fx_passes`; graphs that keep other arithmetic go to torch's compiler. All layers of one kind share one
-graph, so that a model of 28 layers takes as long to prepare as one of two. Modules and parameters stay as they are.
+While `installed`, each decoder layer runs its traced forward after the passes of `engine.cuda.fx_passes`; a graph that
+the passes cannot fuse completely goes to torch's compiler. All layers of one kind share one graph, so a model of 28
+layers takes as long to prepare as one of two. Modules and parameters do not change.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.compile_fx import compile_fx
 from transformers import PreTrainedModel
 
-from tunesmith.engine.cuda.fx_passes import LayerFunctions, rewrite_layer
+from tunesmith.engine.cuda.fx_passes import FusedOps, fuse_layer
 from tunesmith.errors import ModelError
 
 LOGGER = logging.getLogger(__name__)
 MAX_GRAPHS = 256
-"""Of one traced function: kinds of layers, of plans and of models in one process."""
-STEADY_ROTARY = {"default", "linear", "llama3", "yarn"}
-"""Rotary embeddings whose angles depend on the position alone."""
+"""Traced graphs of one function: kinds of layers, of attention plans and of models in one process."""
+STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
+"""Rotary embeddings whose angles depend only on the position."""
 
 
 class FusedLayers:
-    """Another way to run a model's decoder layers."""
+    """Runs a model's decoder layers, final norm and rotary embedding as fused graphs."""
 
-    def __init__(self, model: PreTrainedModel, functions: LayerFunctions, *, max_positions: int) -> None:
-        """Positions are below `max_positions`."""
+    def __init__(self, model: PreTrainedModel, ops: FusedOps, *, max_positions: int) -> None:
+        """`max_positions`: size of the table of rotary angles."""
         decoder = model.get_decoder()
         layers = getattr(decoder, "layers", None)
         if not isinstance(layers, nn.ModuleList):
             name = type(decoder).__name__
             raise ModelError(f"{name} has no list of layers named layers; set engine.cuda_decode=graphs")
-        lower = partial(_lower, functions=functions)
-        # Sizes are dynamic: one graph serves every batch. Only a layer that is traced whole can be rewritten.
-        self._run: Callable[..., Any] = torch.compile(_run_layer, backend=lower, dynamic=True, fullgraph=True)
+        backend = partial(_compile_layer, ops=ops)
+        # Sizes are dynamic: one graph serves every batch size. Only a layer traced without graph breaks can be fused.
+        self._run: Callable[..., Any] = torch.compile(_run_layer, backend=backend, dynamic=True, fullgraph=True)
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = [
             (layer, partial(self._run_planned, layer, index)) for index, layer in enumerate(layers)
         ]
         norm, rotary = getattr(decoder, "norm", None), getattr(decoder, "rotary_emb", None)
         if isinstance(norm, nn.Module):
             self._forwards.append((norm, partial(self._run_traced, norm)))
-        if isinstance(rotary, nn.Module) and _is_steady(rotary):
+        if isinstance(rotary, nn.Module) and _has_static_angles(rotary):
             self._forwards.append((rotary, RotaryTable(rotary, model, max_positions)))
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Run the model's layers this way."""
+        """Within, the model's layers run fused."""
         settings: dict[str, Any] = {
             "recompile_limit": MAX_GRAPHS,
             "accumulated_recompile_limit": MAX_GRAPHS,
@@ -75,12 +75,12 @@ class FusedLayers:
         return self._run_traced(layer, *arguments, **options)
 
     def _run_traced(self, layer: nn.Module, *arguments: Any, **options: Any) -> Any:
-        """Run a layer; where torch cannot trace one, all run as they are from then on, which is only slower."""
+        """Run a layer; if torch cannot trace one, all layers run unfused from then on, which is slower but correct."""
         try:
             return self._run(layer, *arguments, **options)
         except TorchDynamoException as error:
             first_line = (str(error).splitlines() or [""])[0]
-            LOGGER.warning("%s is run as it is, for torch cannot trace it: %s", type(layer).__name__, first_line)
+            LOGGER.warning("%s runs unfused because torch cannot trace it: %s", type(layer).__name__, first_line)
             self._run = _run_layer
             return self._run(layer, *arguments, **options)
 
@@ -89,12 +89,12 @@ def _run_layer(layer: nn.Module, *arguments: Any, **options: Any) -> Any:
     return type(layer).forward(layer, *arguments, **options)
 
 
-def _lower(module: fx.GraphModule, inputs: Sequence[Any], *, functions: LayerFunctions) -> Callable[..., Any]:
-    """Turn a traced layer into something that runs; a copy is rewritten, for it may turn out not to be enough."""
-    rewritten = fx.GraphModule(module, fx.Graph())
-    rewritten.graph = _copy_graph(module.graph)
-    if rewrite_layer(rewritten, functions):
-        return rewritten.forward
+def _compile_layer(module: fx.GraphModule, inputs: Sequence[Any], *, ops: FusedOps) -> Callable[..., Any]:
+    """Backend of `torch.compile`: fuse a copy of the traced layer, or compile the layer if fusion is incomplete."""
+    fused = fx.GraphModule(module, fx.Graph())
+    fused.graph = _copy_graph(module.graph)
+    if fuse_layer(fused, ops):
+        return fused.forward
     return cast(Callable[..., Any], compile_fx(module, list(inputs)))
 
 
@@ -104,14 +104,14 @@ def _copy_graph(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def _is_steady(rotary: nn.Module) -> bool:
+def _has_static_angles(rotary: nn.Module) -> bool:
     kind = getattr(rotary, "rope_type", None)
     parameters = list(inspect.signature(type(rotary).forward).parameters)
-    return isinstance(kind, str) and kind in STEADY_ROTARY and parameters == ["self", "x", "position_ids"]
+    return isinstance(kind, str) and kind in STATIC_ROPE_TYPES and parameters == ["self", "x", "position_ids"]
 
 
 class RotaryTable:
-    """Cosines and sines of every position, computed once by the model's own module."""
+    """Cosines and sines of all positions, computed once by the model's own module."""
 
     @torch.no_grad()
     def __init__(self, rotary: nn.Module, model: PreTrainedModel, max_positions: int) -> None:

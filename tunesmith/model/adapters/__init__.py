@@ -1,1 +1,1 @@
-"""Adapters: checked against their base, LoRA through PEFT, dropout."""
+"""Adapters: compatibility checks against the base model, LoRA through PEFT, dropout."""

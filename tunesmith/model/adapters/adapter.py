@@ -1,7 +1,7 @@
-"""Whether an adapter fits its base, before weights are loaded.
+"""Check that an adapter fits its base model before weights are loaded.
 
-Shapes are compared with the base's architecture, and the adapters saved here also know their base's weights by a
-fingerprint. PEFT itself is not imported: that takes seconds.
+Layer shapes are compared with the base's architecture. Adapters saved by this package also hold a fingerprint of their
+base's weights. PEFT is not imported here, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ from tunesmith.model.source.fingerprint import compute_fingerprint
 from tunesmith.storage import load_json
 
 KEY_PREFIX = "base_model.model."
-"""What PEFT puts before the name of a module in its files."""
+"""PEFT's prefix of module names in adapter files."""
 
-# PEFT imports bitsandbytes where it is installed, which on a CPU warns of kernels that it would like to download.
+# PEFT imports bitsandbytes if it is installed, which on a CPU warns about kernels to download.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def check_adapter(adapter: AdapterFiles, config: PretrainedConfig) -> None:
-    """Refuse an adapter that was made for a base of other layers than this configuration describes."""
-    skeleton = build_skeleton(config)
+    """Refuse an adapter whose layer shapes do not match this configuration."""
+    meta_model = build_meta_model(config)
     for name, (num_inputs, num_outputs) in read_layer_shapes(adapter).items():
-        found = find_linear_shape(skeleton, name)
+        found = find_linear_shape(meta_model, name)
         if found != (num_inputs, num_outputs):
             has = "has no such layer" if found is None else f"has {found[0]} -> {found[1]}"
             raise ModelError(
-                f"the adapter {str(adapter.folder)!r} is for another base than {adapter.base!r}: it changes {name} "
+                f"the adapter {str(adapter.folder)!r} is for a base other than {adapter.base!r}: it adapts {name} "
                 f"({num_inputs} -> {num_outputs}), and this base {has}"
             )
 
 
-def build_skeleton(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model's layers without memory for their weights."""
+def build_meta_model(config: PretrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model on the meta device: layers and shapes without weights."""
     with torch.device("meta"):
-        skeleton: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return skeleton
+        meta_model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return meta_model
 
 
 def check_fingerprint(adapter: AdapterFiles) -> None:
-    """Refuse a base whose weights are laid out as those of the adapter's own base, and are others."""
+    """Refuse a base with the layer shapes of the adapter's own base but different weights."""
     if not (adapter.folder / BASE_FINGERPRINT).is_file():
         return
     known, found = load_json(adapter.folder / BASE_FINGERPRINT), compute_fingerprint(adapter.base)
     if found is not None and known["layout"] == found["layout"] and known["rows"] != found["rows"]:
         raise ModelError(
-            f"the adapter {str(adapter.folder)!r} is for another base than {adapter.base!r}: that model has the same "
-            "layers but other weights; set model.base_path to the model that the adapter was trained on"
+            f"the adapter {str(adapter.folder)!r} is for a base other than {adapter.base!r}: that model has the same "
+            "layers but different weights; set model.base_path to the model that the adapter was trained on"
         )
 
 
 def check_same_adapter(adapter: AdapterFiles, lora: LoraSection) -> None:
-    """Refuse settings of a new adapter that the loaded one contradicts."""
+    """Refuse `model.lora` settings that differ both from their defaults and from the loaded adapter's."""
     defaults = LoraSection()
     for key, value in (("r", adapter.r), ("alpha", adapter.alpha)):
-        asked = getattr(lora, key)
-        if asked not in (value, getattr(defaults, key)):
-            raise ModelError(f"model.lora.{key}={asked:g}, but the adapter {str(adapter.folder)!r} has {value:g}")
+        requested = getattr(lora, key)
+        if requested not in (value, getattr(defaults, key)):
+            raise ModelError(f"model.lora.{key}={requested:g}, but the adapter {str(adapter.folder)!r} has {value:g}")
     if isinstance(lora.target_modules, tuple) and set(lora.target_modules) != set(adapter.target_modules):
         raise ModelError(
             f"model.lora.target_modules={list(lora.target_modules)}, but the adapter {str(adapter.folder)!r} has "
@@ -76,12 +76,12 @@ def check_same_adapter(adapter: AdapterFiles, lora: LoraSection) -> None:
 
 
 def read_layer_shapes(adapter: AdapterFiles) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of each linear layer that the adapter changes, by the layer's name in the base."""
+    """Input and output sizes of each adapted linear layer, by the layer's name in the base."""
     num_inputs: dict[str, int] = {}
     num_outputs: dict[str, int] = {}
     try:
         with safe_open(adapter.folder / ADAPTER_WEIGHTS, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - this is no mapping
+            for key in file.keys():  # noqa: SIM118 - not a mapping
                 name, _, kind = key.removeprefix(KEY_PREFIX).rpartition(".lora_")
                 if kind == "A.weight":
                     num_inputs[name] = file.get_slice(key).get_shape()[1]
@@ -90,24 +90,24 @@ def read_layer_shapes(adapter: AdapterFiles) -> dict[str, tuple[int, int]]:
     except (OSError, SafetensorError) as error:
         raise ModelError(f"the adapter {str(adapter.folder)!r} cannot be read: {error}") from error
     if not num_inputs or num_inputs.keys() != num_outputs.keys():
-        raise ModelError(f"the adapter {str(adapter.folder)!r} does not hold the two factors of each layer it changes")
+        raise ModelError(f"the adapter {str(adapter.folder)!r} does not hold both low-rank factors of each layer")
     return {name: (num_inputs[name], num_outputs[name]) for name in num_inputs}
 
 
 def find_linear_shape(model: nn.Module, name: str) -> tuple[int, int] | None:
-    """Inputs and outputs of the linear layer of that name, if there is one."""
+    """Input and output sizes of the linear layer of that name, or None."""
     module = dict(model.named_modules()).get(name)
     return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
 
 
 def has_adapter(model: PreTrainedModel) -> bool:
-    """Whether an adapter is live in the model: its weights alone are trained and saved."""
+    """Whether the model has an active (not merged) adapter; then only its weights are trained and saved."""
     return bool(getattr(model, "peft_config", None))
 
 
 @contextmanager
 def disabled_adapter(model: PreTrainedModel) -> Iterator[None]:
-    """The model as it is without its adapter: the base, bit for bit. A model without one stays as it is."""
+    """Within, the model computes its base without the adapter, bit for bit; a model without one is unchanged."""
     layers: list[Any] = [
         module
         for module in model.modules()

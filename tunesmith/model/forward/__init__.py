@@ -1,1 +1,1 @@
-"""From token ids to logprobs: the attention interface, logits, distributions."""
+"""The forward pass from token ids to logprobs: attention interface, logits, sampling distributions, logprobs."""

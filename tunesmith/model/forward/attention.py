@@ -1,8 +1,8 @@
-"""One attention for every architecture: a plan says how the tokens of a flat row see each other.
+"""Plan attention: one attention function for every architecture; a plan defines which tokens attend to which.
 
 `use_plan_attention` selects the implementation named "tunesmith" in transformers' attention and mask interfaces, and
-`run_body` sends a plan through the unchanged modelling code to every layer. The sampler's plan reads paged keys and
-values, the trainer's plan reads a tree of sequences. Without a plan the same model behaves as with `sdpa`.
+`run_body` passes a plan through the unchanged modelling code to every layer. The engine's plan reads a paged KV cache,
+the trainer's plan a tree of sequences. Without a plan the model behaves as with `sdpa`.
 
 Axes: T tokens of the row, C hidden size, H query heads, K key-value heads, D head size.
 """
@@ -24,13 +24,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tunesmith.errors import ModelError
 
 PLAN_ATTENTION = "tunesmith"
-UNPLANNED_INPUTS = ("s_aux", "position_bias", "cache")
-"""Attention inputs of a few architectures that a plan does not know; dropping them would be silently wrong."""
+UNSUPPORTED_INPUTS = ("s_aux", "position_bias", "cache")
+"""Attention inputs of a few architectures that plans do not implement; ignoring them would be silently wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """How one layer scores pairs of tokens."""
+    """How one layer computes attention scores."""
 
     scaling: float | None = None
     """Factor of the dot products; None: 1 / sqrt(head size)."""
@@ -44,7 +44,7 @@ class AttentionOptions:
 
 
 class AttentionPlan(Protocol):
-    """How the tokens of one flat row attend, in every layer."""
+    """Attention among the tokens of one flat row, for every layer."""
 
     def attend(
         self,
@@ -56,21 +56,21 @@ class AttentionPlan(Protocol):
     ) -> Tensor:
         """Take query [1, H, T, D], key and value [1, K, T, D]; return [1, T, H, D].
 
-        `get_layer_index(module)` names the layer.
+        `get_layer_index(module)` is the layer.
         """
         ...
 
 
 def use_plan_attention(model: PreTrainedModel) -> None:
-    """Make the model's attention follow plans; plain calls without a plan go on as with `sdpa`."""
+    """Make the model's attention use plans; calls without a plan still behave as with `sdpa`."""
     model.set_attn_implementation(PLAN_ATTENTION)
     if model.device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape anew: 0.9 ms a layer for a ragged prompt
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan per shape: 0.9 ms a layer for each new length
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module.config._attn_implementation != PLAN_ATTENTION:
             raise ModelError(
                 f"{type(module).__name__} does not use transformers' attention interface; "
-                "choose a model whose attention can be replaced (Llama, Qwen, Mistral, Gemma, Phi-3 ...)"
+                "choose a model that does (Llama, Qwen, Mistral, Gemma, Phi-3 ...)"
             )
 
 
@@ -84,13 +84,13 @@ def run_body(
 ) -> Tensor:
     """Hidden states [1, T, C] after the final norm; the caller applies the head to the positions it needs.
 
-    `decoder` takes the place of the model's own body: the same, compiled.
+    `decoder` replaces the model's own decoder, for instance by a compiled one.
     """
     decoder = model.get_decoder() if decoder is None else decoder
     outputs = decoder(
         input_ids=input_ids_1T,
         position_ids=position_ids_1T,
-        attention_mask=input_ids_1T.new_empty((1, 1, 1, 1)),  # four axes: transformers then builds no mask of its own
+        attention_mask=input_ids_1T.new_empty((1, 1, 1, 1)),  # four axes: transformers then builds no mask
         use_cache=False,
         attention_plan=plan,
     )
@@ -98,7 +98,7 @@ def run_body(
 
 
 def get_layer_index(module: nn.Module) -> int:
-    """Which layer an attention module belongs to, from 0."""
+    """Index of an attention module's layer, from 0."""
     index = module.layer_idx
     assert isinstance(index, int)
     return index
@@ -107,7 +107,7 @@ def get_layer_index(module: nn.Module) -> int:
 def attend_masked(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """Attention under a boolean mask (True: may look; None: everywhere), any leading axes, grouped queries.
+    """Attention under a boolean mask (True: attends; None: no mask), any leading axes, grouped queries.
 
     Takes query [.., H, Q, D], key and value [.., K, S, D]; returns [.., H, Q, D].
     """
@@ -126,7 +126,7 @@ def attend_masked(
 
 
 class CausalPlan:
-    """Independent sequences side by side, each causal: the plainest plan, with which others are compared."""
+    """Independent causal sequences concatenated in one row: the reference that other plans are tested against."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
@@ -163,25 +163,25 @@ def _run_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer; the output is [B, T, H, D]."""
+    """The attention function that transformers calls in every layer; returns [B, T, H, D]."""
     if attention_plan is not None:
-        _refuse_unplanned(module, dropout, kwargs)
+        _check_supported(module, dropout, kwargs)
         options = AttentionOptions(scaling=scaling, sliding_window=sliding_window, softcap=softcap)
         return attention_plan.attend(module, query, key, value, options), None
     if softcap is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if attention_mask is None and query.shape[2] > 1:  # `sdpa_mask` leaves a purely causal mask out
+    if attention_mask is None and query.shape[2] > 1:  # `sdpa_mask` returns None for a causal mask
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     output = attend_masked(query, key, value, attention_mask, scaling=scaling, softcap=softcap)
     return output.transpose(1, 2).contiguous(), None
 
 
-def _refuse_unplanned(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
-    unknown = [name for name in UNPLANNED_INPUTS if kwargs.get(name) is not None]
+def _check_supported(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    unknown = [name for name in UNSUPPORTED_INPUTS if kwargs.get(name) is not None]
     if unknown:
-        raise ModelError(f"{type(module).__name__} needs attention inputs that are not supported: {', '.join(unknown)}")
+        raise ModelError(f"{type(module).__name__} uses attention inputs that are not supported: {', '.join(unknown)}")
     if dropout:
         raise ModelError(f"{type(module).__name__} has attention dropout {dropout}; set attention_dropout to 0")
 

@@ -1,7 +1,7 @@
-"""The distribution tokens are sampled from, made of logits: bias, temperature, top-k, top-p, min-p.
+"""The sampling distribution as a function of logits: bias, temperature, top-k, top-p, min-p.
 
-The definition that sampler and trainer share: a sampled token's logprob is `log_softmax(truncate_logits(...))`. Each
-filter keeps tokens by a threshold on the logit, so equal logits share their fate and no order of sorting matters.
+Engine and trainer share this definition: a sampled token's logprob is `log_softmax(truncate_logits(...))`. Each filter
+is a threshold on the logit, so equal logits are kept or dropped together and the result does not depend on sort order.
 
 Axes: N positions, V vocabulary, B biased tokens.
 """
@@ -17,10 +17,10 @@ from tunesmith.types import Distribution
 
 
 def truncate_logits(logits_NV: Tensor, distribution: Distribution, *, keep_ids_N: Tensor | None = None) -> Tensor:
-    """Biased and tempered logits (float32 or wider) in which dropped tokens are -inf; the input is not changed.
+    """Logits (float32 or wider) with bias and temperature applied and dropped tokens at -inf; the input is unchanged.
 
-    `keep_ids_N` names one token per position that is kept whatever the filters say: a token that was sampled had
-    probability, even where rounding moves it over a threshold. Temperature 0 gives the logits untempered and whole.
+    `keep_ids_N`: one token per position that no filter drops. A sampled token had positive probability, even if
+    rounding moves it past a threshold. Temperature 0 applies neither temperature nor filters.
     """
     if distribution.logit_bias:
         ids, values = zip(*distribution.logit_bias, strict=True)
@@ -47,7 +47,7 @@ def has_truncation(distribution: Distribution) -> bool:
 
 
 def _compute_thresholds(logits_NV: Tensor, distribution: Distribution) -> Tensor:
-    """The least logit [N, 1] that every filter keeps; top-p and min-p measure what top-k left, renormalised."""
+    """Smallest logit [N, 1] that every filter keeps; top-p and min-p see the tokens left by top-k, renormalized."""
     vocab_size = logits_NV.shape[1]
     threshold_N1 = torch.full_like(logits_NV[:, :1], -math.inf)
     if 0 < distribution.top_k < vocab_size:

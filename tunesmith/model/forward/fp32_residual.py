@@ -1,9 +1,9 @@
-"""The stream of residuals in float32 where weights have 16 bits.
+"""A float32 residual stream in models with 16-bit weights (`model.residual_dtype=float32`).
 
-Each layer adds to the sum of the layers before it. In 16 bits every such sum is rounded, and sampler and trainer, whose
-products differ in their last bits, round to different sides. Here the embedding comes out in float32, and the norms,
-which alone read the sum, give the weights' type to everything behind them. Hooks do it, so that the sampler, the
-trainer and plain calls of a model run the same function; modules, parameters and files stay as they are.
+Each layer adds its output to the residual stream. In 16 bits every such sum is rounded, and engine and trainer, whose
+products differ in their last bits, round differently. Here the embedding's output is cast to float32, and each norm,
+the only reader of the residual stream, casts its output to the weights' dtype. Forward hooks do both, so engine,
+trainer and plain calls of the model compute the same function; modules, parameters and files do not change.
 """
 
 from __future__ import annotations
@@ -16,78 +16,78 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tunesmith.errors import ModelError
-from tunesmith.model.adapters.adapter import build_skeleton
+from tunesmith.model.adapters.adapter import build_meta_model
 
 FIRST_NORM = "input_layernorm"
-"""The child of a decoder layer that reads the residuals before attention does; others add to them after a norm."""
+"""Name of a pre-norm layer's first norm. Post-norm layers, which normalize before the residual addition, lack it."""
 
 
-def check_residuals(config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
-    """Refuse an architecture whose residuals `widen_residuals` cannot widen, before its weights are read."""
-    find_norms(build_skeleton(config, trust_remote_code=trust_remote_code))
+def check_fp32_residual(config: PretrainedConfig, *, trust_remote_code: bool = False) -> None:
+    """Refuse an architecture that `use_fp32_residual` does not support, before its weights are read."""
+    find_norms(build_meta_model(config, trust_remote_code=trust_remote_code))
 
 
-def widen_residuals(model: PreTrainedModel) -> None:
-    """Keep the residuals of a model of 16 bits in float32; a wider model has such residuals and stays as it is."""
+def use_fp32_residual(model: PreTrainedModel) -> None:
+    """Keep the residual stream of a 16-bit model in float32; a wider model is not changed."""
     dtype = model.get_input_embeddings().weight.dtype
     if dtype.itemsize >= torch.float32.itemsize:
         return
     norms = find_norms(model)
-    model.get_input_embeddings().register_forward_hook(_widen)
+    model.get_input_embeddings().register_forward_hook(_cast_to_float32)
     for norm in norms:
-        norm.register_forward_hook(partial(_narrow, dtype))
+        norm.register_forward_hook(partial(_cast_to_dtype, dtype))
     for name, module in model.get_decoder().named_children():
         if name.startswith("rotary_emb"):
-            module.register_forward_pre_hook(partial(_narrow_sample, dtype))
+            module.register_forward_pre_hook(partial(_cast_rotary_input, dtype))
     _verify(model, norms)
 
 
 def find_norms(model: PreTrainedModel) -> list[nn.Module]:
-    """The norms over hidden states: the last one, then those of the layers, those of queries and keys left out."""
+    """The norms over hidden states: the final one, then those of the layers, without query and key norms."""
     decoder, size = model.get_decoder(), model.config.get_text_config().hidden_size
     layers = getattr(decoder, "layers", None)
     owners = [decoder, *layers] if isinstance(layers, nn.ModuleList) else []
     norms_of_owner = [[child for child in owner.children() if _is_norm(child, size)] for owner in owners]
     is_first = [_is_norm(getattr(layer, FIRST_NORM, None), size) for layer in owners[1:]]
     if not owners or not all(norms_of_owner) or not all(is_first):
-        raise _build_error(model, f"its layers do not each begin with an RMS norm named {FIRST_NORM}")
+        raise _build_error(model, f"its layers do not start with an RMS norm named {FIRST_NORM}")
     return [norm for norms in norms_of_owner for norm in norms]
 
 
 def _is_norm(module: nn.Module | None, size: int) -> bool:
-    """A vector of the hidden size and nothing else; torch's own LayerNorm takes no inputs wider than its weight."""
+    """Whether its only parameter is a [hidden size] weight. `nn.LayerNorm` refuses inputs wider than its weight."""
     if module is None or isinstance(module, nn.LayerNorm):
         return False
     return {name: weight.shape for name, weight in module.named_parameters()} == {"weight": (size,)}
 
 
-def _widen(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+def _cast_to_float32(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
     return output.float()
 
 
-def _narrow(dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+def _cast_to_dtype(dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
     return output.to(dtype)
 
 
-def _narrow_sample(dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Angles come on the device and in the type of the first input, of which nothing else is read."""
+def _cast_rotary_input(dtype: torch.dtype, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace the first input, of which a rotary embedding reads only device and dtype, by an empty `dtype` tensor."""
     sample, *rest = inputs
     return sample.new_empty(0, dtype=dtype), *rest
 
 
 @torch.no_grad()
 def _verify(model: PreTrainedModel, norms: list[nn.Module]) -> None:
-    """Refuse a model through which a token does not pass, or in which the last norm reads anything narrower."""
+    """Refuse a model whose forward fails on one token, or whose final norm reads anything but float32."""
     seen: list[torch.dtype] = []
-    witness = norms[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    handle = norms[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
     try:
         model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=False)
     except RuntimeError as error:
         raise _build_error(model, " ".join(str(error).split())[:200]) from error
     finally:
-        witness.remove()
+        handle.remove()
     if seen != [torch.float32]:
-        raise _build_error(model, "it does not add to them in the type of its embeddings")
+        raise _build_error(model, "its layers do not keep the residual stream in the dtype of the embeddings")
 
 
 def _build_error(model: PreTrainedModel, reason: str) -> ModelError:

@@ -1,9 +1,9 @@
-"""From hidden states to logits, without the model's own forward.
+"""Logits from hidden states, without the model's own forward.
 
-`run_body` gives hidden states of every token; logits are made here for the few positions that need them. What an
-architecture does to its logits after the head is read from its config. `verify_model` compares the two ways once, so
-that an architecture we would get wrong is refused when it is loaded. On a GPU the product of 16-bit hidden states and
-weights comes out in float32: logits rounded to bfloat16 would move logprobs more than all attention kernels together.
+`run_body` returns hidden states of every token; logits are computed here only for the positions that need them. The
+scaling and softcap that an architecture applies after its head come from its config. `verify_model` compares the result
+with the model's own logits once, and refuses an architecture where they differ. On a GPU the product of 16-bit hidden
+states and weights is float32: rounding logits to bfloat16 changes logprobs more than all attention kernels together.
 
 Axes: N positions, C hidden size, V vocabulary.
 """
@@ -24,12 +24,13 @@ SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def compute_logits(model: PreTrainedModel, hidden_NC: Tensor) -> Tensor:
-    """Logits [N, V], scaled and capped as the architecture does; float32 on a GPU, else in the model's own type."""
+    """Logits [N, V] with the architecture's scaling and softcap; float32 for a plain 16-bit head on a GPU."""
     head = model.get_output_embeddings()
     if head is None:
         raise ModelError(f"{type(model).__name__} has no language-model head; load it as a causal language model")
     config = model.config.get_text_config()
-    logits_NV = _WideProduct.apply(hidden_NC, head.weight) if is_plain_head(head, hidden_NC) else head(hidden_NC)
+    is_16bit = is_16bit_linear_head(head, hidden_NC)
+    logits_NV = _Float32Matmul.apply(hidden_NC, head.weight) if is_16bit else head(hidden_NC)
     if scale := getattr(config, "logit_scale", None):
         logits_NV = logits_NV * scale
     if scale := getattr(config, "lm_head_multiplier", None):
@@ -41,8 +42,8 @@ def compute_logits(model: PreTrainedModel, hidden_NC: Tensor) -> Tensor:
     return logits_NV
 
 
-def is_plain_head(head: nn.Module, hidden_NC: Tensor) -> bool:
-    """A matrix of 16-bit numbers on a GPU and nothing else: no bias, adapter or quantised weight."""
+def is_16bit_linear_head(head: nn.Module, hidden_NC: Tensor) -> bool:
+    """Whether the head is a plain 16-bit `nn.Linear` on a GPU: no bias, adapter or quantized weight."""
     if not (hidden_NC.is_cuda and hidden_NC.dtype in (torch.bfloat16, torch.float16)):
         return False
     if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
@@ -50,16 +51,16 @@ def is_plain_head(head: nn.Module, hidden_NC: Tensor) -> bool:
     return head.weight.dtype == hidden_NC.dtype
 
 
-def get_transform(model: PreTrainedModel) -> tuple[float, float]:
-    """The factor that `compute_logits` gives to what the head says, and the cap that follows (0: none)."""
+def get_logit_scaling(model: PreTrainedModel) -> tuple[float, float]:
+    """The factor that `compute_logits` applies to the head's output, and the softcap that follows (0: none)."""
     config = model.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
     divisor = getattr(config, "logits_scaling", None) or 1.0
     return scale / divisor, getattr(config, "final_logit_softcapping", None) or 0.0
 
 
-class _WideProduct(torch.autograd.Function):
-    """hidden @ weight.T of 16-bit numbers, not rounded to 16 bits."""
+class _Float32Matmul(torch.autograd.Function):
+    """hidden @ weight.T of 16-bit tensors with a float32 result."""
 
     @staticmethod
     def forward(ctx: Any, hidden_NC: Tensor, weight_VC: Tensor) -> Tensor:
@@ -75,8 +76,8 @@ class _WideProduct(torch.autograd.Function):
         return grad_NV @ weight_VC if needs_hidden else None, grad_NV.t() @ hidden_NC if needs_weight else None
 
 
-class _WitnessPlan(CausalPlan):
-    """Remembers which layers attended, and with which sliding window."""
+class _RecordingPlan(CausalPlan):
+    """Records which layers attended, and with which sliding window."""
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         super().__init__(lengths, device)
@@ -89,33 +90,33 @@ class _WitnessPlan(CausalPlan):
 
 @torch.no_grad()
 def verify_model(model: PreTrainedModel) -> None:
-    """Raise ModelError unless planned attention and our head reproduce the model's own logits on two short rows."""
+    """Raise ModelError unless plan attention and `compute_logits` reproduce the model's logits on two short rows."""
     config = model.config.get_text_config()
     if unknown := set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES:
         raise ModelError(f"{type(model).__name__} has layers of type {', '.join(sorted(unknown))}: not supported")
     ids = torch.arange(1, 8, device=model.device) * 7 % config.vocab_size
     rows = [ids[:3], ids[3:]]
     positions = torch.cat([torch.arange(len(row), device=model.device) for row in rows])
-    plan = _WitnessPlan([len(row) for row in rows], model.device)
+    plan = _RecordingPlan([len(row) for row in rows], model.device)
     is_training = model.training
     model.eval()
     ours = compute_logits(model, run_body(model, ids[None], positions[None], plan)[0]).float()
     theirs = torch.cat([model(input_ids=row[None], use_cache=False).logits[0] for row in rows]).float()
     model.train(is_training)
-    _check_windows(model, plan.window_of_layer)
+    _check_layers(model, plan.window_of_layer)
     tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
     if not theirs.isfinite().all():
         raise ModelError(explain_not_finite(model))
     error = ((ours - theirs).norm() / theirs.norm().clamp_min(1e-6)).item()
     if not error < tolerance:
         raise ModelError(
-            f"{type(model).__name__}: logits made from hidden states differ from the model's own by {error:.1e} "
+            f"{type(model).__name__}: logits computed from hidden states differ from the model's own by {error:.1e} "
             f"(at most {tolerance:.0e}); this architecture is not supported"
         )
 
 
 def explain_not_finite(model: PreTrainedModel) -> str:
-    """Why a model's own logits are not finite: its weights, or its type."""
+    """Error message for a model whose own logits are not finite: bad weights, or overflow in its dtype."""
     broken = [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]
     if broken:
         named = ", ".join(broken[:3]) + (" and others" if len(broken) > 3 else "")
@@ -123,12 +124,12 @@ def explain_not_finite(model: PreTrainedModel) -> str:
     return f"the model's logits are not finite in {model.dtype}, though its weights are: try model.dtype=float32"
 
 
-def _check_windows(model: PreTrainedModel, window_of_layer: dict[int, int | None]) -> None:
-    """Every layer must attend through the plan, and name its window when its type says that it slides."""
+def _check_layers(model: PreTrainedModel, window_of_layer: dict[int, int | None]) -> None:
+    """Refuse a model if a layer does not attend through the plan, or a sliding-window layer passes no window."""
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     for layer, layer_type in enumerate(layer_types):
         if layer not in window_of_layer:
-            raise ModelError(f"{type(model).__name__}: layer {layer} does not attend through the attention interface")
+            raise ModelError(f"{type(model).__name__}: layer {layer} does not use transformers' attention interface")
         if layer_type == "sliding_attention" and window_of_layer[layer] is None:
-            raise ModelError(f"{type(model).__name__}: layer {layer} slides but does not tell its window")
+            raise ModelError(f"{type(model).__name__}: sliding-window layer {layer} passes no window size")

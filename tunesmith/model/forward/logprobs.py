@@ -1,8 +1,8 @@
-"""Logprobs and entropies of tokens from hidden states, without ever holding the logits of all positions.
+"""Logprobs and entropies of tokens from hidden states, without materializing the logits of all positions.
 
-Positions are scored in chunks. Where a gradient is wanted over several chunks, a chunk's logits are computed again in
-its backward. Scores are float32, or float64 in a float64 model. Greedy tokens (temperature 0) are scored untempered.
-On a GPU a chunk of 16-bit hidden states has one copy of its logits, in float32, which its gradients overwrite.
+Positions are processed in chunks. With gradients and several chunks, each chunk recomputes its logits in its backward.
+Results are float32, or float64 in a float64 model. Greedy tokens (temperature 0) are scored at temperature 1. On a GPU
+a chunk of 16-bit hidden states has one float32 copy of its logits, which its gradients overwrite.
 
 Axes: N positions, C hidden size, V vocabulary.
 """
@@ -18,19 +18,19 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tunesmith.model.forward.distribution import has_truncation, truncate_logits
-from tunesmith.model.forward.logits import compute_logits, get_transform, is_plain_head
+from tunesmith.model.forward.logits import compute_logits, get_logit_scaling, is_16bit_linear_head
 from tunesmith.types import Distribution
 
 CHUNK_TOKENS = 1024
-"""Positions of a chunk on a CPU where the settings leave it open."""
+"""Default positions per chunk on a CPU."""
 CHUNK_BYTES = 600_000_000
-"""A chunk's float32 logits on other devices."""
+"""Default size of a chunk's float32 logits on other devices."""
 CHUNK_STEP = 128
-"""There a chunk is a multiple of it, for the tiles of matrix products."""
+"""On other devices a chunk is a multiple of this, for the tiles of matrix products."""
 
 
 def choose_chunk_tokens(model: PreTrainedModel) -> int:
-    """How many positions to score at once where the settings leave it open."""
+    """Default number of positions per chunk."""
     if model.device.type == "cpu":
         return CHUNK_TOKENS
     num_tokens = CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size)
@@ -46,9 +46,9 @@ def compute_logprobs(
     chunk_tokens: int,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs [N] of the targets and entropies [N] of the distributions, the latter differentiable `with_entropy`.
+    """Logprobs [N] of the targets and entropies [N] of the distributions; entropies take gradients if `with_entropy`.
 
-    At most `chunk_tokens` positions have logits at any time, in the backward too.
+    At most `chunk_tokens` positions have logits in memory at any time, in the backward too.
     """
     hiddens, targets = hidden_NC.split(chunk_tokens), target_N.split(chunk_tokens)
     has_recomputation = len(hiddens) > 1 and torch.is_grad_enabled()
@@ -67,26 +67,26 @@ def compute_logprobs(
 def _score_chunk(
     model: PreTrainedModel, hidden_NC: Tensor, target_N: Tensor, distribution: Distribution, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `compute_logprobs`, all positions at once."""
+    """`compute_logprobs` without chunks."""
     head = model.get_output_embeddings()
-    if is_plain_head(head, hidden_NC) and not has_truncation(distribution) and not distribution.logit_bias:
+    if is_16bit_linear_head(head, hidden_NC) and not has_truncation(distribution) and not distribution.logit_bias:
         from tunesmith.model.forward.kernels.fused_logprob import (
-            HeadScore,  # needs Triton, which is there on CUDA machines only
+            FusedLogprob,  # needs Triton, which is installed on CUDA machines only
         )
 
-        temper = 1.0 / (distribution.temperature or 1.0)
-        return HeadScore.apply(hidden_NC, head.weight, target_N, (*get_transform(model), temper), with_entropy)
+        scaling = (*get_logit_scaling(model), 1.0 / (distribution.temperature or 1.0))
+        return FusedLogprob.apply(hidden_NC, head.weight, target_N, scaling, with_entropy)
     logits_NV = compute_logits(model, hidden_NC)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     logits_NV = truncate_logits(logits_NV, distribution, keep_ids_N=target_N)
     if has_truncation(distribution):
         logits_NV = logits_NV.clamp(min=torch.finfo(logits_NV.dtype).min / 4)
-    logprobs_N, entropy_N = _TokenScore.apply(logits_NV, target_N, with_entropy)
+    logprobs_N, entropy_N = _LogprobAndEntropy.apply(logits_NV, target_N, with_entropy)
     return logprobs_N, entropy_N
 
 
-class _TokenScore(torch.autograd.Function):
-    """Logprob of one target and entropy of each row of finite logits, in few passes over [N, V].
+class _LogprobAndEntropy(torch.autograd.Function):
+    """Logprob of the target and entropy of each row of finite logits, in few passes over [N, V].
 
     With p = softmax(logits) and H its entropy: d logprob = onehot - p, d H = -p (log p + H).
     """

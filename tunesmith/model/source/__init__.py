@@ -1,1 +1,1 @@
-"""What a model path names, found without loading weights: folders, hub ids, GGUF files, adapters."""
+"""Resolving model paths (folders, hub ids, GGUF files, adapters) without loading weights."""

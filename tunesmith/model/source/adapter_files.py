@@ -1,7 +1,7 @@
-"""Adapter folders as files: what makes a folder an adapter, and which base it names.
+"""Adapter folders on disk: how one is recognized, and which base model it names.
 
-A folder is an adapter when it holds PEFT's `adapter_config.json` and no weights of a whole model. Only the standard
-library is imported, so that a model path is checked before torch loads.
+A folder is an adapter if it holds PEFT's `adapter_config.json` and no full-model weights. Only the standard library is
+imported, so that a model path can be checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class AdapterFiles:
 
     folder: Path
     base: str
-    """Folder, `.gguf` file or hub id of the model under it."""
+    """Folder, `.gguf` file or hub id of the base model."""
     r: int
     alpha: float
     target_modules: Any
-    """As PEFT's config says it: a pattern or a list of names."""
+    """As in PEFT's config: a pattern or a list of names."""
 
 
 def is_adapter(place: Path) -> bool:
@@ -37,11 +37,11 @@ def is_adapter(place: Path) -> bool:
 
 
 def find_adapter(path: str, base_path: str | None) -> AdapterFiles | None:
-    """The adapter that a model path names, or None when it names a whole model."""
+    """The adapter at a model path, or None if the path names a full model."""
     folder = Path(path).expanduser()
     if not is_adapter(folder):
         if base_path is not None:
-            raise ModelError(f"model.base_path={base_path!r} has no effect: model.path={path!r} is no adapter folder")
+            raise ModelError(f"model.base_path={base_path!r} is unused: model.path={path!r} is not an adapter folder")
         return None
     try:
         settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def find_adapter(path: str, base_path: str | None) -> AdapterFiles | None:
             target_modules=settings["target_modules"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"model.path={path!r}: {ADAPTER_CONFIG} is not that of a LoRA adapter ({error!r})") from error
+        raise ModelError(f"model.path={path!r}: {ADAPTER_CONFIG} is not a LoRA adapter's config ({error!r})") from error
     if kind != "LORA":
         raise ModelError(f"model.path={path!r} is an adapter of type {kind}; LoRA adapters are supported")
     if not base:

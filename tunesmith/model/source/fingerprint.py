@@ -1,7 +1,8 @@
-"""A fingerprint of a model's weights, to tell two models of one shape apart.
+"""A fingerprint of a model's weights, which distinguishes models of the same architecture.
 
-It is made of the names, types and shapes of all tensors, and of the first row of each, so it takes milliseconds. Models
-whose layouts differ cannot be compared; those of one layout are the same when their rows are.
+It hashes the names, dtypes and shapes of all tensors (`layout`) and the first row of each (`rows`), so it takes
+milliseconds. Models with the same layout are taken to be the same if their rows are; models with different layouts
+cannot be compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tunesmith.model.source.resolve import find_exported
 
 
 def compute_fingerprint(path: str) -> dict[str, str] | None:
-    """Digests `layout` and `rows` of a folder or of a hub model in the cache; None where there are no safetensors."""
+    """Digests `layout` and `rows` of a folder or of a cached hub model; None without safetensors files."""
     folder = find_folder(path)
     files = [] if folder is None else sorted(folder.glob("model*.safetensors"))
     if not files:
@@ -27,7 +28,7 @@ def compute_fingerprint(path: str) -> dict[str, str] | None:
     entries: dict[str, tuple[str, bytes]] = {}
     for file in files:
         with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - this is no mapping
+            for name in weights.keys():  # noqa: SIM118 - not a mapping
                 part = weights.get_slice(name)
                 shape = part.get_shape()
                 row = part[:1] if shape else weights.get_tensor(name)
@@ -39,7 +40,7 @@ def compute_fingerprint(path: str) -> dict[str, str] | None:
 
 
 def find_folder(path: str) -> Path | None:
-    """Where the files of a model are on this machine."""
+    """The local folder of a model's files: the path itself, or the hub cache; None if there is none."""
     place = Path(find_exported(path)).expanduser()
     if place.is_dir():
         return place

@@ -1,6 +1,6 @@
-"""What a model path names: a folder, a hub id, a `.gguf` file, an adapter on one of these, or an export of a model.
+"""Resolve a model path: a folder, a hub id, a `.gguf` file, an adapter on one of these, or the folder of an export.
 
-Nothing is read here but an adapter's config. A path that is not there is an error at once, not in a download.
+Only an adapter's config is read. A local path that does not exist is an error here, not a failed download later.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from tunesmith.hub import describe_miss, is_path_like
 from tunesmith.model.source.adapter_files import ADAPTER_CONFIG, AdapterFiles, find_adapter
 
 EXPORTED = ("hf", "adapter")
-"""Folders of an export that hold a model, the one that is taken first."""
+"""Folders of an export that hold a model, in order of preference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """Where a model's files are, in the terms of `from_pretrained`."""
+    """Where a model's files are, as arguments of `from_pretrained`."""
 
     name_or_path: str
     gguf_file: str | None = None
     adapter: AdapterFiles | None = None
-    """The adapter on that model, when the path named one."""
+    """The adapter on that model, if the path names one."""
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class ModelSource:
 
 
 def find_model(path: str, base_path: str | None = None) -> ModelSource:
-    """Tell folder, `.gguf` file, hub id and adapter apart; what is not there is an error here, not in a download."""
+    """Resolve a path to a folder, `.gguf` file, hub id or adapter; a local path that does not exist is an error."""
     path = find_exported(path)
     adapter = find_adapter(path, base_path)
     if adapter is not None:
@@ -70,7 +70,7 @@ def find_model(path: str, base_path: str | None = None) -> ModelSource:
 
 
 def find_exported(path: str) -> str:
-    """The model in a folder that an export wrote, its `hf/` or else `adapter/`; any other path as it is."""
+    """The model in a folder written by an export, its `hf/` or else `adapter/`; any other path unchanged."""
     folder = Path(path).expanduser()
     if any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         return path
@@ -80,32 +80,32 @@ def find_exported(path: str) -> str:
     files = sorted((folder / "gguf").glob("*.gguf"))
     if files:
         raise ModelError(
-            f"model.path={path!r} is an export of GGUF files alone: name one of them, as {str(files[0])!r}, or export "
-            "the format hf too"
+            f"model.path={path!r} is an export with GGUF files only: name one of them, such as {str(files[0])!r}, or "
+            "export the format hf too"
         )
     return path
 
 
 def check_gguf_reader() -> None:
-    """Refuse GGUF files where the package that reads them is absent."""
+    """Refuse GGUF files if the package that reads them is not installed."""
     if importlib.util.find_spec("gguf") is None:
         raise ModelError("reading a .gguf file needs the package gguf: pip install 'tunesmith[gguf]'")
 
 
-def explain_failure(path: str, source: ModelSource, error: Exception) -> ModelError:
-    """One sentence for what transformers said in many."""
+def explain_load_error(path: str, source: ModelSource, error: Exception) -> ModelError:
+    """A one-sentence error in place of transformers' message."""
     named, found = f"model.path={path!r}", path
     if source.adapter is not None:
         named, found = f"model.path={path!r}: its base {source.adapter.base!r}", source.adapter.base
     if not Path(found).expanduser().exists():
         return ModelError(
-            f"{named} is no folder here, and {describe_miss()}; give a local folder or download the model first"
+            f"{named} is not a local folder, and {describe_miss()}; give a local folder or download the model first"
             + ("" if source.adapter is None else ", and name it in model.base_path")
         )
     if isinstance(error, pickle.UnpicklingError):
         return ModelError(
-            f"{named}: its weights are a pickle that holds more than tensors, which could run any code, so it is not "
-            "loaded; take the model in safetensors"
+            f"{named}: its weights are a pickle with more than tensors, which could run any code, so it is not "
+            "loaded; use the model in safetensors format"
         )
     reason = " ".join(str(error).split())
     return ModelError(f"{named} cannot be loaded: {reason[:300]}")

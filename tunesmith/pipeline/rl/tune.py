@@ -17,7 +17,7 @@ from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.store import save_rollouts
 from tunesmith.loop import StepParts, run_step
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, find_last_checkpoint
-from tunesmith.model.torch_modes import own_modes
+from tunesmith.model.torch_modes import default_modes
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.pipeline.eval.held_out import evaluate_all
 from tunesmith.pipeline.eval.results import EvaluationResult
@@ -67,7 +67,7 @@ def run_tuning(
         check_judge_function(judge)
     plan = build_plan(config, own)
     with (
-        own_modes(),
+        default_modes(),
         open_run_folder(config) as folder,
         Monitor(
             folder.paths.root,

@@ -15,7 +15,7 @@ from tunesmith.config import AlgorithmSection, CriticSection, ModelSection
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.load import (
     check_model,
-    check_types,
+    check_residual_dtype,
     check_vocabulary,
     load_model,
     load_section_tokenizer,
@@ -56,7 +56,7 @@ def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
     own = load_section_tokenizer(model).get_vocab()
     try:
         config = check_model(path, max_model_len=model.max_model_len, trust_remote_code=model.trust_remote_code)
-        check_types(model, config)
+        check_residual_dtype(model, config)
         other = load_other_tokenizer(path, model).get_vocab()
     except ModelError as error:
         raise ModelError(f"{knob}: {error}") from error
@@ -82,7 +82,7 @@ def load_companions(
     algorithm: Algorithm, section: AlgorithmSection, model: ModelSection, *, policy: PreTrainedModel
 ) -> CompanionModels:
     """Load what the algorithm needs."""
-    has_wide_residuals = model.residual_dtype == "float32"
+    has_fp32_residual = model.residual_dtype == "float32"
     teacher = critic = None
     if section.teacher is not None:
         teacher = load_model(
@@ -90,7 +90,7 @@ def load_companions(
             dtype=policy.dtype,
             device=policy.device,
             trust_remote_code=model.trust_remote_code,
-            has_wide_residuals=has_wide_residuals,
+            has_fp32_residual=has_fp32_residual,
         ).requires_grad_(False)
         check_vocabulary(teacher, load_section_tokenizer(model))
     if "values" in algorithm.needs:
@@ -100,7 +100,7 @@ def load_companions(
             device=policy.device,
             trust_remote_code=model.trust_remote_code,
             base_path=model.base_path if section.critic.path is None else None,
-            has_wide_residuals=has_wide_residuals,
+            has_fp32_residual=has_fp32_residual,
         )
     reference = load_reference(model, policy=policy) if "reference" in algorithm.needs else None
     return CompanionModels(reference=reference, teacher=teacher, critic=critic)
@@ -117,5 +117,5 @@ def load_reference(model: ModelSection, *, policy: PreTrainedModel) -> PreTraine
         trust_remote_code=model.trust_remote_code,
         base_path=model.base_path,
         lora=model.lora,
-        has_wide_residuals=model.residual_dtype == "float32",
+        has_fp32_residual=model.residual_dtype == "float32",
     ).requires_grad_(False)

@@ -1,1 +1,1 @@
-"""Triton kernels of the sampler. Import them on a CUDA machine only: Triton is not there without one."""
+"""Triton kernels of the engine. Import them on CUDA machines only: elsewhere Triton is not installed."""

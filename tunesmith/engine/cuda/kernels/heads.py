@@ -1,4 +1,4 @@
-"""What attention kernels do to heads and scores, whichever tokens they serve."""
+"""Device functions that the decode and prefill attention kernels share: head norm, rotary embedding, softcap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tunesmith.engine.cuda.custom_ops import Prologue
 
 
 def get_prologue_tensors(prologue: Prologue | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cosine, sine and the two norm weights; any tensor where the kernel reads none."""
+    """Cosine, sine and the two norm weights; `unused` stands in for those that the kernel does not read."""
     if prologue is None:
         return unused, unused, unused, unused
     query_norm, key_norm = prologue.query_norm_D, prologue.key_norm_D
@@ -20,7 +20,7 @@ def get_prologue_tensors(prologue: Prologue | None, unused: Tensor) -> tuple[Ten
 
 
 @triton.jit
-def cap_scores(scores, softcap, HAS_SOFTCAP: tl.constexpr):
+def apply_softcap(scores, softcap, HAS_SOFTCAP: tl.constexpr):
     """softcap * tanh(scores / softcap)."""
     if HAS_SOFTCAP:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -28,34 +28,34 @@ def cap_scores(scores, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def make_heads_ready(
+def load_heads(
     heads_N, cos_N, sin_N, norm_weight, epsilon, is_head_N,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Head vectors [N, D] from pointers to their first elements: normed (RMS), then turned, as the flags say.
+    """Load head vectors [N, D]; apply RMS norm, then the rotary embedding, as the flags say.
 
-    `cos_N` and `sin_N` point to the first elements of each head's own rows. Rotary embeddings turn element i with
-    element i + D / 2 (Su et al., 2021, in the order of GPT-NeoX).
+    `heads_N`, `cos_N` and `sin_N` point to the first element of each head's vector and of its cosine and sine rows.
+    The rotary embedding rotates element i with element i + D / 2 (Su et al., 2021, in GPT-NeoX order).
     """
     sizes = tl.arange(0, SIZE_PAD)
     is_used = is_head_N[:, None] & (sizes < SIZE)[None, :]
     x = tl.load(heads_N[:, None] + sizes[None, :], mask=is_used, other=0.0)
     if HAS_NORM or HAS_ROPE:
-        kind = x.dtype
+        dtype = x.dtype
         half: tl.constexpr = SIZE // 2
         partner = tl.where(sizes < half, sizes + half, sizes - half)
         x = x.to(tl.float32)
         if HAS_ROPE:
-            turned = tl.load(heads_N[:, None] + partner[None, :], mask=is_used, other=0.0).to(tl.float32)
+            partner_x = tl.load(heads_N[:, None] + partner[None, :], mask=is_used, other=0.0).to(tl.float32)
         if HAS_NORM:
             inverse = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + epsilon)[:, None]
             x = x * inverse * tl.load(norm_weight + sizes, mask=sizes < SIZE, other=0.0).to(tl.float32)[None, :]
             if HAS_ROPE:
                 partner_weight = tl.load(norm_weight + partner, mask=sizes < SIZE, other=0.0).to(tl.float32)
-                turned = turned * inverse * partner_weight[None, :]
+                partner_x = partner_x * inverse * partner_weight[None, :]
         if HAS_ROPE:
             cosine = tl.load(cos_N[:, None] + sizes[None, :], mask=is_used, other=0.0).to(tl.float32)
             sine = tl.load(sin_N[:, None] + sizes[None, :], mask=is_used, other=0.0).to(tl.float32)
-            x = x * cosine + tl.where(sizes[None, :] < half, -turned, turned) * sine
-        x = x.to(kind)
+            x = x * cosine + tl.where(sizes[None, :] < half, -partner_x, partner_x) * sine
+        x = x.to(dtype)
     return x

@@ -1,7 +1,7 @@
-"""How kernels of a captured step follow each other.
+"""Programmatic dependent launch (PDL) between the kernels of a captured decode step.
 
-Chained kernels use programmatic dependent launch: a kernel may be put on the device while the one before it ends, and
-waits there until that one's writes are visible. Hopper and later can do it; on other devices kernels queue plainly.
+With PDL a kernel is scheduled while the previous kernel still finishes, and waits on the device until the previous
+kernel's writes are visible. It needs compute capability 9.0 (Hopper); on older devices kernels run one after another.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import triton.language as tl
 
 
 @triton.jit
-def begin(IS_CHAINED: tl.constexpr):
-    """First statement of a kernel, before it touches memory: wait for the kernel before, and let the next one come."""
-    if IS_CHAINED:
+def pdl_wait(HAS_PDL: tl.constexpr):
+    """First statement of a kernel, before any memory access: wait for the previous kernel, release the next one."""
+    if HAS_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @cache
 def get_launch_options() -> dict[str, Any]:
-    """Keyword arguments of every launch."""
+    """Keyword arguments of every kernel launch."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-        return {"IS_CHAINED": False}
-    return {"IS_CHAINED": True, "launch_pdl": True}
+        return {"HAS_PDL": False}
+    return {"HAS_PDL": True, "launch_pdl": True}

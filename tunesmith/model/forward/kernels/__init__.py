@@ -1,1 +1,1 @@
-"""Triton kernels of the model; imported where there is a CUDA device only."""
+"""Triton kernels of the model. Import them on CUDA machines only: elsewhere Triton is not installed."""

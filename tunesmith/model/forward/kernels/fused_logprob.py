@@ -1,6 +1,7 @@
-"""From hidden states to the scores of tokens and back, head included, on a GPU.
+"""Fused head and log-softmax on a GPU: hidden states -> logprob and entropy per token, and the backward.
 
-One copy of a chunk's logits is made, in float32; one kernel reads it, and one kernel writes the gradients over it.
+The logits of a chunk exist once, in float32. One kernel reads them; in the backward another overwrites them with their
+gradients.
 
 Axes: N positions, C hidden size, V vocabulary.
 """
@@ -13,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tunesmith.model.forward.kernels.token_score import grade_logits, score_tokens
+from tunesmith.model.forward.kernels.token_logprob import compute_logit_grads, compute_token_logprobs
 
 
-class HeadScore(torch.autograd.Function):
-    """Logprobs [N] of the targets and entropies [N], the latter differentiable where asked for.
+class FusedLogprob(torch.autograd.Function):
+    """Logprobs [N] of the targets and entropies [N]; entropies take gradients if `with_entropy`.
 
-    A weight whose gradient is wider than itself (`grad_dtype`) gets it here, added in float32 where it lies, so that
-    the sum over chunks is neither rounded nor copied; its gradient can then be had from `backward` only.
+    If the weight's `grad_dtype` is float32, its gradient is accumulated into `weight.grad` in place here, so that the
+    sum over chunks is neither rounded nor copied. Such a gradient is available through `backward` only, not through
+    `torch.autograd.grad`.
     """
 
     @staticmethod
@@ -35,7 +37,7 @@ class HeadScore(torch.autograd.Function):
         scale_before, softcap, scale_after = transform
         ctx.scales = {"scale_before": scale_before, "softcap": softcap, "scale_after": scale_after}
         logits_NV = torch.mm(hidden_NC, weight_VC.t(), out_dtype=torch.float32)
-        logprobs_N, entropy_N, log_sums_N = score_tokens(logits_NV, target_N, **ctx.scales)
+        logprobs_N, entropy_N, log_sums_N = compute_token_logprobs(logits_NV, target_N, **ctx.scales)
         ctx.save_for_backward(hidden_NC, logits_NV, target_N, log_sums_N, entropy_N)
         ctx.weight = weight_VC
         ctx.with_entropy = with_entropy
@@ -48,7 +50,7 @@ class HeadScore(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NC, logits_NV, target_N, log_sums_N, entropy_N = ctx.saved_tensors
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
-        grad_NV = grade_logits(
+        grad_NV = compute_logit_grads(
             logits_NV,
             target_N,
             log_sums_N,
@@ -59,12 +61,12 @@ class HeadScore(torch.autograd.Function):
             **ctx.scales,
         )
         grad_hidden_NC = grad_NV @ ctx.weight if needs_hidden else None
-        grad_weight_VC = _differentiate_weight(ctx.weight, grad_NV, hidden_NC) if needs_weight else None
+        grad_weight_VC = _compute_weight_grad(ctx.weight, grad_NV, hidden_NC) if needs_weight else None
         return grad_hidden_NC, grad_weight_VC, None, None, None
 
 
-def _differentiate_weight(weight_VC: Tensor, grad_NV: Tensor, hidden_NC: Tensor) -> Tensor | None:
-    """The gradient of the head's weight, or None where it was added to a wider one."""
+def _compute_weight_grad(weight_VC: Tensor, grad_NV: Tensor, hidden_NC: Tensor) -> Tensor | None:
+    """The gradient of the head's weight, or None if it was accumulated into a float32 `weight.grad`."""
     if not weight_VC.is_leaf or weight_VC.grad_dtype != torch.float32:
         return grad_NV.t() @ hidden_NC
     if weight_VC.grad is None:

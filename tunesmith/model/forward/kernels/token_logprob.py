@@ -1,7 +1,7 @@
-"""Logprob of one token and entropy of each row of logits, and the way back, in one pass each.
+"""Logprob of one token and entropy of each row of logits: forward and backward kernels, one pass over the logits each.
 
-A logit x becomes `scale_after * cap(scale_before * x)`, with cap(y) = softcap * tanh(y / softcap) where there is one.
-The backward writes its gradients over the logits they belong to: in bfloat16 they fill the front half of each row.
+A logit x becomes `scale_after * cap(scale_before * x)`, with cap(y) = softcap * tanh(y / softcap) if a softcap is set.
+The backward overwrites the logits with their gradients: in 16 bits these fill the first half of each float32 row.
 
 Axes: N positions, V vocabulary.
 """
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-"""Tokens of the vocabulary that a program holds at once."""
+TILE = 4096
+"""Vocabulary entries per loop iteration."""
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _transform(logits, scale_before, scale_after, softcap, HAS_SOFTCAP: tl.const
 
 
 @triton.jit
-def _score(
+def _logprob_forward_kernel(
     logits, targets, logprobs, entropies, log_sums, scale_before, scale_after, softcap, vocab_size,
     HAS_SOFTCAP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -39,15 +39,15 @@ def _score(
         is_token = start + tokens < vocab_size
         x = tl.load(logits + start + tokens, mask=is_token, other=0.0)
         x = tl.where(is_token, _transform(x, scale_before, scale_after, softcap, HAS_SOFTCAP), -1.0e30)
-        higher = tl.maximum(maxima, x)
-        shrink, weight = tl.exp(maxima - higher), tl.exp(x - higher)
-        products = shrink * (products + sums * (maxima - higher)) + weight * (x - higher)
-        sums = sums * shrink + weight
-        maxima = higher
+        new_maxima = tl.maximum(maxima, x)
+        rescale, weight = tl.exp(maxima - new_maxima), tl.exp(x - new_maxima)
+        products = rescale * (products + sums * (maxima - new_maxima)) + weight * (x - new_maxima)
+        sums = sums * rescale + weight
+        maxima = new_maxima
     maximum = tl.max(maxima, axis=0)
-    shrink = tl.exp(maxima - maximum)
-    total = tl.sum(sums * shrink, axis=0)
-    product = tl.sum(shrink * (products + sums * (maxima - maximum)), axis=0)
+    rescale = tl.exp(maxima - maximum)
+    total = tl.sum(sums * rescale, axis=0)
+    product = tl.sum(rescale * (products + sums * (maxima - maximum)), axis=0)
     log_total = tl.log(total)
     chosen = tl.load(logits + tl.load(targets + row))
     chosen = _transform(chosen, scale_before, scale_after, softcap, HAS_SOFTCAP)
@@ -57,7 +57,7 @@ def _score(
 
 
 @triton.jit
-def _grade(
+def _logprob_backward_kernel(
     logits, grads, targets, log_sums, entropies, grad_logprobs, grad_entropies,
     scale_before, scale_after, softcap, vocab_size, grad_stride,
     HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, TOKENS: tl.constexpr,
@@ -80,25 +80,25 @@ def _grade(
         if HAS_SOFTCAP:
             share = y / (scale_after * softcap)
             grad *= 1.0 - share * share
-        tl.debug_barrier()  # the grads of this block lie over logits of this block and of earlier ones
+        tl.debug_barrier()  # the gradients of this tile overwrite logits of this and earlier tiles
         grad *= scale_before * scale_after
         tl.store(grads + start + tokens, grad.to(grads.dtype.element_ty), mask=is_token)
 
 
-def score_tokens(
+def compute_token_logprobs(
     logits_NV: Tensor, target_N: Tensor, *, scale_before: float, scale_after: float, softcap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprobs [N] of the targets, entropies [N] and log-sums [N] of contiguous float32 logits; softcap 0 is none."""
+    """Logprobs [N] of the targets, entropies [N] and log-sum-exps [N] of contiguous float32 logits; softcap 0: none."""
     num_rows, vocab_size = logits_NV.shape
     logprobs_N, entropies_N, log_sums_N = (logits_NV.new_empty(num_rows) for _ in range(3))
-    _score[(num_rows,)](
+    _logprob_forward_kernel[(num_rows,)](
         logits_NV, target_N, logprobs_N, entropies_N, log_sums_N, scale_before, scale_after, softcap or 1.0, vocab_size,
-        HAS_SOFTCAP=softcap > 0, TOKENS=BLOCK, num_warps=8,
+        HAS_SOFTCAP=softcap > 0, TOKENS=TILE, num_warps=8,
     )  # fmt: skip
     return logprobs_N, entropies_N, log_sums_N
 
 
-def grade_logits(
+def compute_logit_grads(
     logits_NV: Tensor,
     target_N: Tensor,
     log_sums_N: Tensor,
@@ -111,13 +111,13 @@ def grade_logits(
     softcap: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradients [N, V] of the logits, in a type of 16 bits, in the memory of the logits, which are lost."""
+    """Gradients [N, V] of the logits in a 16-bit dtype; they overwrite the logits."""
     num_rows, vocab_size = logits_NV.shape
     grads_NV = logits_NV.view(dtype)[:, :vocab_size]
-    _grade[(num_rows,)](
+    _logprob_backward_kernel[(num_rows,)](
         logits_NV, grads_NV, target_N, log_sums_N, entropies_N, grad_logprobs_N,
         entropies_N if grad_entropies_N is None else grad_entropies_N,
         scale_before, scale_after, softcap or 1.0, vocab_size, grads_NV.stride(0),
-        HAS_SOFTCAP=softcap > 0, HAS_ENTROPY=grad_entropies_N is not None, TOKENS=BLOCK, num_warps=8,
+        HAS_SOFTCAP=softcap > 0, HAS_ENTROPY=grad_entropies_N is not None, TOKENS=TILE, num_warps=8,
     )  # fmt: skip
     return grads_NV

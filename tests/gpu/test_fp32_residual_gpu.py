@@ -1,4 +1,4 @@
-"""Residuals in float32 on a CUDA device: the kernels of fused layers, what they sample, and what is trained on it."""
+"""The float32 residual stream on a CUDA device: fused-layer kernels, sampled logprobs, and training on the samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_PROMPTS, NUM_TOKENS = 24, 40
 
 
 def sample_from(model, cuda_decode: str) -> list[Sample]:
-    """What an engine samples, as the trainer takes it."""
+    """Samples of an engine, ready for the trainer."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 97, (5 + n,), generator=generator).tolist() for n in range(NUM_PROMPTS)]
     section = EngineSection(kv_cache_tokens=16384, cuda_decode=cuda_decode)
@@ -34,7 +34,7 @@ def sample_from(model, cuda_decode: str) -> list[Sample]:
 
 @torch.no_grad()
 def measure_error(exact, samples: list[Sample]) -> float:
-    """Root mean square of what the samples' logprobs differ by from those of a plain forward in float32."""
+    """Root mean square difference between the samples' logprobs and those of a plain float32 forward."""
     errors = []
     for sample in samples:
         ids = torch.tensor([sample.token_ids], device=exact.device)
@@ -44,28 +44,28 @@ def measure_error(exact, samples: list[Sample]) -> float:
 
 
 @pytest.mark.parametrize("size", [576, 1024, 3584])
-def test_norms_of_float32_rows_come_out_in_the_type_of_their_weight(size):
-    from tunesmith.engine.cuda.kernels.layer import norm_rows
+def test_rms_norm_of_float32_inputs_returns_the_weights_dtype(size):
+    from tunesmith.engine.cuda.kernels.rowwise import rms_norm
 
     torch.manual_seed(0)
     inputs = torch.randn(3, 70, size, device="cuda") * 5
     weight = torch.randn(size, device="cuda").bfloat16()
-    output, wide = norm_rows(inputs, weight, 1e-5), inputs.double()
+    output, wide = rms_norm(inputs, weight, 1e-5), inputs.double()
     assert output.dtype == torch.bfloat16
     expected = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
-    torch.testing.assert_close(output.double(), expected, rtol=2**-8, atol=1e-6)  # it is rounded once
+    torch.testing.assert_close(output.double(), expected, rtol=2**-8, atol=1e-6)  # rounded once
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 200])
-def test_products_of_16_bits_join_float32_residuals_unrounded_and_in_place(num_rows):
-    from tunesmith.engine.cuda.kernels.functions import add_product
+def test_16_bit_products_are_added_to_float32_residuals_unrounded_and_in_place(num_rows):
+    from tunesmith.engine.cuda.kernels.layer_ops import add_linear
 
     torch.manual_seed(0)
     total = torch.randn(1, num_rows, 576, device="cuda")
     inputs, weight = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((1, num_rows, 1536), (576, 1536)))
     expected = total.double() + inputs.double() @ weight.double().T
     with torch.inference_mode():
-        output = add_product(total, inputs, weight)
+        output = add_linear(total, inputs, weight)
     assert output.dtype == torch.float32
     assert output.data_ptr() == total.data_ptr()
     assert (total.double() - expected).norm() < 1e-5 * expected.norm()
@@ -73,11 +73,11 @@ def test_products_of_16_bits_join_float32_residuals_unrounded_and_in_place(num_r
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize("cuda_decode", ["eager", "graphs", "compiled"])
-def test_what_is_sampled_has_the_logprobs_of_the_weights_in_float32(name, cuda_decode):
+def test_sampled_logprobs_are_closer_to_a_float32_forward(name, cuda_decode):
     exact = build_deep(name).float().cuda()
     errors = []
-    for is_wide in (False, True):
-        model = build_deep(name, is_wide=is_wide).cuda()
+    for has_fp32_residual in (False, True):
+        model = build_deep(name, has_fp32_residual=has_fp32_residual).cuda()
         errors.append(measure_error(exact, sample_from(model, cuda_decode)))
     assert errors[1] < 0.9 * errors[0]
     assert errors[1] < 0.03
@@ -86,8 +86,8 @@ def test_what_is_sampled_has_the_logprobs_of_the_weights_in_float32(name, cuda_d
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_compiled_sampler_and_compiled_trainer_agree_better(name):
     found = []
-    for is_wide in (False, True):
-        model = build_deep(name, is_wide=is_wide).cuda()
+    for has_fp32_residual in (False, True):
+        model = build_deep(name, has_fp32_residual=has_fp32_residual).cuda()
         settings = TrainerSection(mismatch_warn=1e9, mismatch_stop=1e9)
         trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=128, num_total_steps=2)
         found.append(trainer.step(sample_from(model, "compiled")))

@@ -1,0 +1,66 @@
+"""Row-wise kernels of a transformer layer: RMS norm (Zhang and Sennrich, 2019), and SiLU(gate) * value.
+
+Axes: T tokens, C hidden size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tunesmith.engine.cuda.kernels.launch import get_launch_options, pdl_wait
+
+GATE_TILE = 1024
+
+
+@triton.jit
+def _rms_norm_kernel(
+    inputs, weight, output, epsilon, size, input_stride, TILE: tl.constexpr, HAS_PDL: tl.constexpr
+):  # fmt: skip
+    pdl_wait(HAS_PDL)
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    is_used = columns < size
+    x = tl.load(inputs + row * input_stride + columns, mask=is_used, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=is_used, other=0.0)
+    normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / size + epsilon)).to(inputs.dtype.element_ty)
+    tl.store(output + row * size + columns, (normed * scale).to(output.dtype.element_ty), mask=is_used)
+
+
+@triton.jit
+def _silu_and_mul_kernel(gate_value, output, size, TILE: tl.constexpr, HAS_PDL: tl.constexpr):
+    pdl_wait(HAS_PDL)
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_used = columns < size
+    gate = tl.load(gate_value + row * 2 * size + columns, mask=is_used, other=0.0).to(tl.float32)
+    value = tl.load(gate_value + row * 2 * size + size + columns, mask=is_used, other=0.0)
+    activated = (gate * tl.sigmoid(gate)).to(output.dtype.element_ty)
+    tl.store(output + row * size + columns, (activated * value).to(output.dtype.element_ty), mask=is_used)
+
+
+def rms_norm(inputs: Tensor, weight_C: Tensor, epsilon: float) -> Tensor:
+    """RMS norm over the last axis, in the weight's dtype.
+
+    It rounds where transformers' modules round: to the inputs' dtype before the weight is applied, and at the end.
+    """
+    size = inputs.shape[-1]
+    rows = inputs.reshape(-1, size)
+    output = torch.empty(rows.shape, dtype=weight_C.dtype, device=rows.device)
+    tile = triton.next_power_of_2(size)
+    _rms_norm_kernel[(len(rows),)](
+        rows, weight_C, output, epsilon, size, rows.stride(0), TILE=tile, num_warps=2 if tile <= 1024 else 8,
+        **get_launch_options(),
+    )  # fmt: skip
+    return output.view(inputs.shape)
+
+
+def silu_and_mul(gate_value_T2I: Tensor) -> Tensor:
+    """SiLU of the first half of the last axis, times the second half."""
+    size = gate_value_T2I.shape[-1] // 2
+    rows = gate_value_T2I.reshape(-1, 2 * size)
+    output = torch.empty((*gate_value_T2I.shape[:-1], size), dtype=gate_value_T2I.dtype, device=gate_value_T2I.device)
+    _silu_and_mul_kernel[(len(rows), triton.cdiv(size, GATE_TILE))](
+        rows, output, size, TILE=GATE_TILE, num_warps=4, **get_launch_options()
+    )
+    return output
