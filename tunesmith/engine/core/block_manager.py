@@ -32,7 +32,8 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._deferred_by: dict[int, object] = {}
-        self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))  # `popitem` takes the last one
+        self._all_free = dict.fromkeys(range(num_blocks - 1, -1, -1))
+        self._free = self._all_free.copy()  # `popitem` takes the last one
         self._is_free = bytearray(b"\1") * num_blocks
         self._cached: dict[int, None] = {}  # in order of release; a dict removes in O(1)
 
@@ -146,7 +147,7 @@ class BlockPool:
         self._block_of.clear()
         self._deferred_by.clear()
         self._cached.clear()
-        self._free = dict.fromkeys(range(self.num_blocks - 1, -1, -1))
+        self._free = self._all_free.copy()  # several times faster than building it, at hundreds of thousands of blocks
         self._is_free = bytearray(b"\1") * self.num_blocks
 
     def _find_free_run(self, num_blocks: int, after: int | None, headroom: int) -> int | None:
