@@ -12,10 +12,10 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
 from tunesmith.trainer.compiled_layers import compiled_layers
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.row_graphs import RowGraphs, can_record
+from tunesmith.trainer.row_graphs import RowGraphs, can_capture
 from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Distribution, Sample
@@ -57,7 +57,7 @@ def build_model(has_adapter: bool) -> PreTrainedModel:
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_gradients_and_totals_are_those_of_kernel_by_kernel(has_adapter):
     model = build_model(has_adapter)
-    assert can_record(model)
+    assert can_capture(model)
     algorithm, optimizer = resolve_algorithm(AlgorithmSection()), MasterAdamW(model, TrainerSection())
     graphs = RowGraphs(model)
     with compiled_layers(model):
@@ -68,7 +68,7 @@ def test_gradients_and_totals_are_those_of_kernel_by_kernel(has_adapter):
             found = []
             for each in (None, graphs):
                 optimizer.clear_gradients()
-                totals = run_batch(
+                totals = run_loss_pass(
                     model, samples, rows, algorithm, inputs,
                     chunk_tokens=128, is_compiled=True, graphs=each,
                 )  # fmt: skip
@@ -77,7 +77,7 @@ def test_gradients_and_totals_are_those_of_kernel_by_kernel(has_adapter):
             (plain, plain_totals), (ours, our_totals) = found
             assert (ours - plain).norm() < 5e-2 * plain.norm(), seed
             torch.testing.assert_close(our_totals, plain_totals, rtol=5e-2, atol=1.0)
-    assert graphs.num_recorded > 0
+    assert graphs.num_captured > 0
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
@@ -103,15 +103,15 @@ def test_moved_weights_make_the_graphs_anew():
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=256, num_total_steps=9)
     for _ in range(3):
         trainer.step(build_samples(0))
-    assert trainer._graphs.num_recorded
+    assert trainer._graphs.num_captured
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     trainer.step(build_samples(0))
-    assert not trainer._graphs.num_recorded
+    assert not trainer._graphs.num_captured
     for _ in range(2):
         trainer.step(build_samples(0))
-    assert trainer._graphs.num_recorded
+    assert trainer._graphs.num_captured
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
@@ -122,6 +122,6 @@ def test_while_somebody_holds_a_result_of_the_model_rows_run_kernel_by_kernel(ca
     kept = [parameter.clone() for parameter in model.parameters()]
     losses = [trainer.step(build_samples(0))["train/loss"] for _ in range(6)]
     assert losses[-1] < losses[0]
-    assert not trainer._graphs.num_recorded
+    assert not trainer._graphs.num_captured
     assert "somebody holds a result of the model" in caplog.text
     del kept

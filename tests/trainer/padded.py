@@ -13,7 +13,7 @@ import torch
 from test_algorithm_gradients import build_batch, score_plainly
 from torch import Tensor
 
-from tunesmith.trainer.scoring_pass import FirstScores
+from tunesmith.trainer.scoring_pass import ProximalScores
 from tunesmith.types import Sample
 
 
@@ -24,7 +24,7 @@ class Tokens:
     logprobs: Tensor
     """Of the policy, with its gradient."""
     sampler: Tensor
-    first: Tensor
+    proximal: Tensor
     reference: Tensor
     advantages: Tensor
     is_real: Tensor
@@ -50,7 +50,7 @@ def select(sample: Sample, values) -> Tensor:
 
 
 def build_off_policy(model, labels: list[float], groups: list[int], *, experts=(), noise: float = 0.4, seed: int = 0):
-    """Samples whose sampler is off by `noise` nats, and a first policy that is off from both."""
+    """Samples whose sampler is off by `noise` nats, and a proximal policy that differs from both."""
     rng = random.Random(seed)
     samples, firsts = [], []
     for sample in build_batch(labels, groups, experts=experts, seed=seed):
@@ -63,23 +63,23 @@ def build_off_policy(model, labels: list[float], groups: list[int], *, experts=(
             for value, is_sampled in zip(logprobs, sample.is_sampled, strict=True)
         ]
         samples.append(sample if sample.is_expert else replace(sample, logprobs=tuple(shifted)))
-    return samples, FirstScores(logprobs=firsts, is_weighted=True)
+    return samples, ProximalScores(logprobs=firsts, is_weighted=True)
 
 
-def read_tokens(model, samples: list[Sample], *, first: FirstScores | None = None, reference=None) -> Tokens:
+def read_tokens(model, samples: list[Sample], *, proximal: ProximalScores | None = None, reference=None) -> Tokens:
     lengths = pad(samples, [torch.ones(sum(sample.is_sampled)) for sample in samples])
     sampler = pad(samples, [select(sample, sample.logprobs) for sample in samples])
     logprobs = pad(samples, [score_plainly(model, sample) for sample in samples])
     scored = sampler
-    if first is not None:
-        scored = pad(samples, [select(*each) for each in zip(samples, first.logprobs, strict=True)])
+    if proximal is not None:
+        scored = pad(samples, [select(*each) for each in zip(samples, proximal.logprobs, strict=True)])
     with torch.no_grad():
         given = sampler if reference is None else pad(samples, [score_plainly(reference, one) for one in samples])
     is_expert = {sample.trajectory_index: sample.is_expert for sample in samples}
     return Tokens(
         logprobs=logprobs,
         sampler=sampler,
-        first=scored,
+        proximal=scored,
         reference=given,
         advantages=pad(samples, [select(sample, sample.advantages) for sample in samples]),
         is_real=lengths > 0,
@@ -117,7 +117,7 @@ def weigh(log_ratio: Tensor, kept: Tensor, level: str) -> Tensor:
 def correct(tokens: Tokens, correction: dict) -> tuple[Tensor, Tensor, Tensor]:
     """The old logprobs of the loss, importance weights, and which tokens the mask keeps."""
     importance, mask = correction.get("importance", "none"), correction.get("mask")
-    log_ratio = tokens.first - tokens.sampler
+    log_ratio = tokens.proximal - tokens.sampler
     weights, is_kept = torch.ones_like(log_ratio), torch.ones_like(tokens.is_real)
     if importance != "none":
         weights = weigh(log_ratio, tokens.is_own, importance).clamp(max=correction.get("cap", 2.0))
@@ -127,7 +127,7 @@ def correct(tokens: Tokens, correction: dict) -> tuple[Tensor, Tensor, Tensor]:
     if (delta := correction.get("negative_sequence_delta")) is not None:
         distance = mean_rows(tokens.sampler - tokens.logprobs.detach(), tokens.is_own)
         is_kept = is_kept & ~((tokens.advantages < 0) & (distance > delta))
-    return tokens.sampler if importance == "none" else tokens.first, weights, is_kept
+    return tokens.sampler if importance == "none" else tokens.proximal, weights, is_kept
 
 
 def estimate_kl(tokens: Tokens, estimator: str) -> Tensor:

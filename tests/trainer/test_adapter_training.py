@@ -19,9 +19,9 @@ from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.load import load_model
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import Companions, prepare_update, score_logprobs
+from tunesmith.trainer.scoring_pass import ScoringModels, prepare_update, score_logprobs
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Distribution, Sample
 
@@ -102,7 +102,7 @@ def test_the_loss_and_its_gradient_are_those_of_peft_and_transformers():
 
     rows = pack_samples(samples, max_tokens_per_row=40, has_prefix_sharing=True, hidden_size=32)
     preparation = prepare_update(ours, samples, rows, resolve_algorithm(SFT), norm_length=64, chunk_tokens=16)
-    totals = run_batch(ours, samples, rows, resolve_algorithm(SFT), preparation.inputs, chunk_tokens=16)
+    totals = run_loss_pass(ours, samples, rows, resolve_algorithm(SFT), preparation.inputs, chunk_tokens=16)
     assert totals["train/loss"].value.item() == pytest.approx(loss.item(), rel=1e-6)
     gradients = {name: parameter.grad for name, parameter in get_adapter(ours).items()}
     assert gradients.keys() == expected.keys()
@@ -196,7 +196,7 @@ def test_the_reference_of_an_adapter_is_its_base_bit_for_bit():
     algorithm = resolve_algorithm(KL)
     rows = pack_samples(samples, max_tokens_per_row=60, has_prefix_sharing=True, hidden_size=32)
     preparation = prepare_update(
-        model, samples, rows, algorithm, norm_length=64, chunk_tokens=16, companions=Companions(reference=model)
+        model, samples, rows, algorithm, norm_length=64, chunk_tokens=16, scoring_models=ScoringModels(reference=model)
     )
     base = score_logprobs(build_trainable(dtype=torch.float32), samples, rows, chunk_tokens=16)
     assert (preparation.inputs.reference_logprobs_E == base).all()

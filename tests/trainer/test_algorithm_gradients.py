@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import Companions, prepare_update
+from tunesmith.trainer.scoring_pass import ScoringModels, prepare_update
 from tunesmith.types import Distribution, Sample
 
 PACKINGS = [
@@ -84,9 +84,9 @@ def assert_equal_to(
     section: AlgorithmSection,
     samples: list[Sample],
     compute: Callable[[list[torch.Tensor]], torch.Tensor],
-    **companions,
+    **extra_models,
 ) -> None:
-    """`compute` makes the loss of each trajectory's logprobs; `companions` are other models."""
+    """`compute` makes the loss of each trajectory's logprobs; `extra_models` are other models."""
     model = build_trainable()
     loss = compute(score_trajectories(model, samples))
     loss.backward()
@@ -100,9 +100,9 @@ def assert_equal_to(
         chunk_tokens = options.get("chunk_tokens", 1000)
         prepared = prepare_update(
             model, samples, rows, algorithm,
-            norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, companions=Companions(**companions),
+            norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=ScoringModels(**extra_models),
         )  # fmt: skip
-        totals = run_batch(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+        totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
         assert_same((totals["train/loss"].value.item(), take_gradient(model)), expected)
 
 

@@ -17,9 +17,9 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CriticSection, TrainerSection
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import Companions, FirstScores, prepare_update
+from tunesmith.trainer.scoring_pass import ProximalScores, ScoringModels, prepare_update
 from tunesmith.trainer.trainer import Trainer
 
 LABELS, GROUPS = [0.9, -1.1, -0.4, 1.3, 0.6, -0.8], [0, 0, 1, 1, 2, 2]
@@ -55,20 +55,20 @@ def compute_expected(model, tokens, section: AlgorithmSection, correction: dict)
     return (loss.item(), take_gradient(model)), is_kept[tokens.is_real]
 
 
-def run_package(model, samples, section, *, first, reference=None, chunk_tokens, **packing):
+def run_package(model, samples, section, *, proximal, reference=None, chunk_tokens, **packing):
     algorithm, rows = resolve_algorithm(section), pack_samples(samples, hidden_size=32, **packing)
     prepared = prepare_update(
         model, samples, rows, algorithm,
-        norm_length=1, chunk_tokens=chunk_tokens, companions=Companions(reference=reference), first=first,
+        norm_length=1, chunk_tokens=chunk_tokens, scoring_models=ScoringModels(reference=reference), proximal=proximal,
     )  # fmt: skip
-    totals = run_batch(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+    totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
     return (totals["train/loss"].value.item(), take_gradient(model)), prepared.metrics
 
 
-def choose_first(first: FirstScores, correction: dict) -> FirstScores | None:
+def choose_proximal(proximal: ProximalScores, correction: dict) -> ProximalScores | None:
     """What the trainer would hand over."""
     is_weighted = correction.get("importance", "none") != "none"
-    return replace(first, is_weighted=is_weighted) if is_weighted or "mask" in correction else None
+    return replace(proximal, is_weighted=is_weighted) if is_weighted or "mask" in correction else None
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
@@ -76,14 +76,14 @@ def choose_first(first: FirstScores, correction: dict) -> FirstScores | None:
 def test_corrections_of_every_loss_equal_the_formula(name, kind):
     """Masked tokens stay in the aggregation's denominator, and the ratio of the loss is with the sampler's logprobs."""
     model, correction = build_trainable(), CORRECTIONS[kind]
-    samples, first = build_off_policy(model, LABELS, GROUPS, seed=1)
+    samples, proximal = build_off_policy(model, LABELS, GROUPS, seed=1)
     section = AlgorithmSection(
         algorithm_type=name, correction={"importance": "none", **correction}, loss_args=LOSSES[name][2]
     )
-    expected, is_kept = compute_expected(model, read_tokens(model, samples, first=first), section, correction)
+    expected, is_kept = compute_expected(model, read_tokens(model, samples, proximal=proximal), section, correction)
     assert is_kept.all() == (kind in ("none", "wide mask", "weights of tokens", "weights of sequences"))
     for options in COMPUTATIONS:
-        found, metrics = run_package(model, samples, section, first=choose_first(first, correction), **options)
+        found, metrics = run_package(model, samples, section, proximal=choose_proximal(proximal, correction), **options)
         assert_same(found, expected)
         if "mask" in correction or "negative_sequence_delta" in correction:
             assert metrics["correction/masked_frac"] == pytest.approx(1 - is_kept.double().mean().item())
@@ -95,20 +95,20 @@ def test_corrections_of_every_loss_equal_the_formula(name, kind):
 def test_kl_with_corrections_equals_the_formula(name, estimator, kind):
     """Weights and masks are of the policy's loss alone; corrected_k3 takes the sampler's logprobs whatever they are."""
     model, reference, correction = build_trainable(), build_trainable(seed=1), CORRECTIONS[kind]
-    samples, first = build_off_policy(model, LABELS, GROUPS, seed=1)
+    samples, proximal = build_off_policy(model, LABELS, GROUPS, seed=1)
     section = AlgorithmSection(
         algorithm_type=name, correction={"importance": "none", **correction}, kl_coef=0.5, kl_estimator=estimator
     )
-    tokens = read_tokens(model, samples, first=first, reference=reference)
+    tokens = read_tokens(model, samples, proximal=proximal, reference=reference)
     expected, _ = compute_expected(model, tokens, section, correction)
     for options in COMPUTATIONS:
         found, _ = run_package(
-            model, samples, section, first=choose_first(first, correction), reference=reference, **options
+            model, samples, section, proximal=choose_proximal(proximal, correction), reference=reference, **options
         )
         assert_same(found, expected)
 
 
-def build_companions(name: str) -> dict:
+def build_extra_models(name: str) -> dict:
     needs = resolve_algorithm(AlgorithmSection(algorithm_type=name)).needs
     return {
         "reference_model": build_trainable(seed=1) if "reference" in needs else None,
@@ -117,9 +117,9 @@ def build_companions(name: str) -> dict:
     }
 
 
-def take_step(samples, section: AlgorithmSection, settings: dict, **companions):
+def take_step(samples, section: AlgorithmSection, settings: dict, **extra_models):
     model = build_trainable()
-    trainer = Trainer(model, TrainerSection(**settings), section, max_model_len=64, num_total_steps=9, **companions)
+    trainer = Trainer(model, TrainerSection(**settings), section, max_model_len=64, num_total_steps=9, **extra_models)
     return trainer.step(samples), read_parameters(model)
 
 
@@ -132,9 +132,9 @@ def test_a_mask_that_masks_nothing_changes_nothing(name):
     experts = (4, 5) if name.startswith("mix") else ()
     samples, _ = build_off_policy(build_trainable(), LABELS, GROUPS, experts=experts)
     settings = {**LOOSE, "learning_rate": 1e-2, "num_minibatches": 2}
-    plain, expected = take_step(samples, AlgorithmSection(algorithm_type=name), settings, **build_companions(name))
+    plain, expected = take_step(samples, AlgorithmSection(algorithm_type=name), settings, **build_extra_models(name))
     section = AlgorithmSection(algorithm_type=name, correction={"mask": WIDE})
-    metrics, found = take_step(samples, section, settings, **build_companions(name))
+    metrics, found = take_step(samples, section, settings, **build_extra_models(name))
     assert metrics.pop("correction/masked_frac") == 0
     assert metrics == plain
     assert torch.equal(found, expected)
@@ -161,7 +161,7 @@ def test_metrics_of_a_mixture_are_of_what_the_policy_sampled(name, num_minibatch
     is_clipped = (upper > -tokens.advantages * d.exp() + 1e-12)[own]
     assert metrics["train/clip_frac"] == pytest.approx(is_clipped.double().mean().item())
     assert 0 < metrics["train/clip_frac"] < 1
-    out = (d.exp() < 0.7) | (d.exp() > 1.5)  # of an update the first policy is the policy
+    out = (d.exp() < 0.7) | (d.exp() > 1.5)  # in the first update the proximal policy is the policy
     shares = [out[own].double().mean().item()]
     if num_minibatches == 2:  # groups 0 and 2, then 1: experts are in the first, and trajectories 4 and 5 are group 2
         shares = [out[:2][own[:2]].double().mean().item(), out[2:4][own[2:4]].double().mean().item()]
@@ -208,7 +208,7 @@ def test_a_critic_with_minibatches_equals_the_formula(num_minibatches, kind):
     for turn in range(num_minibatches):
         part = [sample for sample in samples if sample.group_index % num_minibatches == turn]
         tokens = read_tokens(model, part)
-        tokens = replace(tokens, first=tokens.logprobs.detach())
+        tokens = replace(tokens, proximal=tokens.logprobs.detach())
         with torch.no_grad():
             values = np.asarray([value.item() for value in compute_values_naively(value_model, part).values()])
         lengths = tokens.is_real.sum(1).tolist()

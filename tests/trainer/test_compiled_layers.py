@@ -17,7 +17,7 @@ from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.model.forward.attention import CausalPlan, run_body
 from tunesmith.trainer import compiled_layers as compiling
 from tunesmith.trainer import loss_pass as step
-from tunesmith.trainer.batch import SentInputs
+from tunesmith.trainer.batch import DeviceInputs
 from tunesmith.trainer.optimizer import MasterAdamW
 
 
@@ -134,7 +134,7 @@ def test_one_graph_serves_all_chunks_and_weights_of_kl_though_sizes_begin_equal(
         "reference_logprobs_E",
     )  # fmt: skip
     with compiling.compiled_layers(build_trainable("llama")):
-        compiled = compile_function(step.measure_loss)
+        compiled = compile_function(step.compute_chunk_loss)
         for num_sites, num_events, kl_coef in ((8, 8, 0.1), (7, 9, 0.2), (12, 30, 0.3), (30, 31, 0.1), (31, 31, 0.0)):
             torch.manual_seed(num_events)
             is_whole = num_sites in (12, 31)  # one chunk is the whole row
@@ -142,11 +142,11 @@ def test_one_graph_serves_all_chunks_and_weights_of_kl_though_sizes_begin_equal(
                 torch.rand(len(names), num_events if is_whole else 3 * num_events),
                 0 if is_whole else num_events,
             )
-            sent = SentInputs(names=names, values_FE=row).select(slice(first, first + num_events))
+            sent = DeviceInputs(names=names, values_FE=row).select(slice(first, first + num_events))
             sites = torch.arange(num_events) % num_sites
             scores = (-torch.rand(num_sites) - 1).requires_grad_(), torch.rand(num_sites)
             found = []
-            for measure in (compiled, step.measure_loss):
+            for measure in (compiled, step.compute_chunk_loss):
                 scores[0].grad = None
                 loss, found_names, totals = measure(*scores, sites, sent, algorithm, torch.tensor(kl_coef))
                 loss.backward()

@@ -17,9 +17,9 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
 from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import Companions, prepare_update
+from tunesmith.trainer.scoring_pass import ScoringModels, prepare_update
 from tunesmith.types import Distribution, Sample
 
 NORM_LENGTH = 40
@@ -119,9 +119,9 @@ def run_ours(
     algorithm = resolve_algorithm(section)
     prepared = prepare_update(
         model, samples, rows, algorithm,
-        norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, companions=Companions(reference=reference),
+        norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=ScoringModels(reference=reference),
     )  # fmt: skip
-    totals = run_batch(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+    totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
     return totals["train/loss"].value.item(), take_gradient(model)
 
 

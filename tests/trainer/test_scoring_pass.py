@@ -13,15 +13,15 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CorrectionSection, MaskSection
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import (
-    Companions,
-    FirstScores,
+    ProximalScores,
+    ScoringModels,
     has_older_tokens,
     prepare_update,
+    scatter_to_samples,
     score_logprobs,
-    spread_logprobs,
 )
 from tunesmith.types import Sample
 
@@ -37,18 +37,18 @@ def score_values(rows) -> np.ndarray:
     return np.concatenate([np.sin(3.0 * row.sample_E + row.time_E) for row in rows])
 
 
-def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, first=None):
+def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, proximal=None):
     """Loss and gradient of one update, and what the scoring pass reported."""
     algorithm = resolve_algorithm(section)
     rows = pack_samples(samples, hidden_size=32, **packing)
-    companions = Companions(
+    scoring_models = ScoringModels(
         reference=build_trainable(seed=1), teacher=build_trainable(seed=2), score_values=score_values
     )
     prepared = prepare_update(
         model, samples, rows, algorithm,
-        norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, companions=companions, first=first, step=3,
+        norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=scoring_models, proximal=proximal, step=3,
     )  # fmt: skip
-    totals = run_batch(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+    totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
     return (totals["train/loss"].value.item(), take_gradient(model)), prepared
 
 
@@ -57,7 +57,7 @@ def build_near_samples(model, seed: int = 6) -> list[Sample]:
     rng = np.random.default_rng(seed)
     samples = build_samples(seed)
     rows = pack_samples(samples, hidden_size=32, **EXACT)
-    exact = spread_logprobs(score_logprobs(model, samples, rows, chunk_tokens=1000), samples, rows)
+    exact = scatter_to_samples(score_logprobs(model, samples, rows, chunk_tokens=1000), samples, rows)
     return [
         replace(sample, logprobs=tuple(np.nan_to_num(logprobs) + 0.1 * rng.standard_normal(len(logprobs))))
         for sample, logprobs in zip(samples, exact, strict=True)
@@ -100,7 +100,7 @@ def test_scored_logprobs_are_those_of_the_loss_pass():
     """So the ratio of a policy and itself is exactly 1, and its gradient is the policy gradient."""
     model, samples = build_trainable(), build_samples()
     rows = pack_samples(samples, hidden_size=32, **EXACT)
-    exact = spread_logprobs(score_logprobs(model, samples, rows, chunk_tokens=5), samples, rows)
+    exact = scatter_to_samples(score_logprobs(model, samples, rows, chunk_tokens=5), samples, rows)
     assert [np.isfinite(logprobs).tolist() for logprobs in exact] == [list(sample.is_sampled) for sample in samples]
     own = [replace(sample, logprobs=tuple(np.nan_to_num(lp))) for sample, lp in zip(samples, exact, strict=True)]
     plain = AlgorithmSection(algorithm_type="reinforce", loss_aggregation="token-mean")
@@ -124,20 +124,20 @@ def test_gspo_weighs_a_token_by_the_geometric_mean_of_its_sequence():
     np.testing.assert_allclose(prepared.inputs.sequence_log_ratios_E, expected, rtol=1e-9)
 
 
-def score_first(model, samples) -> FirstScores:
+def score_proximal(model, samples) -> ProximalScores:
     rows = pack_samples(samples, hidden_size=32, **EXACT)
     logprobs_R = score_logprobs(model, samples, rows, chunk_tokens=1000)
-    return FirstScores(logprobs=spread_logprobs(logprobs_R, samples, rows), is_weighted=True)
+    return ProximalScores(logprobs=scatter_to_samples(logprobs_R, samples, rows), is_weighted=True)
 
 
 def test_corrected_loss_compares_with_the_step_and_weighs_by_the_sampler():
-    """By hand: -A min(first / sampler, cap), with a ratio of policy and first policy of exactly 1."""
+    """By hand: -A min(proximal / sampler, cap), with a ratio of policy and proximal policy of exactly 1."""
     model, samples = build_trainable(), build_near_samples(build_trainable())
-    first = score_first(model, samples)
+    proximal = score_proximal(model, samples)
     section = AlgorithmSection(correction=CorrectionSection(cap=1.05))
-    (loss, _), prepared = run(model, samples, section, first=first)
+    (loss, _), prepared = run(model, samples, section, proximal=proximal)
     terms, num_capped = [], 0
-    for sample, logprobs in zip(samples, first.logprobs, strict=True):
+    for sample, logprobs in zip(samples, proximal.logprobs, strict=True):
         for time in np.flatnonzero(sample.is_sampled):
             weight = np.exp(logprobs[time] - sample.logprobs[time])
             terms.append(-sample.advantages[time] * min(weight, 1.05))
@@ -150,15 +150,15 @@ def test_corrected_loss_compares_with_the_step_and_weighs_by_the_sampler():
 def test_masks_take_tokens_out_and_depend_on_no_packing(level):
     model = build_trainable()
     samples = build_near_samples(model)
-    first = score_first(model, samples)
+    proximal = score_proximal(model, samples)
     mask = MaskSection(level=level, low=0.95, high=1.05)
     section = AlgorithmSection(correction=CorrectionSection(importance="none", mask=mask))
-    expected, prepared = run(model, samples, section, first=replace(first, is_weighted=False))
+    expected, prepared = run(model, samples, section, proximal=replace(proximal, is_weighted=False))
     assert 0 < prepared.metrics["correction/masked_frac"] < 1
     kept = prepared.inputs.correction_E
     assert set(kept) == {0.0, 1.0}
     for packing in PACKINGS:
-        found, _ = run(model, samples, section, packing=packing, first=replace(first, is_weighted=False))
+        found, _ = run(model, samples, section, packing=packing, proximal=replace(proximal, is_weighted=False))
         assert_same(found, expected, tolerance=1e-9)
 
 
@@ -169,8 +169,8 @@ def test_what_experts_gave_is_aggregated_by_itself_and_never_corrected():
         own[0], is_expert=True, logprobs=(0.0,) * len(own[0].token_ids), group_index=9, trajectory_index=99
     )
     samples = [*own, expert]
-    first = score_first(model, samples)
-    _, prepared = run(model, samples, AlgorithmSection(kl_coef=0.1), first=first)
+    proximal = score_proximal(model, samples)
+    _, prepared = run(model, samples, AlgorithmSection(kl_coef=0.1), proximal=proximal)
     is_expert = prepared.inputs.is_expert_E == 1
     assert is_expert.sum() == sum(expert.is_sampled)
     assert prepared.inputs.weights_E[is_expert].sum() == pytest.approx(1.0)

@@ -19,8 +19,8 @@ from tunesmith.trainer.tree_attention.tile_schedule import (
     PADDING,
     Tile,
     build_table,
-    count_places,
-    find_tiles,
+    classify_tiles,
+    count_partial_sums,
     pad_trie,
 )
 from tunesmith.types import Sample
@@ -72,7 +72,7 @@ def run_with_gradients(attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
 @pytest.mark.parametrize("seed", range(4))
 def test_tree_attention_equals_a_dense_mask(monkeypatch, seed, window, softcap, max_hanging):
-    monkeypatch.setattr(segments, "MAX_HANGING_TOKENS", max_hanging)
+    monkeypatch.setattr(segments, "MAX_CHILD_SEGMENT_TOKENS", max_hanging)
     trie = build_random_trie(seed)
     mask = build_mask(trie, window)
     plan = TreePlan(trie, torch.device("cpu"))
@@ -102,8 +102,8 @@ def test_masks_are_made_once_for_all_layers():
 def test_segments_tile_the_row_and_hang_from_their_parents(seed, max_hanging):
     trie = build_random_trie(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "MAX_HANGING_TOKENS", max_hanging)
-        pieces = segments.cut_segments(trie)
+        patch.setattr(segments, "MAX_CHILD_SEGMENT_TOKENS", max_hanging)
+        pieces = segments.split_segments(trie)
     assert [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
     assert (pieces[0].start, pieces[-1].end) == (0, trie.num_tokens)
     mask = build_mask(trie, None)
@@ -129,7 +129,7 @@ def test_dense_mask_equals_a_walk_to_the_root(window):
 def test_tiles_hold_what_they_say(seed, sizes, window):
     trie = build_random_trie(seed, num_groups=2, max_length=20)
     mask = build_mask(trie, window).numpy()
-    is_seen, is_full = find_tiles(trie, window, *sizes)
+    is_seen, is_full = classify_tiles(trie, window, *sizes)
     assert not np.any(is_full & ~is_seen)
     for i, j in np.ndindex(is_seen.shape):
         tile = mask[sizes[0] * i : sizes[0] * (i + 1), sizes[1] * j : sizes[1] * (j + 1)]
@@ -143,7 +143,7 @@ SMALL = Tile(rows=8, steps=4, num_warps=1, num_stages=1, num_backward_stages=1)
 def split_table(table: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What stands for tiles of queries [R, 4], for shares of tiles of keys [R + P, 5], and for their sums [P, 3]."""
     num_rows = num_tokens // SMALL.rows
-    num_places = count_places(num_rows)
+    num_places = count_partial_sums(num_rows)
     sizes = [2 * num_tokens, 4 * num_rows, 5 * (num_rows + num_places), 3 * num_places]
     _, queries, shares, sums, _ = np.split(table, np.cumsum(sizes))
     return queries.reshape(-1, 4), shares.reshape(-1, 5), sums.reshape(-1, 3)
@@ -156,9 +156,12 @@ def test_table_lists_every_tile_once_whole_ones_first(window):
     table = build_table(trie, window, SMALL)
     assert table[:num_tokens].tolist() == trie.subtree_end_T.tolist()
     assert table[num_tokens : 2 * num_tokens].tolist() == trie.depth_T.tolist()
-    by_query, by_key = find_tiles(trie, window, 8, 4), tuple(found.T for found in find_tiles(trie, window, 4, 8))
+    by_query, by_key = (
+        classify_tiles(trie, window, 8, 4),
+        tuple(tiles.T for tiles in classify_tiles(trie, window, 4, 8)),
+    )
     queries, shares, _ = split_table(table, num_tokens)
-    assert len(shares) == num_rows + count_places(num_rows)
+    assert len(shares) == num_rows + count_partial_sums(num_rows)
     assert sorted(set(queries[:, 0].tolist())) == list(range(num_rows))
     assert np.all(np.diff(queries[:, 3] - queries[:, 1]) <= 0)
     for rows, (is_seen, is_full) in ((queries, by_query), (shares[shares[:, 4] < 0], by_key)):
@@ -188,7 +191,7 @@ def test_tiles_of_a_prompts_keys_are_dealt_out_to_shares_of_like_work(num_answer
     table = build_table(trie, None, SMALL)
     _, shares, sums = split_table(table, num_tokens)
     shares, sums = shares[shares[:, 0] >= 0], sums[sums[:, 0] >= 0]
-    is_seen, is_full = (found.T for found in find_tiles(trie, None, 4, 8))
+    is_seen, is_full = (found.T for found in classify_tiles(trie, None, 4, 8))
     work = np.array([end - begin for _, begin, _, end, _ in shares])
     assert np.all(np.diff(work) <= 0)
     assert bool(len(sums)) == (num_answers > 1)
@@ -202,7 +205,7 @@ def test_tiles_of_a_prompts_keys_are_dealt_out_to_shares_of_like_work(num_answer
         places = [place for row, first, last in sums if row == tile for place in range(first, last)]
         assert sorted(own[:, 4]) == (places or [-1])
     assert sorted(shares[:, 4][shares[:, 4] >= 0]) == list(range(sums[-1, 2] if len(sums) else 0))
-    assert (shares[:, 4] >= 0).sum() <= count_places(num_rows)
+    assert (shares[:, 4] >= 0).sum() <= count_partial_sums(num_rows)
 
 
 def test_padding_sees_itself_and_is_seen_by_nothing_else():

@@ -19,7 +19,7 @@ from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.fp32_residual import widen_residuals
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import prepare_update
@@ -39,7 +39,7 @@ def compute_gradients(model, *, has_checkpointing: bool = False) -> dict[str, to
         enable_checkpointing(model)
     with checkpointed_layers(model) if has_checkpointing else nullcontext():
         preparation = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=64)
-        run_batch(model, samples, rows, algorithm, preparation.inputs, chunk_tokens=64)
+        run_loss_pass(model, samples, rows, algorithm, preparation.inputs, chunk_tokens=64)
     return {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
 
 

@@ -262,7 +262,7 @@ def check_section(section: ModelSection) -> PretrainedConfig:
 
 
 def check_types(section: ModelSection, config: PretrainedConfig) -> None:
-    """Refuse float32 residuals where a model of the section's type, its own or a companion, cannot have them."""
+    """Refuse float32 residuals where a model of this type, the policy or an extra model, does not support them."""
     dtype = resolve_dtype(section.dtype, resolve_device(section.device))
     if section.residual_dtype == "float32" and dtype != torch.float32:
         check_residuals(config, trust_remote_code=section.trust_remote_code)

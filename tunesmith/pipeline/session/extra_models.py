@@ -25,7 +25,7 @@ from tunesmith.model.value_model import ValueModel, load_value_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompanionModels:
+class ExtraModels:
     """What the trainer is given besides the policy; None where the algorithm needs none."""
 
     reference: PreTrainedModel | None = None
@@ -33,7 +33,7 @@ class CompanionModels:
     critic: ValueModel | None = None
 
 
-def check_companions(algorithm: Algorithm, section: AlgorithmSection, model: ModelSection) -> None:
+def check_extra_models(algorithm: Algorithm, section: AlgorithmSection, model: ModelSection) -> None:
     """Raise where the section lacks what the algorithm needs, gives what it does not, or names an unfit model."""
     for key, need, given in (("teacher", "teacher", section.teacher), ("expert", "experts", section.expert)):
         if need in algorithm.needs and given is None:
@@ -78,9 +78,9 @@ def load_other_tokenizer(path: str, model: ModelSection) -> PreTrainedTokenizerB
     return load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
 
 
-def load_companions(
+def load_extra_models(
     algorithm: Algorithm, section: AlgorithmSection, model: ModelSection, *, policy: PreTrainedModel
-) -> CompanionModels:
+) -> ExtraModels:
     """Load what the algorithm needs."""
     has_wide_residuals = model.residual_dtype == "float32"
     teacher = critic = None
@@ -103,7 +103,7 @@ def load_companions(
             has_wide_residuals=has_wide_residuals,
         )
     reference = load_reference(model, policy=policy) if "reference" in algorithm.needs else None
-    return CompanionModels(reference=reference, teacher=teacher, critic=critic)
+    return ExtraModels(reference=reference, teacher=teacher, critic=critic)
 
 
 def load_reference(model: ModelSection, *, policy: PreTrainedModel) -> PreTrainedModel:
