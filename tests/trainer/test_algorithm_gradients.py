@@ -1,6 +1,6 @@
-"""Whole updates in float64 against autograd of textbook losses on plain forwards, whatever the rows and chunks.
+"""Whole updates in float64 against autograd of textbook losses on plain forwards, for several packings.
 
-The judge scores every sample by itself and writes each algorithm's loss as one expression of all logprobs.
+The reference scores every sample separately and computes each algorithm's loss as one expression of all logprobs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PACKINGS = [
 
 
 def build_batch(labels: list[float], groups: list[int], *, experts: tuple[int, ...] = (), seed: int = 0):
-    """One trajectory a label, two samples in every third; members of a group share their prompt."""
+    """One trajectory per label, every third with two samples; trajectories of a group share their prompt."""
     rng = random.Random(seed)
     prompts = {group: [rng.randrange(97) for _ in range(rng.randrange(2, 6))] for group in groups}
     samples = []
@@ -59,7 +59,7 @@ def build_batch(labels: list[float], groups: list[int], *, experts: tuple[int, .
 
 
 def score_plainly(model: PreTrainedModel, sample: Sample) -> torch.Tensor:
-    """Logprobs of the tokens that train."""
+    """Logprobs of the trained tokens."""
     logprobs = model(input_ids=torch.tensor([sample.token_ids])).logits[0].log_softmax(-1)
     times = [time for time, is_sampled in enumerate(sample.is_sampled) if is_sampled]
     return torch.stack([logprobs[time - 1, sample.token_ids[time]] for time in times])
@@ -86,7 +86,7 @@ def assert_equal_to(
     compute: Callable[[list[torch.Tensor]], torch.Tensor],
     **extra_models,
 ) -> None:
-    """`compute` makes the loss of each trajectory's logprobs; `extra_models` are other models."""
+    """`compute` returns the loss from the logprobs of each trajectory."""
     model = build_trainable()
     loss = compute(score_trajectories(model, samples))
     loss.backward()
@@ -118,7 +118,7 @@ def ppo_losses(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tens
     return torch.where(advantages < 0, torch.minimum(upper, -3 * advantages), upper)
 
 
-def test_dpo_has_the_gradient_of_the_textbook():
+def test_dpo_equals_the_textbook_gradient():
     samples, reference = build_batch([1, -1, 1, -1, -1, 1], [0, 0, 1, 1, 2, 2]), build_trainable(seed=1)
     given = [row.sum() for row in score_with(reference, samples)]
 
@@ -131,7 +131,7 @@ def test_dpo_has_the_gradient_of_the_textbook():
     assert_equal_to(section, samples, compute, reference=reference)
 
 
-def test_kto_has_the_gradient_of_the_textbook():
+def test_kto_equals_the_textbook_gradient():
     samples = build_batch([1, -1, 1, -1, 0, 0, 0, 0], [0, 1, 2, 3, 0, 1, 2, 3], seed=3)
     reference = build_trainable(seed=1)
     given = [row.sum() for row in score_with(reference, samples)]
@@ -150,7 +150,7 @@ def test_kto_has_the_gradient_of_the_textbook():
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("name", ["mix", "mix_chord"])
-def test_mixtures_aggregate_each_kind_by_itself(name, aggregation):
+def test_mixtures_aggregate_sampled_and_expert_tokens_separately(name, aggregation):
     samples = build_batch([0.7, -1.0, -0.4, 0.0, 0.0], [0, 0, 1, 2, 3], experts=(3, 4))
     old = gather_old(samples)
 
@@ -171,7 +171,7 @@ def test_mixtures_aggregate_each_kind_by_itself(name, aggregation):
     assert_equal_to(section, samples, compute)
 
 
-def test_the_kl_of_a_mixture_is_of_what_the_policy_sampled():
+def test_kl_of_a_mixture_excludes_expert_tokens():
     samples, reference = build_batch([0.7, -1.0, 0.0], [0, 0, 1], experts=(2,)), build_trainable(seed=1)
     old, given = gather_old(samples), score_with(reference, samples)
 
@@ -184,7 +184,7 @@ def test_the_kl_of_a_mixture_is_of_what_the_policy_sampled():
 
 
 @pytest.mark.parametrize(("name", "beta"), [("on_policy_distill", 1.0), ("jsd", 0.3)])
-def test_distillation_takes_advantages_from_the_teacher(name, beta):
+def test_distillation_advantages_use_the_teacher(name, beta):
     samples, teacher = build_batch([0.0, 1.0, 5.0], [0, 0, 1]), build_trainable(seed=2)
     old, given = gather_old(samples), score_with(teacher, samples)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from padded import LOSSES, aggregate, build_off_policy, clip_ppo, correct, estimate_kl, read_tokens
+from padded import LOSSES, aggregate, build_off_policy, compute_ppo_losses, correct, estimate_kl, read_tokens
 from test_critic import build_value_model, compute_values_naively
 from test_gradients import assert_same, take_gradient
 from test_trainer import read_parameters
@@ -41,7 +41,7 @@ CORRECTIONS = {
 }
 LOOSE = {"mismatch_warn": 1e9, "mismatch_stop": 1e9}
 STILL = {**LOOSE, "learning_rate": 1e-15}
-"""So that all updates of a step see one policy."""
+"""So small that all updates of a step have the same policy."""
 
 
 def compute_expected(model, tokens, section: AlgorithmSection, correction: dict):
@@ -66,7 +66,7 @@ def run_package(model, samples, section, *, proximal, reference=None, chunk_toke
 
 
 def choose_proximal(proximal: ProximalScores, correction: dict) -> ProximalScores | None:
-    """What the trainer would hand over."""
+    """The proximal scores that the trainer would pass."""
     is_weighted = correction.get("importance", "none") != "none"
     return replace(proximal, is_weighted=is_weighted) if is_weighted or "mask" in correction else None
 
@@ -74,7 +74,7 @@ def choose_proximal(proximal: ProximalScores, correction: dict) -> ProximalScore
 @pytest.mark.parametrize("kind", CORRECTIONS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_corrections_of_every_loss_equal_the_formula(name, kind):
-    """Masked tokens stay in the aggregation's denominator, and the ratio of the loss is with the sampler's logprobs."""
+    """Masked tokens stay in the denominator of the aggregation; without weights the ratio is against the sampler."""
     model, correction = build_trainable(), CORRECTIONS[kind]
     samples, proximal = build_off_policy(model, LABELS, GROUPS, seed=1)
     section = AlgorithmSection(
@@ -93,7 +93,7 @@ def test_corrections_of_every_loss_equal_the_formula(name, kind):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "corrected_k3"])
 @pytest.mark.parametrize("name", ["grpo", "importance_sampling", "gspo"])
 def test_kl_with_corrections_equals_the_formula(name, estimator, kind):
-    """Weights and masks are of the policy's loss alone; corrected_k3 takes the sampler's logprobs whatever they are."""
+    """Weights and masks apply to the policy loss only; corrected_k3 always uses the sampler's logprobs."""
     model, reference, correction = build_trainable(), build_trainable(seed=1), CORRECTIONS[kind]
     samples, proximal = build_off_policy(model, LABELS, GROUPS, seed=1)
     section = AlgorithmSection(
@@ -127,8 +127,8 @@ UNSUPERVISED = sorted(name for name, entry in ALGORITHMS.items() if entry.comput
 
 
 @pytest.mark.parametrize("name", UNSUPERVISED)
-def test_a_mask_that_masks_nothing_changes_nothing(name):
-    """To the last bit, over two updates, with a sampler that is off by 0.4 nats."""
+def test_a_mask_without_effect_changes_no_bit(name):
+    """Over two updates, with sampler logprobs that differ by 0.4 nats."""
     experts = (4, 5) if name.startswith("mix") else ()
     samples, _ = build_off_policy(build_trainable(), LABELS, GROUPS, experts=experts)
     settings = {**LOOSE, "learning_rate": 1e-2, "num_minibatches": 2}
@@ -142,8 +142,8 @@ def test_a_mask_that_masks_nothing_changes_nothing(name):
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 @pytest.mark.parametrize("name", ["mix", "mix_chord"])
-def test_metrics_of_a_mixture_are_of_what_the_policy_sampled(name, num_minibatches):
-    """Tokens of experts are in no mean, though they are in the loss; minibatches are weighed by the policy's tokens."""
+def test_metrics_of_a_mixture_exclude_expert_tokens(name, num_minibatches):
+    """Expert tokens are in the loss but in no metric; minibatches are weighted by their sampled tokens."""
     model, reference = build_trainable(), build_trainable(seed=1)
     samples, _ = build_off_policy(model, LABELS, GROUPS, experts=(1, 4, 5), noise=1.0)
     tokens = read_tokens(model, samples, reference=reference)
@@ -169,8 +169,8 @@ def test_metrics_of_a_mixture_are_of_what_the_policy_sampled(name, num_minibatch
     assert metrics["expert/num_sequences"] == 3
 
 
-def test_an_adaptive_coefficient_looks_at_what_the_policy_sampled():
-    """The KL of the policy's own tokens is above the target, and their mean over all tokens would be below."""
+def test_adaptive_kl_coef_excludes_expert_tokens():
+    """The mean KL over sampled tokens is above the target; over all tokens it would be below."""
     model, reference = build_trainable(), build_trainable(seed=1)
     samples, _ = build_off_policy(model, LABELS, GROUPS, experts=(1, 4, 5))
     tokens = read_tokens(model, samples, reference=reference)
@@ -187,7 +187,7 @@ def test_an_adaptive_coefficient_looks_at_what_the_policy_sampled():
 
 
 def whiten_gae(rewards, values, lengths, *, gamma: float, lam: float):
-    """GAE by its definition, a double sum over steps; then mean 0 and variance 1 over all tokens."""
+    """GAE as a double sum over steps, then whitened over all tokens."""
     advantages, start = [], 0
     for reward, length in zip(rewards, lengths, strict=True):
         v = [*values[start : start + length], 0.0]
@@ -201,7 +201,7 @@ def whiten_gae(rewards, values, lengths, *, gamma: float, lam: float):
 @pytest.mark.parametrize("kind", ["none", "tokens masked", "weights of tokens"])
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3])
 def test_a_critic_with_minibatches_equals_the_formula(num_minibatches, kind):
-    """Returns, whitening and losses are of each minibatch; metrics are means over the updates."""
+    """Returns, whitening and losses are per minibatch; metrics are means over updates."""
     model, value_model, correction = build_trainable(), build_value_model(), CORRECTIONS[kind]
     samples, _ = build_off_policy(model, LABELS, GROUPS, seed=1)
     expected: dict[str, list[float]] = {}
@@ -218,7 +218,7 @@ def test_a_critic_with_minibatches_equals_the_formula(num_minibatches, kind):
         padded[tokens.is_real] = torch.from_numpy(advantages)
         tokens = replace(tokens, advantages=padded)
         old, weights, is_kept = correct(tokens, correction)
-        loss = aggregate(weights * is_kept * clip_ppo(tokens, old), tokens.is_real, "token-mean")
+        loss = aggregate(weights * is_kept * compute_ppo_losses(tokens, old), tokens.is_real, "token-mean")
         loss.backward()
         found = {
             "train/loss": loss.item(),

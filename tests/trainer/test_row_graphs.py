@@ -1,4 +1,4 @@
-"""Rows that are filled up for graphs train as they would unfilled."""
+"""Rows padded for CUDA graphs give the same update as unpadded ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHUNK_TOKENS = 16
 
 
 def build_samples(num_groups: int, *, distributions: tuple[Distribution, ...] = (Distribution(),)) -> list[Sample]:
-    """Groups of four answers to one prompt; the first two tokens of an answer are often those of another."""
+    """Groups of four answers to one prompt; answers often share their first two tokens."""
     rng, samples = random.Random(num_groups), []
     for group in range(num_groups):
         prompt = [rng.randrange(97) for _ in range(9)]
@@ -49,7 +49,7 @@ def build_samples(num_groups: int, *, distributions: tuple[Distribution, ...] = 
 
 
 def run_rows(model, samples: list[Sample], section: AlgorithmSection, *, is_padded: bool):
-    """The gradient, the totals of all chunks, and the sizes that rows had."""
+    """The gradient, the totals of all chunks, and the sizes of the rows."""
     algorithm = resolve_algorithm(replace_needs(section))
     rows = pack_samples(samples, max_tokens_per_row=120, has_prefix_sharing=True, hidden_size=32)
     inputs = prepare_update(model, samples, rows, algorithm, norm_length=64, chunk_tokens=CHUNK_TOKENS).inputs
@@ -72,7 +72,7 @@ def run_rows(model, samples: list[Sample], section: AlgorithmSection, *, is_padd
 
 
 def replace_needs(section: AlgorithmSection) -> AlgorithmSection:
-    """The section without its KL term, so that no reference has to be run."""
+    """The section without its KL term, so that no reference is needed."""
     return section.model_copy(update={"kl_coef": 0.0})
 
 
@@ -86,7 +86,7 @@ def replace_needs(section: AlgorithmSection) -> AlgorithmSection:
     ids=["grpo", "entropy and kl", "sft"],
 )
 @pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7)])
-def test_what_fills_a_row_changes_neither_gradient_nor_totals(section, temperatures):
+def test_padding_changes_neither_gradient_nor_totals(section, temperatures):
     model = build_trainable("qwen3").double()
     samples = build_samples(7, distributions=tuple(Distribution(temperature=each) for each in temperatures))
     plain, filled = (run_rows(model, samples, section, is_padded=is_padded) for is_padded in (False, True))
@@ -98,7 +98,7 @@ def test_what_fills_a_row_changes_neither_gradient_nor_totals(section, temperatu
     assert len({size for sizes in plain[2] for size in sizes}) > 2
 
 
-def test_no_table_is_longer_than_the_memory_that_is_reserved():
+def test_tables_fit_the_reserved_memory():
     samples = [replace(sample, group_index=index) for index, sample in enumerate(build_samples(20))]
     (row,) = pack_samples(samples, max_tokens_per_row=9999, has_prefix_sharing=True, hidden_size=32)
     one_path = pack_samples(
@@ -113,10 +113,10 @@ def test_no_table_is_longer_than_the_memory_that_is_reserved():
 PER_TOKEN = ("token_ids", "is_sampled", "logprobs", "advantages", "policy_versions", "distributions")
 
 
-def test_a_row_that_ran_leaves_no_graph_behind_and_a_result_that_is_kept_does():
+def test_live_autograd_graph_is_detected():
     model, samples = build_trainable(), build_samples(3)
     trainer = Trainer(model, TrainerSection(), AlgorithmSection(), max_model_len=64, num_total_steps=1)
-    gc.disable()  # so it is not the collector that removes it
+    gc.disable()  # so that the garbage collector does not free it
     try:
         trainer.step(samples)
         assert not has_live_autograd_graph(model)
@@ -129,7 +129,7 @@ def test_a_row_that_ran_leaves_no_graph_behind_and_a_result_that_is_kept_does():
     assert not has_live_autograd_graph(model)
 
 
-def test_rows_cannot_be_recorded_on_a_cpu():
+def test_rows_cannot_be_captured_on_a_cpu():
     settings = TrainerSection(has_row_graphs=True)
     with pytest.raises(ConfigError, match="has_row_graphs"):
         Trainer(build_trainable(), settings, AlgorithmSection(), max_model_len=64, num_total_steps=1)

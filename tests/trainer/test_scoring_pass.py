@@ -1,4 +1,4 @@
-"""What the scoring pass gives to losses: the same for every packing, and what corrections make of it."""
+"""The scoring pass: independent of packing, and the inputs of corrected losses."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ EXACT = {"max_tokens_per_row": 10_000, "has_prefix_sharing": True}
 
 
 def score_values(rows) -> np.ndarray:
-    """A critic whose opinion of a token depends on where it is in its sample."""
+    """A critic whose value depends on the position of the token in its sample."""
     return np.concatenate([np.sin(3.0 * row.sample_E + row.time_E) for row in rows])
 
 
 def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, proximal=None):
-    """Loss and gradient of one update, and what the scoring pass reported."""
+    """Loss and gradient of one update, and the prepared update."""
     algorithm = resolve_algorithm(section)
     rows = pack_samples(samples, hidden_size=32, **packing)
     scoring_models = ScoringModels(
@@ -53,7 +53,7 @@ def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, proximal=N
 
 
 def build_near_samples(model, seed: int = 6) -> list[Sample]:
-    """Samples whose recorded logprobs are near the model's, so that no ratio is out of all bounds."""
+    """Samples whose recorded logprobs are close to the model's, so that ratios are moderate."""
     rng = np.random.default_rng(seed)
     samples = build_samples(seed)
     rows = pack_samples(samples, hidden_size=32, **EXACT)
@@ -65,7 +65,7 @@ def build_near_samples(model, seed: int = 6) -> list[Sample]:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_gradient_of_every_algorithm_depends_on_no_choice_of_computation(name):
+def test_gradient_of_every_algorithm_does_not_depend_on_packing(name):
     model = build_trainable()
     samples = build_near_samples(model)
     section = AlgorithmSection(algorithm_type=name)
@@ -88,7 +88,7 @@ def test_gradient_of_every_algorithm_depends_on_no_choice_of_computation(name):
         *({"algorithm_type": "gspo", "loss_aggregation": each} for each in ("token-mean", "seq-mean-token-sum")),
     ],
 )
-def test_gradient_with_options_depends_on_no_choice_of_computation(changes):
+def test_gradient_with_options_does_not_depend_on_packing(changes):
     model = build_trainable()
     samples, section = build_near_samples(model), AlgorithmSection(**changes)
     expected, _ = run(model, samples, section)
@@ -96,7 +96,7 @@ def test_gradient_with_options_depends_on_no_choice_of_computation(changes):
         assert_same(run(model, samples, section, packing=packing, chunk_tokens=3)[0], expected, tolerance=1e-9)
 
 
-def test_scored_logprobs_are_those_of_the_loss_pass():
+def test_scored_logprobs_equal_those_of_the_loss_pass():
     """So the ratio of a policy and itself is exactly 1, and its gradient is the policy gradient."""
     model, samples = build_trainable(), build_samples()
     rows = pack_samples(samples, hidden_size=32, **EXACT)
@@ -110,7 +110,7 @@ def test_scored_logprobs_are_those_of_the_loss_pass():
         torch.testing.assert_close(run(model, own, section)[0][1], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_gspo_weighs_a_token_by_the_geometric_mean_of_its_sequence():
+def test_gspo_weights_tokens_by_the_sequence_ratio():
     model = build_trainable()
     samples = build_near_samples(model)
     _, prepared = run(model, samples, AlgorithmSection(algorithm_type="gspo"))
@@ -130,7 +130,7 @@ def score_proximal(model, samples) -> ProximalScores:
     return ProximalScores(logprobs=scatter_to_samples(logprobs_R, samples, rows), is_weighted=True)
 
 
-def test_corrected_loss_compares_with_the_step_and_weighs_by_the_sampler():
+def test_corrected_loss_has_proximal_ratio_and_truncated_weights():
     """By hand: -A min(proximal / sampler, cap), with a ratio of policy and proximal policy of exactly 1."""
     model, samples = build_trainable(), build_near_samples(build_trainable())
     proximal = score_proximal(model, samples)
@@ -147,7 +147,7 @@ def test_corrected_loss_compares_with_the_step_and_weighs_by_the_sampler():
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_masks_take_tokens_out_and_depend_on_no_packing(level):
+def test_masks_do_not_depend_on_packing(level):
     model = build_trainable()
     samples = build_near_samples(model)
     proximal = score_proximal(model, samples)
@@ -162,7 +162,7 @@ def test_masks_take_tokens_out_and_depend_on_no_packing(level):
         assert_same(found, expected, tolerance=1e-9)
 
 
-def test_what_experts_gave_is_aggregated_by_itself_and_never_corrected():
+def test_expert_tokens_are_aggregated_separately_and_not_corrected():
     model = build_trainable()
     own = build_near_samples(model)
     expert = replace(
@@ -180,7 +180,7 @@ def test_what_experts_gave_is_aggregated_by_itself_and_never_corrected():
     assert run(model, own, AlgorithmSection())[1].inputs.is_expert_E is None
 
 
-def test_tokens_of_the_newest_version_are_told_apart():
+def test_tokens_of_the_newest_version_are_marked():
     model, samples = build_trainable(), build_samples()
     old = [replace(s, policy_versions=tuple(3 if m else None for m in s.is_sampled)) for s in samples[:5]]
     new = [replace(s, policy_versions=tuple(4 if m else None for m in s.is_sampled)) for s in samples[5:]]
@@ -201,6 +201,6 @@ def test_tokens_of_the_newest_version_are_told_apart():
     assert not has_older_tokens([replace(s, is_expert=True) for s in old] + new, 4)
 
 
-def test_distributions_of_the_samples_are_more_than_one():
-    """The tests above would be weaker if all tokens were sampled alike."""
+def test_samples_have_several_distributions():
+    """Otherwise the tests above would be weaker."""
     assert len({d for sample in build_samples() for d in sample.distributions if d}) == len(DISTRIBUTIONS)

@@ -322,7 +322,8 @@ class Trainer:
                 f"kl_coef={kl_coef} needs sampled tokens, which {self._algorithm.name!r} has none of: set it to 0"
             )
         if (need in self._algorithm.needs) != (model is not None):
-            passed = f"no {need} model was passed" if model is None else f"a {need} model was passed"
+            role = "critic" if need == "values" else need
+            passed = f"no {role} model was passed" if model is None else f"a {role} model was passed"
             reason = f"kl_coef={kl_coef}" if need == "reference" else f"algorithm_type={self._algorithm.name!r}"
             raise ConfigError(f"{reason}, but {passed}")
 
