@@ -46,7 +46,7 @@ def exact_gradient(is_reverse: bool) -> torch.Tensor:
     return logits.grad
 
 
-def test_gradient_of_each_estimator_is_what_its_docstring_says():
+def test_expected_gradient_of_each_estimator():
     torch.testing.assert_close(expected_gradient("k1"), torch.zeros(3, dtype=torch.float64))
     torch.testing.assert_close(expected_gradient("k2"), exact_gradient(is_reverse=False))
     torch.testing.assert_close(expected_gradient("k3"), exact_gradient(is_reverse=True))

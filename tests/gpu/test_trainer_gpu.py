@@ -84,7 +84,7 @@ def compare_attention(trie: Trie, dtype: torch.dtype, head_size: int, heads: tup
     [(64, (9, 3), None, None), (128, (4, 2), None, None), (80, (2, 2), 70, None), (256, (2, 1), 70, 30.0)],
 )
 def test_tree_attention_in_bfloat16_equals_a_dense_mask(head_size, heads, window, softcap):
-    heavy = build_samples(1, prompt=150, answer=600)  # the prompt's keys are dealt out
+    heavy = build_samples(1, prompt=150, answer=600)  # the prompt's keys are split across programs
     for samples in (build_samples(3), build_samples(8), heavy):
         errors = compare_attention(
             build_row(samples), torch.bfloat16, head_size, heads,

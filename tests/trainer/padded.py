@@ -32,7 +32,7 @@ class Tokens:
     """Per sequence."""
 
     @property
-    def is_own(self) -> Tensor:
+    def is_sampled(self) -> Tensor:
         return self.is_real & ~self.is_expert[:, None]
 
 
@@ -74,13 +74,15 @@ def read_tokens(model, samples: list[Sample], *, proximal: ProximalScores | None
     if proximal is not None:
         scored = pad(samples, [select(*each) for each in zip(samples, proximal.logprobs, strict=True)])
     with torch.no_grad():
-        given = sampler if reference is None else pad(samples, [score_plainly(reference, one) for one in samples])
+        reference_logprobs = (
+            sampler if reference is None else pad(samples, [score_plainly(reference, one) for one in samples])
+        )
     is_expert = {sample.trajectory_index: sample.is_expert for sample in samples}
     return Tokens(
         logprobs=logprobs,
         sampler=sampler,
         proximal=scored,
-        reference=given,
+        reference=reference_logprobs,
         advantages=pad(samples, [select(sample, sample.advantages) for sample in samples]),
         is_real=lengths > 0,
         is_expert=torch.tensor(list(is_expert.values())),
@@ -120,12 +122,12 @@ def correct(tokens: Tokens, correction: dict) -> tuple[Tensor, Tensor, Tensor]:
     log_ratio = tokens.proximal - tokens.sampler
     weights, is_kept = torch.ones_like(log_ratio), torch.ones_like(tokens.is_real)
     if importance != "none":
-        weights = weigh(log_ratio, tokens.is_own, importance).clamp(max=correction.get("cap", 2.0))
+        weights = weigh(log_ratio, tokens.is_sampled, importance).clamp(max=correction.get("cap", 2.0))
     if mask is not None:
-        ratio = weigh(log_ratio, tokens.is_own, mask["level"])
+        ratio = weigh(log_ratio, tokens.is_sampled, mask["level"])
         is_kept = (ratio >= mask["low"]) & (ratio <= mask["high"])
     if (delta := correction.get("negative_sequence_delta")) is not None:
-        distance = mean_rows(tokens.sampler - tokens.logprobs.detach(), tokens.is_own)
+        distance = mean_rows(tokens.sampler - tokens.logprobs.detach(), tokens.is_sampled)
         is_kept = is_kept & ~((tokens.advantages < 0) & (distance > delta))
     return tokens.sampler if importance == "none" else tokens.proximal, weights, is_kept
 

@@ -260,27 +260,27 @@ def test_4bit_weights_give_the_gradient_of_the_dequantised_weights(pocket_folder
     bitsandbytes = pytest.importorskip("bitsandbytes")
     lora = LoraSection(r=3, quantization="nf4")
     ours = load_model(pocket_folder, dtype=torch.float32, device=torch.device("cpu"), lora=lora)
-    judge = AutoModelForCausalLM.from_pretrained(pocket_folder)
+    reference = AutoModelForCausalLM.from_pretrained(pocket_folder)
     with torch.no_grad():
         for name, layer in ours.named_modules():
             if isinstance(layer, bitsandbytes.nn.Linear4bit):
-                whole = judge.get_submodule(name.removesuffix(".base_layer"))
+                whole = reference.get_submodule(name.removesuffix(".base_layer"))
                 whole.weight.copy_(bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state))
-    add_adapter(judge, LoraSection(r=3), base="base", dtype=torch.float32)
+    add_adapter(reference, LoraSection(r=3), base="base", dtype=torch.float32)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for one, other in zip(get_adapter(ours).values(), get_adapter(judge).values(), strict=True):
+        for one, other in zip(get_adapter(ours).values(), get_adapter(reference).values(), strict=True):
             one.copy_(torch.randn(one.shape, generator=generator) * 0.1)
             other.copy_(one)
     ids = torch.arange(9, 40)[None]
     with torch.inference_mode():
         before = ours(ids).logits.clone()
-    losses = [model(input_ids=ids, labels=ids).loss for model in (ours, judge)]
+    losses = [model(input_ids=ids, labels=ids).loss for model in (ours, reference)]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     for loss in losses:
         loss.backward()
     for name, one in get_adapter(ours).items():
-        torch.testing.assert_close(one.grad, get_adapter(judge)[name].grad, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(one.grad, get_adapter(reference)[name].grad, atol=1e-6, rtol=1e-4)
     with torch.inference_mode():
         torch.testing.assert_close(ours(ids).logits, before, atol=0, rtol=0)
-        torch.testing.assert_close(before, judge(ids).logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(before, reference(ids).logits, atol=1e-4, rtol=1e-4)

@@ -120,10 +120,10 @@ def ppo_losses(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tens
 
 def test_dpo_equals_the_textbook_gradient():
     samples, reference = build_batch([1, -1, 1, -1, -1, 1], [0, 0, 1, 1, 2, 2]), build_trainable(seed=1)
-    given = [row.sum() for row in score_with(reference, samples)]
+    fixed = [row.sum() for row in score_with(reference, samples)]
 
     def compute(rows):
-        r = [row.sum() - ref for row, ref in zip(rows, given, strict=True)]
+        r = [row.sum() - ref for row, ref in zip(rows, fixed, strict=True)]
         margins = torch.stack([r[0] - r[1], r[2] - r[3], r[5] - r[4]])
         return -functional.logsigmoid(0.3 * margins).mean()
 
@@ -134,10 +134,10 @@ def test_dpo_equals_the_textbook_gradient():
 def test_kto_equals_the_textbook_gradient():
     samples = build_batch([1, -1, 1, -1, 0, 0, 0, 0], [0, 1, 2, 3, 0, 1, 2, 3], seed=3)
     reference = build_trainable(seed=1)
-    given = [row.sum() for row in score_with(reference, samples)]
+    fixed = [row.sum() for row in score_with(reference, samples)]
 
     def compute(rows):
-        r = torch.stack([row.sum() - ref for row, ref in zip(rows, given, strict=True)])
+        r = torch.stack([row.sum() - ref for row, ref in zip(rows, fixed, strict=True)])
         z = r[4:].mean().clamp(min=0).detach()
         assert z > 0
         signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
@@ -173,11 +173,11 @@ def test_mixtures_aggregate_sampled_and_expert_tokens_separately(name, aggregati
 
 def test_kl_of_a_mixture_excludes_expert_tokens():
     samples, reference = build_batch([0.7, -1.0, 0.0], [0, 0, 1], experts=(2,)), build_trainable(seed=1)
-    old, given = gather_old(samples), score_with(reference, samples)
+    old, fixed = gather_old(samples), score_with(reference, samples)
 
     def compute(rows):
         own = [ppo_losses(rows[i], old[i], advantage) for i, advantage in enumerate((0.7, -1.0))]
-        kl = [(row - ref) ** 2 / 2 for row, ref in zip(rows[:2], given[:2], strict=True)]
+        kl = [(row - ref) ** 2 / 2 for row, ref in zip(rows[:2], fixed[:2], strict=True)]
         return 0.9 * torch.cat(own).mean() - 0.1 * rows[2].mean() + 0.3 * torch.cat(kl).mean()
 
     assert_equal_to(AlgorithmSection(algorithm_type="mix", kl_coef=0.3), samples, compute, reference=reference)
@@ -186,11 +186,11 @@ def test_kl_of_a_mixture_excludes_expert_tokens():
 @pytest.mark.parametrize(("name", "beta"), [("on_policy_distill", 1.0), ("jsd", 0.3)])
 def test_distillation_advantages_use_the_teacher(name, beta):
     samples, teacher = build_batch([0.0, 1.0, 5.0], [0, 0, 1]), build_trainable(seed=2)
-    old, given = gather_old(samples), score_with(teacher, samples)
+    old, fixed = gather_old(samples), score_with(teacher, samples)
 
     def compute(rows):
         losses = []
-        for row, s, t in zip(rows, old, given, strict=True):
+        for row, s, t in zip(rows, old, fixed, strict=True):
             mixture = torch.logaddexp(t + math.log(beta), s + math.log(1 - beta)) if beta < 1 else t
             losses.append(ppo_losses(row, s, 0.5 * (mixture - s)))
         return torch.cat(losses).mean()

@@ -147,7 +147,7 @@ def test_metrics_of_a_mixture_exclude_expert_tokens(name, num_minibatches):
     model, reference = build_trainable(), build_trainable(seed=1)
     samples, _ = build_off_policy(model, LABELS, GROUPS, experts=(1, 4, 5), noise=1.0)
     tokens = read_tokens(model, samples, reference=reference)
-    own, d = tokens.is_own, (tokens.logprobs - tokens.sampler).detach()
+    own, d = tokens.is_sampled, (tokens.logprobs - tokens.sampler).detach()
     upper = torch.maximum(-tokens.advantages * d.exp(), -tokens.advantages * d.exp().clamp(0.8, 1.2))
     section = AlgorithmSection(
         algorithm_type=name, kl_coef=0.1, kl_adaptive={"target": 1e-3, "horizon": 50},
@@ -174,9 +174,9 @@ def test_adaptive_kl_coef_excludes_expert_tokens():
     model, reference = build_trainable(), build_trainable(seed=1)
     samples, _ = build_off_policy(model, LABELS, GROUPS, experts=(1, 4, 5))
     tokens = read_tokens(model, samples, reference=reference)
-    kl = estimate_kl(tokens, "k2")[tokens.is_own].mean().item()
+    kl = estimate_kl(tokens, "k2")[tokens.is_sampled].mean().item()
     target = 0.9 * kl
-    assert kl * tokens.is_own.sum() / tokens.is_real.sum() < target
+    assert kl * tokens.is_sampled.sum() / tokens.is_real.sum() < target
     section = AlgorithmSection(algorithm_type="mix", kl_coef=0.1, kl_adaptive={"target": target, "horizon": 50})
     model = build_trainable()
     trainer = Trainer(

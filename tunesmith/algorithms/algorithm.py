@@ -110,14 +110,14 @@ def _check_arguments(algorithm: Algorithm) -> None:
     """Call the functions on empty inputs, which raises ConfigError for incompatible arguments before a run starts."""
     if algorithm.compute_advantages is not None:
         algorithm.compute_advantages([])
-    nothing = torch.zeros(0)
+    empty = torch.zeros(0)
     algorithm.compute_losses(
         TokenScores(
-            logprobs_N=nothing,
-            old_logprobs_N=nothing,
-            advantages_N=nothing,
-            sequence_log_ratios_N=nothing,
-            constants_N=nothing,
+            logprobs_N=empty,
+            old_logprobs_N=empty,
+            advantages_N=empty,
+            sequence_log_ratios_N=empty,
+            constants_N=empty,
         )
     )
 
@@ -129,8 +129,8 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
             f"algorithm.loss_aggregation has no effect with {algorithm.name!r}, whose loss includes the token weights: "
             "leave it out"
         )
-    is_comparison = ALGORITHMS[algorithm.name].compute_advantages in GROUP_RELATIVE_ADVANTAGES
-    if section.group_size == 1 and is_comparison and "experts" not in algorithm.needs:
+    is_group_relative = ALGORITHMS[algorithm.name].compute_advantages in GROUP_RELATIVE_ADVANTAGES
+    if section.group_size == 1 and is_group_relative and "experts" not in algorithm.needs:
         raise ConfigError(
             f"algorithm.group_size=1: {algorithm.name!r} compares the runs of a task, so one run has no advantage; "
             "raise group_size, or choose an algorithm without a group baseline, such as reinforceplusplus"

@@ -151,7 +151,7 @@ def _compute_loss(
     }
     if not algorithm.is_supervised:
         totals["train/pg_loss"] = ("sum", torch.dot(inputs.weights_E, losses_E.detach()))
-        totals |= _compare_with_sampler(logprobs_E.detach(), inputs)
+        totals |= _compute_mismatch(logprobs_E.detach(), inputs)
     if algorithm.entropy_coef > 0:
         losses_E = losses_E - algorithm.entropy_coef * is_sampled * entropy_S[site_E]
     if inputs.reference_logprobs_E is not None:
@@ -184,7 +184,7 @@ def _build_scores(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> TokenScore
     )
 
 
-def _compare_with_sampler(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> ChunkTotals:
+def _compute_mismatch(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> ChunkTotals:
     """Mismatch of sampler and trainer logprobs on the tokens that the newest policy sampled."""
     is_newest_E = inputs.is_newest_E > 0
     mismatch_E = compute_kl(inputs.sampler_logprobs_E, logprobs_E, estimator="k3")

@@ -154,8 +154,8 @@ def test_fit_beta_without_a_fit_is_zero():
 @pytest.mark.parametrize("others", [[1, 1], [0, 0]])
 def test_bnpo_without_a_fit_only_subtracts_the_mean(others):
     """Means of 1/2 and 1, or of 1/2 and 0: these do fit; equal means do not."""
-    alike = compute_bnpo_advantages(outcomes([1, 0], [0, 1]))
-    assert alike == [[0.5, -0.5], [-0.5, 0.5]]
+    unfitted = compute_bnpo_advantages(outcomes([1, 0], [0, 1]))
+    assert unfitted == [[0.5, -0.5], [-0.5, 0.5]]
     fitted = compute_bnpo_advantages(outcomes([1, 0], others))
     a, b = fit_beta([0.5, others[0]])
     density = math.exp(

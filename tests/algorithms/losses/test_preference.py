@@ -229,8 +229,8 @@ def test_dpo_equals_trl():
 def test_kto_equals_trl(seed):
     peer = pytest.importorskip("trl.trainer.kto_trainer")
     policy, reference = draw(seed)
-    judged, probes = [0, 1, 2, 3], [4, 5]
-    mask, probe_mask = pad([policy[i] for i in judged])[1], pad([policy[i] for i in probes])[1]
+    labeled, probes = [0, 1, 2, 3], [4, 5]
+    mask, probe_mask = pad([policy[i] for i in labeled])[1], pad([policy[i] for i in probes])[1]
     trainer = PeerTrainer(calculate_KL=True, loss_type="kto", beta=0.3, desirable_weight=0.8, undesirable_weight=1.2)
     trainer._compute_kl_logps = lambda *_: torch.stack([policy[i].sum() for i in probes])
     inputs = {
@@ -239,11 +239,11 @@ def test_kto_equals_trl(seed):
         "completion_mask": mask,
         "KL_completion_mask": probe_mask,
         "label": torch.tensor([label == 1 for label in KTO_LABELS[:4]]),
-        "ref_logps": torch.stack([reference[i].sum() for i in judged]),
+        "ref_logps": torch.stack([reference[i].sum() for i in labeled]),
         "ref_KL_logps": torch.stack([reference[i].sum() for i in probes]),
     }
     loss = peer.KTOTrainer._compute_loss(
-        trainer, lambda **_: answer_with([policy[i] for i in judged]), inputs, return_outputs=False
+        trainer, lambda **_: answer_with([policy[i] for i in labeled]), inputs, return_outputs=False
     )
     ours = run_ours(
         compute_kto_terms, policy, reference, KTO_LABELS, beta=0.3, desirable_weight=0.8, undesirable_weight=1.2

@@ -169,7 +169,7 @@ def test_experts_are_mixed_in_their_ratio(run, tmp_path):
         ("jsd", ["algorithm.teacher.path=nowhere/x/y"], ModelError, "algorithm.teacher.path: .*no such folder"),
         ("mix", ["algorithm.expert.path=nowhere.jsonl"], DataError, "nowhere"),
         ("dpo", [], ConfigError, "does not learn from rewards"),
-        ("dpo", ["algorithm.loss_aggregation=token-mean"], ConfigError, "weighs its tokens itself"),
+        ("dpo", ["algorithm.loss_aggregation=token-mean"], ConfigError, "loss_aggregation has no effect with 'dpo'"),
     ],
 )
 def test_what_is_missing_or_has_no_effect_is_said_before_a_model_loads(run, tmp_path, name, overrides, error, message):
