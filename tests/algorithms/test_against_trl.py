@@ -93,8 +93,8 @@ def run_ours(data: dict[str, torch.Tensor], **section) -> tuple[float, torch.Ten
     rows = torch.arange(len(LENGTHS))[:, None].expand(mask.shape)[mask].numpy()
     advantages = data["advantages"][:, None].expand(mask.shape)[mask]
     scores = BatchScores(
-        old_logprobs_E=data["old"][mask].numpy(), advantages_E=advantages.numpy(), sequence_E=rows, sample_E=rows,
-        time_E=np.arange(len(rows)), group_Q=np.arange(len(LENGTHS)), is_expert_Q=np.zeros(len(LENGTHS), dtype=bool),
+        old_logprobs_E=data["old"][mask].numpy(), advantages_E=advantages.numpy(), sequence_E=rows,
+        group_Q=np.arange(len(LENGTHS)), is_expert_Q=np.zeros(len(LENGTHS), dtype=bool),
         logprobs_E=data["logps"][mask].numpy(),
     )  # fmt: skip
     terms = algorithm.compute_terms(scores)

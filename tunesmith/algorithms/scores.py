@@ -31,10 +31,6 @@ class BatchScores:
     """From the advantage function."""
     sequence_E: np.ndarray
     """Index of the sequence, 0 to Q - 1, non-decreasing."""
-    sample_E: np.ndarray
-    """Index of the sample in the update; a trajectory with branches has several."""
-    time_E: np.ndarray
-    """Position of the token in its sample."""
     group_Q: np.ndarray
     """Index of the group."""
     is_expert_Q: np.ndarray

@@ -246,8 +246,6 @@ def build_scores(
         old_logprobs_E=old_logprobs_E,
         advantages_E=events.gather([sample.advantages for sample in samples]),
         sequence_E=sequence_E,
-        sample_E=events.sample_E,
-        time_E=events.time_E,
         group_Q=np.asarray([samples[sample].group_index for sample in sample_Q]),
         is_expert_Q=np.asarray([samples[sample].is_expert for sample in sample_Q], dtype=bool),
         logprobs_E=get("logprobs"),
