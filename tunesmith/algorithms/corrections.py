@@ -68,7 +68,7 @@ def find_off_policy_tokens(scores: BatchScores, sampler_logprobs_E: np.ndarray, 
     """True [E] for tokens of negative advantage in a sequence that is off-policy by more than `delta`.
 
     The distance is the mean of log sampler - log policy over the sequence (DeepSeek-AI, 2025, "DeepSeek-V3.2", section
-    3.1, off-policy sequence masking).
+    3.1, off-policy sequence masking). The sign is that of `scores.advantages_E`, before `compute_terms`.
     """
     assert scores.logprobs_E is not None
     distance_Q = mean_sequences(sampler_logprobs_E - scores.logprobs_E, scores)
