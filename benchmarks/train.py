@@ -33,10 +33,10 @@ from tunesmith.experience.trie import Trie
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
 from tunesmith.trainer.compiled_layers import compiled_layers
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.row_graphs import RowGraphs, is_small
+from tunesmith.trainer.row_graphs import RowGraphs, is_launch_bound
 from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Distribution, DistributionSpan, Sample
@@ -141,7 +141,7 @@ def run_ours(
 
     def run() -> None:
         optimizer.clear_gradients()
-        run_batch(
+        run_loss_pass(
             model, samples, rows, algorithm, preparation.inputs,
             chunk_tokens=chunk_tokens, is_compiled=True, graphs=graphs,
         )  # fmt: skip
@@ -217,7 +217,7 @@ def measure_ceilings() -> dict[str, float]:
 
 def run_work(arguments: argparse.Namespace, model: PreTrainedModel, work: str) -> dict[str, Any]:
     samples = build_samples(work, model.config.vocab_size)
-    has_graphs = is_small(model) if arguments.row_graphs is None else arguments.row_graphs
+    has_graphs = is_launch_bound(model) if arguments.row_graphs is None else arguments.row_graphs
     ours, kernels = run_ours(
         model, samples, num_repeats=arguments.repeats, has_graphs=has_graphs, has_profile=arguments.profile
     )

@@ -1,4 +1,4 @@
-"""Scores of an update as tests write them: one list per sequence."""
+"""`BatchScores` of an update from one list per sequence."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ def build_scores(
     step: int = 0,
     **scored: Rows,
 ) -> BatchScores:
-    """One row a sequence; what is not given is 0, and each sequence a group of its own."""
+    """One row per sequence; old logprobs default to 0, and each sequence is a group of its own."""
     lengths = [len(row) for row in advantages]
     return BatchScores(
         old_logprobs_E=flatten(old if old is not None else [[0.0] * length for length in lengths]),
         advantages_E=flatten(advantages),
         sequence_E=np.repeat(np.arange(len(lengths)), lengths),
-        sample_E=np.repeat(np.arange(len(lengths)), lengths),
-        time_E=np.concatenate([np.arange(1, length + 1) for length in lengths] or [np.zeros(0, dtype=np.int64)]),
         group_Q=np.asarray(range(len(lengths)) if groups is None else groups, dtype=np.int64),
         is_expert_Q=np.asarray([False] * len(lengths) if experts is None else experts, dtype=bool),
         step=step,

@@ -1,4 +1,4 @@
-"""The tiny models as the trainer takes them: new for each test, in a type of choice, following plans."""
+"""Tiny models for the trainer: new for each test, with plan attention, in a chosen dtype."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build_trainable(
 
 
 def build_deep(name: str = "llama", *, has_fp32_residual: bool = False, seed: int = 0) -> PreTrainedModel:
-    """Sixteen layers of bfloat16 that each change little, as in real models; the same with residuals of either type."""
+    """A bfloat16 model of 16 layers with small updates of the residual stream; equal weights for both residual types."""
     config = copy.deepcopy(CONFIGS[name])
     config.num_hidden_layers, config.hidden_size, config.initializer_range = 16, 64, 0.03
     if hasattr(config, "head_dim"):
@@ -52,7 +52,7 @@ def build_deep(name: str = "llama", *, has_fp32_residual: bool = False, seed: in
 
 @torch.no_grad()
 def read_residual_types(decoder: nn.Module) -> set[torch.dtype]:
-    """What the layers and the last norm are given, in a forward of a few tokens."""
+    """Dtypes of the inputs of the layers and the final norm, in a forward of a few tokens."""
     seen: set[torch.dtype] = set()
     hooks = [
         module.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].dtype))
@@ -65,7 +65,7 @@ def read_residual_types(decoder: nn.Module) -> set[torch.dtype]:
 
 
 def _widen_norms(model: PreTrainedModel) -> None:
-    """Norms in the style of Llama compute in float32 whatever they are given; here they shall not round."""
+    """Replace norms that always compute in float32 by float64 ones."""
     for name, module in list(model.named_modules()):
         if name and hasattr(module, "variance_epsilon"):
             norm = nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=torch.float64)
@@ -74,7 +74,7 @@ def _widen_norms(model: PreTrainedModel) -> None:
 
 
 def build_answered(prompts: list[list[int]], answers: list[Completion]) -> list[Sample]:
-    """Prompts with what was sampled for them, each a group of its own; advantages alternate."""
+    """Samples from prompts and completions, each in a group of its own; advantages alternate."""
     samples = []
     for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         mask = [False] * len(prompt) + [True] * len(answer.sampled_ids)

@@ -76,7 +76,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
         )
         kept, operator_metrics = apply_operators(groups, parts.operators)
         batch.add_round(
-            groups, kept, operator_metrics, is_useful=[has_advantage(parts.algorithm, each) for each in kept]
+            groups, kept, operator_metrics, has_advantage=[has_advantage(parts.algorithm, each) for each in kept]
         )
     engine.pause()
     check_failures(batch.collected, max_failure_rate=parts.max_failure_rate)
@@ -99,7 +99,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     metrics |= parts.tasks.give_feedback(compute_pass_rates(batch.collected, parts.outcome_key))
     if parts.baseline_sampling is not None:
         metrics |= compute_baseline_metrics(batch.collected)
-    parts.replay.add(*batch.useful, step=step, policy_version=policy_version)
+    parts.replay.add(*batch.with_advantage, step=step, policy_version=policy_version)
     metrics |= parts.actors.service.recorder.compute_stats()
     metrics["perf/step_s"] = time.perf_counter() - started
     return StepResult(batch=batch, advantages=advantages[: len(batch.groups)], metrics=metrics)

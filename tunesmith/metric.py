@@ -1,7 +1,8 @@
-"""Numbers that know how they combine with others of the same name.
+"""Metric values whose type defines their reduction.
 
-The updates of a step and the rounds of a batch each report numbers. A plain float is averaged over them; whoever
-measures something else says so by its type. The types are floats, so a dict of metrics stays a dict of floats.
+Each update of a step and each round of a batch reports metrics. `merge_metrics` averages plain floats and sums
+`Count`s, takes the maximum of `Max` and the minimum of `Min`, and weighs a `Mean` by its number of observations. All
+types are floats, so a dict of metrics is a `dict[str, float]`.
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ from typing import Self
 
 
 class Count(float):
-    """Adds up."""
+    """Reduced by sum."""
 
     __slots__ = ()
 
 
-class Largest(float):
-    """The largest one stays."""
+class Max(float):
+    """Reduced by maximum."""
 
     __slots__ = ()
 
 
-class Smallest(float):
-    """The smallest one stays."""
+class Min(float):
+    """Reduced by minimum."""
 
     __slots__ = ()
 
 
 class Mean(float):
-    """A mean over so many observations, by which it is weighed against others."""
+    """A mean over `num_observations`; reduced by the mean weighted with these."""
 
     __slots__ = ("num_observations",)
     num_observations: float
@@ -41,25 +42,25 @@ class Mean(float):
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]], *, weights: Sequence[float] | None = None) -> dict[str, float]:
-    """The numbers of all parts as one, each over the parts that report it; plain floats are weighed by `weights`."""
+    """Merge metrics by name, each over the parts that report it; `weights` are for plain floats and default to 1."""
     weights = [1.0] * len(parts) if weights is None else weights
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        given = [(part[name], weight) for part, weight in zip(parts, weights, strict=True) if name in part]
-        merged[name] = float(_merge(name, [value for value, _ in given], [weight for _, weight in given]))
+        reported = [(part[name], weight) for part, weight in zip(parts, weights, strict=True) if name in part]
+        merged[name] = float(_merge(name, [value for value, _ in reported], [weight for _, weight in reported]))
     return merged
 
 
 def _merge(name: str, values: Sequence[float], weights: Sequence[float]) -> float:
     kinds: set[type[float]] = {
-        type(value) if isinstance(value, Count | Largest | Smallest | Mean) else float for value in values
+        type(value) if isinstance(value, Count | Max | Min | Mean) else float for value in values
     }
-    assert len(kinds) == 1, f"{name} combines in different ways: {kinds}"
+    assert len(kinds) == 1, f"{name} is reported with different reductions: {kinds}"
     if Count in kinds:
         return sum(values)
-    if Largest in kinds:
+    if Max in kinds:
         return max(values)
-    if Smallest in kinds:
+    if Min in kinds:
         return min(values)
     if len(values) == 1:
         return values[0]

@@ -1,4 +1,4 @@
-"""Loss and gradient of the same tokens here and in TRL."""
+"""Loss and gradient equal those of TRL on the same tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_DUAL_CLIP = {"clip_ratio_c": 1e9}
 
 
 class Accelerator:
-    """One process."""
+    """An accelerator with one process."""
 
     num_processes = 1
     sync_gradients = True
@@ -53,7 +53,7 @@ def draw(seed: int) -> dict[str, torch.Tensor]:
 
 
 def run_trl(data: dict[str, torch.Tensor], **settings) -> tuple[float, torch.Tensor]:
-    """TRL's own loss code, given the logprobs that a model would give."""
+    """TRL's loss code, with a model replaced by its logprobs."""
     options = {
         "loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0, "epsilon_low": 0.2,
         "epsilon_high": 0.2, "off_policy_mask_threshold": None, "use_bias_correction_kl": False,
@@ -85,7 +85,7 @@ def run_trl(data: dict[str, torch.Tensor], **settings) -> tuple[float, torch.Ten
 
 
 def run_ours(data: dict[str, torch.Tensor], **section) -> tuple[float, torch.Tensor]:
-    """As the trainer does it: terms of all tokens, losses of single tokens, one weight each."""
+    """As in the trainer: terms of all tokens, per-token losses, aggregation weights."""
     section = AlgorithmSection(**section)
     algorithm = resolve_algorithm(section)
     mask = data["mask"].bool()
@@ -93,8 +93,8 @@ def run_ours(data: dict[str, torch.Tensor], **section) -> tuple[float, torch.Ten
     rows = torch.arange(len(LENGTHS))[:, None].expand(mask.shape)[mask].numpy()
     advantages = data["advantages"][:, None].expand(mask.shape)[mask]
     scores = BatchScores(
-        old_logprobs_E=data["old"][mask].numpy(), advantages_E=advantages.numpy(), sequence_E=rows, sample_E=rows,
-        time_E=np.arange(len(rows)), group_Q=np.arange(len(LENGTHS)), is_expert_Q=np.zeros(len(LENGTHS), dtype=bool),
+        old_logprobs_E=data["old"][mask].numpy(), advantages_E=advantages.numpy(), sequence_E=rows,
+        group_Q=np.arange(len(LENGTHS)), is_expert_Q=np.zeros(len(LENGTHS), dtype=bool),
         logprobs_E=data["logps"][mask].numpy(),
     )  # fmt: skip
     terms = algorithm.compute_terms(scores)
@@ -107,14 +107,14 @@ def run_ours(data: dict[str, torch.Tensor], **section) -> tuple[float, torch.Ten
             sequence_log_ratios_N=None if ratios is None else torch.from_numpy(ratios),
         )
     ).losses_N
-    kept, _ = compute_correction_weights(
+    correction, _ = compute_correction_weights(
         scores,
         scores.old_logprobs_E,
         algorithm.correction,
-        first_logprobs_E=scores.old_logprobs_E,
+        proximal_logprobs_E=scores.old_logprobs_E,
         is_weighted=False,
     )
-    losses = losses * torch.from_numpy(terms.weights_E * kept)
+    losses = losses * torch.from_numpy(terms.weights_E * correction)
     if section.kl_coef:
         losses = losses + section.kl_coef * compute_kl(
             logps[mask], data["reference"][mask], estimator=section.kl_estimator, sampler_logprobs_N=data["old"][mask]
@@ -148,7 +148,7 @@ CASES = {
         {"algorithm_type": "grpo", "kl_coef": 0.1, "kl_estimator": "corrected_k3", **SEQUENCE_MEAN},
         {"beta": 0.1, "use_bias_correction_kl": True},
     ),
-    "grpo without strayed sequences": (
+    "grpo with off-policy sequence masking": (
         {"algorithm_type": "grpo", "correction": {"negative_sequence_delta": 0.05}, **SEQUENCE_MEAN},
         {"off_policy_mask_threshold": 0.05},
     ),
@@ -157,7 +157,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(3))
-def test_loss_and_gradient_are_those_of_trl(name, seed):
+def test_loss_and_gradient_equal_trl(name, seed):
     ours, theirs = CASES[name]
     data = draw(seed)
     if name == "grpo with corrected KL":  # TRL does not clip the ratio at 2

@@ -24,7 +24,7 @@ def test_weights_by_hand(aggregation, expected):
     np.testing.assert_allclose(weights, expected)
 
 
-def test_no_token_has_no_weight():
+def test_no_tokens_give_no_weights():
     assert compute_token_weights(np.zeros(0, dtype=np.int64), aggregation="token-mean", norm_length=1).size == 0
 
 

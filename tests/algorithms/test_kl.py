@@ -31,7 +31,7 @@ def test_value_is_unbiased(estimator):
 
 
 def expected_gradient(estimator: str) -> torch.Tensor:
-    """Of the estimate used as a loss, over tokens drawn from the policy (the draw itself has no gradient)."""
+    """Expected gradient of the estimate as a loss, over tokens from the policy (without gradient of the sampling)."""
     logits = LOGITS.clone().requires_grad_()
     logp = logits.log_softmax(0)
     (logp.exp().detach() * compute_kl(logp, OTHER, estimator=estimator)).sum().backward()
@@ -46,7 +46,7 @@ def exact_gradient(is_reverse: bool) -> torch.Tensor:
     return logits.grad
 
 
-def test_gradient_of_each_estimator_is_what_its_docstring_says():
+def test_expected_gradient_of_each_estimator():
     torch.testing.assert_close(expected_gradient("k1"), torch.zeros(3, dtype=torch.float64))
     torch.testing.assert_close(expected_gradient("k2"), exact_gradient(is_reverse=False))
     torch.testing.assert_close(expected_gradient("k3"), exact_gradient(is_reverse=True))
@@ -55,8 +55,8 @@ def test_gradient_of_each_estimator_is_what_its_docstring_says():
 SAMPLER = torch.tensor([0.1, -0.3, 0.6], dtype=torch.float64).log_softmax(0)
 
 
-def test_corrected_estimate_is_unbiased_whoever_sampled():
-    """Value and gradient over another policy's tokens are those of the KL; no ratio here reaches the clip."""
+def test_corrected_estimate_is_unbiased_for_any_sampler():
+    """Value and gradient on tokens of another policy are those of the KL, for ratios below the clip."""
     logits = LOGITS.clone().requires_grad_()
     logp = logits.log_softmax(0)
     assert (logp - SAMPLER).exp().max() < 2
@@ -80,8 +80,8 @@ def test_coefficient_follows_its_target():
     assert adapt_kl_coef(1.0, kl=0.0, **settings) == pytest.approx(1 - 0.2 * 0.5)
 
 
-def test_k3_is_never_negative_and_sees_small_differences():
-    """Written with exp, half of these come out below 0 or as 0 in float32."""
+def test_k3_is_never_negative_and_resolves_small_differences():
+    """With exp instead of expm1, half of these are negative or 0 in float32."""
     torch.manual_seed(0)
     d = torch.cat([scale * torch.randn(20_000) for scale in (1e-8, 1e-6, 1e-4, 1e-2)])
     k3 = compute_kl(d, torch.zeros_like(d), estimator="k3")

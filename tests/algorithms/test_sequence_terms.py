@@ -1,4 +1,4 @@
-"""Terms of whole sequences, and corrections of importance weights, by hand."""
+"""Sequence terms and importance corrections against numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_sequence_ratio_is_a_mean_over_its_tokens():
     assert compute_sequence_ratio_terms(build_scores([[1]])).sequence_log_ratios_E is None
 
 
-def test_topr_imitates_success_and_tapers_failure():
+def test_topr_truncates_ratios_of_negative_tokens():
     scores = build_scores(
         [[1, 1], [-1, -1], [-1], [0]], old=[[-1, -1], [-1, -1], [-1], [-1]],
         logprobs=[[-3, -3], [-1.5, -2.0], [-0.5], [-2]],
@@ -34,8 +34,8 @@ def test_topr_imitates_success_and_tapers_failure():
     np.testing.assert_allclose(compute_topr_terms(scores, advantage_threshold=-0.5).weights_E[-1], 1)
 
 
-def test_m2po_masks_the_largest_until_the_second_moment_is_small():
-    """Only the first three tokens are where a clip could stop them: d^2 = .01, .04, .25; the mean of two is .025."""
+def test_m2po_masks_the_largest_log_ratios():
+    """A clip could stop the first three tokens only: d^2 = .01, .04, .25; the mean of two is .025."""
     scores = build_scores([[1, 1, 1], [-1], [1]], logprobs=[[0.1, 0.2, 0.5], [0.9], [-0.9]])
     terms = compute_m2po_terms(scores)
     np.testing.assert_array_equal(terms.weights_E, [1, 1, 0, 1, 1])
@@ -44,8 +44,8 @@ def test_m2po_masks_the_largest_until_the_second_moment_is_small():
     assert compute_m2po_terms(build_scores([], logprobs=[])).weights_E.size == 0
 
 
-def test_rloo_takes_the_kl_off_the_reward():
-    """As if each reward had been R - coef KL before the others' mean was taken."""
+def test_rloo_subtracts_the_kl_from_the_reward():
+    """Equal to leave-one-out advantages of the rewards R - coef KL."""
     kl = [0.5, 0.3, 1.0]
     reference = [[-1.3, -1.2], [-1.3], [-2.0]]
     scores = build_scores(
@@ -61,13 +61,17 @@ SAMPLER = [[-1.5, -0.9], [-1.0], [-3.0]]
 
 
 def correct(*, is_weighted: bool = True, experts=None, **section) -> tuple[np.ndarray, dict[str, float]]:
-    """The step's first policy gives logprob -1 to every token; ratios are e^.5, e^-.1; 1; e^2."""
+    """The proximal policy has logprob -1 at every token; ratios are e^.5, e^-.1; 1; e^2."""
     scores = build_scores(
         [[1, 1], [-1], [-1]], old=[[-1, -1], [-1], [-1]], logprobs=[[-1, -1], [-1.2], [-3]], experts=experts
     )
     sampler_E = np.concatenate([np.asarray(row) for row in SAMPLER])
     return compute_correction_weights(
-        scores, sampler_E, CorrectionSection(**section), first_logprobs_E=scores.old_logprobs_E, is_weighted=is_weighted
+        scores,
+        sampler_E,
+        CorrectionSection(**section),
+        proximal_logprobs_E=scores.old_logprobs_E,
+        is_weighted=is_weighted,
     )
 
 
@@ -89,21 +93,21 @@ def test_masks_by_token_sequence_and_geometric_mean():
     assert mask("geometric", 0.5, 1.3) == [1, 1, 1, 0]
 
 
-def test_sequences_that_the_policy_strayed_from_do_not_push_down():
+def test_negative_tokens_of_off_policy_sequences_are_masked():
     """Mean of sampler - now: (-.5 + .1) / 2 with A > 0; .2; 0."""
     weights, metrics = correct(is_weighted=False, negative_sequence_delta=0.1)
     assert weights.tolist() == [1, 1, 0, 1]
     assert metrics == {"correction/masked_frac": pytest.approx(0.25)}
 
 
-def test_nothing_asked_for_changes_nothing():
+def test_without_corrections_all_factors_are_one():
     weights, metrics = correct(is_weighted=False)
     assert (weights == 1).all() and metrics == {}
     assert correct(experts=[True, True, True])[0].tolist() == [1, 1, 1, 1]
 
 
 def test_untruncated_sequence_weights_are_unbiased():
-    """The mean over the sampler's sequences of weight times any function is the policy's mean of that function."""
+    """The sampler's mean of weight times any function of sequences is the policy's mean of that function."""
     rng = np.random.default_rng(0)
     policy, sampler = rng.dirichlet(np.ones(3), size=2)
     values = rng.standard_normal((3, 3))
@@ -116,7 +120,7 @@ def test_untruncated_sequence_weights_are_unbiased():
                 scores,
                 np.log(sampler[[first, second]]),
                 section,
-                first_logprobs_E=scores.old_logprobs_E,
+                proximal_logprobs_E=scores.old_logprobs_E,
                 is_weighted=True,
             )
             total += sampler[first] * sampler[second] * weights[0] * values[first, second]

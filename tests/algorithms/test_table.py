@@ -1,4 +1,4 @@
-"""Names, arguments and defaults of algorithms; what is not known is refused."""
+"""Names, arguments and defaults of algorithms; unknown ones are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_partial_arguments_keep_the_other_defaults():
     assert algorithm.compute_losses.keywords == {"clip_range_high": 0.28}
 
 
-def test_aggregation_of_the_section_wins():
+def test_loss_aggregation_overrides_the_default():
     section = AlgorithmSection(loss_aggregation="seq-mean-token-sum")
     assert resolve_algorithm(section).aggregation == "seq-mean-token-sum"
 
@@ -41,7 +41,7 @@ def test_aggregation_of_the_section_wins():
         ({"loss_args": {"scores": 1}}, "unknown argument 'scores'"),
         ({"norm_length": 100}, "norm_length=100 has no effect on 'multi_step_grpo' with loss_aggregation=token-mean"),
         ({"kl_estimator": "k3"}, "kl_estimator='k3' has no effect with kl_coef=0"),
-        ({"algorithm_type": "opmd", "advantage_args": {"tau": 0.5}}, "tau=0.5 has no effect on baseline='mean'"),
+        ({"algorithm_type": "opmd", "advantage_args": {"tau": 0.5}}, "tau=0.5 has no effect with baseline='mean'"),
         ({"algorithm_type": "cispo", "loss_args": {"mask_clip_range_low": 0.5}}, "no effect without enable_mask_clip"),
         ({"algorithm_type": "rec", "loss_args": {"epsilon_low": 0.1}}, "no effect with clip_mode='none'"),
         ({"algorithm_type": "rec", "loss_args": {"epsilon_low_prime": 0.1}}, "no effect unless clip_mode='ring'"),
@@ -50,7 +50,7 @@ def test_aggregation_of_the_section_wins():
         ({"terms_args": {"gamma": 1.0}}, "unknown argument 'gamma' in terms_args of 'multi_step_grpo'.*it takes none"),
         ({"algorithm_type": "topr", "terms_args": {"advantage_treshold": 1.0}}, "did you mean 'advantage_threshold'"),
         ({"algorithm_type": "sft", "loss_args": {"beta": 1}}, "it takes none"),
-        ({"algorithm_type": "dpo", "loss_aggregation": "token-mean"}, "'dpo' weighs its tokens itself"),
+        ({"algorithm_type": "dpo", "loss_aggregation": "token-mean"}, "loss_aggregation has no effect with 'dpo'"),
         ({"algorithm_type": "sft", "advantage_args": {"epsilon": 1e-6}}, "computes no advantages"),
     ],
 )
@@ -73,7 +73,7 @@ def test_unknown_names_and_arguments_are_errors(section, message):
         ({"correction": {"negative_sequence_delta": 0.1}}, {"logprobs"}),
     ],
 )
-def test_only_what_is_needed_is_scored(section, needs):
+def test_needs_follow_from_arguments(section, needs):
     assert resolve_algorithm(AlgorithmSection(**section)).needs == needs
 
 
@@ -92,17 +92,17 @@ def build_group(*rewards: float | None) -> Group:
 
 
 @pytest.mark.parametrize("name", ["multi_step_grpo", "rloo", "bnpo", "rec"])
-def test_what_only_compares_is_refused_groups_of_one(name):
-    with pytest.raises(ConfigError, match="group_size=1: .* learns nothing from one; raise group_size"):
+def test_group_relative_algorithms_refuse_group_size_one(name):
+    with pytest.raises(ConfigError, match="group_size=1: .* one run has no advantage; raise group_size"):
         resolve_algorithm(AlgorithmSection(algorithm_type=name, group_size=1))
 
 
 @pytest.mark.parametrize("name", ["reinforce", "raft", "asymre", "remax", "ppo", "mix", "gigpo"])
-def test_what_learns_without_comparing_may_have_groups_of_one(name):
+def test_algorithms_without_group_baseline_accept_group_size_one(name):
     assert resolve_algorithm(AlgorithmSection(algorithm_type=name, group_size=1)).name == name
 
 
-def test_groups_are_counted_by_what_becomes_of_them():
+def test_trained_dropped_and_unscored_groups_are_counted():
     algorithm = resolve_algorithm(AlgorithmSection())
     groups = [build_group(1.0, 0.0, None), build_group(1.0, 1.0), build_group(None, None), build_group(0.5, None)]
     advantages, metrics = compute_group_advantages(algorithm, groups)
@@ -115,8 +115,8 @@ def test_groups_are_counted_by_what_becomes_of_them():
     }
 
 
-def test_advantages_of_turns_come_from_prompts_and_metrics():
-    """Two runs of one call each in the same state: both parts say the same."""
+def test_gigpo_advantages_are_per_turn():
+    """Two runs of one call each in the same state: both parts are equal."""
     advantages, metrics = compute_group_advantages(
         resolve_algorithm(AlgorithmSection(algorithm_type="gigpo")), [build_group(1.0, 0.0)]
     )
@@ -125,5 +125,5 @@ def test_advantages_of_turns_come_from_prompts_and_metrics():
 
 
 def test_supervised_algorithm_has_no_advantages():
-    with pytest.raises(ConfigError, match="does not learn from rewards"):
+    with pytest.raises(ConfigError, match="does not train on rewards"):
         compute_group_advantages(resolve_algorithm(AlgorithmSection(algorithm_type="sft")), [])

@@ -1,4 +1,4 @@
-"""The policy gradient on average, by enumeration: three tokens, sequences of two, every group of two sequences."""
+"""The expected policy gradient by enumeration: three tokens, sequences of two, every group of two sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tunesmith.algorithms.losses.reinforce import compute_importance_sampling_lo
 SEQUENCES = list(itertools.product(range(3), repeat=2))
 REWARDS = [0.1 * first * second - 0.5 * (first == second) + 0.3 * second for first, second in SEQUENCES]
 HUGE = 1e9
-"""As epsilon it makes the advantage (R - mean) / HUGE, whatever the deviation."""
+"""As epsilon it makes the advantage (R - mean) / HUGE, independent of the std."""
 
 
 def compute_token_logprobs(logits: Tensor, sequence: tuple[int, ...]) -> Tensor:
@@ -37,10 +37,10 @@ def compute_exact_gradient(logits: Tensor) -> Tensor:
 
 
 def compute_expected_gradient(logits: Tensor, compute_advantages, compute_losses) -> Tensor:
-    """Over every pair of sequences that the policy may draw."""
+    """Expectation over every pair of sequences."""
     total = torch.zeros_like(logits)
     for pair in itertools.product(range(len(SEQUENCES)), repeat=2):
-        outcomes = [RunOutcome(reward=REWARDS[index], num_steps=1) for index in pair]
+        outcomes = [RunOutcome(reward=REWARDS[index], num_turns=1) for index in pair]
         probability = torch.stack([compute_token_logprobs(logits, SEQUENCES[i]).sum() for i in pair]).sum().exp()
         for index, advantage in zip(pair, compute_advantages([outcomes])[0], strict=True):
             if advantage is None:
@@ -87,7 +87,7 @@ def test_leave_one_out_and_plain_reinforce_are_unbiased():
             assert_unbiased(compute_expected_gradient(logits, compute_advantages, compute_losses), logits)
 
 
-def test_a_constant_baseline_changes_nothing_on_average():
+def test_a_constant_baseline_does_not_change_the_expected_gradient():
     logits = build_logits()
 
     def compute_advantages(groups):

@@ -1,4 +1,4 @@
-"""Groups whose runs did alike: dropped where nothing else has a gradient, trained where a KL or an entropy has one."""
+"""Groups with identical rewards are dropped, or trained where a KL, entropy bonus or regularizer has a gradient."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compute(section: dict, *groups: Group):
         {"algorithm_type": "mix", "kl_coef": 0.1},
     ],
 )
-def test_they_train_where_something_else_has_a_gradient(section):
+def test_zero_advantage_groups_train_with_another_gradient(section):
     groups = [build_group(1.0, 1.0, None), build_group(0.5, None), build_group(None, None), build_group(1.0, 0.0)]
     advantages, metrics = compute(section, *groups)
     assert advantages[:3] == [[0.0, 0.0, None], [0.0, None], [None, None]]
@@ -53,13 +53,13 @@ def test_they_train_where_something_else_has_a_gradient(section):
         {"algorithm_type": "grpo", "kl_coef": 0.1, "advantage_args": {"std_threshold": 0.1}},
     ],
 )
-def test_they_are_dropped_where_nothing_has_or_where_that_is_asked_for(section):
+def test_zero_advantage_groups_are_dropped_without_one_or_by_std_threshold(section):
     advantages, metrics = compute(section, build_group(1.0, 1.0))
     assert advantages == [[None, None]] and metrics["algorithm/num_dropped_groups"] == 1
 
 
-def test_runs_that_an_algorithm_leaves_out_stay_out():
-    """raft imitates winners whatever their advantage, and a greedy run that failed is no baseline of 0."""
+def test_runs_without_advantage_by_selection_stay_dropped():
+    """raft selects runs, which zero advantages do not change; a failed greedy run is no baseline of 0."""
     assert compute({"algorithm_type": "raft", "kl_coef": 0.1}, build_group(0.0, 0.0))[0] == [[None, None]]
     section = {"algorithm_type": "remax", "kl_coef": 0.1}
     group = build_group(1.0, 1.0)
@@ -68,13 +68,13 @@ def test_runs_that_an_algorithm_leaves_out_stay_out():
     assert compute(section, equal)[0] == [[0.0, 0.0]]
 
 
-def test_they_teach_nothing_to_dynamic_sampling_and_replay():
+def test_has_advantage_ignores_the_kl():
     algorithm = resolve_algorithm(AlgorithmSection(kl_coef=0.1))
     assert not has_advantage(algorithm, build_group(1.0, 1.0))
     assert has_advantage(algorithm, build_group(1.0, 0.0))
 
 
-def test_equal_rewards_with_unequal_kl_are_pushed_apart():
+def test_equal_rewards_with_unequal_kl_have_advantages():
     """R - 0.1 KL with KLs of 1 and 3, each minus the other: +0.2 and -0.2."""
     (row,), _ = compute(REWARD_KL, build_group(1.0, 1.0))
     scores = build_scores(

@@ -85,7 +85,7 @@ def test_topr_takes_each_tokens_own_ratio():
     log_ratio = np.array([-1.0, 0.5, -0.2])
     scores = BatchScores(
         old_logprobs_E=np.full(3, -2.0), logprobs_E=np.full(3, -2.0) + log_ratio, advantages_E=np.full(3, 0.4),
-        sequence_E=np.zeros(3, dtype=int), sample_E=np.zeros(3, dtype=int), time_E=np.arange(3),
+        sequence_E=np.zeros(3, dtype=int),
         group_Q=np.zeros(1, dtype=int), is_expert_Q=np.zeros(1, dtype=bool),
     )  # fmt: skip
     assert algorithm.compute_terms(scores).weights_E == pytest.approx(np.minimum(np.exp(log_ratio), 1.0))

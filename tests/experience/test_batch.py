@@ -26,7 +26,7 @@ def gather(outcomes, *, num_groups, max_tasks, operators=()):
         drawn.append(batch.num_missing)
         groups = [group_of(index, 0, int(outcomes[index])) for index in range(start, start + drawn[-1])]
         kept, metrics = apply_operators(groups, operators)
-        batch.add_round(groups, kept, metrics, is_useful=[has_variance(group) for group in kept])
+        batch.add_round(groups, kept, metrics, has_advantage=[has_variance(group) for group in kept])
     return batch, drawn
 
 
@@ -62,7 +62,7 @@ def test_groups_that_operators_emptied_are_not_trained():
     assert batch.compute_metrics()["experience/drop/num_dropped"] == 7
     plain, _ = gather([1] * 3, num_groups=3, max_tasks=3, operators=[operator])
     assert plain.positions == [1, 2]
-    assert len(plain.is_useful) == len(plain.groups)
+    assert len(plain.has_advantage) == len(plain.groups)
 
 
 def test_counts_are_added_and_the_rest_is_averaged_over_groups():
@@ -71,7 +71,7 @@ def test_counts_are_added_and_the_rest_is_averaged_over_groups():
         ([group_of(index, 0) for index in range(3)], {"a/x": Count(1), "a/rate": 0.0}),
         ([group_of(3, 0)], {"a/x": Count(2), "a/rate": 1.0}),
     ):
-        batch.add_round(groups, groups, metrics, is_useful=[False] * len(groups))
+        batch.add_round(groups, groups, metrics, has_advantage=[False] * len(groups))
     metrics = batch.compute_metrics()
     assert metrics["a/x"] == 3.0 and metrics["a/rate"] == 0.25
 

@@ -13,10 +13,10 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
 from tunesmith.trainer.compiled_layers import compiled_layers
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.row_graphs import RowGraphs, can_record
+from tunesmith.trainer.row_graphs import RowGraphs, can_capture
 from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Distribution, Sample
@@ -58,7 +58,7 @@ def build_model(has_adapter: bool) -> PreTrainedModel:
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_gradients_and_totals_equal_those_without_graphs(has_adapter):
     model = build_model(has_adapter)
-    assert can_record(model)
+    assert can_capture(model)
     algorithm, optimizer = resolve_algorithm(AlgorithmSection()), MasterAdamW(model, TrainerSection())
     graphs = RowGraphs(model)
     with compiled_layers(model):
@@ -69,7 +69,7 @@ def test_gradients_and_totals_equal_those_without_graphs(has_adapter):
             found = []
             for each in (None, graphs):
                 optimizer.clear_gradients()
-                totals = run_batch(
+                totals = run_loss_pass(
                     model, samples, rows, algorithm, inputs,
                     chunk_tokens=128, is_compiled=True, graphs=each,
                 )  # fmt: skip
@@ -78,7 +78,7 @@ def test_gradients_and_totals_equal_those_without_graphs(has_adapter):
             (plain, plain_totals), (ours, our_totals) = found
             assert (ours - plain).norm() < 5e-2 * plain.norm(), seed
             torch.testing.assert_close(our_totals, plain_totals, rtol=5e-2, atol=1.0)
-    assert graphs.num_recorded > 0
+    assert graphs.num_captured > 0
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
@@ -104,25 +104,25 @@ def test_moved_weights_are_captured_again():
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=256, num_total_steps=9)
     for _ in range(3):
         trainer.step(build_samples(0))
-    assert trainer._graphs.num_recorded
+    assert trainer._graphs.num_captured
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     trainer.step(build_samples(0))
-    assert not trainer._graphs.num_recorded
+    assert not trainer._graphs.num_captured
     for _ in range(2):
         trainer.step(build_samples(0))
-    assert trainer._graphs.num_recorded
+    assert trainer._graphs.num_captured
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
 
-def test_rows_run_without_graphs_while_an_output_of_the_model_is_referenced(caplog):
+def test_rows_are_not_captured_while_an_autograd_graph_is_referenced(caplog):
     model = build_trainable("llama", dtype=torch.bfloat16).cuda()
     settings = TrainerSection(learning_rate=3e-3, mismatch_stop=1e9, has_row_graphs=True)
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=256, num_total_steps=6)
     kept = [parameter.clone() for parameter in model.parameters()]
     losses = [trainer.step(build_samples(0))["train/loss"] for _ in range(6)]
     assert losses[-1] < losses[0]
-    assert not trainer._graphs.num_recorded
-    assert "somebody holds a result of the model" in caplog.text
+    assert not trainer._graphs.num_captured
+    assert "an output of the model with a pending backward" in caplog.text
     del kept

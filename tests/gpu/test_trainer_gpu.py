@@ -20,7 +20,7 @@ from tunesmith.experience.trie import Trie, build_trie, concatenate_tries
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.compiled_layers import compiled_layers
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import prepare_update
@@ -161,7 +161,7 @@ def compute_gradient(
     optimizer = MasterAdamW(model, TrainerSection())
     preparation = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=chunk_tokens)
     with compiled_layers(model) if is_compiled else nullcontext():
-        run_batch(
+        run_loss_pass(
             model, samples, rows, algorithm, preparation.inputs,
             chunk_tokens=chunk_tokens, is_compiled=is_compiled,
         )  # fmt: skip
@@ -220,7 +220,7 @@ def test_a_batch_and_its_update_never_synchronize_with_the_device():
     inputs = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=100).inputs
 
     def run() -> None:
-        run_batch(model, samples, rows, algorithm, inputs, chunk_tokens=100, is_compiled=True)
+        run_loss_pass(model, samples, rows, algorithm, inputs, chunk_tokens=100, is_compiled=True)
         optimizer.update(learning_rate=1e-6, grad_norm=optimizer.compute_grad_norm(), max_grad_norm=1.0)
 
     with compiled_layers(model):

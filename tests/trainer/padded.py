@@ -1,4 +1,4 @@
-"""The judge of whole updates: every formula once more, on padded tensors [Q, T] of sequences and their sampled tokens.
+"""Reference implementation of updates: every formula on padded tensors [Q, T] of sequences and their sampled tokens.
 
 Nothing here comes from the package but the records that go in. Logprobs are those of plain forwards of single samples.
 """
@@ -13,18 +13,18 @@ import torch
 from test_algorithm_gradients import build_batch, score_plainly
 from torch import Tensor
 
-from tunesmith.trainer.scoring_pass import FirstScores
+from tunesmith.trainer.scoring_pass import ProximalScores
 from tunesmith.types import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What is known of each token; rows are trajectories, branches one after the other."""
+    """Per-token inputs; rows are trajectories, with branches concatenated."""
 
     logprobs: Tensor
-    """Of the policy, with its gradient."""
+    """Under the policy, with gradient."""
     sampler: Tensor
-    first: Tensor
+    proximal: Tensor
     reference: Tensor
     advantages: Tensor
     is_real: Tensor
@@ -32,12 +32,12 @@ class Tokens:
     """Per sequence."""
 
     @property
-    def is_own(self) -> Tensor:
+    def is_sampled(self) -> Tensor:
         return self.is_real & ~self.is_expert[:, None]
 
 
 def pad(samples: list[Sample], values: list[Tensor]) -> Tensor:
-    """Values per sample and sampled token as [Q, T], zeros at the end."""
+    """Values per sample and sampled token as [Q, T], padded with zeros."""
     rows: dict[int, list[Tensor]] = {}
     for sample, row in zip(samples, values, strict=True):
         rows.setdefault(sample.trajectory_index, []).append(row)
@@ -50,37 +50,39 @@ def select(sample: Sample, values) -> Tensor:
 
 
 def build_off_policy(model, labels: list[float], groups: list[int], *, experts=(), noise: float = 0.4, seed: int = 0):
-    """Samples whose sampler is off by `noise` nats, and a first policy that is off from both."""
+    """Samples whose sampler logprobs have noise of `noise` nats, and proximal logprobs that differ from both."""
     rng = random.Random(seed)
-    samples, firsts = [], []
+    samples, proximal = [], []
     for sample in build_batch(labels, groups, experts=experts, seed=seed):
         with torch.no_grad():
             exact = iter(score_plainly(model, sample).tolist())
         logprobs = [next(exact) if is_sampled else 0.0 for is_sampled in sample.is_sampled]
-        firsts.append(np.asarray([value + noise * rng.gauss(0, 0.5) for value in logprobs]))
+        proximal.append(np.asarray([value + noise * rng.gauss(0, 0.5) for value in logprobs]))
         shifted = [
             value + noise * rng.gauss(0, 1) if is_sampled else 0.0
             for value, is_sampled in zip(logprobs, sample.is_sampled, strict=True)
         ]
         samples.append(sample if sample.is_expert else replace(sample, logprobs=tuple(shifted)))
-    return samples, FirstScores(logprobs=firsts, is_weighted=True)
+    return samples, ProximalScores(logprobs=proximal, is_weighted=True)
 
 
-def read_tokens(model, samples: list[Sample], *, first: FirstScores | None = None, reference=None) -> Tokens:
+def read_tokens(model, samples: list[Sample], *, proximal: ProximalScores | None = None, reference=None) -> Tokens:
     lengths = pad(samples, [torch.ones(sum(sample.is_sampled)) for sample in samples])
     sampler = pad(samples, [select(sample, sample.logprobs) for sample in samples])
     logprobs = pad(samples, [score_plainly(model, sample) for sample in samples])
     scored = sampler
-    if first is not None:
-        scored = pad(samples, [select(*each) for each in zip(samples, first.logprobs, strict=True)])
+    if proximal is not None:
+        scored = pad(samples, [select(*each) for each in zip(samples, proximal.logprobs, strict=True)])
     with torch.no_grad():
-        given = sampler if reference is None else pad(samples, [score_plainly(reference, one) for one in samples])
+        reference_logprobs = (
+            sampler if reference is None else pad(samples, [score_plainly(reference, one) for one in samples])
+        )
     is_expert = {sample.trajectory_index: sample.is_expert for sample in samples}
     return Tokens(
         logprobs=logprobs,
         sampler=sampler,
-        first=scored,
-        reference=given,
+        proximal=scored,
+        reference=reference_logprobs,
         advantages=pad(samples, [select(sample, sample.advantages) for sample in samples]),
         is_real=lengths > 0,
         is_expert=torch.tensor(list(is_expert.values())),
@@ -93,7 +95,7 @@ def mean_rows(values: Tensor, kept: Tensor) -> Tensor:
 
 
 def aggregate(losses: Tensor, kept: Tensor, aggregation: str) -> Tensor:
-    """`kept` are the tokens that count, whether they were masked or not."""
+    """`kept` are the tokens of the denominator, masked ones included."""
     losses = losses * kept
     num_sequences = kept.any(1).sum()
     if aggregation == "token-mean":
@@ -115,19 +117,19 @@ def weigh(log_ratio: Tensor, kept: Tensor, level: str) -> Tensor:
 
 
 def correct(tokens: Tokens, correction: dict) -> tuple[Tensor, Tensor, Tensor]:
-    """The old logprobs of the loss, importance weights, and which tokens the mask keeps."""
+    """Old logprobs of the loss, importance weights, and the tokens that the mask keeps."""
     importance, mask = correction.get("importance", "none"), correction.get("mask")
-    log_ratio = tokens.first - tokens.sampler
+    log_ratio = tokens.proximal - tokens.sampler
     weights, is_kept = torch.ones_like(log_ratio), torch.ones_like(tokens.is_real)
     if importance != "none":
-        weights = weigh(log_ratio, tokens.is_own, importance).clamp(max=correction.get("cap", 2.0))
+        weights = weigh(log_ratio, tokens.is_sampled, importance).clamp(max=correction.get("cap", 2.0))
     if mask is not None:
-        ratio = weigh(log_ratio, tokens.is_own, mask["level"])
+        ratio = weigh(log_ratio, tokens.is_sampled, mask["level"])
         is_kept = (ratio >= mask["low"]) & (ratio <= mask["high"])
     if (delta := correction.get("negative_sequence_delta")) is not None:
-        distance = mean_rows(tokens.sampler - tokens.logprobs.detach(), tokens.is_own)
+        distance = mean_rows(tokens.sampler - tokens.logprobs.detach(), tokens.is_sampled)
         is_kept = is_kept & ~((tokens.advantages < 0) & (distance > delta))
-    return tokens.sampler if importance == "none" else tokens.first, weights, is_kept
+    return tokens.sampler if importance == "none" else tokens.proximal, weights, is_kept
 
 
 def estimate_kl(tokens: Tokens, estimator: str) -> Tensor:
@@ -137,22 +139,22 @@ def estimate_kl(tokens: Tokens, estimator: str) -> Tensor:
     return {"k1": d, "k2": d.square() / 2, "k3": k3, "abs": d.abs(), "corrected_k3": ratio * k3}[estimator]
 
 
-def clip_ppo(tokens: Tokens, old: Tensor) -> Tensor:
+def compute_ppo_losses(tokens: Tokens, old: Tensor) -> Tensor:
     a, ratio = tokens.advantages, (tokens.logprobs - old).exp()
     upper = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
     return torch.where(a < 0, torch.minimum(upper, -3 * a), upper)
 
 
-def lose_reinforce(tokens: Tokens, old: Tensor) -> Tensor:
+def compute_reinforce_losses(tokens: Tokens, old: Tensor) -> Tensor:
     return -tokens.advantages * (tokens.logprobs.detach() - old).exp().clamp(max=2) * tokens.logprobs
 
 
-def lose_importance(tokens: Tokens, old: Tensor) -> Tensor:
+def compute_importance_losses(tokens: Tokens, old: Tensor) -> Tensor:
     return -tokens.advantages * (tokens.logprobs - old).exp()
 
 
-def lose_m2po(tokens: Tokens, old: Tensor) -> Tensor:
-    """Of the tokens that a clip could stop, the largest d are left out one by one while the mean of d^2 is above."""
+def compute_m2po_losses(tokens: Tokens, old: Tensor) -> Tensor:
+    """Mask the largest d of the tokens that a clip could stop, one by one, until the mean of d^2 is below the cap."""
     d = (tokens.logprobs.detach() - old) * tokens.is_real
     rest = {tuple(place) for place in (tokens.advantages * d > 0).nonzero().tolist()}
     out = torch.zeros_like(tokens.is_real)
@@ -160,58 +162,58 @@ def lose_m2po(tokens: Tokens, old: Tensor) -> Tensor:
         largest = max(rest, key=lambda place: abs(d[place].item()))
         rest.remove(largest)
         out[largest] = True
-    return lose_importance(tokens, old) * ~out
+    return compute_importance_losses(tokens, old) * ~out
 
 
-def lose_topr(tokens: Tokens, old: Tensor) -> Tensor:
+def compute_topr_losses(tokens: Tokens, old: Tensor) -> Tensor:
     tapered = weigh(tokens.logprobs.detach() - old, tokens.is_real, "sequence").clamp(max=1)
     return -tokens.advantages * torch.where(tokens.advantages > 0, torch.ones_like(old), tapered) * tokens.logprobs
 
 
-def lose_rec(tokens: Tokens, old: Tensor) -> Tensor:
+def compute_rec_losses(tokens: Tokens, old: Tensor) -> Tensor:
     """one-side bounds of .2, importance weights."""
     a, ratio = tokens.advantages, (tokens.logprobs.detach() - old).exp()
     is_kept = ((a >= 0) & (ratio <= 1.2)) | ((a <= 0) & (ratio >= 0.8))
     return -a * ratio * is_kept * tokens.logprobs
 
 
-def lose_sppo(tokens: Tokens, old: Tensor) -> Tensor:
+def compute_sppo_losses(tokens: Tokens, old: Tensor) -> Tensor:
     bound = float(np.log(1.3))
     return -tokens.advantages * (tokens.logprobs - old).clamp(-bound, bound)
 
 
-def lose_cispo(tokens: Tokens, old: Tensor) -> Tensor:
+def compute_cispo_losses(tokens: Tokens, old: Tensor) -> Tensor:
     return -tokens.advantages * (tokens.logprobs.detach() - old).exp().clamp(0, 1.28) * tokens.logprobs
 
 
-def lose_gspo(tokens: Tokens, old: Tensor) -> Tensor:
-    """The gradient of a sequence's ratio, token by token: -A s log p where the clip lets it through."""
+def compute_gspo_losses(tokens: Tokens, old: Tensor) -> Tensor:
+    """The gradient of the sequence ratio per token: -A s log p where it is not clipped."""
     s = mean_rows(tokens.logprobs.detach() - old, tokens.is_real).exp()
     own = s * (tokens.logprobs - tokens.logprobs.detach()).exp()
     return torch.maximum(-tokens.advantages * own, -tokens.advantages * own.clamp(1 - 3e-4, 1 + 4e-4))
 
 
-def lose_sapo(tokens: Tokens, old: Tensor) -> Tensor:
+def compute_sapo_losses(tokens: Tokens, old: Tensor) -> Tensor:
     tau = torch.where(tokens.advantages > 0, 1.0, 1.05)
     return -tokens.advantages * 4 / tau * torch.sigmoid(tau * ((tokens.logprobs - old).exp() - 1))
 
 
-def lose_opmd(tokens: Tokens, old: Tensor) -> Tensor:
+def compute_opmd_losses(tokens: Tokens, old: Tensor) -> Tensor:
     return -tokens.advantages * tokens.logprobs / 2
 
 
 LOSSES = {
-    "grpo": (clip_ppo, "token-mean", {}),
-    "rloo": (clip_ppo, "seq-mean-token-sum", {}),
-    "reinforce": (lose_reinforce, "seq-mean-token-sum", {}),
-    "importance_sampling": (lose_importance, "token-mean", {}),
-    "m2po": (lose_m2po, "token-mean", {}),
-    "topr": (lose_topr, "token-mean", {}),
-    "rec": (lose_rec, "token-mean", {"clip_mode": "one-side", "weight": "importance_sampling"}),
-    "sppo": (lose_sppo, "token-mean", {}),
-    "cispo": (lose_cispo, "token-mean", {}),
-    "gspo": (lose_gspo, "seq-mean-token-mean", {}),
-    "sapo": (lose_sapo, "seq-mean-token-mean", {}),
-    "opmd": (lose_opmd, "token-mean", {}),
+    "grpo": (compute_ppo_losses, "token-mean", {}),
+    "rloo": (compute_ppo_losses, "seq-mean-token-sum", {}),
+    "reinforce": (compute_reinforce_losses, "seq-mean-token-sum", {}),
+    "importance_sampling": (compute_importance_losses, "token-mean", {}),
+    "m2po": (compute_m2po_losses, "token-mean", {}),
+    "topr": (compute_topr_losses, "token-mean", {}),
+    "rec": (compute_rec_losses, "token-mean", {"clip_mode": "one-side", "weight": "importance_sampling"}),
+    "sppo": (compute_sppo_losses, "token-mean", {}),
+    "cispo": (compute_cispo_losses, "token-mean", {}),
+    "gspo": (compute_gspo_losses, "seq-mean-token-mean", {}),
+    "sapo": (compute_sapo_losses, "seq-mean-token-mean", {}),
+    "opmd": (compute_opmd_losses, "token-mean", {}),
 }
 """By name of the algorithm: the loss of each token, the aggregation, and the arguments of the loss function."""

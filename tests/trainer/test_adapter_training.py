@@ -1,4 +1,4 @@
-"""Training an adapter: PEFT's own gradient, a base that never moves and is the reference, and exact resumption."""
+"""Adapter training: gradients equal to PEFT's, a frozen base as the reference, and exact resumption."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.load import load_model
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import Companions, prepare_update, score_logprobs
+from tunesmith.trainer.scoring_pass import ScoringModels, prepare_update, score_logprobs
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Distribution, Sample
 
@@ -32,7 +32,7 @@ KL = AlgorithmSection(algorithm_type="grpo", kl_coef=0.3, kl_estimator="k3")
 
 
 def build_adapted(*, seed=0, dtype=torch.float32, dropout=0.0):
-    """A tiny model with a live adapter whose two factors are both away from zero."""
+    """A tiny model with an adapter whose two factors are non-zero."""
     model = build_trainable(dtype=dtype, seed=seed)
     add_adapter(model, LORA.model_copy(update={"dropout": dropout}), base="base", dtype=dtype)
     generator = torch.Generator().manual_seed(9)
@@ -81,8 +81,8 @@ def get_adapter(model):
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def test_the_loss_and_its_gradient_are_those_of_peft_and_transformers():
-    """A padded batch through transformers' own loss, on PEFT's own model."""
+def test_loss_and_gradient_equal_peft_and_transformers():
+    """Against a padded batch with the loss of transformers on the PEFT model."""
     samples, ours = build_demonstrations(), build_adapted()
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]), dtype=torch.float32)
     theirs = get_peft_model(
@@ -103,7 +103,7 @@ def test_the_loss_and_its_gradient_are_those_of_peft_and_transformers():
 
     rows = pack_samples(samples, max_tokens_per_row=40, has_prefix_sharing=True, hidden_size=32)
     preparation = prepare_update(ours, samples, rows, resolve_algorithm(SFT), norm_length=64, chunk_tokens=16)
-    totals = run_batch(ours, samples, rows, resolve_algorithm(SFT), preparation.inputs, chunk_tokens=16)
+    totals = run_loss_pass(ours, samples, rows, resolve_algorithm(SFT), preparation.inputs, chunk_tokens=16)
     assert totals["train/loss"].value.item() == pytest.approx(loss.item(), rel=1e-6)
     gradients = {name: parameter.grad for name, parameter in get_adapter(ours).items()}
     assert gradients.keys() == expected.keys()
@@ -112,7 +112,7 @@ def test_the_loss_and_its_gradient_are_those_of_peft_and_transformers():
 
 
 def step_with_dropout(*, seed=5, num_steps_before=0, **settings):
-    """A trainer that made one step with dropout, its gradient norm and its loss."""
+    """A trainer after one step with dropout, the gradient norm and the loss."""
     model = build_adapted(dropout=0.4)
     trainer = build_trainer(model, dropout_seed=seed, **settings)
     trainer.num_steps = num_steps_before
@@ -120,7 +120,7 @@ def step_with_dropout(*, seed=5, num_steps_before=0, **settings):
     return model, metrics["train/loss"], metrics["train/grad_norm"]
 
 
-def test_dropout_is_that_of_peft_in_training_mode():
+def test_dropout_equals_peft_in_training_mode():
     sample, ours = build_demonstrations()[-1], build_adapted(dropout=0.4)
     plain = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]), dtype=torch.float32)
     config = LoraConfig(
@@ -138,7 +138,7 @@ def test_dropout_is_that_of_peft_in_training_mode():
     assert metrics["train/loss"] != pytest.approx(build_trainer(build_adapted()).step([sample])["train/loss"], rel=1e-4)
 
 
-def test_dropout_is_drawn_from_the_seed_and_the_step_alone():
+def test_dropout_depends_on_seed_and_step_only():
     state = torch.get_rng_state()
     one = step_with_dropout()
     assert torch.equal(torch.get_rng_state(), state)
@@ -151,7 +151,7 @@ def test_dropout_is_drawn_from_the_seed_and_the_step_alone():
     assert step_with_dropout(num_steps_before=1)[1] != one[1]
 
 
-def test_dropout_is_off_outside_of_the_loss_pass():
+def test_dropout_is_off_outside_the_loss_pass():
     model, plain = build_adapted(dropout=0.4), build_adapted()
     trainer = build_trainer(model)
     samples = build_demonstrations()
@@ -161,13 +161,13 @@ def test_dropout_is_off_outside_of_the_loss_pass():
     assert trainer.compute_loss(samples) == trainer.compute_loss(samples)
 
 
-def test_dropout_is_refused_where_policies_are_compared():
+def test_dropout_is_refused_in_reinforcement_learning():
     for algorithm in (AlgorithmSection(), AlgorithmSection(algorithm_type="dpo")):
-        with pytest.raises(ConfigError, match=r"model.lora.dropout=0.4 is for fine-tuning"):
+        with pytest.raises(ConfigError, match=r"model.lora.dropout=0.4 is for supervised fine-tuning only"):
             build_trainer(build_adapted(dropout=0.4), algorithm)
 
 
-def test_only_the_adapter_has_optimizer_state_and_only_it_moves():
+def test_only_the_adapter_is_updated():
     model = build_adapted()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     trainer = build_trainer(model)
@@ -179,7 +179,7 @@ def test_only_the_adapter_has_optimizer_state_and_only_it_moves():
     assert moved == adapter.keys()
 
 
-def test_narrow_adapters_have_wide_masters():
+def test_bfloat16_adapters_have_float32_masters():
     model = build_trainable(dtype=torch.bfloat16)
     add_adapter(model, LORA, base="base", dtype=torch.bfloat16)
     trainer = build_trainer(model, learning_rate=1e-4)
@@ -192,19 +192,19 @@ def test_narrow_adapters_have_wide_masters():
         assert torch.equal(master.bfloat16(), get_adapter(model)[name])
 
 
-def test_the_reference_of_an_adapter_is_its_base_bit_for_bit():
+def test_reference_of_an_adapter_equals_its_base_bit_for_bit():
     samples, model = build_samples(), build_adapted()
     algorithm = resolve_algorithm(KL)
     rows = pack_samples(samples, max_tokens_per_row=60, has_prefix_sharing=True, hidden_size=32)
     preparation = prepare_update(
-        model, samples, rows, algorithm, norm_length=64, chunk_tokens=16, companions=Companions(reference=model)
+        model, samples, rows, algorithm, norm_length=64, chunk_tokens=16, scoring_models=ScoringModels(reference=model)
     )
     base = score_logprobs(build_trainable(dtype=torch.float32), samples, rows, chunk_tokens=16)
     assert (preparation.inputs.reference_logprobs_E == base).all()
     assert abs(score_logprobs(model, samples, rows, chunk_tokens=16) - base).max() > 1e-2
 
 
-def test_the_kl_of_an_adapter_needs_no_second_model():
+def test_kl_of_an_adapter_needs_no_second_model():
     samples = score(build_adapted(), build_samples())
     adapted, with_copy = build_adapted(), build_adapted()
     metrics = build_trainer(adapted, KL).step(samples)
@@ -230,7 +230,7 @@ def test_a_new_adapter_has_no_kl():
     assert abs(metrics["train/kl"]) < 1e-6
 
 
-def test_gradient_checkpointing_changes_no_number():
+def test_gradient_checkpointing_does_not_change_the_update():
     samples = build_demonstrations()
     one, other = build_adapted(), build_adapted()
     build_trainer(one).step(samples)
@@ -239,7 +239,7 @@ def test_gradient_checkpointing_changes_no_number():
         torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
 
 
-def test_an_adapter_goes_on_bit_for_bit():
+def test_adapter_training_resumes_bit_for_bit():
     samples = build_demonstrations()
     through, stopped = build_adapted(), build_adapted()
     trainer = build_trainer(through)
@@ -256,32 +256,32 @@ def test_an_adapter_goes_on_bit_for_bit():
         assert torch.equal(one, other)
 
 
-def test_four_bits_give_the_gradient_of_the_weights_they_stand_for(pocket_folder):
-    """After a forward without gradients, as sampling makes; the judge has whole weights, rounded as NF4 rounds."""
+def test_4bit_weights_give_the_gradient_of_the_dequantised_weights(pocket_folder):
+    """After a forward without gradients, as in sampling; the reference has the weights rounded to NF4."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     lora = LoraSection(r=3, quantization="nf4")
     ours = load_model(pocket_folder, dtype=torch.float32, device=torch.device("cpu"), lora=lora)
-    judge = AutoModelForCausalLM.from_pretrained(pocket_folder)
+    reference = AutoModelForCausalLM.from_pretrained(pocket_folder)
     with torch.no_grad():
         for name, layer in ours.named_modules():
             if isinstance(layer, bitsandbytes.nn.Linear4bit):
-                whole = judge.get_submodule(name.removesuffix(".base_layer"))
+                whole = reference.get_submodule(name.removesuffix(".base_layer"))
                 whole.weight.copy_(bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state))
-    add_adapter(judge, LoraSection(r=3), base="base", dtype=torch.float32)
+    add_adapter(reference, LoraSection(r=3), base="base", dtype=torch.float32)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for one, other in zip(get_adapter(ours).values(), get_adapter(judge).values(), strict=True):
+        for one, other in zip(get_adapter(ours).values(), get_adapter(reference).values(), strict=True):
             one.copy_(torch.randn(one.shape, generator=generator) * 0.1)
             other.copy_(one)
     ids = torch.arange(9, 40)[None]
     with torch.inference_mode():
         before = ours(ids).logits.clone()
-    losses = [model(input_ids=ids, labels=ids).loss for model in (ours, judge)]
+    losses = [model(input_ids=ids, labels=ids).loss for model in (ours, reference)]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     for loss in losses:
         loss.backward()
     for name, one in get_adapter(ours).items():
-        torch.testing.assert_close(one.grad, get_adapter(judge)[name].grad, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(one.grad, get_adapter(reference)[name].grad, atol=1e-6, rtol=1e-4)
     with torch.inference_mode():
         torch.testing.assert_close(ours(ids).logits, before, atol=0, rtol=0)
-        torch.testing.assert_close(before, judge(ids).logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(before, reference(ids).logits, atol=1e-4, rtol=1e-4)

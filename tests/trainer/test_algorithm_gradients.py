@@ -1,6 +1,6 @@
-"""Whole updates in float64 against autograd of textbook losses on plain forwards, whatever the rows and chunks.
+"""Whole updates in float64 against autograd of textbook losses on plain forwards, for several packings.
 
-The judge scores every sample by itself and writes each algorithm's loss as one expression of all logprobs.
+The reference scores every sample separately and computes each algorithm's loss as one expression of all logprobs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sample_spans import build_spans
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import Companions, prepare_update
+from tunesmith.trainer.scoring_pass import ScoringModels, prepare_update
 from tunesmith.types import Distribution, Sample
 
 PACKINGS = [
@@ -33,7 +33,7 @@ PACKINGS = [
 
 
 def build_batch(labels: list[float], groups: list[int], *, experts: tuple[int, ...] = (), seed: int = 0):
-    """One trajectory a label, two samples in every third; members of a group share their prompt."""
+    """One trajectory per label, every third with two samples; trajectories of a group share their prompt."""
     rng = random.Random(seed)
     prompts = {group: [rng.randrange(97) for _ in range(rng.randrange(2, 6))] for group in groups}
     samples = []
@@ -60,7 +60,7 @@ def build_batch(labels: list[float], groups: list[int], *, experts: tuple[int, .
 
 
 def score_plainly(model: PreTrainedModel, sample: Sample) -> torch.Tensor:
-    """Logprobs of the tokens that train."""
+    """Logprobs of the trained tokens."""
     logprobs = model(input_ids=torch.tensor([sample.token_ids])).logits[0].log_softmax(-1)
     times = [time for time, is_sampled in enumerate(sample.is_sampled) if is_sampled]
     return torch.stack([logprobs[time - 1, sample.token_ids[time]] for time in times])
@@ -85,9 +85,9 @@ def assert_equal_to(
     section: AlgorithmSection,
     samples: list[Sample],
     compute: Callable[[list[torch.Tensor]], torch.Tensor],
-    **companions,
+    **extra_models,
 ) -> None:
-    """`compute` makes the loss of each trajectory's logprobs; `companions` are other models."""
+    """`compute` returns the loss from the logprobs of each trajectory."""
     model = build_trainable()
     loss = compute(score_trajectories(model, samples))
     loss.backward()
@@ -101,9 +101,9 @@ def assert_equal_to(
         chunk_tokens = options.get("chunk_tokens", 1000)
         prepared = prepare_update(
             model, samples, rows, algorithm,
-            norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, companions=Companions(**companions),
+            norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=ScoringModels(**extra_models),
         )  # fmt: skip
-        totals = run_batch(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+        totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
         assert_same((totals["train/loss"].value.item(), take_gradient(model)), expected)
 
 
@@ -119,12 +119,12 @@ def ppo_losses(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tens
     return torch.where(advantages < 0, torch.minimum(upper, -3 * advantages), upper)
 
 
-def test_dpo_has_the_gradient_of_the_textbook():
+def test_dpo_equals_the_textbook_gradient():
     samples, reference = build_batch([1, -1, 1, -1, -1, 1], [0, 0, 1, 1, 2, 2]), build_trainable(seed=1)
-    given = [row.sum() for row in score_with(reference, samples)]
+    fixed = [row.sum() for row in score_with(reference, samples)]
 
     def compute(rows):
-        r = [row.sum() - ref for row, ref in zip(rows, given, strict=True)]
+        r = [row.sum() - ref for row, ref in zip(rows, fixed, strict=True)]
         margins = torch.stack([r[0] - r[1], r[2] - r[3], r[5] - r[4]])
         return -functional.logsigmoid(0.3 * margins).mean()
 
@@ -132,13 +132,13 @@ def test_dpo_has_the_gradient_of_the_textbook():
     assert_equal_to(section, samples, compute, reference=reference)
 
 
-def test_kto_has_the_gradient_of_the_textbook():
+def test_kto_equals_the_textbook_gradient():
     samples = build_batch([1, -1, 1, -1, 0, 0, 0, 0], [0, 1, 2, 3, 0, 1, 2, 3], seed=3)
     reference = build_trainable(seed=1)
-    given = [row.sum() for row in score_with(reference, samples)]
+    fixed = [row.sum() for row in score_with(reference, samples)]
 
     def compute(rows):
-        r = torch.stack([row.sum() - ref for row, ref in zip(rows, given, strict=True)])
+        r = torch.stack([row.sum() - ref for row, ref in zip(rows, fixed, strict=True)])
         z = r[4:].mean().clamp(min=0).detach()
         assert z > 0
         signs = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
@@ -151,7 +151,7 @@ def test_kto_has_the_gradient_of_the_textbook():
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("name", ["mix", "mix_chord"])
-def test_mixtures_aggregate_each_kind_by_itself(name, aggregation):
+def test_mixtures_aggregate_sampled_and_expert_tokens_separately(name, aggregation):
     samples = build_batch([0.7, -1.0, -0.4, 0.0, 0.0], [0, 0, 1, 2, 3], experts=(3, 4))
     old = gather_old(samples)
 
@@ -172,26 +172,26 @@ def test_mixtures_aggregate_each_kind_by_itself(name, aggregation):
     assert_equal_to(section, samples, compute)
 
 
-def test_the_kl_of_a_mixture_is_of_what_the_policy_sampled():
+def test_kl_of_a_mixture_excludes_expert_tokens():
     samples, reference = build_batch([0.7, -1.0, 0.0], [0, 0, 1], experts=(2,)), build_trainable(seed=1)
-    old, given = gather_old(samples), score_with(reference, samples)
+    old, fixed = gather_old(samples), score_with(reference, samples)
 
     def compute(rows):
         own = [ppo_losses(rows[i], old[i], advantage) for i, advantage in enumerate((0.7, -1.0))]
-        kl = [(row - ref) ** 2 / 2 for row, ref in zip(rows[:2], given[:2], strict=True)]
+        kl = [(row - ref) ** 2 / 2 for row, ref in zip(rows[:2], fixed[:2], strict=True)]
         return 0.9 * torch.cat(own).mean() - 0.1 * rows[2].mean() + 0.3 * torch.cat(kl).mean()
 
     assert_equal_to(AlgorithmSection(algorithm_type="mix", kl_coef=0.3), samples, compute, reference=reference)
 
 
 @pytest.mark.parametrize(("name", "beta"), [("on_policy_distill", 1.0), ("jsd", 0.3)])
-def test_distillation_takes_advantages_from_the_teacher(name, beta):
+def test_distillation_advantages_use_the_teacher(name, beta):
     samples, teacher = build_batch([0.0, 1.0, 5.0], [0, 0, 1]), build_trainable(seed=2)
-    old, given = gather_old(samples), score_with(teacher, samples)
+    old, fixed = gather_old(samples), score_with(teacher, samples)
 
     def compute(rows):
         losses = []
-        for row, s, t in zip(rows, old, given, strict=True):
+        for row, s, t in zip(rows, old, fixed, strict=True):
             mixture = torch.logaddexp(t + math.log(beta), s + math.log(1 - beta)) if beta < 1 else t
             losses.append(ppo_losses(row, s, 0.5 * (mixture - s)))
         return torch.cat(losses).mean()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from padded import LOSSES, aggregate, build_off_policy, clip_ppo, correct, estimate_kl, read_tokens
+from padded import LOSSES, aggregate, build_off_policy, compute_ppo_losses, correct, estimate_kl, read_tokens
 from test_critic import build_value_model, compute_values_naively
 from test_gradients import assert_same, take_gradient
 from test_trainer import read_parameters
@@ -17,9 +17,9 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CriticSection, TrainerSection
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import Companions, FirstScores, prepare_update
+from tunesmith.trainer.scoring_pass import ProximalScores, ScoringModels, prepare_update
 from tunesmith.trainer.trainer import Trainer
 
 LABELS, GROUPS = [0.9, -1.1, -0.4, 1.3, 0.6, -0.8], [0, 0, 1, 1, 2, 2]
@@ -41,7 +41,7 @@ CORRECTIONS = {
 }
 LOOSE = {"mismatch_warn": 1e9, "mismatch_stop": 1e9}
 STILL = {**LOOSE, "learning_rate": 1e-15}
-"""So that all updates of a step see one policy."""
+"""So small that all updates of a step have the same policy."""
 
 
 def compute_expected(model, tokens, section: AlgorithmSection, correction: dict):
@@ -55,35 +55,35 @@ def compute_expected(model, tokens, section: AlgorithmSection, correction: dict)
     return (loss.item(), take_gradient(model)), is_kept[tokens.is_real]
 
 
-def run_package(model, samples, section, *, first, reference=None, chunk_tokens, **packing):
+def run_package(model, samples, section, *, proximal, reference=None, chunk_tokens, **packing):
     algorithm, rows = resolve_algorithm(section), pack_samples(samples, hidden_size=32, **packing)
     prepared = prepare_update(
         model, samples, rows, algorithm,
-        norm_length=1, chunk_tokens=chunk_tokens, companions=Companions(reference=reference), first=first,
+        norm_length=1, chunk_tokens=chunk_tokens, scoring_models=ScoringModels(reference=reference), proximal=proximal,
     )  # fmt: skip
-    totals = run_batch(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+    totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
     return (totals["train/loss"].value.item(), take_gradient(model)), prepared.metrics
 
 
-def choose_first(first: FirstScores, correction: dict) -> FirstScores | None:
-    """What the trainer would hand over."""
+def choose_proximal(proximal: ProximalScores, correction: dict) -> ProximalScores | None:
+    """The proximal scores that the trainer would pass."""
     is_weighted = correction.get("importance", "none") != "none"
-    return replace(first, is_weighted=is_weighted) if is_weighted or "mask" in correction else None
+    return replace(proximal, is_weighted=is_weighted) if is_weighted or "mask" in correction else None
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_corrections_of_every_loss_equal_the_formula(name, kind):
-    """Masked tokens stay in the aggregation's denominator, and the ratio of the loss is with the sampler's logprobs."""
+    """Masked tokens stay in the denominator of the aggregation; without weights the ratio is against the sampler."""
     model, correction = build_trainable(), CORRECTIONS[kind]
-    samples, first = build_off_policy(model, LABELS, GROUPS, seed=1)
+    samples, proximal = build_off_policy(model, LABELS, GROUPS, seed=1)
     section = AlgorithmSection(
         algorithm_type=name, correction={"importance": "none", **correction}, loss_args=LOSSES[name][2]
     )
-    expected, is_kept = compute_expected(model, read_tokens(model, samples, first=first), section, correction)
+    expected, is_kept = compute_expected(model, read_tokens(model, samples, proximal=proximal), section, correction)
     assert is_kept.all() == (kind in ("none", "wide mask", "weights of tokens", "weights of sequences"))
     for options in COMPUTATIONS:
-        found, metrics = run_package(model, samples, section, first=choose_first(first, correction), **options)
+        found, metrics = run_package(model, samples, section, proximal=choose_proximal(proximal, correction), **options)
         assert_same(found, expected)
         if "mask" in correction or "negative_sequence_delta" in correction:
             assert metrics["correction/masked_frac"] == pytest.approx(1 - is_kept.double().mean().item())
@@ -93,22 +93,22 @@ def test_corrections_of_every_loss_equal_the_formula(name, kind):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "corrected_k3"])
 @pytest.mark.parametrize("name", ["grpo", "importance_sampling", "gspo"])
 def test_kl_with_corrections_equals_the_formula(name, estimator, kind):
-    """Weights and masks are of the policy's loss alone; corrected_k3 takes the sampler's logprobs whatever they are."""
+    """Weights and masks apply to the policy loss only; corrected_k3 always uses the sampler's logprobs."""
     model, reference, correction = build_trainable(), build_trainable(seed=1), CORRECTIONS[kind]
-    samples, first = build_off_policy(model, LABELS, GROUPS, seed=1)
+    samples, proximal = build_off_policy(model, LABELS, GROUPS, seed=1)
     section = AlgorithmSection(
         algorithm_type=name, correction={"importance": "none", **correction}, kl_coef=0.5, kl_estimator=estimator
     )
-    tokens = read_tokens(model, samples, first=first, reference=reference)
+    tokens = read_tokens(model, samples, proximal=proximal, reference=reference)
     expected, _ = compute_expected(model, tokens, section, correction)
     for options in COMPUTATIONS:
         found, _ = run_package(
-            model, samples, section, first=choose_first(first, correction), reference=reference, **options
+            model, samples, section, proximal=choose_proximal(proximal, correction), reference=reference, **options
         )
         assert_same(found, expected)
 
 
-def build_companions(name: str) -> dict:
+def build_extra_models(name: str) -> dict:
     needs = resolve_algorithm(AlgorithmSection(algorithm_type=name)).needs
     return {
         "reference_model": build_trainable(seed=1) if "reference" in needs else None,
@@ -117,9 +117,9 @@ def build_companions(name: str) -> dict:
     }
 
 
-def take_step(samples, section: AlgorithmSection, settings: dict, **companions):
+def take_step(samples, section: AlgorithmSection, settings: dict, **extra_models):
     model = build_trainable()
-    trainer = Trainer(model, TrainerSection(**settings), section, max_model_len=64, num_total_steps=9, **companions)
+    trainer = Trainer(model, TrainerSection(**settings), section, max_model_len=64, num_total_steps=9, **extra_models)
     return trainer.step(samples), read_parameters(model)
 
 
@@ -127,14 +127,14 @@ UNSUPERVISED = sorted(name for name, entry in ALGORITHMS.items() if entry.comput
 
 
 @pytest.mark.parametrize("name", UNSUPERVISED)
-def test_a_mask_that_masks_nothing_changes_nothing(name):
-    """To the last bit, over two updates, with a sampler that is off by 0.4 nats."""
+def test_a_mask_without_effect_changes_no_bit(name):
+    """Over two updates, with sampler logprobs that differ by 0.4 nats."""
     experts = (4, 5) if name.startswith("mix") else ()
     samples, _ = build_off_policy(build_trainable(), LABELS, GROUPS, experts=experts)
     settings = {**LOOSE, "learning_rate": 1e-2, "num_minibatches": 2}
-    plain, expected = take_step(samples, AlgorithmSection(algorithm_type=name), settings, **build_companions(name))
+    plain, expected = take_step(samples, AlgorithmSection(algorithm_type=name), settings, **build_extra_models(name))
     section = AlgorithmSection(algorithm_type=name, correction={"mask": WIDE})
-    metrics, found = take_step(samples, section, settings, **build_companions(name))
+    metrics, found = take_step(samples, section, settings, **build_extra_models(name))
     assert metrics.pop("correction/masked_frac") == 0
     assert metrics == plain
     assert torch.equal(found, expected)
@@ -142,12 +142,12 @@ def test_a_mask_that_masks_nothing_changes_nothing(name):
 
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 @pytest.mark.parametrize("name", ["mix", "mix_chord"])
-def test_metrics_of_a_mixture_are_of_what_the_policy_sampled(name, num_minibatches):
-    """Tokens of experts are in no mean, though they are in the loss; minibatches are weighed by the policy's tokens."""
+def test_metrics_of_a_mixture_exclude_expert_tokens(name, num_minibatches):
+    """Expert tokens are in the loss but in no metric; minibatches are weighted by their sampled tokens."""
     model, reference = build_trainable(), build_trainable(seed=1)
     samples, _ = build_off_policy(model, LABELS, GROUPS, experts=(1, 4, 5), noise=1.0)
     tokens = read_tokens(model, samples, reference=reference)
-    own, d = tokens.is_own, (tokens.logprobs - tokens.sampler).detach()
+    own, d = tokens.is_sampled, (tokens.logprobs - tokens.sampler).detach()
     upper = torch.maximum(-tokens.advantages * d.exp(), -tokens.advantages * d.exp().clamp(0.8, 1.2))
     section = AlgorithmSection(
         algorithm_type=name, kl_coef=0.1, kl_adaptive={"target": 1e-3, "horizon": 50},
@@ -161,7 +161,7 @@ def test_metrics_of_a_mixture_are_of_what_the_policy_sampled(name, num_minibatch
     is_clipped = (upper > -tokens.advantages * d.exp() + 1e-12)[own]
     assert metrics["train/clip_frac"] == pytest.approx(is_clipped.double().mean().item())
     assert 0 < metrics["train/clip_frac"] < 1
-    out = (d.exp() < 0.7) | (d.exp() > 1.5)  # of an update the first policy is the policy
+    out = (d.exp() < 0.7) | (d.exp() > 1.5)  # in the first update the proximal policy is the policy
     shares = [out[own].double().mean().item()]
     if num_minibatches == 2:  # groups 0 and 2, then 1: experts are in the first, and trajectories 4 and 5 are group 2
         shares = [out[:2][own[:2]].double().mean().item(), out[2:4][own[2:4]].double().mean().item()]
@@ -169,14 +169,14 @@ def test_metrics_of_a_mixture_are_of_what_the_policy_sampled(name, num_minibatch
     assert metrics["expert/num_sequences"] == 3
 
 
-def test_an_adaptive_coefficient_looks_at_what_the_policy_sampled():
-    """The KL of the policy's own tokens is above the target, and their mean over all tokens would be below."""
+def test_adaptive_kl_coef_excludes_expert_tokens():
+    """The mean KL over sampled tokens is above the target; over all tokens it would be below."""
     model, reference = build_trainable(), build_trainable(seed=1)
     samples, _ = build_off_policy(model, LABELS, GROUPS, experts=(1, 4, 5))
     tokens = read_tokens(model, samples, reference=reference)
-    kl = estimate_kl(tokens, "k2")[tokens.is_own].mean().item()
+    kl = estimate_kl(tokens, "k2")[tokens.is_sampled].mean().item()
     target = 0.9 * kl
-    assert kl * tokens.is_own.sum() / tokens.is_real.sum() < target
+    assert kl * tokens.is_sampled.sum() / tokens.is_real.sum() < target
     section = AlgorithmSection(algorithm_type="mix", kl_coef=0.1, kl_adaptive={"target": target, "horizon": 50})
     model = build_trainable()
     trainer = Trainer(
@@ -187,7 +187,7 @@ def test_an_adaptive_coefficient_looks_at_what_the_policy_sampled():
 
 
 def whiten_gae(rewards, values, lengths, *, gamma: float, lam: float):
-    """GAE by its definition, a double sum over steps; then mean 0 and variance 1 over all tokens."""
+    """GAE as a double sum over steps, then whitened over all tokens."""
     advantages, start = [], 0
     for reward, length in zip(rewards, lengths, strict=True):
         v = [*values[start : start + length], 0.0]
@@ -201,14 +201,14 @@ def whiten_gae(rewards, values, lengths, *, gamma: float, lam: float):
 @pytest.mark.parametrize("kind", ["none", "tokens masked", "weights of tokens"])
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3])
 def test_a_critic_with_minibatches_equals_the_formula(num_minibatches, kind):
-    """Returns, whitening and losses are of each minibatch; metrics are means over the updates."""
+    """Returns, whitening and losses are per minibatch; metrics are means over updates."""
     model, value_model, correction = build_trainable(), build_value_model(), CORRECTIONS[kind]
     samples, _ = build_off_policy(model, LABELS, GROUPS, seed=1)
     expected: dict[str, list[float]] = {}
     for turn in range(num_minibatches):
         part = [sample for sample in samples if sample.group_index % num_minibatches == turn]
         tokens = read_tokens(model, part)
-        tokens = replace(tokens, first=tokens.logprobs.detach())
+        tokens = replace(tokens, proximal=tokens.logprobs.detach())
         with torch.no_grad():
             values = np.asarray([value.item() for value in compute_values_naively(value_model, part).values()])
         lengths = tokens.is_real.sum(1).tolist()
@@ -218,7 +218,7 @@ def test_a_critic_with_minibatches_equals_the_formula(num_minibatches, kind):
         padded[tokens.is_real] = torch.from_numpy(advantages)
         tokens = replace(tokens, advantages=padded)
         old, weights, is_kept = correct(tokens, correction)
-        loss = aggregate(weights * is_kept * clip_ppo(tokens, old), tokens.is_real, "token-mean")
+        loss = aggregate(weights * is_kept * compute_ppo_losses(tokens, old), tokens.is_real, "token-mean")
         loss.backward()
         found = {
             "train/loss": loss.item(),

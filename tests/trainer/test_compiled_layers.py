@@ -1,4 +1,4 @@
-"""Compiled layers and losses: traced as on a GPU, run by torch's own kernels."""
+"""Compiled layers and losses: traced as on a GPU, executed eagerly."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.model.forward.attention import CausalPlan, run_body
 from tunesmith.trainer import compiled_layers as compiling
 from tunesmith.trainer import loss_pass as step
-from tunesmith.trainer.batch import SentInputs
+from tunesmith.trainer.batch import DeviceInputs
 from tunesmith.trainer.optimizer import MasterAdamW
 
 
 @pytest.fixture
 def compile_function(monkeypatch):
-    """`compiling.compile_function` without code generation, which takes minutes on a CPU."""
+    """`compiled_layers.compile_function` without code generation, which takes minutes on a CPU."""
     torch._dynamo.reset()
     counters.clear()
     function = lru_cache(lambda function: torch.compile(function, dynamic=True, backend="aot_eager"))
@@ -57,7 +57,7 @@ def test_one_graph_serves_all_layers_and_lengths(compile_function):
     assert not counters["graph_break"]
 
 
-def test_models_with_float32_residuals_and_without_are_compiled_each_for_itself(compile_function):
+def test_models_with_and_without_float32_residuals_are_compiled_separately(compile_function):
     for has_fp32_residual, num_graphs in ((True, 2), (False, 4), (True, 4)):
         model = build_deep("qwen3", has_fp32_residual=has_fp32_residual)
         expected = run_layers(model, 12)
@@ -69,7 +69,7 @@ def test_models_with_float32_residuals_and_without_are_compiled_each_for_itself(
     assert not counters["graph_break"]
 
 
-def test_layers_are_compiled_whole_though_an_update_has_begun(compile_function):
+def test_layers_compile_without_graph_breaks_during_an_update(compile_function):
     model = build_deep("qwen3", has_fp32_residual=False)
     optimizer = MasterAdamW(model, TrainerSection())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -87,7 +87,7 @@ def test_layers_are_compiled_whole_though_an_update_has_begun(compile_function):
         assert (ours - expected).norm() <= 0.02 * expected.norm()
 
 
-def test_layers_are_as_before_even_after_an_error():
+def test_layers_are_restored_after_an_error():
     model = build_trainable("llama")
     with pytest.raises(KeyError), compiling.compiled_layers(model):
         assert all("forward" in vars(layer) for layer in model.get_decoder().layers)
@@ -95,12 +95,12 @@ def test_layers_are_as_before_even_after_an_error():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_only_a_model_on_a_gpu_is_compiled():
+def test_models_on_a_cpu_are_not_compiled():
     assert not compiling.can_compile(build_trainable())
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
-def test_compiled_loss_equals_the_plain_one(compile_function, entropy_coef):
+def test_compiled_loss_equals_the_eager_loss(compile_function, entropy_coef):
     algorithm = resolve_algorithm(AlgorithmSection(entropy_coef=entropy_coef))
     compiled = compile_function(step._compute_loss)
     for num_sites, num_events in ((7, 9), (12, 30), (8, 8)):
@@ -127,14 +127,14 @@ def test_compiled_loss_equals_the_plain_one(compile_function, entropy_coef):
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft"])
-def test_one_graph_serves_all_chunks_and_weights_of_kl_though_sizes_begin_equal(compile_function, kind):
+def test_one_graph_serves_all_chunk_sizes_and_kl_coefs(compile_function, kind):
     algorithm = resolve_algorithm(AlgorithmSection(algorithm_type=kind))
     names = (
         "weights_E", "correction_E", "advantages_E", "old_logprobs_E", "sampler_logprobs_E", "is_newest_E",
         "reference_logprobs_E",
     )  # fmt: skip
     with compiling.compiled_layers(build_trainable("llama")):
-        compiled = compile_function(step.measure_loss)
+        compiled = compile_function(step.compute_chunk_loss)
         for num_sites, num_events, kl_coef in ((8, 8, 0.1), (7, 9, 0.2), (12, 30, 0.3), (30, 31, 0.1), (31, 31, 0.0)):
             torch.manual_seed(num_events)
             is_whole = num_sites in (12, 31)  # one chunk is the whole row
@@ -142,11 +142,11 @@ def test_one_graph_serves_all_chunks_and_weights_of_kl_though_sizes_begin_equal(
                 torch.rand(len(names), num_events if is_whole else 3 * num_events),
                 0 if is_whole else num_events,
             )
-            sent = SentInputs(names=names, values_FE=row).select(slice(first, first + num_events))
+            sent = DeviceInputs(names=names, values_FE=row).select(slice(first, first + num_events))
             sites = torch.arange(num_events) % num_sites
             scores = (-torch.rand(num_sites) - 1).requires_grad_(), torch.rand(num_sites)
             found = []
-            for measure in (compiled, step.measure_loss):
+            for measure in (compiled, step.compute_chunk_loss):
                 scores[0].grad = None
                 loss, found_names, totals = measure(*scores, sites, sent, algorithm, torch.tensor(kl_coef))
                 loss.backward()
@@ -157,7 +157,7 @@ def test_one_graph_serves_all_chunks_and_weights_of_kl_though_sizes_begin_equal(
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_another_weight_of_the_kl_compiles_nothing_anew(compile_function):
+def test_another_kl_coef_does_not_recompile(compile_function):
     """`kl_adaptive` replaces the algorithm after every update."""
     algorithm = resolve_algorithm(AlgorithmSection(kl_coef=0.1, kl_estimator="k3"))
     compiled = compile_function(step._compute_loss)

@@ -1,4 +1,4 @@
-"""The critic: what it says, how it learns, and that neither depends on how tokens are packed."""
+"""The critic: values and updates, independent of packing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tunesmith.trainer.trainer import Trainer
 SETTINGS = {"mismatch_warn": 1e9, "mismatch_stop": 1e9, "learning_rate": 1e-3}
 
 
-def build_value_model(*, seed: int = 3, dtype: torch.dtype = torch.float64, is_blank: bool = False) -> ValueModel:
+def build_value_model(*, seed: int = 3, dtype: torch.dtype = torch.float64, is_zero_head: bool = False) -> ValueModel:
     model = ValueModel(build_trainable(seed=seed, dtype=dtype).get_decoder())
-    if not is_blank:
+    if not is_zero_head:
         generator = torch.Generator().manual_seed(seed)
         model.head.weight.data.copy_(torch.randn(model.head.weight.shape, generator=generator))
         model.head.bias.data.fill_(0.25)
@@ -38,12 +38,12 @@ def pack(samples, *, max_tokens: int = 10_000, has_sharing: bool = True):
     return pack_samples(samples, max_tokens_per_row=max_tokens, has_prefix_sharing=has_sharing, hidden_size=32)
 
 
-def list_places(rows) -> list[tuple[int, int]]:
+def list_events(rows) -> list[tuple[int, int]]:
     return [place for row in rows for place in zip(row.sample_E.tolist(), row.time_E.tolist(), strict=True)]
 
 
 def compute_values_naively(model: ValueModel, samples) -> dict[tuple[int, int], torch.Tensor]:
-    """The value of each sampled token, one plain forward a sample."""
+    """The value of each sampled token, with one plain forward per sample."""
     values = {}
     for index, sample in enumerate(samples):
         hidden = model.body(input_ids=torch.tensor([sample.token_ids]), use_cache=False).last_hidden_state[0]
@@ -54,16 +54,16 @@ def compute_values_naively(model: ValueModel, samples) -> dict[tuple[int, int], 
 
 
 @pytest.mark.parametrize(("max_tokens", "has_sharing"), [(10_000, True), (25, True), (1, False), (60, False)])
-def test_values_are_read_at_the_token_before(max_tokens, has_sharing):
+def test_values_are_computed_at_the_previous_token(max_tokens, has_sharing):
     model, samples = build_value_model(), build_samples()
     rows = pack(samples, max_tokens=max_tokens, has_sharing=has_sharing)
     expected = compute_values_naively(model, samples)
     actual = build_critic(model).score(rows)
-    np.testing.assert_allclose(actual, [expected[place].item() for place in list_places(rows)], rtol=1e-10)
+    np.testing.assert_allclose(actual, [expected[place].item() for place in list_events(rows)], rtol=1e-10)
 
 
-def test_a_new_critic_says_nothing():
-    assert not build_critic(build_value_model(is_blank=True)).score(pack(build_samples())).any()
+def test_a_new_critic_has_value_zero():
+    assert not build_critic(build_value_model(is_zero_head=True)).score(pack(build_samples())).any()
 
 
 @pytest.mark.parametrize("clip_range", [None, 0.1])
@@ -81,13 +81,13 @@ def test_value_losses_equal_the_formula_by_cases(clip_range):
         assert is_clipped.item() == stops
 
 
-def test_an_update_of_the_critic_depends_on_no_choice_of_computation():
+def test_critic_update_does_not_depend_on_packing():
     samples, rng = build_samples(), np.random.default_rng(0)
-    target_of = {place: rng.normal() for place in list_places(pack(samples))}
+    target_of = {place: rng.normal() for place in list_events(pack(samples))}
     expected = None
     for options in ({}, {"max_tokens": 25}, {"has_sharing": False}, {"max_tokens": 1, "has_sharing": False}):
         model, rows = build_value_model(), pack(samples, **options)
-        returns = np.asarray([target_of[place] for place in list_places(rows)])
+        returns = np.asarray([target_of[place] for place in list_events(rows)])
         critic = build_critic(model, learning_rate=1e-3, num_epochs=2, clip_range=0.01)
         metrics = critic.update(rows, critic.score(rows), returns)
         assert 0 < metrics["critic/clip_frac"] < 0.5
@@ -96,7 +96,7 @@ def test_an_update_of_the_critic_depends_on_no_choice_of_computation():
         assert metrics == pytest.approx(expected[1])
 
 
-def test_the_loss_of_the_critic_is_a_mean_over_tokens():
+def test_critic_loss_is_a_mean_over_tokens():
     model, samples = build_value_model(), build_samples()
     rows, values = pack(samples), compute_values_naively(model, samples)
     critic = build_critic(model)
@@ -105,28 +105,28 @@ def test_the_loss_of_the_critic_is_a_mean_over_tokens():
     assert metrics["critic/clip_frac"] == 0
 
 
-def test_the_critic_learns_what_it_is_told():
-    model, rows = build_value_model(is_blank=True), pack(build_samples())
+def test_critic_learns_the_returns():
+    model, rows = build_value_model(is_zero_head=True), pack(build_samples())
     critic = build_critic(model, learning_rate=3e-2, num_epochs=40, clip_range=None, max_grad_norm=100)
-    returns = np.linspace(-1, 1, len(list_places(rows)))
+    returns = np.linspace(-1, 1, len(list_events(rows)))
     critic.update(rows, critic.score(rows), returns)
     assert np.square(critic.score(rows) - returns).mean() < 0.2 * returns.var()
 
 
-def test_a_loss_that_is_not_finite_leaves_the_critic():
+def test_non_finite_loss_leaves_the_critic_unchanged():
     model, rows = build_value_model(), pack(build_samples())
     critic, before = build_critic(model), read_parameters(model)
     with pytest.raises(TrainingError, match=r"algorithm\.critic\.learning_rate"):
-        critic.update(rows, critic.score(rows), np.full(len(list_places(rows)), np.nan))
+        critic.update(rows, critic.score(rows), np.full(len(list_events(rows)), np.nan))
     assert torch.equal(read_parameters(model), before)
 
 
-def test_gradient_checkpointing_changes_nothing_for_the_critic():
+def test_gradient_checkpointing_does_not_change_the_critic_update():
     updated = []
     for has_checkpointing in (False, True):
         model, rows = build_value_model(), pack(build_samples())
         critic = build_critic(model, TrainerSection(has_gradient_checkpointing=has_checkpointing), learning_rate=1e-2)
-        critic.update(rows, critic.score(rows), np.ones(len(list_places(rows))))
+        critic.update(rows, critic.score(rows), np.ones(len(list_events(rows))))
         updated.append(read_parameters(model))
     torch.testing.assert_close(*updated, rtol=1e-12, atol=1e-12)
 
@@ -146,7 +146,7 @@ def build_ppo(model, value_model, *, terms_args=None, critic=None, reference_mod
     )
 
 
-def test_a_ppo_step_depends_on_no_choice_of_computation():
+def test_ppo_step_does_not_depend_on_packing():
     expected = None
     for settings in (
         {},
@@ -164,17 +164,17 @@ def test_a_ppo_step_depends_on_no_choice_of_computation():
             assert metrics[name] == pytest.approx(expected[1][name])
 
 
-def test_ppo_with_a_silent_critic_is_reinforce_with_whitened_rewards():
+def test_ppo_with_zero_values_is_reinforce_with_whitened_rewards():
     """lambda = gamma = 1 and V = 0: the advantage of every token is its run's reward, whitened."""
     models = build_trainable(), build_trainable()
-    build_ppo(models[0], build_value_model(is_blank=True)).step(build_samples())
+    build_ppo(models[0], build_value_model(is_zero_head=True)).step(build_samples())
     section = AlgorithmSection(algorithm_type="reinforceplusplus")
     trainer = Trainer(models[1], TrainerSection(**SETTINGS), section, max_model_len=64, num_total_steps=10)
     trainer.step(build_samples())
     torch.testing.assert_close(*map(read_parameters, models), rtol=1e-12, atol=1e-12)
 
 
-def test_the_policy_waits_while_the_critic_warms_up():
+def test_policy_is_not_updated_during_critic_warmup():
     model, value_model = build_trainable(dtype=torch.float32), build_value_model(dtype=torch.float32)
     before, critic_before = read_parameters(model), read_parameters(value_model)
     trainer = build_ppo(model, value_model, critic=CriticSection(learning_rate=1e-2, warmup_steps=2))
@@ -187,7 +187,7 @@ def test_the_policy_waits_while_the_critic_warms_up():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ppo_goes_on_bit_for_bit_after_a_restart(dtype):
+def test_ppo_resumes_bit_for_bit(dtype):
     samples = build_samples()
     whole, critic = build_trainable(dtype=dtype), build_value_model(dtype=dtype)
     trainer = build_ppo(whole, critic)
@@ -197,7 +197,7 @@ def test_ppo_goes_on_bit_for_bit_after_a_restart(dtype):
     actual = [trainer.step(samples) for _ in range(2)]
     second, state = build_trainable(dtype=dtype, seed=5), copy.deepcopy(trainer.state_dict())
     second.load_state_dict(first.state_dict())
-    second_critic = build_value_model(dtype=dtype, seed=8, is_blank=True)
+    second_critic = build_value_model(dtype=dtype, seed=8, is_zero_head=True)
     resumed = build_ppo(second, second_critic)
     resumed.load_state_dict(state)
     actual += [resumed.step(samples) for _ in range(2)]
@@ -206,10 +206,10 @@ def test_ppo_goes_on_bit_for_bit_after_a_restart(dtype):
     assert torch.equal(read_parameters(second_critic), read_parameters(critic))
 
 
-def test_ppo_needs_a_critic_and_nothing_else_does():
-    with pytest.raises(ConfigError, match="no values model was given"):
+def test_only_ppo_needs_a_critic():
+    with pytest.raises(ConfigError, match="no critic model was passed"):
         build_ppo(build_trainable(), None)
-    with pytest.raises(ConfigError, match="a values model was given"):
+    with pytest.raises(ConfigError, match="a critic model was passed"):
         Trainer(
             build_trainable(), TrainerSection(), AlgorithmSection(),
             max_model_len=64, num_total_steps=1, critic_model=build_value_model(),
@@ -230,8 +230,8 @@ def test_kl_in_the_reward_needs_no_kl_in_the_loss():
     assert metrics["critic/return_mean"] != plain["critic/return_mean"]
 
 
-def test_what_did_not_move_out_of_the_range_is_not_counted_as_clipped():
-    """In float32 old + (new - old) is not new, to the last bit, and may look farther off than it."""
+def test_values_within_the_clip_range_are_not_counted_as_clipped():
+    """In float32 old + (new - old) may differ from new in the last bit, and have a larger error."""
     torch.manual_seed(0)
     old, target = torch.randn(4000), torch.randn(4000)
     new = (0.1 * torch.randn(4000)).requires_grad_()

@@ -1,6 +1,6 @@
-"""The gradient of a batch in float64: one number, however it is computed.
+"""The gradient of a batch in float64, independent of packing, chunks and order.
 
-The judge is a loop over plain forwards of single samples, token by token, with every formula written out again.
+The reference is a loop over plain forwards of single samples, token by token, with every formula written out.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
 from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import Companions, prepare_update
+from tunesmith.trainer.scoring_pass import ScoringModels, prepare_update
 from tunesmith.types import Distribution, Sample
 
 NORM_LENGTH = 40
@@ -62,7 +62,7 @@ def build_sample(ids: list[int], mask: list[bool], group: int, trajectory: int, 
 
 
 def score_naively(model: PreTrainedModel, sample: Sample, time: int, logits: torch.Tensor) -> torch.Tensor:
-    """Log-distribution [V] of one token, -1e9 where it was dropped."""
+    """Log-distribution [V] of one token, -1e9 at truncated tokens."""
     distribution = list_distributions(sample)[time]
     row = logits[time - 1] / distribution.temperature
     if distribution.top_k:
@@ -120,9 +120,9 @@ def run_ours(
     algorithm = resolve_algorithm(section)
     prepared = prepare_update(
         model, samples, rows, algorithm,
-        norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, companions=Companions(reference=reference),
+        norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=ScoringModels(reference=reference),
     )  # fmt: skip
-    totals = run_batch(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+    totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
     return totals["train/loss"].value.item(), take_gradient(model)
 
 
@@ -158,7 +158,7 @@ def test_gradient_with_kl_and_entropy_equals_that_of_a_naive_loop(estimator):
 
 
 @pytest.mark.parametrize(("name", "aggregation"), [("qwen3", "token-mean"), *(("llama", a) for a in AGGREGATIONS)])
-def test_gradient_depends_on_no_choice_of_computation(name, aggregation):
+def test_gradient_does_not_depend_on_packing(name, aggregation):
     model, samples = build_trainable(name), build_samples(2)
     section = AlgorithmSection(loss_aggregation=aggregation, entropy_coef=0.01)
     expected = run_ours(model, samples, section)
@@ -174,7 +174,7 @@ def test_gradient_does_not_depend_on_the_order_of_samples():
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_gradient_checkpointing_changes_nothing(name):
+def test_gradient_checkpointing_does_not_change_the_gradient(name):
     model, samples, section = build_trainable(name), build_samples(4), AlgorithmSection()
     expected = run_ours(model, samples, section)
     num_layer_runs = []
@@ -189,7 +189,7 @@ def test_gradient_checkpointing_changes_nothing(name):
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "phi3", "gemma", "gemma2", "gemma3"])
 def test_gradient_of_other_architectures_equals_that_of_a_naive_loop(name):
-    """Sliding windows, caps on scores and logits; these compute parts in float32 whatever the model's type."""
+    """Sliding windows, caps on scores and logits; these compute parts in float32 for all model dtypes."""
     model, samples, section = build_trainable(name), build_samples(5), AlgorithmSection(loss_aggregation="token-mean")
     for has_sharing in (True, False):
         ours = run_ours(model, samples, section, has_sharing=has_sharing, max_tokens=80)

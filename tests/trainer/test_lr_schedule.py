@@ -23,20 +23,20 @@ def test_warmup_rises_linearly_from_zero():
     assert trace(5, warmup_steps=3) == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_a_share_of_all_steps_is_rounded_up():
+def test_warmup_ratio_is_rounded_up():
     assert trace(5, warmup_ratio=0.5) == trace(5, warmup_steps=3)
     assert trace(5, warmup_ratio=0.5, schedule="cosine") == trace(5, warmup_steps=3, schedule="cosine")
 
 
-def test_cosine_falls_from_the_peak_towards_the_floor():
+def test_cosine_decays_from_the_peak_to_the_minimum():
     expected = [0.5, 1.0, *(0.1 + 0.9 * (1 + math.cos(math.pi * i / 4)) / 2 for i in (1, 2, 3))]
     assert trace(5, warmup_steps=1, schedule="cosine", min_lr_ratio=0.1) == pytest.approx(expected)
 
 
-def test_steps_beyond_the_last_stay_at_the_floor():
-    section = TrainerSection(learning_rate=0.2, schedule="cosine", min_lr_ratio=0.25)
-    assert compute_learning_rate(section, step=9, num_total_steps=4) == 0.05
+def test_steps_after_the_last_stay_at_the_minimum():
+    section = TrainerSection(learning_rate=1.0, schedule="cosine", min_lr_ratio=0.25)
+    assert compute_learning_rate(section, step=9, num_total_steps=4) == 0.25
 
 
-def test_warmup_may_outlast_the_run():
+def test_warmup_may_be_longer_than_the_run():
     assert trace(2, warmup_steps=9, schedule="cosine") == [0.1, 0.2]

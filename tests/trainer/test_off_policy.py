@@ -1,4 +1,4 @@
-"""Steps on data of more than one policy: what is corrected, what is measured, and a KL that follows its target."""
+"""Steps on data of several policy versions: corrections, mismatch, and an adaptive KL coefficient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def set_version(samples: list[Sample], version: int, *, shift: float = 0.0) -> l
 
 
 def build_mixed(model, *, shift: float) -> list[Sample]:
-    """Groups 0 and 1 of the newest version, group 2 of an older one that was off by `shift` nats a token."""
+    """Groups 0 and 1 of the newest version, group 2 of an older one that differs by `shift` nats per token."""
     samples = score(model, build_samples())
     new = set_version([sample for sample in samples if sample.group_index < 2], 4)
     return new + set_version([sample for sample in samples if sample.group_index == 2], 3, shift=shift)
@@ -42,7 +42,7 @@ def run_step(algorithm: AlgorithmSection, *, shift: float, version: int | None =
     return metrics, read_parameters(model)
 
 
-def test_mismatch_is_measured_on_what_the_newest_policy_sampled():
+def test_mismatch_is_measured_on_tokens_of_the_newest_version():
     metrics, _ = run_step(AlgorithmSection(**GRPO), shift=0.7, mismatch_stop=1e-3)
     assert 0 <= metrics["mismatch/kl"] < 1e-9 and metrics["mismatch/max_log_ratio"] < 1e-4
     with pytest.raises(TrainingError, match="mismatch_stop"):
@@ -51,8 +51,8 @@ def test_mismatch_is_measured_on_what_the_newest_policy_sampled():
     assert "mismatch/kl" not in metrics and metrics["train/num_updates"] == 1
 
 
-def test_older_groups_get_truncated_importance_weights_unless_told_otherwise():
-    """Tokens of the older policy weigh e^.7, capped; those of the newest weigh 1."""
+def test_older_groups_get_truncated_importance_weights_by_default():
+    """Tokens of the older policy have weight e^.7, truncated; those of the newest have weight 1."""
     metrics, _ = run_step(AlgorithmSection(**GRPO), shift=-0.7)
     num_old = sum(sum(s.is_sampled) for s in build_samples() if s.group_index == 2)
     num_all = sum(sum(s.is_sampled) for s in build_samples())
@@ -63,7 +63,7 @@ def test_older_groups_get_truncated_importance_weights_unless_told_otherwise():
     assert metrics["train/clip_frac"] > 0 and not any(name.startswith("correction") for name in metrics)
 
 
-def test_fresh_data_and_algorithms_made_for_old_data_are_left_alone():
+def test_fresh_data_and_off_policy_algorithms_get_no_importance_weights():
     model = build_trainable()
     samples = set_version(build_mixed(model, shift=0.0), 4)
     metrics = build_trainer(model, AlgorithmSection(**GRPO)).step(samples, policy_version=4)
@@ -75,8 +75,8 @@ def test_fresh_data_and_algorithms_made_for_old_data_are_left_alone():
 
 
 @pytest.mark.parametrize("algorithm_type", ["grpo", "reinforce"])
-def test_correction_undoes_an_error_of_the_sampler_that_is_within_its_cap(algorithm_type):
-    """Weight times ratio is 1 again: the update is that of REINFORCE with the sampler's weights."""
+def test_correction_cancels_a_sampler_error_below_the_cap(algorithm_type):
+    """Weight times ratio is 1: the update equals that of REINFORCE with exact sampler logprobs."""
     section = AlgorithmSection(algorithm_type=algorithm_type, correction={"importance": "token", "cap": 10.0})
     _, corrected = run_step(section, shift=-0.7)
     model = build_trainable()
@@ -91,8 +91,8 @@ def test_correction_undoes_an_error_of_the_sampler_that_is_within_its_cap(algori
     assert (corrected - expected).norm() < 1e-3 * (expected - before).norm()
 
 
-def test_first_scores_are_those_of_the_step_in_every_minibatch():
-    """With several updates a step the ratio leaves 1, and the weights stay those of the step's first policy."""
+def test_proximal_scores_are_those_of_the_step_start_in_every_minibatch():
+    """With several updates per step the ratio leaves 1, and the weights stay those of the proximal policy."""
     one, _ = run_step(AlgorithmSection(**GRPO), shift=-0.7, learning_rate=1e-2)
     three, _ = run_step(AlgorithmSection(**GRPO), shift=-0.7, learning_rate=1e-2, num_minibatches=3)
     assert one["train/ppo_kl"] == pytest.approx(0, abs=1e-6)
@@ -100,7 +100,7 @@ def test_first_scores_are_those_of_the_step_in_every_minibatch():
     assert three["correction/mean_weight"] == pytest.approx((2 + 1 + 1) / 3, rel=1e-4)
 
 
-def test_coefficient_of_the_kl_follows_its_target_and_survives_a_restart():
+def test_adaptive_kl_coef_is_updated_and_resumed():
     section = AlgorithmSection(**GRPO, kl_coef=0.1, kl_adaptive={"target": 1e-4, "horizon": 24})
     samples, reference = build_samples(), build_trainable(seed=3)
 
@@ -131,7 +131,10 @@ def test_coefficient_of_the_kl_follows_its_target_and_survives_a_restart():
         ({"correction": {"importance": "none", "cap": 3}}, "cap=3.0 has no effect on .* with importance='none'"),
         ({"algorithm_type": "opmd", "correction": {"cap": 3}}, "cap=3.0 has no effect on 'opmd' with .*'auto'"),
         ({"algorithm_type": "sft", "correction": {"cap": 3}}, "cap=3.0 has no effect on 'sft'"),
-        ({"algorithm_type": "sft", "correction": {"importance": "token"}}, "'sft' learns from given answers"),
+        (
+            {"algorithm_type": "sft", "correction": {"importance": "token"}},
+            "no effect with 'sft', which trains given completions",
+        ),
     ],
 )
 def test_options_without_effect_are_refused(changes, message):

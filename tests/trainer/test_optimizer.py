@@ -1,4 +1,4 @@
-"""AdamW against torch's, against the update rule in float64, and against its own state written and read."""
+"""AdamW against torch's, against the update rule in float64, and its saved state."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_bfloat16_parameters_follow_float32_masters():
     assert model.weight.data_ptr() == pointer
 
 
-def test_masters_lie_anywhere_between_the_borders_of_what_rounds_to_the_parameter():
+def test_masters_are_spread_over_the_values_that_round_to_the_parameter():
     model = nn.Linear(400, 1000, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         model.weight.mul_(torch.logspace(-6, 3, 1000)[:, None])
@@ -110,7 +110,7 @@ def test_masters_lie_anywhere_between_the_borders_of_what_rounds_to_the_paramete
     assert bits.pow(2).mean() == pytest.approx(1 / 12, rel=0.01)
 
 
-def test_rounded_weights_follow_on_average_from_the_first_update_on():
+def test_rounded_weights_follow_on_average_from_the_first_update():
     model = nn.Linear(400, 1000, bias=False, dtype=torch.bfloat16)
     nn.init.constant_(model.weight, 0.1)
     start = model.weight.double().mean()
@@ -120,7 +120,7 @@ def test_rounded_weights_follow_on_average_from_the_first_update_on():
     assert (model.weight.double().mean() - start).item() == pytest.approx(-1e-5, rel=0.1)
 
 
-def test_gradients_of_bfloat16_parameters_add_up_in_float32():
+def test_gradients_of_bfloat16_parameters_accumulate_in_float32():
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     optimizer = MasterAdamW(model, TrainerSection())
     for value in (256.0, *[1.0] * 8):
@@ -128,7 +128,7 @@ def test_gradients_of_bfloat16_parameters_add_up_in_float32():
     assert optimizer.compute_grad_norm().item() == 264.0
 
 
-def test_frozen_parameters_are_left_alone():
+def test_frozen_parameters_are_not_updated():
     model = build_model()
     model[0].requires_grad_(False)
     before = model[0].weight.clone()
@@ -139,7 +139,7 @@ def test_frozen_parameters_are_left_alone():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_goes_on_bit_for_bit(dtype):
+def test_state_resumes_bit_for_bit(dtype):
     whole, first = build_model(dtype), build_model(dtype)
     run_updates(whole, MasterAdamW(whole, SETTINGS), range(6))
     optimizer = MasterAdamW(first, SETTINGS)
@@ -158,7 +158,7 @@ def test_state_goes_on_bit_for_bit(dtype):
     assert not torch.equal(state["exp_avg:0.weight"], optimizer.state_dict()["exp_avg:0.weight"])
 
 
-def test_state_before_the_first_update_goes_on_too():
+def test_state_before_the_first_update_resumes():
     model = build_model()
     optimizer = MasterAdamW(model, SETTINGS)
     assert optimizer.state_dict() == {}

@@ -1,4 +1,4 @@
-"""Rows hold every trained event once, keep to their budget, and share what can be shared."""
+"""Rows contain every trained event once, respect the token budget, and share prefixes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pack(samples: list[Sample], max_tokens: int, has_sharing: bool = True) -> li
     return pack_samples(samples, max_tokens_per_row=max_tokens, has_prefix_sharing=has_sharing, hidden_size=8)
 
 
-def test_a_group_shares_its_prompt_and_others_do_not():
+def test_only_samples_of_a_group_share_their_prompt():
     samples = [build_sample([1, 2, 3, 4]), build_sample([1, 2, 3, 5]), build_sample([1, 2, 3, 4], group=1)]
     (row,) = pack(samples, 100)
     assert (row.num_tokens, row.num_flat_tokens) == (6, 9)
@@ -33,7 +33,7 @@ def test_a_group_shares_its_prompt_and_others_do_not():
     assert (row.num_tokens, row.num_flat_tokens) == (9, 9)
 
 
-def test_a_trie_longer_than_a_row_is_cut_into_smaller_tries():
+def test_a_trie_longer_than_a_row_is_split():
     samples = [build_sample([1, 2, first, last, 0]) for first in (3, 4) for last in (5, 6)]
     rows = pack(samples, 6)
     assert [row.num_tokens for row in rows] == [5, 5]
@@ -49,7 +49,7 @@ def test_rows_are_balanced():
     assert [row.num_tokens for row in pack(samples, 15)] == [15, 15]
 
 
-def test_nothing_to_train_makes_no_row():
+def test_no_trained_token_gives_no_row():
     assert pack([], 10) == []
     assert pack([build_sample([1, 2], num_sampled=0)], 10) == []
 

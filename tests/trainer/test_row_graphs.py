@@ -1,4 +1,4 @@
-"""Rows that are filled up for graphs train as they would unfilled."""
+"""Rows padded for CUDA graphs give the same update as unpadded ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError
 from tunesmith.trainer import loss_pass as step
-from tunesmith.trainer.batch import build_row, number_distributions, send_inputs
+from tunesmith.trainer.batch import build_row, copy_inputs_to_device, index_distributions
 from tunesmith.trainer.metrics import add_parts
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.row_graphs import has_live_graph
+from tunesmith.trainer.row_graphs import has_live_autograd_graph
 from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.trainer.tree_attention.tile_schedule import NARROW, build_table, compute_table_size, pad_trie
@@ -29,7 +29,7 @@ CHUNK_TOKENS = 16
 
 
 def build_samples(num_groups: int, *, distributions: tuple[Distribution, ...] = (Distribution(),)) -> list[Sample]:
-    """Groups of four answers to one prompt; the first two tokens of an answer are often those of another."""
+    """Groups of four answers to one prompt; answers often share their first two tokens."""
     rng, samples = random.Random(num_groups), []
     for group in range(num_groups):
         prompt = [rng.randrange(97) for _ in range(9)]
@@ -51,8 +51,8 @@ def build_samples(num_groups: int, *, distributions: tuple[Distribution, ...] = 
     return samples
 
 
-def run_rows(model, samples: list[Sample], section: AlgorithmSection, *, is_rounded: bool):
-    """The gradient, the totals of all chunks, and the sizes that rows had."""
+def run_rows(model, samples: list[Sample], section: AlgorithmSection, *, is_padded: bool):
+    """The gradient, the totals of all chunks, and the sizes of the rows."""
     algorithm = resolve_algorithm(replace_needs(section))
     rows = pack_samples(samples, max_tokens_per_row=120, has_prefix_sharing=True, hidden_size=32)
     inputs = prepare_update(model, samples, rows, algorithm, norm_length=64, chunk_tokens=CHUNK_TOKENS).inputs
@@ -60,9 +60,9 @@ def run_rows(model, samples: list[Sample], section: AlgorithmSection, *, is_roun
         inputs = replace(inputs, reference_logprobs_E=inputs.sampler_logprobs_E - 0.1)
     start, parts, sizes = 0, [], []
     for trie in rows:
-        part, kinds = slice(start, start := start + len(trie.parent_E)), number_distributions(samples, trie)
-        row = build_row(trie, kinds, chunk_tokens=CHUNK_TOKENS, model=model, is_rounded=is_rounded)
-        sent = send_inputs(inputs.convert(itemgetter(part)), row, device=model.device, dtype=torch.float64)
+        part, distributions = slice(start, start := start + len(trie.parent_E)), index_distributions(samples, trie)
+        row = build_row(trie, distributions, chunk_tokens=CHUNK_TOKENS, model=model, is_padded=is_padded)
+        sent = copy_inputs_to_device(inputs.convert(itemgetter(part)), row, device=model.device, dtype=torch.float64)
         coef = torch.tensor(section.kl_coef, dtype=torch.float64)
         if section.kl_coef > 0:
             algorithm = resolve_algorithm(section)
@@ -75,7 +75,7 @@ def run_rows(model, samples: list[Sample], section: AlgorithmSection, *, is_roun
 
 
 def replace_needs(section: AlgorithmSection) -> AlgorithmSection:
-    """The section without its KL term, so that no reference has to be run."""
+    """The section without its KL term, so that no reference is needed."""
     return section.model_copy(update={"kl_coef": 0.0})
 
 
@@ -89,10 +89,10 @@ def replace_needs(section: AlgorithmSection) -> AlgorithmSection:
     ids=["grpo", "entropy and kl", "sft"],
 )
 @pytest.mark.parametrize("temperatures", [(1.0,), (1.0, 0.7)])
-def test_what_fills_a_row_changes_neither_gradient_nor_totals(section, temperatures):
+def test_padding_changes_neither_gradient_nor_totals(section, temperatures):
     model = build_trainable("qwen3").double()
     samples = build_samples(7, distributions=tuple(Distribution(temperature=each) for each in temperatures))
-    plain, filled = (run_rows(model, samples, section, is_rounded=is_rounded) for is_rounded in (False, True))
+    plain, filled = (run_rows(model, samples, section, is_padded=is_padded) for is_padded in (False, True))
     torch.testing.assert_close(filled[0], plain[0], rtol=1e-10, atol=1e-13)
     assert filled[1].keys() == plain[1].keys()
     for name, value in plain[1].items():
@@ -101,7 +101,7 @@ def test_what_fills_a_row_changes_neither_gradient_nor_totals(section, temperatu
     assert len({size for sizes in plain[2] for size in sizes}) > 2
 
 
-def test_no_table_is_longer_than_the_memory_that_is_reserved():
+def test_tables_fit_the_reserved_memory():
     samples = [replace(sample, group_index=index) for index, sample in enumerate(build_samples(20))]
     (row,) = pack_samples(samples, max_tokens_per_row=9999, has_prefix_sharing=True, hidden_size=32)
     one_path = pack_samples(
@@ -116,23 +116,23 @@ def test_no_table_is_longer_than_the_memory_that_is_reserved():
 PER_TOKEN = ("token_ids", "is_sampled", "logprobs", "advantages", "policy_versions")
 
 
-def test_a_row_that_ran_leaves_no_graph_behind_and_a_result_that_is_kept_does():
+def test_live_autograd_graph_is_detected():
     model, samples = build_trainable(), build_samples(3)
     trainer = Trainer(model, TrainerSection(), AlgorithmSection(), max_model_len=64, num_total_steps=1)
-    gc.disable()  # so it is not the collector that removes it
+    gc.disable()  # so that the garbage collector does not free it
     try:
         trainer.step(samples)
-        assert not has_live_graph(model)
+        assert not has_live_autograd_graph(model)
     finally:
         gc.enable()
     kept = model.get_output_embeddings().weight.sum()
-    assert has_live_graph(model)
+    assert has_live_autograd_graph(model)
     kept.backward()
     del kept
-    assert not has_live_graph(model)
+    assert not has_live_autograd_graph(model)
 
 
-def test_rows_cannot_be_recorded_on_a_cpu():
+def test_rows_cannot_be_captured_on_a_cpu():
     settings = TrainerSection(has_row_graphs=True)
     with pytest.raises(ConfigError, match="has_row_graphs"):
         Trainer(build_trainable(), settings, AlgorithmSection(), max_model_len=64, num_total_steps=1)

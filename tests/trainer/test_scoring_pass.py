@@ -1,4 +1,4 @@
-"""What the scoring pass gives to losses: the same for every packing, and what corrections make of it."""
+"""The scoring pass: independent of packing, and the inputs of corrected losses."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CorrectionSection, MaskSection
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import (
-    Companions,
-    FirstScores,
+    ProximalScores,
+    ScoringModels,
     has_older_tokens,
     prepare_update,
+    scatter_to_samples,
     score_logprobs,
-    spread_logprobs,
 )
 from tunesmith.types import Sample
 
@@ -33,31 +33,31 @@ EXACT = {"max_tokens_per_row": 10_000, "has_prefix_sharing": True}
 
 
 def score_values(rows) -> np.ndarray:
-    """A critic whose opinion of a token depends on where it is in its sample."""
+    """A critic whose value depends on the position of the token in its sample."""
     return np.concatenate([np.sin(3.0 * row.sample_E + row.time_E) for row in rows])
 
 
-def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, first=None):
-    """Loss and gradient of one update, and what the scoring pass reported."""
+def run(model, samples, section, *, packing=EXACT, chunk_tokens=1000, proximal=None):
+    """Loss and gradient of one update, and the prepared update."""
     algorithm = resolve_algorithm(section)
     rows = pack_samples(samples, hidden_size=32, **packing)
-    companions = Companions(
+    scoring_models = ScoringModels(
         reference=build_trainable(seed=1), teacher=build_trainable(seed=2), score_values=score_values
     )
     prepared = prepare_update(
         model, samples, rows, algorithm,
-        norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, companions=companions, first=first, step=3,
+        norm_length=NORM_LENGTH, chunk_tokens=chunk_tokens, scoring_models=scoring_models, proximal=proximal, step=3,
     )  # fmt: skip
-    totals = run_batch(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
+    totals = run_loss_pass(model, samples, rows, algorithm, prepared.inputs, chunk_tokens=chunk_tokens)
     return (totals["train/loss"].value.item(), take_gradient(model)), prepared
 
 
 def build_near_samples(model, seed: int = 6) -> list[Sample]:
-    """Samples whose recorded logprobs are near the model's, so that no ratio is out of all bounds."""
+    """Samples whose recorded logprobs are close to the model's, so that ratios are moderate."""
     rng = np.random.default_rng(seed)
     samples = build_samples(seed)
     rows = pack_samples(samples, hidden_size=32, **EXACT)
-    exact = spread_logprobs(score_logprobs(model, samples, rows, chunk_tokens=1000), samples, rows)
+    exact = scatter_to_samples(score_logprobs(model, samples, rows, chunk_tokens=1000), samples, rows)
     return [
         replace(sample, logprobs=tuple(np.nan_to_num(logprobs) + 0.1 * rng.standard_normal(len(logprobs))))
         for sample, logprobs in zip(samples, exact, strict=True)
@@ -65,7 +65,7 @@ def build_near_samples(model, seed: int = 6) -> list[Sample]:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_gradient_of_every_algorithm_depends_on_no_choice_of_computation(name):
+def test_gradient_of_every_algorithm_does_not_depend_on_packing(name):
     model = build_trainable()
     samples = build_near_samples(model)
     section = AlgorithmSection(algorithm_type=name)
@@ -88,7 +88,7 @@ def test_gradient_of_every_algorithm_depends_on_no_choice_of_computation(name):
         *({"algorithm_type": "gspo", "loss_aggregation": each} for each in ("token-mean", "seq-mean-token-sum")),
     ],
 )
-def test_gradient_with_options_depends_on_no_choice_of_computation(changes):
+def test_gradient_with_options_does_not_depend_on_packing(changes):
     model = build_trainable()
     samples, section = build_near_samples(model), AlgorithmSection(**changes)
     expected, _ = run(model, samples, section)
@@ -96,11 +96,11 @@ def test_gradient_with_options_depends_on_no_choice_of_computation(changes):
         assert_same(run(model, samples, section, packing=packing, chunk_tokens=3)[0], expected, tolerance=1e-9)
 
 
-def test_scored_logprobs_are_those_of_the_loss_pass():
+def test_scored_logprobs_equal_those_of_the_loss_pass():
     """So the ratio of a policy and itself is exactly 1, and its gradient is the policy gradient."""
     model, samples = build_trainable(), build_samples()
     rows = pack_samples(samples, hidden_size=32, **EXACT)
-    exact = spread_logprobs(score_logprobs(model, samples, rows, chunk_tokens=5), samples, rows)
+    exact = scatter_to_samples(score_logprobs(model, samples, rows, chunk_tokens=5), samples, rows)
     assert [np.isfinite(logprobs).tolist() for logprobs in exact] == [list(sample.is_sampled) for sample in samples]
     own = [replace(sample, logprobs=tuple(np.nan_to_num(lp))) for sample, lp in zip(samples, exact, strict=True)]
     plain = AlgorithmSection(algorithm_type="reinforce", loss_aggregation="token-mean")
@@ -110,7 +110,7 @@ def test_scored_logprobs_are_those_of_the_loss_pass():
         torch.testing.assert_close(run(model, own, section)[0][1], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_gspo_weighs_a_token_by_the_geometric_mean_of_its_sequence():
+def test_gspo_weights_tokens_by_the_sequence_ratio():
     model = build_trainable()
     samples = build_near_samples(model)
     _, prepared = run(model, samples, AlgorithmSection(algorithm_type="gspo"))
@@ -124,20 +124,20 @@ def test_gspo_weighs_a_token_by_the_geometric_mean_of_its_sequence():
     np.testing.assert_allclose(prepared.inputs.sequence_log_ratios_E, expected, rtol=1e-9)
 
 
-def score_first(model, samples) -> FirstScores:
+def score_proximal(model, samples) -> ProximalScores:
     rows = pack_samples(samples, hidden_size=32, **EXACT)
     logprobs_R = score_logprobs(model, samples, rows, chunk_tokens=1000)
-    return FirstScores(logprobs=spread_logprobs(logprobs_R, samples, rows), is_weighted=True)
+    return ProximalScores(logprobs=scatter_to_samples(logprobs_R, samples, rows), is_weighted=True)
 
 
-def test_corrected_loss_compares_with_the_step_and_weighs_by_the_sampler():
-    """By hand: -A min(first / sampler, cap), with a ratio of policy and first policy of exactly 1."""
+def test_corrected_loss_has_proximal_ratio_and_truncated_weights():
+    """By hand: -A min(proximal / sampler, cap), with a ratio of policy and proximal policy of exactly 1."""
     model, samples = build_trainable(), build_near_samples(build_trainable())
-    first = score_first(model, samples)
+    proximal = score_proximal(model, samples)
     section = AlgorithmSection(correction=CorrectionSection(cap=1.05))
-    (loss, _), prepared = run(model, samples, section, first=first)
+    (loss, _), prepared = run(model, samples, section, proximal=proximal)
     terms, num_capped = [], 0
-    for sample, logprobs in zip(samples, first.logprobs, strict=True):
+    for sample, logprobs in zip(samples, proximal.logprobs, strict=True):
         for time in np.flatnonzero(sample.is_sampled):
             weight = np.exp(logprobs[time] - sample.logprobs[time])
             terms.append(-sample.advantages[time] * min(weight, 1.05))
@@ -147,30 +147,30 @@ def test_corrected_loss_compares_with_the_step_and_weighs_by_the_sampler():
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_masks_take_tokens_out_and_depend_on_no_packing(level):
+def test_masks_do_not_depend_on_packing(level):
     model = build_trainable()
     samples = build_near_samples(model)
-    first = score_first(model, samples)
+    proximal = score_proximal(model, samples)
     mask = MaskSection(level=level, low=0.95, high=1.05)
     section = AlgorithmSection(correction=CorrectionSection(importance="none", mask=mask))
-    expected, prepared = run(model, samples, section, first=replace(first, is_weighted=False))
+    expected, prepared = run(model, samples, section, proximal=replace(proximal, is_weighted=False))
     assert 0 < prepared.metrics["correction/masked_frac"] < 1
     kept = prepared.inputs.correction_E
     assert set(kept) == {0.0, 1.0}
     for packing in PACKINGS:
-        found, _ = run(model, samples, section, packing=packing, first=replace(first, is_weighted=False))
+        found, _ = run(model, samples, section, packing=packing, proximal=replace(proximal, is_weighted=False))
         assert_same(found, expected, tolerance=1e-9)
 
 
-def test_what_experts_gave_is_aggregated_by_itself_and_never_corrected():
+def test_expert_tokens_are_aggregated_separately_and_not_corrected():
     model = build_trainable()
     own = build_near_samples(model)
     expert = replace(
         own[0], is_expert=True, logprobs=(0.0,) * len(own[0].token_ids), group_index=9, trajectory_index=99
     )
     samples = [*own, expert]
-    first = score_first(model, samples)
-    _, prepared = run(model, samples, AlgorithmSection(kl_coef=0.1), first=first)
+    proximal = score_proximal(model, samples)
+    _, prepared = run(model, samples, AlgorithmSection(kl_coef=0.1), proximal=proximal)
     is_expert = prepared.inputs.is_expert_E == 1
     assert is_expert.sum() == sum(expert.is_sampled)
     assert prepared.inputs.weights_E[is_expert].sum() == pytest.approx(1.0)
@@ -180,7 +180,7 @@ def test_what_experts_gave_is_aggregated_by_itself_and_never_corrected():
     assert run(model, own, AlgorithmSection())[1].inputs.is_expert_E is None
 
 
-def test_tokens_of_the_newest_version_are_told_apart():
+def test_tokens_of_the_newest_version_are_marked():
     model, samples = build_trainable(), build_samples()
     old = [replace(s, policy_versions=tuple(3 if m else None for m in s.is_sampled)) for s in samples[:5]]
     new = [replace(s, policy_versions=tuple(4 if m else None for m in s.is_sampled)) for s in samples[5:]]
@@ -201,8 +201,7 @@ def test_tokens_of_the_newest_version_are_told_apart():
     assert not has_older_tokens([replace(s, is_expert=True) for s in old] + new, 4)
 
 
-def test_distributions_of_the_samples_are_more_than_one():
-    """The tests above would be weaker if all tokens were sampled alike."""
-    assert len({span.distribution for sample in build_samples() for span in sample.distribution_spans}) == len(
-        DISTRIBUTIONS
-    )
+def test_samples_have_several_distributions():
+    """Otherwise the tests above would be weaker."""
+    found = {span.distribution for sample in build_samples() for span in sample.distribution_spans}
+    assert len(found) == len(DISTRIBUTIONS)

@@ -1,4 +1,4 @@
-"""Steps: what they change, what they report, what stops them."""
+"""Training steps: updates, metrics and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build_trainer(model=None, algorithm: AlgorithmSection = GRPO, reference_mode
 
 
 def score(model, samples: list[Sample], *, shift: float = 0.0) -> list[Sample]:
-    """The samples as if the model had sampled them, with logprobs off by `shift`."""
+    """The samples with the model's own logprobs, shifted by `shift`."""
     scored = []
     for sample in samples:
         with torch.no_grad():
@@ -58,7 +58,7 @@ def read_parameters(model) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
 
 
-def test_step_reports_its_numbers():
+def test_step_reports_metrics():
     model, samples = build_trainable(dtype=torch.float32), build_samples()
     samples = score(model, samples)
     metrics = build_trainer(model).step(samples)
@@ -83,7 +83,7 @@ def test_mismatch_is_measured_in_nats():
     assert metrics["mismatch/kl"] == pytest.approx(math.exp(-0.5) - 1 + 0.5, rel=1e-3)
 
 
-def test_mismatch_warns_then_stops_and_leaves_the_parameters(caplog):
+def test_mismatch_warns_then_stops_without_an_update(caplog):
     model = build_trainable(dtype=torch.float32)
     samples, before = score(model, build_samples(), shift=0.5), read_parameters(model)
     with caplog.at_level(logging.WARNING):
@@ -107,7 +107,7 @@ def test_parameters_change_in_place():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_non_finite_loss_raises_and_leaves_the_parameters(value):
+def test_non_finite_loss_raises_without_an_update(value):
     model = build_trainable(dtype=torch.float32)
     trainer, before, samples = build_trainer(model), read_parameters(model), build_samples()
     advantages = tuple(value if is_sampled else 0.0 for is_sampled in samples[0].is_sampled)
@@ -118,7 +118,7 @@ def test_non_finite_loss_raises_and_leaves_the_parameters(value):
     assert not torch.equal(read_parameters(model), before)
 
 
-def test_too_little_memory_names_the_knobs_and_leaves_the_parameters():
+def test_out_of_memory_names_the_knobs_without_an_update():
     model = build_trainable(dtype=torch.float32)
     trainer, before, samples = build_trainer(model), read_parameters(model), build_samples()
 
@@ -134,7 +134,7 @@ def test_too_little_memory_names_the_knobs_and_leaves_the_parameters():
     assert not torch.equal(read_parameters(model), before)
 
 
-def test_step_without_samples_updates_nothing_and_counts():
+def test_step_without_samples_counts_without_an_update():
     model = build_trainable(dtype=torch.float32)
     trainer, before = build_trainer(model, warmup_steps=3), read_parameters(model)
     metrics = trainer.step([])
@@ -144,8 +144,8 @@ def test_step_without_samples_updates_nothing_and_counts():
     assert trainer.step([])["train/learning_rate"] == pytest.approx(2 * metrics["train/learning_rate"])
 
 
-def test_update_does_not_depend_on_how_it_is_computed():
-    """As the sampler would see it: the same weights, whatever the rows, chunks, sharing and recomputation."""
+def test_update_does_not_depend_on_packing():
+    """The weights after an update are the same for all rows, chunks, prefix sharing and checkpointing."""
     expected = None
     for settings in (
         {},
@@ -159,7 +159,7 @@ def test_update_does_not_depend_on_how_it_is_computed():
         torch.testing.assert_close(read_parameters(model), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_minibatches_are_whole_groups_and_updates_of_their_own():
+def test_minibatches_have_whole_groups_and_separate_updates():
     samples = build_samples()
     model, by_hand = build_trainable(), build_trainable()
     metrics = build_trainer(model, num_minibatches=2).step(samples)
@@ -172,7 +172,7 @@ def test_minibatches_are_whole_groups_and_updates_of_their_own():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_training_goes_on_bit_for_bit_after_a_restart(dtype):
+def test_training_resumes_bit_for_bit(dtype):
     samples, settings = build_samples(), {"warmup_steps": 3, "learning_rate": 0.01}
     whole, first = build_trainable(dtype=dtype), build_trainable(dtype=dtype)
     trainer = build_trainer(whole, **settings)
@@ -188,7 +188,7 @@ def test_training_goes_on_bit_for_bit_after_a_restart(dtype):
     assert torch.equal(read_parameters(second), read_parameters(whole))
 
 
-def test_steps_raise_the_chance_of_what_was_rewarded():
+def test_steps_raise_the_probability_of_rewarded_tokens():
     model = build_trainable(dtype=torch.float32)
     samples, trainer = score(model, build_samples()), build_trainer(model, learning_rate=3e-3)
     for _ in range(8):
@@ -202,7 +202,7 @@ def test_steps_raise_the_chance_of_what_was_rewarded():
     assert gain > 0
 
 
-def test_supervised_training_needs_no_sampler():
+def test_supervised_training_needs_no_sampler_logprobs():
     model = build_trainable(dtype=torch.float32)
     samples = [replace(sample, logprobs=(0.0,) * len(sample.logprobs)) for sample in build_samples()]
     samples = [replace(sample, distribution_spans=()) for sample in samples]
@@ -216,7 +216,7 @@ def test_supervised_training_needs_no_sampler():
     assert trainer.compute_loss(samples) < before
 
 
-def test_loss_is_computed_without_touching_anything():
+def test_compute_loss_does_not_update():
     model = build_trainable(dtype=torch.float32)
     trainer, before = build_trainer(model), read_parameters(model)
     assert trainer.compute_loss(build_samples()) == pytest.approx(trainer.step(build_samples())["train/loss"])
@@ -232,7 +232,7 @@ def test_kl_needs_a_reference_model_and_reports():
     section = AlgorithmSection(kl_coef=0.1)
     with pytest.raises(ConfigError, match="no reference model"):
         build_trainer(algorithm=section)
-    with pytest.raises(ConfigError, match="a reference model was given"):
+    with pytest.raises(ConfigError, match="a reference model was passed"):
         build_trainer(reference_model=build_trainable())
     with pytest.raises(ConfigError, match="needs sampled tokens"):
         build_trainer(algorithm=AlgorithmSection(algorithm_type="sft", kl_coef=0.1))
@@ -250,7 +250,7 @@ def test_entropy_bonus_enters_the_loss():
     assert metrics["train/loss"] == pytest.approx(metrics["train/pg_loss"] - 0.5 * metrics["train/entropy"])
 
 
-def test_model_that_follows_no_plan_is_refused():
+def test_model_without_plan_attention_is_refused():
     with pytest.raises(ModelError, match="use_plan_attention"):
         build_trainer(AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"])))
 
@@ -262,8 +262,8 @@ def test_dropout_under_gradient_checkpointing_is_refused():
         build_trainer(model, has_gradient_checkpointing=True)
 
 
-def test_a_length_of_its_own_keeps_the_scale_of_dr_grpo():
-    """The loss is divided by `norm_length`; without one, by the model's context."""
+def test_norm_length_scales_dr_grpo():
+    """The loss is divided by `norm_length`, by default the model's context."""
     samples, losses = build_samples(), {}
     for norm_length in (None, 64, 16):
         section = AlgorithmSection(algorithm_type="dr_grpo", norm_length=norm_length)
@@ -272,8 +272,8 @@ def test_a_length_of_its_own_keeps_the_scale_of_dr_grpo():
     assert losses[16] == pytest.approx(4 * losses[64])
 
 
-def test_numbers_of_minibatches_are_combined_as_they_are_meant():
-    """Means over tokens are weighed by tokens, counts add up, and the mismatch is the first update's."""
+def test_metrics_of_minibatches_are_merged_by_their_reduction():
+    """Means over tokens are weighted by tokens, counts are summed, and the mismatch is that of the first update."""
     model = build_trainable(dtype=torch.float32)
     samples = score(model, build_samples())
     shifted = [

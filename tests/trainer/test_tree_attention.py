@@ -1,4 +1,4 @@
-"""Tree attention on a CPU against a dense mask, and the tables that the kernels of a GPU read."""
+"""Tree attention on a CPU against a dense mask, and the schedule tables of the GPU kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tunesmith.trainer.tree_attention.tile_schedule import (
     PADDING,
     Tile,
     build_table,
-    count_places,
-    find_tiles,
+    classify_tiles,
+    count_partial_sums,
     pad_trie,
 )
 from tunesmith.types import Sample
@@ -45,7 +45,7 @@ def build_random_trie(seed: int, *, num_groups: int = 3, max_length: int = 12, v
 
 
 def build_mask(trie: Trie, window: int | None) -> torch.Tensor:
-    """By walking from each node to its root."""
+    """Dense mask by walking from each node to its root."""
     mask = torch.zeros(trie.num_tokens, trie.num_tokens, dtype=torch.bool)
     path: list[int] = []
     for node, depth in enumerate(trie.depth_T):
@@ -67,12 +67,12 @@ def run_with_gradients(attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]
     ]
 
 
-@pytest.mark.parametrize("max_hanging", [2, 256])
+@pytest.mark.parametrize("max_child_tokens", [2, 256])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
 @pytest.mark.parametrize("seed", range(4))
-def test_tree_attention_equals_a_dense_mask(monkeypatch, seed, window, softcap, max_hanging):
-    monkeypatch.setattr(segments, "MAX_HANGING_TOKENS", max_hanging)
+def test_tree_attention_equals_a_dense_mask(monkeypatch, seed, window, softcap, max_child_tokens):
+    monkeypatch.setattr(segments, "MAX_CHILD_SEGMENT_TOKENS", max_child_tokens)
     trie = build_random_trie(seed)
     mask = build_mask(trie, window)
     plan = TreePlan(trie, torch.device("cpu"))
@@ -89,7 +89,7 @@ def test_tree_attention_equals_a_dense_mask(monkeypatch, seed, window, softcap, 
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-6 if softcap else 1e-12)
 
 
-def test_masks_are_made_once_for_all_layers():
+def test_masks_are_cached_across_layers():
     plan = TreePlan(build_random_trie(0), torch.device("cpu"))
     inputs = draw_inputs(plan._trie.num_tokens)
     for _ in range(2):
@@ -100,16 +100,16 @@ def test_masks_are_made_once_for_all_layers():
 
 
 @given(st.integers(0, 1000), st.sampled_from([1, 3, 256]))
-def test_segments_tile_the_row_and_hang_from_their_parents(seed, max_hanging):
+def test_segments_partition_the_row_and_name_their_parents(seed, max_child_tokens):
     trie = build_random_trie(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "MAX_HANGING_TOKENS", max_hanging)
-        pieces = segments.cut_segments(trie)
+        patch.setattr(segments, "MAX_CHILD_SEGMENT_TOKENS", max_child_tokens)
+        pieces = segments.split_segments(trie)
     assert [piece.start for piece in pieces[1:]] == [piece.end for piece in pieces[:-1]]
     assert (pieces[0].start, pieces[-1].end) == (0, trie.num_tokens)
     mask = build_mask(trie, None)
     for piece in pieces:
-        assert piece.parent is None or piece.end - piece.start <= max_hanging
+        assert piece.parent is None or piece.end - piece.start <= max_child_tokens
         path = list(range(piece.start, piece.end))
         parent = piece.parent
         while parent is not None:
@@ -127,14 +127,14 @@ def test_dense_mask_equals_a_walk_to_the_root(window):
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("sizes", [(4, 4), (8, 2), (2, 8)])
 @pytest.mark.parametrize("seed", range(5))
-def test_tiles_hold_what_they_say(seed, sizes, window):
+def test_tiles_are_classified_correctly(seed, sizes, window):
     trie = build_random_trie(seed, num_groups=2, max_length=20)
     mask = build_mask(trie, window).numpy()
-    is_seen, is_full = find_tiles(trie, window, *sizes)
-    assert not np.any(is_full & ~is_seen)
-    for i, j in np.ndindex(is_seen.shape):
+    is_visible, is_full = classify_tiles(trie, window, *sizes)
+    assert not np.any(is_full & ~is_visible)
+    for i, j in np.ndindex(is_visible.shape):
         tile = mask[sizes[0] * i : sizes[0] * (i + 1), sizes[1] * j : sizes[1] * (j + 1)]
-        assert is_seen[i, j] or not tile.any()
+        assert is_visible[i, j] or not tile.any()
         assert not is_full[i, j] or tile.all()
 
 
@@ -142,30 +142,33 @@ SMALL = Tile(rows=8, steps=4, num_warps=1, num_stages=1, num_backward_stages=1)
 
 
 def split_table(table: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What stands for tiles of queries [R, 4], for shares of tiles of keys [R + P, 5], and for their sums [P, 3]."""
+    """Entries of query tiles [R, 4], of splits of key tiles [R + P, 5] and of partial sums [P, 3]."""
     num_rows = num_tokens // SMALL.rows
-    num_places = count_places(num_rows)
+    num_places = count_partial_sums(num_rows)
     sizes = [2 * num_tokens, 4 * num_rows, 5 * (num_rows + num_places), 3 * num_places]
-    _, queries, shares, sums, _ = np.split(table, np.cumsum(sizes))
-    return queries.reshape(-1, 4), shares.reshape(-1, 5), sums.reshape(-1, 3)
+    _, queries, splits, sums, _ = np.split(table, np.cumsum(sizes))
+    return queries.reshape(-1, 4), splits.reshape(-1, 5), sums.reshape(-1, 3)
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_table_lists_every_tile_once_whole_ones_first(window):
+def test_table_lists_every_tile_once_full_ones_first(window):
     trie = pad_to(build_random_trie(3, num_groups=3, max_length=60), 8)
     num_tokens, num_rows = trie.num_tokens, trie.num_tokens // 8
     table = build_table(trie, window, SMALL)
     assert table[:num_tokens].tolist() == trie.subtree_end_T.tolist()
     assert table[num_tokens : 2 * num_tokens].tolist() == trie.depth_T.tolist()
-    by_query, by_key = find_tiles(trie, window, 8, 4), tuple(found.T for found in find_tiles(trie, window, 4, 8))
-    queries, shares, _ = split_table(table, num_tokens)
-    assert len(shares) == num_rows + count_places(num_rows)
+    by_query, by_key = (
+        classify_tiles(trie, window, 8, 4),
+        tuple(tiles.T for tiles in classify_tiles(trie, window, 4, 8)),
+    )
+    queries, splits, _ = split_table(table, num_tokens)
+    assert len(splits) == num_rows + count_partial_sums(num_rows)
     assert sorted(set(queries[:, 0].tolist())) == list(range(num_rows))
     assert np.all(np.diff(queries[:, 3] - queries[:, 1]) <= 0)
-    for rows, (is_seen, is_full) in ((queries, by_query), (shares[shares[:, 4] < 0], by_key)):
+    for rows, (is_visible, is_full) in ((queries, by_query), (splits[splits[:, 4] < 0], by_key)):
         for row, begin, middle, end in rows[rows[:, 0] >= 0, :4]:
             assert table[begin:middle].tolist() == np.flatnonzero(is_full[row]).tolist()
-            assert table[middle:end].tolist() == np.flatnonzero(is_seen[row] & ~is_full[row]).tolist()
+            assert table[middle:end].tolist() == np.flatnonzero(is_visible[row] & ~is_full[row]).tolist()
 
 
 def build_prompt_with_answers(num_answers: int) -> Trie:
@@ -183,30 +186,30 @@ def build_prompt_with_answers(num_answers: int) -> Trie:
 
 
 @pytest.mark.parametrize("num_answers", [1, 2, 30])
-def test_tiles_of_a_prompts_keys_are_dealt_out_to_shares_of_like_work(num_answers):
+def test_heavy_key_tiles_are_split_into_equal_work(num_answers):
     trie = build_prompt_with_answers(num_answers)
     num_tokens, num_rows = trie.num_tokens, trie.num_tokens // 8
     table = build_table(trie, None, SMALL)
-    _, shares, sums = split_table(table, num_tokens)
-    shares, sums = shares[shares[:, 0] >= 0], sums[sums[:, 0] >= 0]
-    is_seen, is_full = (found.T for found in find_tiles(trie, None, 4, 8))
-    work = np.array([end - begin for _, begin, _, end, _ in shares])
+    _, splits, sums = split_table(table, num_tokens)
+    splits, sums = splits[splits[:, 0] >= 0], sums[sums[:, 0] >= 0]
+    is_visible, is_full = (found.T for found in classify_tiles(trie, None, 4, 8))
+    work = np.array([end - begin for _, begin, _, end, _ in splits])
     assert np.all(np.diff(work) <= 0)
     assert bool(len(sums)) == (num_answers > 1)
-    assert work.max() <= max(8, 2 * np.ceil(is_seen.sum() / num_rows))
+    assert work.max() <= max(8, 2 * np.ceil(is_visible.sum() / num_rows))
     for tile in range(num_rows):
-        own = shares[shares[:, 0] == tile]
+        own = splits[splits[:, 0] == tile]
         whole = [table[place] for _, begin, middle, _, _ in own for place in range(begin, middle)]
         mixed = [table[place] for _, _, middle, end, _ in own for place in range(middle, end)]
         assert sorted(whole) == np.flatnonzero(is_full[tile]).tolist()
-        assert sorted(mixed) == np.flatnonzero(is_seen[tile] & ~is_full[tile]).tolist()
+        assert sorted(mixed) == np.flatnonzero(is_visible[tile] & ~is_full[tile]).tolist()
         places = [place for row, first, last in sums if row == tile for place in range(first, last)]
         assert sorted(own[:, 4]) == (places or [-1])
-    assert sorted(shares[:, 4][shares[:, 4] >= 0]) == list(range(sums[-1, 2] if len(sums) else 0))
-    assert (shares[:, 4] >= 0).sum() <= count_places(num_rows)
+    assert sorted(splits[:, 4][splits[:, 4] >= 0]) == list(range(sums[-1, 2] if len(sums) else 0))
+    assert (splits[:, 4] >= 0).sum() <= count_partial_sums(num_rows)
 
 
-def test_padding_sees_itself_and_is_seen_by_nothing_else():
+def test_padding_attends_only_to_itself():
     trie = build_random_trie(2)
     padded = pad_trie(trie)
     mask = build_mask(padded, None)
@@ -219,7 +222,7 @@ def test_padding_sees_itself_and_is_seen_by_nothing_else():
     assert not mask[trie.num_tokens :, : trie.num_tokens].any()
 
 
-def test_long_paths_without_branches_go_one_by_one(monkeypatch):
+def test_long_paths_without_branches_are_detected(monkeypatch):
     monkeypatch.setattr(attention, "MIN_PATH_TOKENS", 5)
     paths = build_random_trie(0, num_groups=1, max_length=3)
     branched = build_random_trie(0)
@@ -239,5 +242,5 @@ def build_path(length: int) -> Trie:
 
 
 def pad_to(trie: Trie, multiple: int) -> Trie:
-    """Whole tiles of another size, by paths of one token."""
+    """Pad to whole tiles of another size with paths of one token."""
     return concatenate_tries([trie, *[build_path(1)] * (-trie.num_tokens % multiple)])

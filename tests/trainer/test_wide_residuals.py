@@ -1,4 +1,4 @@
-"""Training with residuals in float32: nearer to the sampler, nearer to the exact gradient, however it is computed."""
+"""Training with a float32 residual stream: smaller mismatch with the sampler and smaller gradient error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.fp32_residual import use_fp32_residual
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import prepare_update
@@ -31,15 +31,15 @@ SFT = AlgorithmSection(algorithm_type="sft")
 
 
 def compute_gradients(model, *, has_checkpointing: bool = False) -> dict[str, torch.Tensor]:
-    """Of a cross entropy, in float32, by parameter."""
+    """Gradients of a cross entropy in float32 by parameter name."""
     samples, algorithm = build_samples(), resolve_algorithm(SFT)
     rows = pack_samples(samples, max_tokens_per_row=100, has_prefix_sharing=True, hidden_size=64)
-    MasterAdamW(model, LOOSE).clear_gradients()  # it makes gradients float32
+    MasterAdamW(model, LOOSE).clear_gradients()  # sets the gradient dtype to float32
     if has_checkpointing:
         enable_checkpointing(model)
     with checkpointed_layers(model) if has_checkpointing else nullcontext():
         preparation = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=64)
-        run_batch(model, samples, rows, algorithm, preparation.inputs, chunk_tokens=64)
+        run_loss_pass(model, samples, rows, algorithm, preparation.inputs, chunk_tokens=64)
     return {name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad}
 
 
@@ -50,7 +50,7 @@ def measure_error(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Ten
 
 
 def sample_from(model) -> list[Sample]:
-    """Answers of 20 tokens that an engine samples, as the trainer takes them."""
+    """Answers of 20 tokens sampled by an engine, as samples of the trainer."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 97, (length,), generator=generator).tolist() for length in range(5, 25)]
     engine = LocalEngine(model, None, EngineSection(page_size=4, kv_cache_tokens=4000), max_model_len=64)
@@ -63,7 +63,7 @@ def sample_from(model) -> list[Sample]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_sampler_and_trainer_agree_better(name):
+def test_mismatch_of_sampler_and_trainer_is_smaller(name):
     found = []
     for has_fp32_residual in (False, True):
         model = build_deep(name, has_fp32_residual=has_fp32_residual)
@@ -73,7 +73,7 @@ def test_sampler_and_trainer_agree_better(name):
     assert found[1]["mismatch/max_log_ratio"] < found[0]["mismatch/max_log_ratio"]
 
 
-def test_the_gradient_is_nearer_to_that_of_the_weights_in_float32():
+def test_gradient_is_closer_to_that_in_float32():
     errors = {False: 0.0, True: 0.0}
     for seed in range(3):
         exact = compute_gradients(build_deep(seed=seed).float())
@@ -84,13 +84,13 @@ def test_the_gradient_is_nearer_to_that_of_the_weights_in_float32():
     assert errors[True] < 0.02
 
 
-def test_checkpointing_changes_nothing():
+def test_checkpointing_does_not_change_the_gradient():
     expected = compute_gradients(build_deep(has_fp32_residual=True))
     checkpointed = compute_gradients(build_deep(has_fp32_residual=True), has_checkpointing=True)
     assert all(torch.equal(checkpointed[name], gradient) for name, gradient in expected.items())
 
 
-def test_an_adapter_learns_what_it_would_over_weights_in_float32():
+def test_adapter_gradient_is_close_to_that_in_float32():
     found = []
     for dtype, has_fp32_residual in ((torch.float32, False), (torch.bfloat16, True)):
         model = build_deep().to(dtype).requires_grad_(True)
@@ -102,7 +102,7 @@ def test_an_adapter_learns_what_it_would_over_weights_in_float32():
     assert measure_error(ours, exact) < 0.02
 
 
-def test_a_critic_reads_the_last_norm_in_the_type_of_its_head():
+def test_critic_casts_the_final_norm_to_its_head_dtype():
     policy, samples = build_deep(has_fp32_residual=True), build_samples()
     critic = ValueModel(copy.deepcopy(policy).get_decoder())
     trainer = Trainer(

@@ -1,1 +1,1 @@
-"""How rewards become advantages and advantages become a loss: pure functions, and one table of their names."""
+"""Advantages, losses, KL estimators and loss aggregation as pure functions, and the one table of algorithm names."""

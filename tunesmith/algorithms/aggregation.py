@@ -1,8 +1,8 @@
-"""How the losses of single tokens become the loss of a batch: one weight per token, fixed before anything is computed.
+"""Loss aggregation: one weight per token, computed before the forward pass.
 
-The batch's loss is the sum of weight times token loss. Weights come from counts over the whole batch, so the gradient
-cannot depend on rows, chunks, ranks or padding. A sequence is a trajectory: its samples, branches included, count as
-one, and only its sampled tokens count.
+The loss of the batch is the sum of weight times token loss. Weights are computed from counts over the whole batch, so
+the gradient does not depend on rows, chunks, ranks or padding. A sequence is a trajectory: its samples, branches
+included, count as one, and only its sampled tokens count.
 
 Axes: E trained tokens of the batch.
 """
@@ -17,12 +17,12 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 def compute_token_weights(trajectory_E: np.ndarray, *, aggregation: Aggregation, norm_length: int) -> np.ndarray:
-    """Weights [E] (float64) of tokens that belong to the given trajectories.
+    """Weights [E] (float64) of tokens whose trajectories are `trajectory_E`.
 
-    token-mean: every token alike. seq-mean-token-sum: the mean over sequences of their sums. seq-mean-token-mean: the
-    mean over sequences of their means. seq-mean-token-sum-norm: the mean over sequences of sum / `norm_length`, a
-    constant (`algorithm.norm_length`), so that it does not move with the longest answer of a batch (Liu et al., 2025,
-    "Understanding R1-Zero-like training", section 3.2). sum: the sum, of losses that are weighed already.
+    token-mean: the mean over tokens. seq-mean-token-sum: the mean over sequences of their sums. seq-mean-token-mean:
+    the mean over sequences of their means. seq-mean-token-sum-norm: the mean over sequences of sum / `norm_length`, a
+    constant (`algorithm.norm_length`), so that it does not depend on the longest answer of a batch (Liu et al., 2025,
+    "Understanding R1-Zero-like training", section 3.2). sum: the sum, for losses that include their weights.
     """
     if trajectory_E.size == 0:
         return np.zeros(0)

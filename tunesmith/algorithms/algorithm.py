@@ -1,4 +1,4 @@
-"""An algorithm as it is used: a line of the table with all its arguments bound and checked."""
+"""Resolves `AlgorithmSection` to an entry of the table with all arguments bound and checked; advantages of groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunesmith.algorithms.aggregation import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
 from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.scores import BatchScores, Need, TokenTerms, keep_advantages
-from tunesmith.algorithms.table import ALGORITHMS, COMPARISONS, ZERO_WITHOUT_DIFFERENCE
+from tunesmith.algorithms.table import ALGORITHMS, GROUP_RELATIVE_ADVANTAGES, ZERO_AT_EQUAL_REWARDS
 from tunesmith.arguments import bind_arguments, name_nearest
 from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection
 from tunesmith.errors import ConfigError
@@ -30,7 +30,7 @@ class Algorithm:
     compute_losses: Callable[[TokenScores], TokenLosses]
     aggregation: Aggregation
     kl_coef: float
-    """Weight of the KL in the loss now; with `kl_adaptive` the trainer puts another in its place after each update."""
+    """Current weight of the KL in the loss; with `kl_adaptive` the trainer replaces it after each update."""
     kl_estimator: KlEstimator
     entropy_coef: float
     compute_terms: Callable[[BatchScores], TokenTerms]
@@ -39,23 +39,22 @@ class Algorithm:
     correction: CorrectionSection
     is_on_policy: bool
     trains_zero_advantages: bool
-    """Groups whose runs have no advantage train all the same: a KL, an entropy bonus or a regularizer has a gradient
-    without one."""
+    """Whether groups of zero advantage are trained: a KL, an entropy bonus or a regularizer has a gradient on them."""
 
     @property
     def is_supervised(self) -> bool:
-        """It learns from given answers: tokens have no sampler's logprob and no advantage."""
+        """Whether it trains on given completions: their tokens have no sampler logprobs and no advantages."""
         return self.compute_advantages is None
 
-    def weighs_importance(self, *, has_older_tokens: bool) -> bool:
-        """Whether a step multiplies losses by importance weights, given whether older policies sampled some of it."""
+    def uses_importance_weights(self, *, has_older_tokens: bool) -> bool:
+        """Whether a step multiplies losses by importance weights; `has_older_tokens`: older policies sampled some."""
         if self.correction.importance == "auto":
             return self.is_on_policy and not self.is_supervised and has_older_tokens
         return self.correction.importance != "none"
 
 
 def resolve_algorithm(section: AlgorithmSection) -> Algorithm:
-    """Look the name up and bind the arguments; what is not known is a ConfigError that names the nearest known."""
+    """Look up the algorithm and bind its arguments; an unknown name is a ConfigError with the nearest known name."""
     name = section.algorithm_type
     if name not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm_type {name!r}: {name_nearest(name, list(ALGORITHMS))}")
@@ -66,7 +65,7 @@ def resolve_algorithm(section: AlgorithmSection) -> Algorithm:
             entry.compute_advantages, section.advantage_args, where=f"advantage_args of {name!r}"
         )
     elif section.advantage_args:
-        raise ConfigError(f"advantage_args of {name!r}: it takes none, because it computes no advantages")
+        raise ConfigError(f"advantage_args has no effect with {name!r}, which computes no advantages: leave it out")
     loss_args = {**entry.loss_args, **section.loss_args}
     terms_args = {**entry.terms_args, **section.terms_args}
     needs = entry.needs | entry.find_needs({**section.advantage_args, **terms_args, **loss_args})
@@ -95,43 +94,46 @@ def resolve_algorithm(section: AlgorithmSection) -> Algorithm:
 
 
 def _trains_zero_advantages(section: AlgorithmSection) -> bool:
-    """A threshold of the deviation is a wish to leave groups out, whatever else they would be trained by."""
+    """Whether zero-advantage groups are trained; a `std_threshold` above 0 always drops them."""
     has_other_gradient = (
         section.kl_coef > 0
         or section.entropy_coef > 0
         or section.terms_args.get("reward_kl_coef", 0) > 0
         or section.loss_args.get("regularizer_coef", 0) > 0
     )
-    drops_by_wish = section.advantage_args.get("std_threshold", 0) > 0
-    is_zero = ALGORITHMS[section.algorithm_type].compute_advantages in ZERO_WITHOUT_DIFFERENCE
-    return is_zero and has_other_gradient and not drops_by_wish
+    drops_by_threshold = section.advantage_args.get("std_threshold", 0) > 0
+    is_zero = ALGORITHMS[section.algorithm_type].compute_advantages in ZERO_AT_EQUAL_REWARDS
+    return is_zero and has_other_gradient and not drops_by_threshold
 
 
 def _check_arguments(algorithm: Algorithm) -> None:
-    """Call the functions on nothing, so that arguments that do not go together are refused before anything runs."""
+    """Call the functions on empty inputs, which raises ConfigError for incompatible arguments before a run starts."""
     if algorithm.compute_advantages is not None:
         algorithm.compute_advantages([])
-    nothing = torch.zeros(0)
+    empty = torch.zeros(0)
     algorithm.compute_losses(
         TokenScores(
-            logprobs_N=nothing,
-            old_logprobs_N=nothing,
-            advantages_N=nothing,
-            sequence_log_ratios_N=nothing,
-            constants_N=nothing,
+            logprobs_N=empty,
+            old_logprobs_N=empty,
+            advantages_N=empty,
+            sequence_log_ratios_N=empty,
+            constants_N=empty,
         )
     )
 
 
 def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
-    """Refuse what would have no effect, or another effect than it seems."""
+    """Refuse settings without effect, or with another effect than their name says."""
     if ALGORITHMS[algorithm.name].aggregation == "sum" and section.loss_aggregation is not None:
-        raise ConfigError(f"algorithm.loss_aggregation: {algorithm.name!r} weighs its tokens itself; leave it out")
-    is_comparison = ALGORITHMS[algorithm.name].compute_advantages in COMPARISONS
-    if section.group_size == 1 and is_comparison and "experts" not in algorithm.needs:
         raise ConfigError(
-            f"algorithm.group_size=1: {algorithm.name!r} compares the runs of a task and learns nothing from one; "
-            "raise group_size, or choose an algorithm that needs no comparison, such as reinforceplusplus"
+            f"algorithm.loss_aggregation has no effect with {algorithm.name!r}, whose loss includes the token weights: "
+            "leave it out"
+        )
+    is_group_relative = ALGORITHMS[algorithm.name].compute_advantages in GROUP_RELATIVE_ADVANTAGES
+    if section.group_size == 1 and is_group_relative and "experts" not in algorithm.needs:
+        raise ConfigError(
+            f"algorithm.group_size=1: {algorithm.name!r} compares the runs of a task, so one run has no advantage; "
+            "raise group_size, or choose an algorithm without a group baseline, such as reinforceplusplus"
         )
     if section.norm_length is not None and algorithm.aggregation != "seq-mean-token-sum-norm":
         raise ConfigError(
@@ -141,24 +143,24 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
     if section.kl_coef == 0 and section.kl_estimator != AlgorithmSection().kl_estimator:
         raise ConfigError(f"algorithm.kl_estimator={section.kl_estimator!r} has no effect with kl_coef=0: set kl_coef")
     if section.kl_adaptive is not None and section.kl_coef == 0:
-        raise ConfigError("algorithm.kl_adaptive has no effect with kl_coef=0: set kl_coef to where it shall begin")
+        raise ConfigError("algorithm.kl_adaptive has no effect with kl_coef=0: set kl_coef to the initial coefficient")
     correction = section.correction
     is_corrected = correction.importance in ("token", "sequence") or correction.mask is not None
     if algorithm.is_supervised and (is_corrected or correction.negative_sequence_delta is not None):
         raise ConfigError(
-            f"algorithm.correction: {algorithm.name!r} learns from given answers, which no policy sampled"
+            f"algorithm.correction has no effect with {algorithm.name!r}, which trains given completions: leave it out"
         )
-    if correction.cap != CorrectionSection().cap and not algorithm.weighs_importance(has_older_tokens=True):
+    if correction.cap != CorrectionSection().cap and not algorithm.uses_importance_weights(has_older_tokens=True):
         raise ConfigError(
             f"algorithm.correction.cap={correction.cap} has no effect on {algorithm.name!r} with "
-            f"importance={correction.importance!r}, which truncates no weights: leave it out, or set importance=token"
+            f"importance={correction.importance!r} (no importance weights): leave it out, or set importance=token"
         )
 
 
 def compute_group_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> tuple[Advantages, dict[str, float]]:
-    """Advantages of every trajectory, and how many groups train, were dropped, or had no score at all.
+    """Advantages of every trajectory, and the numbers of trained, dropped and unscored groups.
 
-    Groups without an advantage get 0 and train where the algorithm trains these, and are dropped elsewhere.
+    Groups of zero advantage are trained with advantage 0 if `algorithm.trains_zero_advantages`, else dropped.
     """
     advantages, zero_metrics = _compute_advantages(algorithm, groups), {}
     if algorithm.trains_zero_advantages:
@@ -176,12 +178,12 @@ def compute_group_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> t
 
 def _compute_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Advantages:
     if algorithm.compute_advantages is None:
-        raise ConfigError(f"algorithm_type={algorithm.name!r} does not learn from rewards; choose grpo or another")
+        raise ConfigError(f"algorithm_type={algorithm.name!r} does not train on rewards: choose grpo or another")
     outcomes = [
         [
             RunOutcome(
                 reward=run.reward,
-                num_steps=len(run.turns),
+                num_turns=len(run.turns),
                 turn_prompts=tuple(turn.prompt_ids for turn in run.turns),
                 turn_logprobs=tuple(turn.logprobs for turn in run.turns),
                 metrics=run.metrics,
@@ -195,14 +197,14 @@ def _compute_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Advant
 
 
 def has_advantage(algorithm: Algorithm, group: Group) -> bool:
-    """Whether the group's rewards teach anything."""
+    """Whether a run of the group has an advantage, so that the group is trained for its rewards."""
     return any(value is not None for value in _compute_advantages(algorithm, [group])[0])
 
 
 def _keep_zero_advantages(
     algorithm: Algorithm, groups: Sequence[Group], advantages: Advantages
 ) -> tuple[Advantages, int]:
-    """0 for the scored runs of groups that were dropped for want of a difference, and how many groups these are."""
+    """Advantage 0 for the scored runs of groups without an advantage, and the number of these groups."""
     kept: Advantages = []
     for group, row in zip(groups, advantages, strict=True):
         has_baseline = group.baseline_reward is not None or "baselines" not in algorithm.needs

@@ -1,10 +1,11 @@
 """Estimators of the KL divergence between two policies from sampled tokens, and its coefficient.
 
-With tokens sampled from `logprobs_N`'s policy p and another policy q, each but abs estimates KL(p || q) (Schulman,
-2020, "Approximating KL divergence"). As a loss they differ: the gradient of k2 is that of the KL when tokens come from
-p; k3's is that of the reverse KL, KL(q || p); k1's is zero in expectation, so k1 is for watching. corrected_k3 is k3
-times the ratio of p and the policy that sampled: value and gradient are those of the KL whoever sampled, up to a clip.
-abs is the size of the log-ratio; its gradient pushes every token alike towards q.
+For tokens sampled from policy p (`logprobs_N`) and another policy q, all but k2 and abs are unbiased estimates of
+KL(p || q) (Schulman, 2020, "Approximating KL divergence"); k2 is its second-order approximation. As a loss, with tokens
+from p: the expected gradient of k2 is that of KL(p || q), that of k3 is the gradient of KL(q || p), and that of k1 is
+zero, so k1 is for monitoring only. corrected_k3 is k3 times the ratio of p and the sampling policy: its value and
+gradient are those of KL(p || q) for any sampling policy, up to the clip of the ratio. abs is |log p - log q|; its
+gradient has the same size at every token.
 
 Axes: N sampled tokens.
 """
@@ -17,11 +18,11 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""k3 clamps log-ratios to this, so that one token cannot overflow it."""
+"""k3 clamps log-ratios to this, so that no token overflows."""
 MAX_CORRECTION = 2.0
-"""corrected_k3 clips the ratio of policy and sampler to this."""
+"""corrected_k3 clips the ratio of policy and sampling policy to this."""
 MAX_ADAPTATION = 0.2
-"""Most that the relative distance from the target counts."""
+"""Bound of the relative error in `adapt_kl_coef`."""
 
 KlEstimator = Literal["k1", "k2", "k3", "abs", "corrected_k3"]
 
@@ -29,10 +30,10 @@ KlEstimator = Literal["k1", "k2", "k3", "abs", "corrected_k3"]
 def compute_kl(
     logprobs_N: Tensor, other_logprobs_N: Tensor, *, estimator: KlEstimator, sampler_logprobs_N: Tensor | None = None
 ) -> Tensor:
-    """Per-token estimates [N] of KL(policy || other); k3 is never negative, whatever was rounded.
+    """Per-token estimates [N] of KL(policy || other); k3 is never negative, rounding included.
 
-    corrected_k3 (DeepSeek-AI, 2025, "DeepSeek-V3.2", section 3.1) needs the logprobs of the policy that sampled, also
-    where losses compare with another policy.
+    corrected_k3 (DeepSeek-AI, 2025, "DeepSeek-V3.2", section 3.1) needs the logprobs of the sampling policy, also where
+    the ratio in the loss is against the proximal policy.
     """
     log_ratio_N = logprobs_N - other_logprobs_N
     if estimator == "k1":
@@ -50,6 +51,6 @@ def compute_kl(
 
 
 def adapt_kl_coef(kl_coef: float, *, kl: float, target: float, num_trajectories: int, horizon: int) -> float:
-    """The next coefficient (Ziegler et al., 2019, section 2.2): up where the KL is above its target, else down."""
+    """Next KL coefficient (Ziegler et al., 2019, section 2.2): higher where the KL is above its target, else lower."""
     error = min(max(kl / target - 1, -MAX_ADAPTATION), MAX_ADAPTATION)
     return kl_coef * (1 + error * num_trajectories / horizon)

@@ -1,6 +1,7 @@
-"""What an update makes of whole sequences before its loss: ratios, masks that look at all tokens, a KL in the reward.
+"""Terms that depend on whole sequences or on the whole update: sequence ratios, masks, a KL in the reward.
 
-Axes: E trained tokens of one update, Q sequences. d is the log-ratio of policy and old policy at a token.
+Axes: E trained tokens of one update, Q sequences. M tokens that a clip could stop. d is the log-ratio of policy
+and old policy at a token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tunesmith.algorithms.scores import BatchScores, TokenTerms, mean_sequences,
 
 
 def compute_sequence_ratio_terms(scores: BatchScores) -> TokenTerms:
-    """The mean of d over each sequence, where the scoring pass gave the policy's logprobs."""
+    """The mean of d over each sequence, if the scoring pass has scored the policy."""
     ratios_E = None
     if scores.logprobs_E is not None:
         ratios_E = mean_sequences(scores.logprobs_E - scores.old_logprobs_E, scores)[scores.sequence_E]
@@ -31,8 +32,9 @@ def compute_topr_terms(
 ) -> TokenTerms:
     """Weight 1 where A is above the threshold, else the ratio clipped to [0, 1] (Le Roux et al., 2025, TOPR, eq. 9).
 
-    Successes are imitated however unlikely they have become; failures are unlearned only while the policy still makes
-    them. The paper's ratio is that of the sequence, a product over its tokens; `token` takes each token's own.
+    Positive runs are trained independent of their probability under the policy; negative runs only as long as the
+    policy still produces them. The paper's ratio is that of the sequence, a product over its tokens; `token` uses the
+    ratio of each token.
     """
     assert scores.logprobs_E is not None
     ratio_E = compute_ratios(scores.logprobs_E - scores.old_logprobs_E, scores, level=ratio_level)
@@ -44,16 +46,16 @@ def compute_m2po_terms(scores: BatchScores, *, second_moment_cap: PositiveFloat 
     """Mask the tokens of largest |d| until the mean of d^2 over the others is at most the cap.
 
     Zheng et al. (2025), "Prosperity before collapse", M2PO. Only tokens that PPO's clip could stop are masked: A > 0
-    and d > 0, or A < 0 and d < 0; the mean is over these. It bears data many versions old, where a clip of single
-    ratios would stop the tokens that matter.
+    and d > 0, or A < 0 and d < 0; the mean is over these. Meant for data many policy versions old, on which clipping
+    each ratio would stop the informative tokens.
     """
     assert scores.logprobs_E is not None
     log_ratio_E = scores.logprobs_E - scores.old_logprobs_E
-    place_E = np.flatnonzero(scores.advantages_E * log_ratio_E > 0)
-    place_E = place_E[np.argsort(np.abs(log_ratio_E[place_E]), kind="stable")]
-    means_E = np.cumsum(log_ratio_E[place_E] ** 2) / np.arange(1, len(place_E) + 1)
+    index_M = np.flatnonzero(scores.advantages_E * log_ratio_E > 0)
+    index_M = index_M[np.argsort(np.abs(log_ratio_E[index_M]), kind="stable")]
+    second_moment_M = np.cumsum(log_ratio_E[index_M] ** 2) / np.arange(1, len(index_M) + 1)
     weights_E = np.ones(len(log_ratio_E))
-    weights_E[place_E[means_E > second_moment_cap]] = 0.0
+    weights_E[index_M[second_moment_M > second_moment_cap]] = 0.0
     masked_frac = float((weights_E == 0).mean()) if len(weights_E) else 0.0
     return TokenTerms(
         advantages_E=scores.advantages_E, weights_E=weights_E, metrics={"train/m2po_masked_frac": masked_frac}
@@ -61,10 +63,11 @@ def compute_m2po_terms(scores: BatchScores, *, second_moment_cap: PositiveFloat 
 
 
 def compute_rloo_terms(scores: BatchScores, *, reward_kl_coef: NonNegativeFloat = 0.0) -> TokenTerms:
-    """The advantages, of rewards minus coef times the KL to the starting model (Ahmadian et al., 2024, eq. 1).
+    """Leave-one-out advantages of rewards minus coef times the KL to the reference (Ahmadian et al., 2024, eq. 1).
 
     The KL of a run is the sum of old minus reference logprob over its tokens. The leave-one-out advantage is linear in
-    the rewards, so its KL part is that of the KLs alone. Runs that were dropped are not among the others.
+    the rewards, so the KL part is computed from the KLs alone and added. It compares the runs of the update only:
+    dropped runs are excluded.
     """
     advantages_E, metrics = scores.advantages_E, {}
     if reward_kl_coef > 0:

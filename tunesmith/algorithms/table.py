@@ -1,7 +1,7 @@
-"""The one place where algorithms have names.
+"""The table of algorithms by name.
 
-A line of the table puts together an advantage function, a function of the whole update's tokens, and a loss function.
-The arguments a user may set are the keyword arguments of those functions, with their types, ranges and defaults;
+An entry combines an advantage function, a function over all tokens of the update (`compute_terms`) and a loss function.
+Users set the keyword arguments of these functions, whose types, ranges and defaults are in their signatures;
 `algorithm.resolve_algorithm` refuses all others.
 """
 
@@ -66,37 +66,37 @@ from tunesmith.algorithms.sequence_terms import (
 )
 
 
-def find_usual_needs(args: Mapping[str, Any]) -> frozenset[Need]:
-    """A KL that is part of the reward needs the reference."""
+def find_reward_kl_needs(args: Mapping[str, Any]) -> frozenset[Need]:
+    """A KL in the reward needs the reference."""
     return frozenset({"reference"}) if args.get("reward_kl_coef", 0) > 0 else frozenset()
 
 
 def find_rec_needs(args: Mapping[str, Any]) -> frozenset[Need]:
-    """Ratios of sequences need the policy's logprobs ahead of the loss."""
+    """Sequence ratios need the policy's logprobs from the scoring pass."""
     has_sequences = args.get("clip_mode") == "gspo-one-side" or args.get("weight") == "gspo_importance_sampling"
     return frozenset({"logprobs"}) if has_sequences else frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmEntry:
-    """A line of the table."""
+    """One algorithm of the table."""
 
     compute_advantages: Callable[..., Advantages] | None
-    """None learns from given answers, not from rewards."""
+    """None for algorithms that train on given completions, without rewards."""
     compute_losses: Callable[..., TokenLosses]
     loss_args: Mapping[str, Any] = field(default_factory=dict)
-    """Where the algorithm's own defaults differ from the loss function's."""
+    """Defaults of the algorithm that differ from those of the loss function."""
     aggregation: Aggregation = "token-mean"
     compute_terms: Callable[..., TokenTerms] = keep_advantages
-    """Looks at all tokens of an update, between advantages and losses."""
+    """Function of all tokens of an update, run between advantages and losses."""
     terms_args: Mapping[str, Any] = field(default_factory=dict)
-    """Where the algorithm's own defaults differ from that function's."""
+    """Defaults of the algorithm that differ from those of `compute_terms`."""
     needs: frozenset[Need] = frozenset()
-    """What `compute_terms` reads of the scoring pass."""
-    find_needs: Callable[[Mapping[str, Any]], frozenset[Need]] = find_usual_needs
-    """What it reads besides, by the arguments of all functions that are set or differ from their defaults."""
+    """Inputs required besides rewards."""
+    find_needs: Callable[[Mapping[str, Any]], frozenset[Need]] = find_reward_kl_needs
+    """Further needs, from the arguments that the user or the table sets."""
     is_on_policy: bool = True
-    """It is made for data of the newest policy, so that older data gets truncated importance weights by default."""
+    """Whether it assumes on-policy data: older data then gets truncated importance weights by default."""
 
 
 ALGORITHMS: dict[str, AlgorithmEntry] = {
@@ -239,7 +239,7 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
 }
 
-COMPARISONS = frozenset(
+GROUP_RELATIVE_ADVANTAGES = frozenset(
     {
         compute_grpo_advantages,
         compute_multi_step_grpo_advantages,
@@ -250,6 +250,7 @@ COMPARISONS = frozenset(
         compute_rec_advantages,
     }
 )
-"""Advantages that are nothing but comparisons of a group's runs: a group of one has none."""
-ZERO_WITHOUT_DIFFERENCE = COMPARISONS | {compute_gigpo_advantages, compute_remax_advantages}
-"""Advantages that are 0, and whose groups are dropped, where nothing sets a group's runs apart."""
+"""Advantages that only compare the runs of a group: a group of one has none."""
+ZERO_AT_EQUAL_REWARDS = GROUP_RELATIVE_ADVANTAGES | {compute_gigpo_advantages, compute_remax_advantages}
+"""Advantages that are zero, so that the group is dropped, if the rewards of a group (and its baseline or turns) do not
+differ."""

@@ -37,9 +37,9 @@ class Batch:
     """The groups that train, as the operators left them."""
     positions: list[int] = field(default_factory=list)
     """Index in `collected` of each of `groups`."""
-    is_useful: list[bool] = field(default_factory=list)
+    has_advantage: list[bool] = field(default_factory=list)
     """Whether each of `groups` has a non-zero advantage."""
-    _num_useful: int = 0
+    _num_with_advantage: int = 0
     _rounds: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
     """Number of groups and operators' metrics of each round."""
 
@@ -52,13 +52,13 @@ class Batch:
         """Tasks to run in the next round; 0 when the batch is full or its tasks are used up."""
         if not self._rounds:
             return self.size.num_groups
-        return max(min(self.size.num_groups - self._num_useful, self.size.max_tasks - len(self.collected)), 0)
+        return max(min(self.size.num_groups - self._num_with_advantage, self.size.max_tasks - len(self.collected)), 0)
 
     @property
-    def useful(self) -> tuple[list[Group], list[int]]:
+    def with_advantage(self) -> tuple[list[Group], list[int]]:
         """The groups with non-zero advantage, and their index in `collected`."""
-        rows = zip(self.groups, self.positions, self.is_useful, strict=True)
-        kept = [(group, position) for group, position, is_useful in rows if is_useful]
+        rows = zip(self.groups, self.positions, self.has_advantage, strict=True)
+        kept = [(group, position) for group, position, has_advantage in rows if has_advantage]
         return [group for group, _ in kept], [position for _, position in kept]
 
     def add_round(
@@ -67,26 +67,26 @@ class Batch:
         kept: Sequence[Group],
         metrics: Mapping[str, float],
         *,
-        is_useful: Sequence[bool],
+        has_advantage: Sequence[bool],
     ) -> None:
         """Add the groups of one round, as they were run and as the operators left them."""
         first = len(self.collected)
-        for position, (group, useful) in enumerate(zip(kept, is_useful, strict=True), start=first):
-            if useful or (group.trajectories and not self.size.has_refill):
+        for position, (group, is_trainable) in enumerate(zip(kept, has_advantage, strict=True), start=first):
+            if is_trainable or (group.trajectories and not self.size.has_refill):
                 self.groups.append(group)
                 self.positions.append(position)
-                self.is_useful.append(useful)
+                self.has_advantage.append(is_trainable)
         self.collected += groups
-        self._num_useful += sum(is_useful)
+        self._num_with_advantage += sum(has_advantage)
         self._rounds.append((len(groups), metrics))
 
     def compute_metrics(self) -> dict[str, float]:
-        """Operators' metrics merged over rounds, plain floats averaged over groups; rounds, tasks and useful groups."""
+        """Operators' metrics, plain floats averaged over groups; counts of rounds, tasks, groups with an advantage."""
         merged = merge_metrics([metrics for _, metrics in self._rounds], weights=[size for size, _ in self._rounds])
         return merged | {
             "experience/num_rounds": float(len(self._rounds)),
             "experience/num_tasks_tried": float(len(self.collected)),
-            "experience/num_useful_groups": float(self._num_useful),
+            "experience/num_useful_groups": float(self._num_with_advantage),
         }
 
     def spread(self, advantages: Sequence[Sequence[RunAdvantage]]) -> list[list[RunAdvantage]]:

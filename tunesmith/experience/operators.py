@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat
 from typing_extensions import TypedDict
 
 from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates
-from tunesmith.metric import Count, Largest, Mean, Smallest
+from tunesmith.metric import Count, Max, Mean, Min
 from tunesmith.types import Group, Trajectory
 
 Operator = Callable[..., tuple[list[Group], dict[str, float]]]
@@ -154,8 +154,8 @@ def reward_shaping_mapper(
     if differences:
         metrics |= {
             "reward_diff_mean": Mean(math.fsum(differences), over=len(differences)),
-            "reward_diff_min": Smallest(min(differences)),
-            "reward_diff_max": Largest(max(differences)),
+            "reward_diff_min": Min(min(differences)),
+            "reward_diff_max": Max(max(differences)),
         }
     return shaped, metrics
 

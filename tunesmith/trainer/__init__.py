@@ -1,1 +1,1 @@
-"""From samples to new weights: tries, packed rows, one exact gradient, AdamW on the parameters the sampler reads."""
+"""Training step: packed rows of tries, scoring pass, loss pass, and AdamW on the parameters that the sampler reads."""

@@ -1,9 +1,9 @@
-"""Rows as tensors: here, and nowhere earlier, samples become tensors.
+"""Packed rows as tensors on the model's device.
 
-The trained events of a row are cut into chunks of one sampling distribution each. Within a chunk, events that predict
-the same token from the same node are one site: it is scored once.
+The trained events of a row are split into chunks, each of one sampling distribution. Events of a chunk that predict the
+same token from the same node share a *site*, which is scored once.
 
-Axes: T tokens of a row, S sites of a chunk, E events of a chunk.
+Axes: T tokens of a row, S sites of a chunk, E events of a chunk, N tokens of a row's samples, F fields.
 """
 
 from __future__ import annotations
@@ -22,72 +22,71 @@ from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
 from tunesmith.trainer.tree_attention.tile_schedule import PADDING, pad_trie
 from tunesmith.types import Distribution, Sample
 
-UNTEMPERED = Distribution()
-"""Of tokens whose sampling is not known."""
+DEFAULT_DISTRIBUTION = Distribution()
+"""For tokens without a recorded distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kinds:
-    """What the tokens of a row's samples were sampled from."""
+class TokenDistributions:
+    """Sampling distributions of all tokens of a row's samples, as indices into the distinct ones."""
 
-    distributions: tuple[Distribution, ...]
-    """The different ones."""
-    kind_N: np.ndarray
-    """Which of them each token has, over all tokens of the row's samples in turn."""
+    unique: tuple[Distribution, ...]
+    index_N: np.ndarray
+    """Index into `unique` of each token, sample by sample."""
     starts: np.ndarray
-    """Where each sample's tokens begin, by its index in the batch; samples of other rows have none."""
+    """Offset in `index_N` of each sample of the batch; meaningless for samples of other rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Events that are scored together."""
+    """Events of one distribution, scored together."""
 
     distribution: Distribution
     node_S: Tensor
-    """Position in the row whose hidden state predicts the token."""
+    """Position in the row of the hidden state that predicts the token."""
     target_S: Tensor
     site_E: Tensor
     event_E: np.ndarray
-    """Place of each event among those of the row."""
+    """Index of each event in the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One forward and backward."""
+class PackedRow:
+    """Tensors of one forward and backward."""
 
     input_ids_1T: Tensor
     position_ids_1T: Tensor
     plan: TreePlan
     chunks: tuple[Chunk, ...]
     node_S: Tensor
-    """Of all chunks in turn."""
+    """Concatenated over chunks."""
     event_E: np.ndarray
-    """Of all chunks in turn."""
+    """Concatenated over chunks."""
     is_real_E: np.ndarray | None
-    """Where `event_E` does not only fill a chunk up; None: nowhere."""
-    numbers: Tensor
-    """The memory of all integers above."""
+    """False where an event is padding; None: no padding."""
+    int_buffer: Tensor
+    """The storage that all integer tensors above are views of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SentInputs:
-    """What events are given, in one tensor."""
+class DeviceInputs:
+    """`TokenInputs` of the events of all chunks, stacked in one tensor on the device."""
 
     names: tuple[str, ...]
-    """The fields of `TokenInputs` that are there."""
+    """The fields of `TokenInputs` that are not None."""
     values_FE: Tensor
 
-    def select(self, part: slice) -> SentInputs:
-        """Those of some events, side by side in memory whether they are all or not: compiled code is for one layout."""
-        return SentInputs(names=self.names, values_FE=self.values_FE[:, part].contiguous())
+    def select(self, part: slice) -> DeviceInputs:
+        """A contiguous slice of the events, also for a slice of all: compiled code specialises on the layout."""
+        return DeviceInputs(names=self.names, values_FE=self.values_FE[:, part].contiguous())
 
     def unstack(self) -> TokenInputs[Tensor]:
         return TokenInputs(**dict(zip(self.names, self.values_FE.unbind(), strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sites:
-    """Sites of one chunk, and which of the row's events they score."""
+class _ChunkArrays:
+    """One chunk as arrays: its sites and their events."""
 
     distribution: Distribution
     node_S: np.ndarray
@@ -97,76 +96,80 @@ class _Sites:
     is_real_E: np.ndarray | None = None
 
 
-def build_row(trie: Trie, kinds: Kinds, *, chunk_tokens: int, model: PreTrainedModel, is_rounded: bool = False) -> Row:
-    """Tensors of one packed row for the model; on a GPU the row is filled up to whole tiles.
+def build_row(
+    trie: Trie, distributions: TokenDistributions, *, chunk_tokens: int, model: PreTrainedModel, is_padded: bool = False
+) -> PackedRow:
+    """Tensors of one packed row; on a GPU the row is padded to whole attention tiles.
 
-    `kinds` are of the trie. A row that `is_rounded` is filled up further, to one of few sizes; what fills it has no
-    weight.
+    `distributions` are those of the trie. With `is_padded` row and chunks are padded further, to one of few sizes, for
+    CUDA graphs; padding has no weight in the loss.
     """
-    sites = list(_cut_chunks(trie, kinds, chunk_tokens))
-    if is_rounded:
-        trie, sites = pad_trie(trie, _choose_multiple(trie.num_tokens)), _fill_chunks(sites, chunk_tokens)
-    filled = pad_trie(trie) if model.device.type == "cuda" else trie
+    chunks = list(_split_chunks(trie, distributions, chunk_tokens))
+    if is_padded:
+        trie, chunks = pad_trie(trie, _choose_padding_multiple(trie.num_tokens)), _pad_chunks(chunks, chunk_tokens)
+    padded = pad_trie(trie) if model.device.type == "cuda" else trie
     names = ("node_S", "target_S", "site_E")
-    columns = [np.concatenate([getattr(part, name) for part in sites]) for name in names]
-    arrays = [filled.token_ids_T, filled.depth_T, *columns]
-    numbers = send(np.concatenate(arrays), model.device)
-    ids_T, depth_T, node_S, target_S, site_E = numbers.split([len(array) for array in arrays])
-    num_sites, num_events = [len(part.node_S) for part in sites], [len(part.site_E) for part in sites]
-    split = zip(sites, node_S.split(num_sites), target_S.split(num_sites), site_E.split(num_events), strict=True)
-    return Row(
+    columns = [np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in names]
+    arrays = [padded.token_ids_T, padded.depth_T, *columns]
+    int_buffer = copy_to_device(np.concatenate(arrays), model.device)
+    ids_T, depth_T, node_S, target_S, site_E = int_buffer.split([len(array) for array in arrays])
+    num_sites, num_events = [len(chunk.node_S) for chunk in chunks], [len(chunk.site_E) for chunk in chunks]
+    split = zip(chunks, node_S.split(num_sites), target_S.split(num_sites), site_E.split(num_events), strict=True)
+    return PackedRow(
         input_ids_1T=ids_T[None],
         position_ids_1T=depth_T[None],
         plan=TreePlan(trie, model.device, **describe_attention(model)),
         chunks=tuple(
-            Chunk(distribution=part.distribution, node_S=nodes, target_S=targets, site_E=places, event_E=part.event_E)
-            for part, nodes, targets, places in split
+            Chunk(distribution=chunk.distribution, node_S=nodes, target_S=targets, site_E=places, event_E=chunk.event_E)
+            for chunk, nodes, targets, places in split
         ),
         node_S=node_S,
-        event_E=np.concatenate([part.event_E for part in sites]),
-        is_real_E=np.concatenate([part.is_real_E for part in sites]) if is_rounded else None,
-        numbers=numbers,
+        event_E=np.concatenate([chunk.event_E for chunk in chunks]),
+        is_real_E=np.concatenate([chunk.is_real_E for chunk in chunks]) if is_padded else None,
+        int_buffer=int_buffer,
     )
 
 
-def number_distributions(samples: Sequence[Sample], trie: Trie) -> Kinds:
-    """Number the distributions of the samples in a row; tokens that were not sampled are untempered, number 0."""
+def index_distributions(samples: Sequence[Sample], trie: Trie) -> TokenDistributions:
+    """Sampling distributions of the samples in a row; tokens that were not sampled have the default one, index 0."""
     indices = np.flatnonzero(np.bincount(trie.sample_E)).tolist()
     starts = np.zeros(len(samples), dtype=np.int64)
     starts[indices] = np.cumsum([0, *(len(samples[index].token_ids) for index in indices)])[:-1]
-    kind_N = np.zeros(sum(len(samples[index].token_ids) for index in indices), dtype=np.int64)
-    kind_of = {UNTEMPERED: 0}
-    for index in indices:
-        for span in samples[index].distribution_spans:
-            kind = kind_of.setdefault(span.distribution, len(kind_of))
-            kind_N[starts[index] + span.start : starts[index] + span.end] = kind
-    return Kinds(distributions=tuple(kind_of), kind_N=kind_N, starts=starts)
+    index_N = np.zeros(sum(len(samples[index].token_ids) for index in indices), dtype=np.int64)
+    index_of = {DEFAULT_DISTRIBUTION: 0}
+    for sample in indices:
+        for span in samples[sample].distribution_spans:
+            index = index_of.setdefault(span.distribution, len(index_of))
+            index_N[starts[sample] + span.start : starts[sample] + span.end] = index
+    return TokenDistributions(unique=tuple(index_of), index_N=index_N, starts=starts)
 
 
-def send(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """The values as a tensor; on their way to a GPU nobody waits for them."""
+def copy_to_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """The values as a tensor on the device; copies to a GPU are non-blocking."""
     tensor = torch.from_numpy(values).to(dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def send_inputs(inputs: TokenInputs[np.ndarray], row: Row, *, device: torch.device, dtype: torch.dtype) -> SentInputs:
-    """What the events of a row's chunks are given, in the type of logprobs; `inputs` are of the row's events."""
-    given = inputs.convert(lambda values_E: values_E[row.event_E].astype(np.float64))
+def copy_inputs_to_device(
+    inputs: TokenInputs[np.ndarray], row: PackedRow, *, device: torch.device, dtype: torch.dtype
+) -> DeviceInputs:
+    """Gather the inputs of the row's events in the order of its chunks, in `dtype`; padding gets weight 0."""
+    gathered = inputs.convert(lambda values_E: values_E[row.event_E].astype(np.float64))
     if row.is_real_E is not None:
-        weights_E, is_newest_E = given.weights_E * row.is_real_E, given.is_newest_E * row.is_real_E
+        weights_E, is_newest_E = gathered.weights_E * row.is_real_E, gathered.is_newest_E * row.is_real_E
         is_real_E = row.is_real_E.astype(np.float64)
-        given = replace(given, weights_E=weights_E, is_newest_E=is_newest_E, is_real_E=is_real_E)
-    values = {field.name: getattr(given, field.name) for field in fields(given)}
+        gathered = replace(gathered, weights_E=weights_E, is_newest_E=is_newest_E, is_real_E=is_real_E)
+    values = {field.name: getattr(gathered, field.name) for field in fields(gathered)}
     values = {name: values_E for name, values_E in values.items() if values_E is not None}
-    return SentInputs(names=tuple(values), values_FE=send(np.stack(list(values.values())), device, dtype))
+    return DeviceInputs(names=tuple(values), values_FE=copy_to_device(np.stack(list(values.values())), device, dtype))
 
 
-def _cut_chunks(trie: Trie, kinds: Kinds, chunk_tokens: int) -> Iterator[_Sites]:
-    """Chunks of at most `chunk_tokens` sites; the events of a site stay together."""
-    kind_E = kinds.kind_N[kinds.starts[trie.sample_E] + trie.time_E]
+def _split_chunks(trie: Trie, distributions: TokenDistributions, chunk_tokens: int) -> Iterator[_ChunkArrays]:
+    """Chunks of at most `chunk_tokens` sites; the events of a site are in one chunk."""
+    index_E = distributions.index_N[distributions.starts[trie.sample_E] + trie.time_E]
     num_ids = int(trie.target_E.max(initial=0)) + 1
-    for kind in np.flatnonzero(np.bincount(kind_E)).tolist():
-        event_E = np.flatnonzero(kind_E == kind)
+    for index in np.flatnonzero(np.bincount(index_E)).tolist():
+        event_E = np.flatnonzero(index_E == index)
         key_E = trie.parent_E[event_E] * num_ids + trie.target_E[event_E]
         order_E = np.argsort(key_E, kind="stable")
         event_E, key_E = event_E[order_E], key_E[order_E]
@@ -174,8 +177,8 @@ def _cut_chunks(trie: Trie, kinds: Kinds, chunk_tokens: int) -> Iterator[_Sites]
         key_S, site_E = key_E[is_first_E], np.cumsum(is_first_E) - 1
         for first in range(0, len(key_S), chunk_tokens):
             start, end = np.searchsorted(site_E, [first, first + chunk_tokens])
-            yield _Sites(
-                distribution=kinds.distributions[kind],
+            yield _ChunkArrays(
+                distribution=distributions.unique[index],
                 node_S=key_S[first : first + chunk_tokens] // num_ids,
                 target_S=key_S[first : first + chunk_tokens] % num_ids,
                 site_E=site_E[start:end] - first,
@@ -183,28 +186,28 @@ def _cut_chunks(trie: Trie, kinds: Kinds, chunk_tokens: int) -> Iterator[_Sites]
             )
 
 
-def _choose_multiple(num_tokens: int) -> int:
-    """What to fill a row up to: it grows by an eighth at most, so few sizes serve all rows."""
+def _choose_padding_multiple(num_tokens: int) -> int:
+    """Multiple to pad a row to: padding adds at most an eighth, so there are few different sizes."""
     return max(PADDING, 2 ** (num_tokens.bit_length() - 1) // 8)
 
 
-def _fill_chunks(sites: Sequence[_Sites], chunk_tokens: int) -> list[_Sites]:
-    """Chunks of one size: each repeats its last site, for no event, and its last event, which then is not real."""
-    most = max(chunk_tokens, *(len(part.event_E) for part in sites))
-    most += -most % max(chunk_tokens // 4, 1)
-    filled = []
-    for part in sites:
-        num_events = len(part.event_E)
-        site_S = np.minimum(np.arange(chunk_tokens), len(part.node_S) - 1)
-        event_E = np.minimum(np.arange(most), num_events - 1)
-        filled.append(
-            _Sites(
-                distribution=part.distribution,
-                node_S=part.node_S[site_S],
-                target_S=part.target_S[site_S],
-                site_E=part.site_E[event_E],
-                event_E=part.event_E[event_E],
-                is_real_E=np.arange(most) < num_events,
+def _pad_chunks(chunks: Sequence[_ChunkArrays], chunk_tokens: int) -> list[_ChunkArrays]:
+    """Pad all chunks to one size by repeating the last site and the last event; `is_real_E` is False at padding."""
+    max_events = max(chunk_tokens, *(len(chunk.event_E) for chunk in chunks))
+    max_events += -max_events % max(chunk_tokens // 4, 1)
+    padded = []
+    for chunk in chunks:
+        num_events = len(chunk.event_E)
+        site_S = np.minimum(np.arange(chunk_tokens), len(chunk.node_S) - 1)
+        event_E = np.minimum(np.arange(max_events), num_events - 1)
+        padded.append(
+            _ChunkArrays(
+                distribution=chunk.distribution,
+                node_S=chunk.node_S[site_S],
+                target_S=chunk.target_S[site_S],
+                site_E=chunk.site_E[event_E],
+                event_E=chunk.event_E[event_E],
+                is_real_E=np.arange(max_events) < num_events,
             )
         )
-    return filled
+    return padded

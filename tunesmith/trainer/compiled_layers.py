@@ -1,7 +1,8 @@
-"""Compiled decoder layers: what lies between matrix products and attention runs as few fused kernels.
+"""Compiled decoder layers: elementwise operations between matrix products and attention are fused.
 
-One function for each kind of layer is compiled, for any number of tokens, and serves all layers of that kind; torch
-keeps it on disk for the next run. Layers are as they were outside of `compiled_layers`: the sampler has its own ways.
+`torch.compile` compiles the forward of each layer class once, for any number of tokens; all layers of the class share
+it, and torch's cache on disk serves the next run. Only code within `compiled_layers` runs compiled: the sampler uses
+the original layers.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 MAX_VARIANTS = 64
-"""Of one function: kinds of layers, with gradients and without, with adapters and without, types of models."""
+"""Recompilations of one function: layer classes, with and without gradients, with and without adapters, dtypes."""
 
 
 def can_compile(model: PreTrainedModel) -> bool:
-    """On a GPU, unless weights are quantised: the kernels that read those are not torch's."""
+    """On a GPU with unquantised weights: torch.compile does not support the kernels of quantised layers."""
     return model.device.type == "cuda" and not getattr(model, "is_quantized", False)
 
 
 @contextmanager
 def compiled_layers(*models: PreTrainedModel) -> Iterator[None]:
-    """Within, the decoders' layers and last norms run compiled."""
+    """Run the decoder layers and the final norms of the models compiled within this context."""
     modules: list[nn.Module] = []
     for model in models:
         modules += [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -51,10 +52,10 @@ def compiled_layers(*models: PreTrainedModel) -> Iterator[None]:
 
 
 def _compile_forward(module: nn.Module) -> Callable[..., Any]:
-    """The module's forward, compiled; it is traced as if no gradient were there yet.
+    """The compiled forward of the module, which is called with the parameters' gradients set to None.
 
-    torch does not trace a parameter whose gradient has another type: a layer compiled anew in the middle of an update,
-    for rows of another size, would come in pieces, and those would serve every row from then on.
+    torch.compile has a graph break at a parameter whose gradient has another dtype. A layer that is recompiled in the
+    middle of an update, for rows of another size, would be compiled in pieces, which all later rows would use.
     """
     compiled = compile_function(type(module).forward)
     parameters = [parameter for parameter in module.parameters() if parameter.grad_dtype not in (None, parameter.dtype)]
@@ -74,5 +75,5 @@ def _compile_forward(module: nn.Module) -> Callable[..., Any]:
 
 @lru_cache
 def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function for any number of tokens; always the same one, so that it is compiled once."""
+    """Compile with dynamic shapes; cached, so that each function is compiled once."""
     return torch.compile(function, dynamic=True)

@@ -1,9 +1,9 @@
-"""The critic's side of an update: values of every trained token, and learning the returns.
+"""The critic: values of all trained tokens, and updates towards the returns.
 
-The value of a sampled token is that of the state it was sampled in, read at the token before it. The loss is a mean
-over all trained tokens of the update, so it does not depend on rows.
+The value of a sampled token is that of the state it was sampled in, computed from the hidden state of the token before.
+The loss is the mean over all trained tokens of the update, so it does not depend on rows.
 
-Axes: T tokens of a row, E trained events, of one row or of all rows in turn.
+Axes: T tokens of a row, E trained events, of one row or concatenated over rows.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ class Critic:
 
     @property
     def num_warmup_steps(self) -> int:
-        """First steps of a run in which only the critic learns."""
+        """First steps of a run in which only the critic is updated."""
         return self._settings.warmup_steps
 
     @torch.no_grad()
     def score(self, rows: Sequence[Trie]) -> np.ndarray:
-        """Values [E] (float64) of the events of all rows in turn."""
+        """Values [E] (float64) of the events, concatenated over rows."""
         values = [self._compute_values(row).cpu().double().numpy() for row in rows]
         return np.concatenate(values) if values else np.zeros(0)
 
     def update(self, rows: Sequence[Trie], old_values_E: np.ndarray, returns_E: np.ndarray) -> dict[str, float]:
-        """Learn the returns; values and returns are of the rows' events in turn. Metrics are means over the epochs.
+        """Update the critic towards the returns; values and returns are concatenated over rows.
 
-        Raises TrainingError, with the critic as it was, when a loss or its gradient is not finite.
+        Metrics are means over the epochs. Raises TrainingError when a loss or its gradient is not finite, with the
+        parameters as before that epoch.
         """
         losses, norms, clipped = [], [], []
         for _ in range(self._settings.num_epochs):
@@ -78,16 +79,16 @@ class Critic:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and optimizer; tensors are not copied."""
+        """State of model and optimizer; tensors are not copied."""
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, bit for bit."""
+        """Restore the state of `state_dict`; training continues bit for bit."""
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
 
     def _accumulate(self, rows: Sequence[Trie], old_values_E: np.ndarray, returns_E: np.ndarray) -> tuple[float, float]:
-        """Add the gradient of the mean loss over all rows; return that loss and how many tokens were clipped."""
+        """Accumulate the gradient of the mean loss; return the loss and the number of clipped tokens."""
         loss, num_clipped = 0.0, 0.0
         ends = np.cumsum([len(row.parent_E) for row in rows])[:-1]
         with checkpointed_layers(self._model.body) if self._has_checkpointing else nullcontext():
@@ -124,15 +125,18 @@ class Critic:
 def compute_value_losses(
     values_E: Tensor, old_values_E: Tensor, returns_E: Tensor, *, clip_range: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Half the squared error [E] (Schulman et al., 2017, eq. 9), and where its clip stopped the gradient.
+    """Half the squared error [E] (Schulman et al., 2017, eq. 9), and where the clip stopped the gradient.
 
-    The larger of the plain error and that of the value held within `clip_range` of the old one: the form of PPO's
-    published code (Engstrom et al., 2020, section 2). A value within the range is its own held value, to the last bit.
+    With `clip_range`, the maximum of the plain error and the error of the value clipped to `clip_range` around the old
+    one, as in PPO's published code (Engstrom et al., 2020, section 2). Values within the range are unchanged bit for
+    bit, so the two errors are then equal.
     """
     plain_E = (values_E - returns_E).square() / 2
     if clip_range is None:
         return plain_E, torch.zeros_like(plain_E, dtype=torch.bool)
-    moved_E = values_E - old_values_E
-    held_E = values_E.where(moved_E.abs() <= clip_range, old_values_E + moved_E.clamp(-clip_range, clip_range))
-    held_loss_E = (held_E - returns_E).square() / 2
-    return torch.maximum(plain_E, held_loss_E), (held_loss_E > plain_E)
+    difference_E = values_E - old_values_E
+    clipped_E = values_E.where(
+        difference_E.abs() <= clip_range, old_values_E + difference_E.clamp(-clip_range, clip_range)
+    )
+    clipped_loss_E = (clipped_E - returns_E).square() / 2
+    return torch.maximum(plain_E, clipped_loss_E), (clipped_loss_E > plain_E)

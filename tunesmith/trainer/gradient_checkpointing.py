@@ -1,4 +1,4 @@
-"""Gradient checkpointing: layers keep their inputs only, and are computed again in the backward."""
+"""Gradient checkpointing: layers save only their inputs and are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tunesmith.errors import ConfigError
 
 
 def enable_checkpointing(model: PreTrainedModel) -> None:
-    """Prepare the model; raise ConfigError when its layers could then drop at random what the sampler keeps."""
+    """Prepare the model; raise ConfigError if its config has dropout, which training mode would activate."""
     for name, value in model.config.get_text_config().to_dict().items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
             raise ConfigError(
-                f"the model's config has {name}={value}, which trainer.has_gradient_checkpointing would switch on: "
-                "set one of them to 0"
+                f"the model's config has {name}={value}, which trainer.has_gradient_checkpointing would activate: "
+                "set the dropout to 0, or turn checkpointing off"
             )
-    if hasattr(model, "activation_checkpointing_enable"):  # the name that later transformers know it by
+    if hasattr(model, "activation_checkpointing_enable"):  # its name in later versions of transformers
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -27,7 +27,7 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
 
 @contextmanager
 def checkpointed_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Transformers checkpoints a layer only in training mode: put the layers, not what is in them, in that mode."""
+    """Checkpoint layers in this context: transformers does so where the layer itself is in training mode."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for layer in layers:
         layer.training = True

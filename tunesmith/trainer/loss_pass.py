@@ -1,8 +1,8 @@
-"""Forward, loss and backward of an update, row by row.
+"""The loss pass: forward, loss and backward of an update, row by row.
 
-After the scoring pass (`scoring.py`) a token's loss depends on that token alone, so each chunk of positions goes from
-hidden states to logits to loss and back at once: the logits of one chunk are all that is ever alive, and nothing is
-computed twice. The gradients that the chunks leave at the hidden states then go through the body in one backward.
+After the scoring pass (`scoring_pass.py`) the loss of a token depends on that token alone. So forward and backward of
+the head run chunk by chunk: only the logits of one chunk are in memory, and nothing is recomputed. The gradients of the
+hidden states, collected over chunks, then go through the body in one backward.
 
 Axes: T tokens of the row, S sites and E events of a chunk (see `batch.py`), C hidden size.
 """
@@ -25,17 +25,17 @@ from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.experience.trie import Trie
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
-from tunesmith.trainer.batch import Row, SentInputs, build_row, number_distributions, send_inputs
+from tunesmith.trainer.batch import DeviceInputs, PackedRow, build_row, copy_inputs_to_device, index_distributions
 from tunesmith.trainer.compiled_layers import compile_function
-from tunesmith.trainer.metrics import Kind, PartTotals, Total, add_parts
+from tunesmith.trainer.metrics import PartTotals, Reduction, Total, add_parts
 from tunesmith.trainer.row_graphs import RowGraphs, can_replay
 from tunesmith.types import Sample
 
-ChunkTotals = dict[str, tuple[Kind, Tensor]]
-"""Of a chunk, by the name of the metric."""
+ChunkTotals = dict[str, tuple[Reduction, Tensor]]
+"""Totals of a chunk by metric name."""
 
 
-def run_batch(
+def run_loss_pass(
     model: PreTrainedModel,
     samples: Sequence[Sample],
     rows: Sequence[Trie],
@@ -46,10 +46,10 @@ def run_batch(
     is_compiled: bool = False,
     graphs: RowGraphs | None = None,
 ) -> dict[str, Total]:
-    """Add the update's gradient to the parameters' (not under `no_grad`) and return its totals.
+    """Accumulate the gradient of the update (no gradient under `no_grad`) and return its totals.
 
-    `rows` are the samples as packed; together they are one update. `inputs` are of the rows' events in turn. A GPU
-    computes losses in few kernels when they are compiled, and launches rows at once where they have `graphs`.
+    `rows` are the packed samples of one update; `inputs` are concatenated over their events. `is_compiled` compiles the
+    losses; `graphs` replays rows as CUDA graphs where possible.
     """
     if graphs is not None:
         graphs.begin_update()
@@ -59,15 +59,15 @@ def run_batch(
     kl_coef = torch.full((), algorithm.kl_coef, device=model.device, dtype=dtype)
     for trie in rows:
         part = slice(start, start := start + len(trie.parent_E))
-        kinds = number_distributions(samples, trie)
-        is_rounded = graphs is not None and can_replay(trie, kinds)
-        row = build_row(trie, kinds, chunk_tokens=chunk_tokens, model=model, is_rounded=is_rounded)
-        sent = send_inputs(inputs.convert(itemgetter(part)), row, device=model.device, dtype=dtype)
+        distributions = index_distributions(samples, trie)
+        is_padded = graphs is not None and can_replay(trie, distributions)
+        row = build_row(trie, distributions, chunk_tokens=chunk_tokens, model=model, is_padded=is_padded)
+        device_inputs = copy_inputs_to_device(inputs.convert(itemgetter(part)), row, device=model.device, dtype=dtype)
         run = partial(run_row, model, algorithm=algorithm, is_compiled=is_compiled)
-        if graphs is not None and is_rounded:
-            parts.append(graphs.run(row, sent, kl_coef, run))
+        if graphs is not None and is_padded:
+            parts.append(graphs.run(row, device_inputs, kl_coef, run))
         else:
-            parts.append(run(row, sent, kl_coef))
+            parts.append(run(row, device_inputs, kl_coef))
     if graphs is not None:
         graphs.end_update()
     return add_parts(parts)
@@ -75,23 +75,23 @@ def run_batch(
 
 def run_row(
     model: PreTrainedModel,
-    row: Row,
-    sent: SentInputs,
+    row: PackedRow,
+    device_inputs: DeviceInputs,
     kl_coef: Tensor,
     *,
     algorithm: Algorithm,
     is_compiled: bool,
 ) -> PartTotals:
-    """Add a row's gradient to the parameters'; the totals are of its chunks."""
+    """Accumulate the gradient of a row; return the totals of its chunks."""
     has_backward = torch.is_grad_enabled()
     hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
     hidden_SC = hidden_TC.index_select(0, row.node_S)
     parts = hidden_SC.detach().split([len(chunk.node_S) for chunk in row.chunks])
     totals, gradients, start = [], [], 0
-    kinds: tuple[tuple[str, Kind], ...] = ()
+    reductions: tuple[tuple[str, Reduction], ...] = ()
     for chunk, part_SC in zip(row.chunks, parts, strict=True):
         part_SC.requires_grad_(has_backward)
-        place_E = slice(start, start := start + len(chunk.event_E))
+        event_slice = slice(start, start := start + len(chunk.event_E))
         scores = compute_logprobs(
             model,
             part_SC,
@@ -101,29 +101,31 @@ def run_row(
             with_entropy=algorithm.entropy_coef > 0,
         )
         can_compile = is_compiled and min(len(chunk.target_S), len(chunk.event_E)) > 1
-        measure = compile_function(measure_loss) if can_compile else measure_loss
-        loss, kinds, totals_K = measure(*scores, chunk.site_E, sent.select(place_E), algorithm, kl_coef)
+        compute = compile_function(compute_chunk_loss) if can_compile else compute_chunk_loss
+        loss, reductions, totals_K = compute(
+            *scores, chunk.site_E, device_inputs.select(event_slice), algorithm, kl_coef
+        )
         totals.append(totals_K)
         if has_backward:
             loss.backward()
             gradients.append(part_SC.grad)
     if has_backward:
         hidden_SC.backward(torch.cat(gradients))
-    return PartTotals(kinds=kinds, values_PK=torch.stack(totals))
+    return PartTotals(reductions=reductions, values_PK=torch.stack(totals))
 
 
-def measure_loss(
+def compute_chunk_loss(
     logprobs_S: Tensor,
     entropy_S: Tensor,
     site_E: Tensor,
-    sent: SentInputs,
+    device_inputs: DeviceInputs,
     algorithm: Algorithm,
     kl_coef: Tensor,
-) -> tuple[Tensor, tuple[tuple[str, Kind], ...], Tensor]:
-    """A chunk's share of the update's loss, and its totals [K] with their names and kinds."""
-    loss, totals = _compute_loss(logprobs_S, entropy_S, site_E, sent.unstack(), algorithm, kl_coef)
-    kinds = tuple((name, kind) for name, (kind, _) in totals.items())
-    return loss, kinds, torch.stack([total for _, total in totals.values()])
+) -> tuple[Tensor, tuple[tuple[str, Reduction], ...], Tensor]:
+    """The loss of a chunk (its terms of the update's sum), names and reductions of its totals, and the totals [K]."""
+    loss, totals = _compute_loss(logprobs_S, entropy_S, site_E, device_inputs.unstack(), algorithm, kl_coef)
+    reductions = tuple((name, reduction) for name, (reduction, _) in totals.items())
+    return loss, reductions, torch.stack([total for _, total in totals.values()])
 
 
 def _compute_loss(
@@ -134,23 +136,24 @@ def _compute_loss(
     algorithm: Algorithm,
     kl_coef: Tensor,
 ) -> tuple[Tensor, ChunkTotals]:
-    """A chunk's share of the update's loss, and its totals. KL and entropy are of what the policy sampled.
+    """The loss of a chunk and its totals. Expert tokens have no KL and no entropy.
 
-    `kl_coef` is the algorithm's, as a tensor that a recorded row can be given anew.
+    `kl_coef` is that of the algorithm, as a tensor, so that a captured row can be replayed with another value.
     """
     logprobs_E = logprobs_S.index_select(0, site_E)
     token_losses = algorithm.compute_losses(_build_scores(logprobs_E, inputs))
     losses_E = inputs.correction_E * token_losses.losses_N
-    is_own = 1.0 if inputs.is_expert_E is None else 1 - inputs.is_expert_E
+    is_sampled = 1.0 if inputs.is_expert_E is None else 1 - inputs.is_expert_E
     per_token = {**token_losses.metrics, "entropy": entropy_S.detach()[site_E]}
     totals: ChunkTotals = {
-        f"train/{name}": ("own", _sum_real(is_own * values_E, inputs)) for name, values_E in per_token.items()
+        f"train/{name}": ("sampled_mean", _sum_real(is_sampled * values_E, inputs))
+        for name, values_E in per_token.items()
     }
     if not algorithm.is_supervised:
-        totals["train/pg_loss"] = ("loss", torch.dot(inputs.weights_E, losses_E.detach()))
-        totals |= _compare_with_sampler(logprobs_E.detach(), inputs)
+        totals["train/pg_loss"] = ("sum", torch.dot(inputs.weights_E, losses_E.detach()))
+        totals |= _compute_mismatch(logprobs_E.detach(), inputs)
     if algorithm.entropy_coef > 0:
-        losses_E = losses_E - algorithm.entropy_coef * is_own * entropy_S[site_E]
+        losses_E = losses_E - algorithm.entropy_coef * is_sampled * entropy_S[site_E]
     if inputs.reference_logprobs_E is not None:
         kl_E = compute_kl(
             logprobs_E,
@@ -158,11 +161,11 @@ def _compute_loss(
             estimator=algorithm.kl_estimator,
             sampler_logprobs_N=inputs.sampler_logprobs_E,
         )
-        kl_E = is_own * kl_E
+        kl_E = is_sampled * kl_E
         losses_E = losses_E + kl_coef * kl_E
-        totals["train/kl"] = ("own", _sum_real(kl_E.detach(), inputs))
+        totals["train/kl"] = ("sampled_mean", _sum_real(kl_E.detach(), inputs))
     loss = torch.dot(inputs.weights_E, losses_E)
-    totals["train/loss"] = ("loss", loss.detach())
+    totals["train/loss"] = ("sum", loss.detach())
     return loss, totals
 
 
@@ -181,12 +184,12 @@ def _build_scores(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> TokenScore
     )
 
 
-def _compare_with_sampler(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> ChunkTotals:
-    """The mismatch of sampler and trainer on what the newest policy sampled."""
+def _compute_mismatch(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> ChunkTotals:
+    """Mismatch of sampler and trainer logprobs on the tokens that the newest policy sampled."""
     is_newest_E = inputs.is_newest_E > 0
     mismatch_E = compute_kl(inputs.sampler_logprobs_E, logprobs_E, estimator="k3")
-    gap_E = (logprobs_E - inputs.sampler_logprobs_E).abs()
+    log_ratio_E = (logprobs_E - inputs.sampler_logprobs_E).abs()
     return {
-        "mismatch/kl": ("newest", mismatch_E.where(is_newest_E, 0.0).sum()),
-        "mismatch/max_log_ratio": ("largest_newest", gap_E.where(is_newest_E, 0.0).amax()),
+        "mismatch/kl": ("newest_mean", mismatch_E.where(is_newest_E, 0.0).sum()),
+        "mismatch/max_log_ratio": ("newest_max", log_ratio_E.where(is_newest_E, 0.0).amax()),
     }

@@ -10,8 +10,8 @@ from tunesmith.config import TrainerSection
 def compute_learning_rate(settings: TrainerSection, *, step: int, num_total_steps: int) -> float:
     """Learning rate of step 0, 1, ...
 
-    It rises linearly from 0 (never reached) and is at its peak when the warm-up ends. A cosine then falls to
-    `min_lr_ratio` times the peak, which it would reach at step `num_total_steps`, one after the last.
+    Linear warm-up from 0 (exclusive) to the peak at the first step after the warm-up. The cosine schedule then decays
+    to `min_lr_ratio` times the peak at step `num_total_steps`, one after the last.
     """
     num_warmup_steps = compute_warmup_steps(settings, num_total_steps=num_total_steps)
     if step < num_warmup_steps:
@@ -24,5 +24,5 @@ def compute_learning_rate(settings: TrainerSection, *, step: int, num_total_step
 
 
 def compute_warmup_steps(settings: TrainerSection, *, num_total_steps: int) -> int:
-    """Steps of the warm-up, given as such or as a share of all steps."""
+    """Number of warm-up steps: `warmup_steps`, or `warmup_ratio` times all steps."""
     return settings.warmup_steps or math.ceil(settings.warmup_ratio * num_total_steps)

@@ -1,4 +1,4 @@
-"""The numbers of a step."""
+"""Metrics of an update and of a step."""
 
 from __future__ import annotations
 
@@ -14,72 +14,74 @@ from torch import Tensor
 from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.errors import TrainingError
 from tunesmith.experience.trie import Trie
-from tunesmith.metric import Count, Largest, Mean, merge_metrics
+from tunesmith.metric import Count, Max, Mean, merge_metrics
 
-Kind = Literal["loss", "own", "newest", "largest_newest"]
-"""What a total of an update is: `loss`, a sum of weight times token loss; `own`, a sum over the tokens that are no
-experts'; `newest`, a sum over the tokens that the newest policy sampled; `largest_newest`, the largest value there."""
+Reduction = Literal["sum", "sampled_mean", "newest_mean", "newest_max"]
+"""How a total of an update becomes a metric: `sum`, a sum of weight times token loss, as it is; `sampled_mean`, a sum
+over the tokens that are not an expert's, divided by their number; `newest_mean`, the same over the tokens that the
+newest policy sampled; `newest_max`, the maximum over these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Total:
-    """A quantity of an update, on its device."""
+    """A sum (or maximum) over the tokens of an update, on the device."""
 
-    kind: Kind
+    reduction: Reduction
     value: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTotals:
-    """Totals of P parts of the update, in one tensor."""
+    """K totals of P parts of the update, in one tensor."""
 
-    kinds: tuple[tuple[str, Kind], ...]
-    """Names and kinds of the K totals."""
+    reductions: tuple[tuple[str, Reduction], ...]
+    """Names and reductions of the K totals."""
     values_PK: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """How many tokens the totals of an update are over."""
+    """Numbers of tokens that the totals of an update are over."""
 
-    num_own: int
-    """Not given by experts."""
+    num_sampled: int
+    """All but expert tokens."""
     num_newest: int
     """Sampled by the newest policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one optimizer update was made of."""
+    """Metrics of one optimizer update."""
 
     metrics: dict[str, float]
-    """See `metric` for how they combine over updates."""
+    """`metric` defines how they are reduced over updates."""
     grad_norm: float
     """Before clipping."""
 
     @property
     def mismatch_kl(self) -> float | None:
-        """Estimate of KL(sampler || trainer), a mean over what the newest policy sampled; None if that is nothing."""
+        """Estimate of KL(sampler || trainer), the mean over tokens of the newest policy; None if there are none."""
         return self.metrics.get("mismatch/kl")
 
 
 def add_parts(parts: Sequence[PartTotals]) -> dict[str, Total]:
-    """The totals of a whole update by name."""
+    """Totals of the update by name."""
     values_PK = torch.cat([part.values_PK for part in parts])
-    found = zip(parts[0].kinds, values_PK.sum(dim=0).unbind(), values_PK.amax(dim=0).unbind(), strict=True)
+    columns = zip(parts[0].reductions, values_PK.sum(dim=0).unbind(), values_PK.amax(dim=0).unbind(), strict=True)
     return {
-        name: Total(kind=kind, value=most if kind == "largest_newest" else total) for (name, kind), total, most in found
+        name: Total(reduction=reduction, value=maximum if reduction == "newest_max" else total)
+        for (name, reduction), total, maximum in columns
     }
 
 
 def count_tokens(inputs: TokenInputs[np.ndarray]) -> TokenCounts:
-    """Of an update's inputs."""
+    """Token counts of the inputs of an update."""
     num_experts = 0 if inputs.is_expert_E is None else int(inputs.is_expert_E.sum())
-    return TokenCounts(num_own=len(inputs.weights_E) - num_experts, num_newest=int(inputs.is_newest_E.sum()))
+    return TokenCounts(num_sampled=len(inputs.weights_E) - num_experts, num_newest=int(inputs.is_newest_E.sum()))
 
 
 def count_row_tokens(rows: Sequence[Trie]) -> dict[str, float]:
-    """Tokens that rows compute, tokens of the samples in them, and tokens that train."""
+    """Numbers of tokens computed (shared prefixes once), of tokens in the samples, and of trained tokens."""
     return {
         "train/num_tokens": Count(sum(row.num_tokens for row in rows)),
         "train/num_flat_tokens": Count(sum(row.num_flat_tokens for row in rows)),
@@ -90,27 +92,27 @@ def count_row_tokens(rows: Sequence[Trie]) -> dict[str, float]:
 def build_token_metrics(
     totals: Mapping[str, Total], values: Sequence[float], counts: TokenCounts, *, is_first: bool
 ) -> dict[str, float]:
-    """Metrics of an update from its totals, whose values have been read: losses as they are, sums as means.
+    """Metrics of an update from its totals and their values on the host.
 
-    What there are no tokens of is not reported. The mismatch of sampler and trainer is that of a step's first update,
-    before anything changed.
+    A mean over no tokens is not reported. The mismatch of sampler and trainer is reported for the first update of a
+    step only, before the parameters change.
     """
     num_newest = counts.num_newest if is_first else 0
     metrics: dict[str, float] = {}
     for (name, total), value in zip(totals.items(), values, strict=True):
-        if total.kind == "loss":
+        if total.reduction == "sum":
             metrics[name] = value
-        elif total.kind == "own" and counts.num_own:
-            metrics[name] = Mean(value, over=counts.num_own)
-        elif total.kind == "newest" and num_newest:
+        elif total.reduction == "sampled_mean" and counts.num_sampled:
+            metrics[name] = Mean(value, over=counts.num_sampled)
+        elif total.reduction == "newest_mean" and num_newest:
             metrics[name] = Mean(value, over=num_newest)
-        elif total.kind == "largest_newest" and num_newest:
-            metrics[name] = Largest(value)
+        elif total.reduction == "newest_max" and num_newest:
+            metrics[name] = Max(value)
     return metrics
 
 
 def check_finite(update: Update) -> None:
-    """Raise TrainingError when the loss or the gradient is not a number to follow."""
+    """Raise TrainingError if the loss or the gradient norm is not finite."""
     loss = update.metrics["train/loss"]
     if not math.isfinite(loss) or not math.isfinite(update.grad_norm):
         raise TrainingError(

@@ -1,8 +1,8 @@
-"""AdamW over the parameters that the sampler reads.
+"""AdamW with float32 master weights, over the parameters that the sampler reads.
 
-Float32 (or wider) parameters are their own masters. A narrower one has a float32 master and takes its gradient in
-float32, so that no sum over backwards is rounded; the update happens in the master, and its rounding is copied back.
-Parameters change in place: their memory never moves. Nothing here waits for the device.
+A parameter of 32 bits or more is its own master. A narrower one has a float32 master and a float32 gradient, so
+gradient accumulation is not rounded; AdamW updates the master, which is then rounded into the parameter. Parameters
+change in place and keep their memory. Nothing here synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from tunesmith.config import TrainerSection
 from tunesmith.errors import ModelError
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""What torch's AdamW keeps for each parameter."""
-DITHERED_AT_ONCE = 2**24
-"""Numbers, for the memory of their noise."""
-NUM_WATCHED_PARAMETERS, NUM_WATCHED_NUMBERS = 16, 256
-"""Matrices, and numbers of each, that show whether an update changes anything."""
-LEAST_CHANGE = 1e-9
-"""Of a matrix's typical number: less than float32 holds, so only numbers near zero change so little."""
+"""State that torch's AdamW keeps for each parameter."""
+DITHER_CHUNK_SIZE = 2**24
+"""Elements that are dithered at once; bounds the memory of the noise."""
+NUM_SAMPLED_MATRICES, NUM_SAMPLED_ELEMENTS = 16, 256
+"""Number of matrices, and of elements of each, that are compared before and after an update."""
+MIN_RELATIVE_CHANGE = 1e-9
+"""Relative to the RMS of the matrix; below float32 precision, so only elements near zero change by less."""
 
 
 class MasterAdamW:
@@ -50,18 +50,18 @@ class MasterAdamW:
         )
 
     def clear_gradients(self) -> None:
-        """Forget every gradient."""
+        """Set all gradients to None."""
         for name, parameter in self._parameters.items():
             parameter.grad = None
             self._masters[name].grad = None
 
     def compute_grad_norm(self) -> Tensor:
-        """Norm over all gradients that have been accumulated; not finite when one of them is not."""
+        """Norm of all accumulated gradients; not finite if an element is not."""
         return torch.nn.utils.get_total_norm([p.grad for p in self._parameters.values() if p.grad is not None])
 
     @torch.no_grad()
     def update(self, *, learning_rate: float, grad_norm: Tensor, max_grad_norm: float) -> None:
-        """Scale the gradients down to `max_grad_norm`, update, write the parameters back, forget the gradients."""
+        """Clip gradients to `max_grad_norm`, update the masters, write them to the parameters, clear gradients."""
         for name, parameter in self._parameters.items():
             self._masters[name].grad = parameter.grad
         torch.nn.utils.clip_grads_with_norm_(self._masters.values(), max_grad_norm, grad_norm)
@@ -72,23 +72,23 @@ class MasterAdamW:
         self.clear_gradients()
 
     @torch.no_grad()
-    def read_watched(self) -> list[Tensor]:
-        """Some numbers of some matrices, evenly spread, before they are rounded to the model's type."""
+    def sample_weights(self) -> list[Tensor]:
+        """Evenly spaced elements of some master matrices, as float64."""
         matrices = [master for master in self._masters.values() if master.ndim >= 2] or list(self._masters.values())
-        chosen = matrices[:: -(-len(matrices) // NUM_WATCHED_PARAMETERS)]
-        return [each.flatten()[:: -(-each.numel() // NUM_WATCHED_NUMBERS)].double() for each in chosen]
+        chosen = matrices[:: -(-len(matrices) // NUM_SAMPLED_MATRICES)]
+        return [each.flatten()[:: -(-each.numel() // NUM_SAMPLED_ELEMENTS)].double() for each in chosen]
 
     def compute_changed_ratio(self, before: list[Tensor]) -> Tensor:
-        """The part of those numbers that changed by more than rounding can, against the size of their matrix."""
-        pairs = zip(before, self.read_watched(), strict=True)
+        """Share of the elements of `sample_weights` that changed by more than `MIN_RELATIVE_CHANGE`."""
+        pairs = zip(before, self.sample_weights(), strict=True)
         return (
-            torch.cat([(new - old).abs() > LEAST_CHANGE * old.square().mean().sqrt() for old, new in pairs])
+            torch.cat([(new - old).abs() > MIN_RELATIVE_CHANGE * old.square().mean().sqrt() for old, new in pairs])
             .double()
             .mean()
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Moments, and masters that are not parameters themselves, as `<kind>:<parameter name>`; not copied."""
+        """Moments and separate masters as `<kind>:<parameter name>`; tensors are not copied."""
         state = {}
         for name, master in self._masters.items():
             for kind in MOMENTS:
@@ -100,11 +100,11 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state_dict` gave for the same model; parameters with a master are rewritten from it."""
+        """Restore a `state_dict` of the same model; parameters with a separate master are rewritten from it."""
         rest = dict(state)
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
-                master.copy_(_take(rest, f"master:{name}", master))
+                master.copy_(_pop_tensor(rest, f"master:{name}", master))
             moments = {kind: rest.pop(f"{kind}:{name}") for kind in MOMENTS if f"{kind}:{name}" in rest}
             if moments and any(moments[kind].shape != master.shape for kind in MOMENTS[1:]):
                 raise ModelError(f"optimizer state of {name!r} has another shape: it belongs to another model")
@@ -122,7 +122,7 @@ class MasterAdamW:
 
 
 def _build_master(parameter: nn.Parameter, *, seed: int) -> Tensor:
-    """The parameter itself if it is wide enough, or a float32 tensor that rounds to it."""
+    """The parameter itself if it has 32 bits or more, else a float32 tensor that rounds to it."""
     if torch.finfo(parameter.dtype).bits >= 32:
         return parameter
     master = parameter.detach().float().contiguous()
@@ -132,20 +132,20 @@ def _build_master(parameter: nn.Parameter, *, seed: int) -> Tensor:
 
 
 def _dither(values: Tensor, *, seed: int) -> None:
-    """Put each float32 number, which bfloat16 holds, anywhere among those that bfloat16 rounds to it; 0 stays.
+    """Add uniform noise below half a bfloat16 step, so that each value still rounds to the same bfloat16; 0 stays 0.
 
-    In the middle of that range an update would be rounded away until many of them add up to half a step of bfloat16:
-    at a learning rate of 1e-6 and a weight of 0.1 that is 244 updates of one sign. Evenly spread, as many weights cross
-    a border at once as an update is of a step, so the rounded weights follow on average from the first update on
-    (dither; Schuchman, 1964). A float32 number is a bfloat16 one with 16 more bits, and bfloat16 rounds by them.
+    A master exactly at its bfloat16 weight absorbs updates until they add up to half a step of bfloat16: at a learning
+    rate of 1e-6 and a weight of 0.1 that is 244 updates of one sign. With uniform noise, an update of a fraction of a
+    step moves that fraction of the weights at once, so the rounded weights follow the masters on average from the first
+    update on (dither; Schuchman, 1964). float32 has 16 bits more than bfloat16; the noise is added to these bits.
     """
     generator = torch.Generator(values.device).manual_seed(seed)
-    for part in values.view(-1).view(torch.int32).split(DITHERED_AT_ONCE):
+    for part in values.view(-1).view(torch.int32).split(DITHER_CHUNK_SIZE):
         noise = torch.randint(1 - 2**15, 2**15, part.shape, generator=generator, device=part.device, dtype=torch.int32)
         part += noise * (part & 0x7FFFFFFF != 0)
 
 
-def _take(state: dict[str, Tensor], key: str, like: Tensor) -> Tensor:
+def _pop_tensor(state: dict[str, Tensor], key: str, like: Tensor) -> Tensor:
     if key not in state or state[key].shape != like.shape:
         raise ModelError(f"optimizer state has no {key!r} of shape {tuple(like.shape)}: it belongs to another model")
     return state.pop(key)

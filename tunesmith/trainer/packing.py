@@ -1,8 +1,8 @@
-"""From samples to rows: what one forward and backward computes.
+"""Packing of samples into rows; one forward and backward computes one row.
 
-With prefix sharing the samples of a group make one trie; without, each sample is a path of its own. A trie that is
-longer than a row is cut into tries of fewer samples; a single path longer than a row is a row of its own. Rows are
-filled to an even cost. Nothing is padded and nothing is cut off.
+With prefix sharing the samples of a group form one trie; without, each sample is a path of its own. A trie longer than
+a row is split into tries of fewer samples; a single path longer than a row is a row of its own. Rows are balanced by
+cost. Nothing is padded or truncated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tunesmith.types import Sample
 def pack_samples(
     samples: Sequence[Sample], *, max_tokens_per_row: int, has_prefix_sharing: bool, hidden_size: int
 ) -> list[Trie]:
-    """Rows of at most `max_tokens_per_row` tokens that hold every trained event of the samples once."""
+    """Rows of at most `max_tokens_per_row` tokens that contain every trained event of the samples exactly once."""
     groups: dict[int, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(sample.group_index if has_prefix_sharing else index, []).append(index)
@@ -28,9 +28,9 @@ def pack_samples(
 
 
 def compute_cost(trie: Trie, *, hidden_size: int) -> float:
-    """Work in units of one token's matrix products.
+    """Cost of forward and backward, in units of the matrix products of one token.
 
-    A layer multiplies about 12 C^2 numbers for a token and 2 C for a pair of tokens that see each other.
+    A layer needs about 12 C^2 multiplications for a token and 2 C for each pair of tokens that attend.
     """
     return trie.num_tokens + float((trie.depth_T + 1).sum()) / (6 * hidden_size)
 
@@ -47,7 +47,7 @@ def _build_tries(samples: Sequence[Sample], indices: Sequence[int], max_tokens: 
 
 
 def _fill_rows(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) -> list[list[int]]:
-    """Put the costliest first, each into the cheapest row that has room; a new row is opened where none has."""
+    """Greedy bin packing by decreasing cost: each trie goes to the cheapest row with room, or to a new row."""
     num_rows = math.ceil(sum(lengths) / max_tokens)
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     row_lengths, row_costs = [0] * num_rows, [0.0] * num_rows

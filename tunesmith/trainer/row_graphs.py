@@ -1,9 +1,9 @@
-"""Forward, loss and backward of rows as CUDA graphs: the host launches a row at once, not kernel by kernel.
+"""Forward, loss and backward of a row as a CUDA graph, which the host launches with one call.
 
-Rows come filled up to few sizes (`batch.build_row`). The second row of a size is recorded, into its own memory; later
-ones are copied there and replayed. Gradients are added up in the same memory in every update, and parameters are read
-where they lie, so a graph stays valid while they do not move. The first row of a size, and rows that no graph can
-hold, run kernel by kernel; the gradient is the same.
+Rows are padded to few sizes (`batch.build_row`). The second row of a size is captured, with its tensors as static
+inputs; later rows of the size are copied into these and replayed. Gradients accumulate in the same memory in every
+update and parameters are read in place, so a graph is valid until a parameter moves. The first row of a size, and rows
+that cannot be captured, are launched kernel by kernel; the gradient is the same.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from transformers import PreTrainedModel
 from tunesmith.errors import TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.model.forward.distribution import has_truncation
-from tunesmith.trainer.batch import Kinds, Row, SentInputs
+from tunesmith.trainer.batch import DeviceInputs, PackedRow, TokenDistributions
 from tunesmith.trainer.metrics import PartTotals
 from tunesmith.trainer.tree_attention.plan import find_long_paths
 
 LOGGER = logging.getLogger(__name__)
-RunRow = Callable[[Row, SentInputs, Tensor], PartTotals]
-"""Adds a row's gradient to the parameters'; the last argument is the weight of the KL term."""
+RunRow = Callable[[PackedRow, DeviceInputs, Tensor], PartTotals]
+"""Accumulates the gradient of a row; the last argument is the KL coefficient."""
 MAX_GRAPHS = 48
-"""Sizes that are recorded; more run kernel by kernel."""
-SMALL_MODEL = 400_000_000
-"""Parameters below which launching kernels takes longer than running them."""
-NOTE = "tunesmith"
-"""What is noted in a node of autograd to know it again."""
-CHANGING_ROTATIONS = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies the host chooses by the row's length."""
+"""Maximum number of captured sizes; rows of further sizes are launched kernel by kernel."""
+LAUNCH_BOUND_PARAMETERS = 400_000_000
+"""Number of parameters below which launching the kernels takes longer than running them."""
+METADATA_KEY = "tunesmith"
+"""Key in the metadata of an autograd node."""
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies are chosen on the host by the length of the row."""
 
 
-def can_record(model: PreTrainedModel) -> bool:
-    """Whether rows of the model are the same kernels whatever they hold."""
+def can_capture(model: PreTrainedModel) -> bool:
+    """Whether the model launches the same kernels for all rows of a size."""
     config = model.config.get_text_config()
     rotation = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [part.get("rope_type") for part in (rotation, *rotation.values()) if isinstance(part, dict)]
@@ -47,55 +47,55 @@ def can_record(model: PreTrainedModel) -> bool:
         model.device.type == "cuda"
         and torch.finfo(model.dtype).bits == 16
         and not getattr(model, "is_quantized", False)
-        and not any(kind in CHANGING_ROTATIONS for kind in kinds)
+        and not any(kind in LENGTH_DEPENDENT_ROPE for kind in kinds)
     )
 
 
-def is_small(model: PreTrainedModel) -> bool:
-    """Whether the host bounds the model's training where it launches kernel by kernel."""
-    return sum(parameter.numel() for parameter in model.parameters()) < SMALL_MODEL
+def is_launch_bound(model: PreTrainedModel) -> bool:
+    """Whether kernel launches on the host limit the training of the model."""
+    return sum(parameter.numel() for parameter in model.parameters()) < LAUNCH_BOUND_PARAMETERS
 
 
-def can_replay(trie: Trie, kinds: Kinds) -> bool:
-    """Whether a graph can hold the row: attention by tables alone, and scores without a filter."""
-    is_plain = not any(has_truncation(one) or one.logit_bias for one in kinds.distributions)
+def can_replay(trie: Trie, distributions: TokenDistributions) -> bool:
+    """Whether the row can be captured: no single long paths, no truncated sampling, no logit bias."""
+    is_plain = not any(has_truncation(one) or one.logit_bias for one in distributions.unique)
     return is_plain and find_long_paths(trie) is None
 
 
-def has_live_graph(model: PreTrainedModel) -> bool:
-    """Whether a result of a parameter is alive whose gradient has not been computed.
+def has_live_autograd_graph(model: PreTrainedModel) -> bool:
+    """Whether an autograd graph that contains a parameter of the model is still referenced.
 
-    autograd's node of a parameter lives as long as what was computed from it: what is noted in one that nobody else
-    holds is gone when it is asked for again.
+    The AccumulateGrad node of a parameter lives as long as a graph that contains it. Metadata written to a node that
+    nothing else references is lost when the node is created again.
     """
-    return any(_is_node_alive(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    return any(_is_node_referenced(parameter) for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _is_node_alive(parameter: nn.Parameter) -> bool:
-    _find_node(parameter).metadata[NOTE] = True
-    return _find_node(parameter).metadata.pop(NOTE, False)
+def _is_node_referenced(parameter: nn.Parameter) -> bool:
+    _get_accumulate_grad_node(parameter).metadata[METADATA_KEY] = True
+    return _get_accumulate_grad_node(parameter).metadata.pop(METADATA_KEY, False)
 
 
 @torch.enable_grad()
-def _find_node(parameter: nn.Parameter) -> Any:
+def _get_accumulate_grad_node(parameter: nn.Parameter) -> Any:
     result = parameter.expand_as(parameter)
     assert result.grad_fn is not None
     return result.grad_fn.next_functions[0][0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recorded:
-    """A graph and the memory that it reads and writes."""
+class _CapturedRow:
+    """A CUDA graph and its static inputs and outputs."""
 
     graph: torch.cuda.CUDAGraph
-    row: Row
-    sent: SentInputs
+    row: PackedRow
+    device_inputs: DeviceInputs
     kl_coef: Tensor
     totals: PartTotals
 
-    def replay(self, row: Row, sent: SentInputs, kl_coef: Tensor) -> PartTotals:
-        self.row.numbers.copy_(row.numbers)
-        self.sent.values_FE.copy_(sent.values_FE)
+    def replay(self, row: PackedRow, device_inputs: DeviceInputs, kl_coef: Tensor) -> PartTotals:
+        self.row.int_buffer.copy_(row.int_buffer)
+        self.device_inputs.values_FE.copy_(device_inputs.values_FE)
         self.kl_coef.copy_(kl_coef)
         self.row.plan.copy_tables(row.plan)
         self.graph.replay()
@@ -103,79 +103,79 @@ class _Recorded:
 
 
 class RowGraphs:
-    """The graphs of one model under one algorithm."""
+    """The CUDA graphs of one model under one algorithm."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._recorded: dict[Hashable, _Recorded] = {}
+        self._captured: dict[Hashable, _CapturedRow] = {}
         self._seen: set[Hashable] = set()
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._places: list[int] = []
-        self._memory = torch.cuda.graph_pool_handle()
-        self._may_record = True
+        self._data_ptrs: list[int] = []
+        self._pool = torch.cuda.graph_pool_handle()
+        self._may_capture = True
 
     @property
-    def num_recorded(self) -> int:
-        return len(self._recorded)
+    def num_captured(self) -> int:
+        return len(self._captured)
 
     def begin_update(self) -> None:
-        """Put the gradients, which must have been cleared, where the graphs add to them."""
+        """Set the gradients, which must be None, to the zeroed memory in which the graphs accumulate."""
         parameters = list(self._model.parameters())
-        assert all(parameter.grad is None for parameter in parameters), "gradients of an update that has not ended"
-        places = [parameter.data_ptr() for parameter in parameters]
-        if places != self._places:
-            self._recorded, self._seen, self._gradients, self._places = {}, set(), {}, places
-            self._memory = torch.cuda.graph_pool_handle()  # the pool went with its last graph
+        assert all(parameter.grad is None for parameter in parameters), "gradients were not cleared after an update"
+        data_ptrs = [parameter.data_ptr() for parameter in parameters]
+        if data_ptrs != self._data_ptrs:
+            self._captured, self._seen, self._gradients, self._data_ptrs = {}, set(), {}, data_ptrs
+            self._pool = torch.cuda.graph_pool_handle()  # the old pool was freed with its last graph
         if self._gradients:
             torch._foreach_zero_(list(self._gradients.values()))
             for parameter, gradient in self._gradients.items():
                 parameter.grad = gradient
 
     def end_update(self) -> None:
-        """Keep the memory of the first update's gradients for all later ones."""
+        """Keep the gradients of the first update as the static memory of all later ones."""
         if not self._gradients:
             self._gradients = {p: p.grad for p in self._model.parameters() if p.grad is not None}
 
-    def run(self, row: Row, sent: SentInputs, kl_coef: Tensor, run_row: RunRow) -> PartTotals:
-        """As `run_row`, by a graph where there is one or where it is time to record it."""
-        key = self._describe(row, sent)
-        if key not in self._recorded:
-            is_due = key in self._seen and bool(self._gradients) and len(self._recorded) < MAX_GRAPHS
-            if not is_due or not self._can_record_now():
+    def run(self, row: PackedRow, device_inputs: DeviceInputs, kl_coef: Tensor, run_row: RunRow) -> PartTotals:
+        """As `run_row`: replay a graph, capture one for the second row of a size, or launch kernel by kernel."""
+        key = self._build_key(row, device_inputs)
+        if key not in self._captured:
+            is_due = key in self._seen and bool(self._gradients) and len(self._captured) < MAX_GRAPHS
+            if not is_due or not self._can_capture_now():
                 self._seen.add(key)
-                return run_row(row, sent, kl_coef)
-            self._recorded[key] = self._record(row, sent, kl_coef, run_row)
-        return self._recorded[key].replay(row, sent, kl_coef)
+                return run_row(row, device_inputs, kl_coef)
+            self._captured[key] = self._capture(row, device_inputs, kl_coef, run_row)
+        return self._captured[key].replay(row, device_inputs, kl_coef)
 
-    def _can_record_now(self) -> bool:
-        """Whether no gradient is tied to the stream of rows that ran before; where one stays tied, never again."""
-        if self._may_record and has_live_graph(self._model):
+    def _can_capture_now(self) -> bool:
+        """Whether no autograd graph is tied to the stream of earlier rows; if one persists, capturing stays off."""
+        if self._may_capture and has_live_autograd_graph(self._model):
             gc.collect()
-            self._may_record = not has_live_graph(self._model)
-            if not self._may_record:
+            self._may_capture = not has_live_autograd_graph(self._model)
+            if not self._may_capture:
                 LOGGER.warning(
-                    "rows run kernel by kernel, not as CUDA graphs: somebody holds a result of the model whose "
-                    "gradient has not been computed"
+                    "rows are not captured as CUDA graphs: an output of the model with a pending backward is still "
+                    "referenced"
                 )
-        return self._may_record
+        return self._may_capture
 
-    def _describe(self, row: Row, sent: SentInputs) -> Hashable:
-        """What rows of one graph have in common."""
+    def _build_key(self, row: PackedRow, device_inputs: DeviceInputs) -> Hashable:
+        """The key of rows that share a graph."""
         chunks = tuple((chunk.distribution, len(chunk.target_S), len(chunk.site_E)) for chunk in row.chunks)
-        return row.input_ids_1T.shape, chunks, sent.names
+        return row.input_ids_1T.shape, chunks, device_inputs.names
 
-    def _record(self, row: Row, sent: SentInputs, kl_coef: Tensor, run_row: RunRow) -> _Recorded:
-        """Record the row, whose memory later rows are copied to; nothing is computed."""
+    def _capture(self, row: PackedRow, device_inputs: DeviceInputs, kl_coef: Tensor, run_row: RunRow) -> _CapturedRow:
+        """Capture the row, whose tensors become static inputs; nothing is computed."""
         row.plan.reserve_tables()
         coef, graph = kl_coef.clone(), torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-                totals = run_row(row, sent, coef)
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                totals = run_row(row, device_inputs, coef)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise TrainingError(
-                f"a row could not be recorded as a CUDA graph ({(str(error).splitlines() or [''])[0]}): set "
-                "trainer.has_row_graphs=false, and the run goes on from its last checkpoint"
+                f"a row could not be captured as a CUDA graph ({(str(error).splitlines() or [''])[0]}): set "
+                "trainer.has_row_graphs=false and resume the run from its last checkpoint"
             ) from error
-        return _Recorded(graph=graph, row=row, sent=sent, kl_coef=coef, totals=totals)
+        return _CapturedRow(graph=graph, row=row, device_inputs=device_inputs, kl_coef=coef, totals=totals)

@@ -1,8 +1,9 @@
-"""The scoring pass, and what each trained token is given for the loss pass.
+"""The scoring pass, and the per-token inputs of the loss pass.
 
-Where an algorithm needs it, all rows of an update are run once without gradients, for one number per trained token: its
-logprob under the policy as it is, the reference or the teacher, or a critic's value. Pure functions over all tokens of
-the update then make advantages and weights. The loss pass stays per token, so nothing depends on rows and chunks.
+If the algorithm needs it, all rows of an update run once without gradients, for one number per trained token: its
+logprob under the current policy, the reference or the teacher, or the critic's value. Pure functions over all tokens of
+the update then compute advantages and weights. The loss of a token depends on that token alone, so the result does not
+depend on rows and chunks.
 
 Axes: R trained events in the order of the rows, E the same tokens ordered by sequence, sample, time.
 """
@@ -26,69 +27,69 @@ from tunesmith.experience.trie import Trie, read_array
 from tunesmith.model.adapters.adapter import disabled_adapter
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
-from tunesmith.trainer.batch import build_row, number_distributions
+from tunesmith.trainer.batch import build_row, index_distributions
 from tunesmith.types import Sample
 
 ScoreRows = Callable[[Sequence[Trie]], np.ndarray]
-"""One number [R] for each event of the rows in turn."""
+"""One number [R] for each event, concatenated over rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Companions:
-    """The models beside the policy that may score its tokens."""
+class ScoringModels:
+    """Extra models that score the policy's tokens; None if the algorithm does not need the model."""
 
     reference: PreTrainedModel | None = None
-    """Scored without its adapter, if one is live in it: so the policy itself may stand for its base."""
+    """Scored with its adapter disabled: the policy itself can serve as the reference of its base model."""
     teacher: PreTrainedModel | None = None
     score_values: ScoreRows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstScores:
-    """Of the policy that a step began with, which corrections compare with the sampler."""
+class ProximalScores:
+    """Logprobs under the proximal policy: the policy at the start of the step (Hilton et al., 2022)."""
 
     logprobs: Sequence[np.ndarray]
-    """Per sample and token; read at trained tokens only."""
+    """Per sample and token; NaN except at trained tokens."""
     is_weighted: bool
-    """Losses are multiplied by truncated importance weights and compare with this policy; otherwise tokens are only
-    masked, and losses compare with the sampler."""
+    """True: losses are multiplied by truncated importance weights, and their ratio is against the proximal policy.
+    False: tokens are only masked, and the ratio is against the sampling policy."""
 
-    def select(self, indices: Sequence[int]) -> FirstScores:
-        """Those of some of the samples."""
-        return FirstScores(logprobs=[self.logprobs[index] for index in indices], is_weighted=self.is_weighted)
+    def select(self, indices: Sequence[int]) -> ProximalScores:
+        """The scores of some of the samples."""
+        return ProximalScores(logprobs=[self.logprobs[index] for index in indices], is_weighted=self.is_weighted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
-    """What the loss pass and the critic are given."""
+class PreparedUpdate:
+    """Inputs of the loss pass and of the critic's update."""
 
     inputs: TokenInputs[np.ndarray]
     """Arrays are [R]."""
     metrics: dict[str, float]
     values_R: np.ndarray | None
-    """What the critic said."""
+    """Values by the critic before its update."""
     returns_R: np.ndarray | None
-    """What the critic shall learn."""
+    """Targets of the critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Events:
-    """Where each trained token of an update is: in which sample, at which time, and among the events of the rows."""
+class EventIndex:
+    """Position of each trained token of an update: its sample, its position there, and its event in the rows."""
 
     sample_E: np.ndarray
     time_E: np.ndarray
-    place_E: np.ndarray
+    event_E: np.ndarray
 
     def gather(self, per_token: Sequence[Sequence[float | None] | np.ndarray]) -> np.ndarray:
-        """Values [E] that are given per sample and token; NaN for None."""
+        """Values [E] from values per sample and token; None becomes NaN."""
         flat = np.concatenate([read_array(values, np.float64) for values in per_token])
         starts = np.cumsum([0, *(len(values) for values in per_token)])
         return flat[starts[self.sample_E] + self.time_E]
 
     def scatter(self, values_E: np.ndarray) -> np.ndarray:
-        """The values [R] in the order of the rows."""
+        """Values [R] in the order of the rows."""
         values_R = np.empty_like(values_E)
-        values_R[self.place_E] = values_E
+        values_R[self.event_E] = values_E
         return values_R
 
 
@@ -100,30 +101,32 @@ def prepare_update(
     *,
     norm_length: int,
     chunk_tokens: int,
-    companions: Companions = Companions(),
-    first: FirstScores | None = None,
+    scoring_models: ScoringModels = ScoringModels(),
+    proximal: ProximalScores | None = None,
     newest_version: int | None = None,
     step: int = 0,
-) -> Preparation:
-    """Run the scoring passes that the algorithm needs, and make of them what every trained token is given.
+) -> PreparedUpdate:
+    """Run the scoring passes that the algorithm needs and compute the inputs of every trained token.
 
-    Losses compare with the sampler's logprobs, which on fresh data are those of the step's first policy but for
-    rounding; with `first.is_weighted` they compare with the first policy. Sampler and trainer must agree on what
-    `newest_version` sampled; None takes the newest version here.
+    The ratio in the loss is against the sampler's logprobs, which on fresh data equal those of the proximal policy up
+    to rounding; with `proximal.is_weighted` it is against the proximal policy. Sampler and trainer must agree on tokens
+    of `newest_version`; None means the newest version in the samples.
     """
-    events = list_events(samples, rows)
+    events = index_events(samples, rows)
     sampler_E = events.gather([sample.logprobs for sample in samples])
-    first_E = sampler_E if first is None else events.gather(first.logprobs)
-    is_weighted = first is not None and first.is_weighted
-    old_E = first_E if is_weighted else sampler_E
-    found = run_scoring_passes(model, samples, rows, algorithm, companions=companions, chunk_tokens=chunk_tokens)
-    scores = build_scores(samples, events, old_E, found, step=step)
+    proximal_E = sampler_E if proximal is None else events.gather(proximal.logprobs)
+    is_weighted = proximal is not None and proximal.is_weighted
+    old_E = proximal_E if is_weighted else sampler_E
+    scored = run_scoring_passes(
+        model, samples, rows, algorithm, scoring_models=scoring_models, chunk_tokens=chunk_tokens
+    )
+    scores = build_scores(samples, events, old_E, scored, step=step)
     terms = algorithm.compute_terms(scores)
     correction_E, correction_metrics = compute_correction_weights(
-        scores, sampler_E, algorithm.correction, first_logprobs_E=first_E, is_weighted=is_weighted
+        scores, sampler_E, algorithm.correction, proximal_logprobs_E=proximal_E, is_weighted=is_weighted
     )
     inputs = TokenInputs(
-        weights_E=weigh_tokens(scores, algorithm, norm_length=norm_length),
+        weights_E=compute_weights(scores, algorithm, norm_length=norm_length),
         correction_E=terms.weights_E * correction_E,
         advantages_E=terms.advantages_E,
         old_logprobs_E=old_E,
@@ -134,16 +137,16 @@ def prepare_update(
         constants_E=terms.constants_E,
         reference_logprobs_E=scores.reference_logprobs_E if algorithm.kl_coef > 0 else None,
     )
-    return Preparation(
+    return PreparedUpdate(
         inputs=inputs.convert(events.scatter),
         metrics=terms.metrics | correction_metrics,
-        values_R=found.get("values"),
+        values_R=scored.get("values"),
         returns_R=None if terms.returns_E is None else events.scatter(terms.returns_E),
     )
 
 
-def weigh_tokens(scores: BatchScores, algorithm: Algorithm, *, norm_length: int) -> np.ndarray:
-    """Shares [E] of the tokens in the update's loss; what experts gave is aggregated by itself."""
+def compute_weights(scores: BatchScores, algorithm: Algorithm, *, norm_length: int) -> np.ndarray:
+    """Aggregation weights [E]; expert tokens are aggregated separately."""
     weigh = partial(compute_token_weights, aggregation=algorithm.aggregation, norm_length=norm_length)
     if not scores.is_expert_Q.any():
         return weigh(scores.sequence_E)
@@ -153,15 +156,15 @@ def weigh_tokens(scores: BatchScores, algorithm: Algorithm, *, norm_length: int)
     return weights_E
 
 
-def list_events(samples: Sequence[Sample], rows: Sequence[Trie]) -> Events:
+def index_events(samples: Sequence[Sample], rows: Sequence[Trie]) -> EventIndex:
     """The trained tokens of the rows, ordered by trajectory, sample, time."""
     sample_R = np.concatenate([row.sample_E for row in rows])
     time_R = np.concatenate([row.time_E for row in rows])
     order = np.argsort([sample.trajectory_index for sample in samples], kind="stable")
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
-    place_E = np.argsort(rank[sample_R] * (time_R.max(initial=0) + 1) + time_R, kind="stable")
-    return Events(sample_E=sample_R[place_E], time_E=time_R[place_E], place_E=place_E)
+    event_E = np.argsort(rank[sample_R] * (time_R.max(initial=0) + 1) + time_R, kind="stable")
+    return EventIndex(sample_E=sample_R[event_E], time_E=time_R[event_E], event_E=event_E)
 
 
 def run_scoring_passes(
@@ -170,50 +173,51 @@ def run_scoring_passes(
     rows: Sequence[Trie],
     algorithm: Algorithm,
     *,
-    companions: Companions,
+    scoring_models: ScoringModels,
     chunk_tokens: int,
 ) -> dict[str, np.ndarray]:
-    """What the algorithm needs to know of the rows' events [R]."""
+    """The scores [R] of the rows' events that the algorithm needs, by name."""
     models: dict[Need, PreTrainedModel | None] = {
         "logprobs": model,
-        "reference": companions.reference,
-        "teacher": companions.teacher,
+        "reference": scoring_models.reference,
+        "teacher": scoring_models.teacher,
     }
-    found: dict[str, np.ndarray] = {}
+    scores: dict[str, np.ndarray] = {}
     for need, scorer in models.items():
         if need in algorithm.needs:
             assert scorer is not None, need
             with disabled_adapter(scorer) if need == "reference" else nullcontext():
-                found[need] = score_logprobs(scorer, samples, rows, chunk_tokens=chunk_tokens)
+                scores[need] = score_logprobs(scorer, samples, rows, chunk_tokens=chunk_tokens)
     if "values" in algorithm.needs:
-        assert companions.score_values is not None
-        found["values"] = companions.score_values(rows)
-    return found
+        assert scoring_models.score_values is not None
+        scores["values"] = scoring_models.score_values(rows)
+    return scores
 
 
 @torch.no_grad()
 def score_logprobs(
     model: PreTrainedModel, samples: Sequence[Sample], rows: Sequence[Trie], *, chunk_tokens: int
 ) -> np.ndarray:
-    """Logprobs [R] of the rows' events under a model, by the distributions that they were sampled from."""
-    scored, places, num_events = [], [], 0
+    """Logprobs [R] of the rows' events under a model, each with its sampling distribution applied."""
+    logprobs, event_indices, num_events = [], [], 0
     for trie in rows:
-        row = build_row(trie, number_distributions(samples, trie), chunk_tokens=chunk_tokens, model=model)
+        row = build_row(trie, index_distributions(samples, trie), chunk_tokens=chunk_tokens, model=model)
         hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
         for chunk in row.chunks:
             logprobs_S, _ = compute_logprobs(
                 model, hidden_TC[chunk.node_S], chunk.target_S, chunk.distribution, chunk_tokens=len(chunk.target_S)
             )
-            scored.append(logprobs_S[chunk.site_E])
-        places.append(num_events + row.event_E)
+            logprobs.append(logprobs_S[chunk.site_E])
+        event_indices.append(num_events + row.event_E)
         num_events += len(trie.parent_E)
     logprobs_R = np.empty(num_events)
-    logprobs_R[np.concatenate(places)] = torch.cat(scored).double().cpu().numpy()  # the only wait for the device
+    # the only device synchronization
+    logprobs_R[np.concatenate(event_indices)] = torch.cat(logprobs).double().cpu().numpy()
     return logprobs_R
 
 
-def spread_logprobs(logprobs_R: np.ndarray, samples: Sequence[Sample], rows: Sequence[Trie]) -> list[np.ndarray]:
-    """Per sample and token, what was scored for the rows' events; NaN at tokens that do not train."""
+def scatter_to_samples(logprobs_R: np.ndarray, samples: Sequence[Sample], rows: Sequence[Trie]) -> list[np.ndarray]:
+    """Logprobs [R] as one array per sample, NaN at tokens that are not trained."""
     starts = np.cumsum([0, *(len(sample.token_ids) for sample in samples)])
     flat = np.full(starts[-1], np.nan)
     sample_R = np.concatenate([row.sample_E for row in rows])
@@ -222,34 +226,37 @@ def spread_logprobs(logprobs_R: np.ndarray, samples: Sequence[Sample], rows: Seq
 
 
 def build_scores(
-    samples: Sequence[Sample], events: Events, old_logprobs_E: np.ndarray, found: dict[str, np.ndarray], *, step: int
+    samples: Sequence[Sample],
+    events: EventIndex,
+    old_logprobs_E: np.ndarray,
+    scored: dict[str, np.ndarray],
+    *,
+    step: int,
 ) -> BatchScores:
-    """All trained tokens of the update with what was found out about them."""
+    """Inputs of `compute_terms`; `scored` holds [R] arrays by name."""
     trajectory_E = np.asarray([sample.trajectory_index for sample in samples])[events.sample_E]
-    is_first_E = np.diff(trajectory_E, prepend=-1) != 0
-    sequence_E, sample_Q = np.cumsum(is_first_E) - 1, events.sample_E[is_first_E].tolist()
+    is_start_E = np.diff(trajectory_E, prepend=-1) != 0
+    sequence_E, sample_Q = np.cumsum(is_start_E) - 1, events.sample_E[is_start_E].tolist()
 
-    def find(name: str) -> np.ndarray | None:
-        return found[name][events.place_E] if name in found else None
+    def get(name: str) -> np.ndarray | None:
+        return scored[name][events.event_E] if name in scored else None
 
     return BatchScores(
         step=step,
         old_logprobs_E=old_logprobs_E,
         advantages_E=events.gather([sample.advantages for sample in samples]),
         sequence_E=sequence_E,
-        sample_E=events.sample_E,
-        time_E=events.time_E,
         group_Q=np.asarray([samples[sample].group_index for sample in sample_Q]),
         is_expert_Q=np.asarray([samples[sample].is_expert for sample in sample_Q], dtype=bool),
-        logprobs_E=find("logprobs"),
-        reference_logprobs_E=find("reference"),
-        teacher_logprobs_E=find("teacher"),
-        values_E=find("values"),
+        logprobs_E=get("logprobs"),
+        reference_logprobs_E=get("reference"),
+        teacher_logprobs_E=get("teacher"),
+        values_E=get("values"),
     )
 
 
-def find_newest(samples: Sequence[Sample], events: Events, newest_version: int | None) -> np.ndarray:
-    """1.0 [E] where the newest policy version sampled the token; what an expert gave, no policy sampled."""
+def find_newest(samples: Sequence[Sample], events: EventIndex, newest_version: int | None) -> np.ndarray:
+    """1.0 [E] where the newest policy version sampled the token; 0.0 for expert tokens."""
     version_E = events.gather([sample.policy_versions for sample in samples])
     version_E[np.asarray([sample.is_expert for sample in samples])[events.sample_E]] = np.nan
     if newest_version is None:
@@ -258,7 +265,7 @@ def find_newest(samples: Sequence[Sample], events: Events, newest_version: int |
 
 
 def has_older_tokens(samples: Sequence[Sample], newest_version: int | None) -> bool:
-    """Whether a policy version older than the newest sampled a token of the samples."""
+    """Whether a policy version before the newest sampled a token of the samples."""
     versions = {
         version
         for sample in samples

@@ -1,9 +1,9 @@
-"""One step: samples in, new weights out.
+"""The trainer: one step from samples to updated weights.
 
-The loss of a (mini)batch is fixed by what each trained token is given after the scoring pass; rows then only add up its
-gradient. Nothing is updated until every row is done and every number is finite. The parameters are the sampler's
-own, changed in place; the model stays in eval mode, so sampler and trainer run the same function. An adapter's dropout
-alone is switched on, for the loss pass of fine-tuning, which has no sampler.
+The scoring pass computes the inputs of every trained token of a minibatch; the loss pass accumulates the gradient row
+by row. Parameters are updated only after all rows are done and loss and gradient norm are finite. They are the
+sampler's own, updated in place; the model stays in eval mode, so sampler and trainer compute the same function. Only
+an adapter's dropout is active, in the loss pass of supervised fine-tuning, which has no sampler.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.compiled_layers import can_compile, compiled_layers
 from tunesmith.trainer.critic import Critic
 from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
-from tunesmith.trainer.loss_pass import run_batch
+from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.lr_schedule import compute_learning_rate
 from tunesmith.trainer.metrics import (
     Total,
@@ -46,35 +46,35 @@ from tunesmith.trainer.metrics import (
 )
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.row_graphs import RowGraphs, can_record, is_small
+from tunesmith.trainer.row_graphs import RowGraphs, can_capture, is_launch_bound
 from tunesmith.trainer.scoring_pass import (
-    Companions,
-    FirstScores,
-    Preparation,
+    PreparedUpdate,
+    ProximalScores,
+    ScoringModels,
     has_older_tokens,
     prepare_update,
+    scatter_to_samples,
     score_logprobs,
-    spread_logprobs,
 )
 from tunesmith.types import Sample
 
 logger = logging.getLogger(__name__)
 
 MISMATCH_CAUSES = (
-    "likely causes: sampling settings the trainer does not know of, weights changed between sampling and training, "
-    "keys and values of older weights in the engine's cache, or 16 bits too coarse for this model (try "
+    "likely causes: sampling settings that the trainer does not apply, weights changed between sampling and training, "
+    "KV-cache entries of older weights in the engine, or 16-bit precision too low for this model (try "
     "model.residual_dtype=float32, or model.dtype=float32)"
 )
 LESS_MEMORY = (
     "lower trainer.max_tokens_per_row, trainer.logprob_chunk_tokens or engine.kv_cache_gib, "
-    "set trainer.has_gradient_checkpointing, or turn trainer.has_row_graphs off"
+    "set trainer.has_gradient_checkpointing=true, or set trainer.has_row_graphs=false"
 )
-WATCH_INTERVAL_STEPS = 10
-"""Steps between looks at whether an update changed any weight: each waits for the device."""
+CHANGE_CHECK_INTERVAL_STEPS = 10
+"""Steps between checks whether an update changed any weight; each check synchronizes with the device."""
 
 
 class Trainer:
-    """Optimizer state and step counter of one model under one algorithm."""
+    """Trains one model with one algorithm; owns the optimizer state and the step counter."""
 
     def __init__(
         self,
@@ -97,42 +97,42 @@ class Trainer:
         self._dropout_seed = dropout_seed
         if self._dropouts and (not self._algorithm.is_supervised or "reference" in self._algorithm.needs):
             raise ConfigError(
-                f"model.lora.dropout={self._dropouts[0].p:g} is for fine-tuning: {self._algorithm.name!r} compares "
-                "what the model computes now with what it computed before; set it to 0"
+                f"model.lora.dropout={self._dropouts[0].p:g} is for supervised fine-tuning only: "
+                f"{self._algorithm.name!r} compares logprobs of different forward passes; set it to 0"
             )
-        self._check_companion("reference", reference_model)
-        self._check_companion("teacher", teacher_model)
-        self._check_companion("values", critic_model)
-        for one in (model, reference_model, teacher_model):
-            if one is not None and one.config._attn_implementation != PLAN_ATTENTION:
-                raise ModelError(f"{type(one).__name__} was not prepared with use_plan_attention")
+        self._check_extra_model("reference", reference_model)
+        self._check_extra_model("teacher", teacher_model)
+        self._check_extra_model("values", critic_model)
+        for each in (model, reference_model, teacher_model):
+            if each is not None and each.config._attn_implementation != PLAN_ATTENTION:
+                raise ModelError(f"{type(each).__name__} was not prepared with use_plan_attention")
         self._model = model.eval()
         self._critic = None if critic_model is None else Critic(critic_model, algorithm.critic, settings)
-        self._companions = Companions(
+        self._scoring_models = ScoringModels(
             reference=None if reference_model is None else reference_model.eval(),
             teacher=None if teacher_model is None else teacher_model.eval(),
             score_values=None if self._critic is None else self._critic.score,
         )
         if settings.has_gradient_checkpointing:
             enable_checkpointing(model)
-        companions = {id(one): one for one in (model, reference_model, teacher_model) if one is not None}
-        is_compiled = settings.has_compiled_layers and all(can_compile(one) for one in companions.values())
-        self._compiled = tuple(companions.values()) if is_compiled else ()
-        self._graphs = RowGraphs(model) if self._records_rows() else None
+        models = {id(each): each for each in (model, reference_model, teacher_model) if each is not None}
+        is_compiled = settings.has_compiled_layers and all(map(can_compile, models.values()))
+        self._compiled = tuple(models.values()) if is_compiled else ()
+        self._graphs = RowGraphs(model) if self._uses_row_graphs() else None
         self._chunk_tokens = settings.logprob_chunk_tokens or choose_chunk_tokens(model)
         self._optimizer = MasterAdamW(model, settings)
         self.num_steps = 0
-        """Steps taken, empty ones included; the learning rate follows it."""
+        """Steps made, empty ones included; determines the learning rate."""
         self._num_cpu_threads = torch.get_num_threads()
 
     def step(self, samples: Sequence[Sample], *, policy_version: int | None = None) -> dict[str, float]:
-        """Make one update per minibatch, or none when the samples train no token; return metrics.
+        """Make one update per minibatch, or none if the samples have no trained token; return metrics.
 
-        `policy_version` is the newest, on which sampler and trainer must agree; None takes the newest in the samples.
-        Raises TrainingError, with the parameters as they were before the failing update, when the loss or the gradient
-        is not finite or when the sampler's logprobs are too far from the trainer's. That mismatch is measured on what
-        the newest policy sampled of the first minibatch. Raises it too when the device is lost or out of memory. An
-        empty step counts as a step: the learning rate goes on as if it had trained.
+        `policy_version` is the newest version, whose tokens are checked for mismatch; None means the newest in the
+        samples. Raises TrainingError, with the parameters as before the failing update, when the loss or the gradient
+        is not finite or when the mismatch of sampler and trainer logprobs exceeds `trainer.mismatch_stop`. The mismatch
+        is measured on the first minibatch. Also raises TrainingError when the device is lost or out of memory. An empty
+        step counts as a step in the learning-rate schedule.
         """
         try:
             with default_modes(num_threads=self._num_cpu_threads):
@@ -146,13 +146,13 @@ class Trainer:
         learning_rate = compute_learning_rate(
             self._settings, step=self.num_steps, num_total_steps=self._num_total_steps
         )
-        first = self._score_first(samples, policy_version)
+        proximal = self._score_proximal_policy(samples, policy_version)
         updates: list[Update] = []
         for indices in _split_minibatches(samples, self._settings.num_minibatches):
             minibatch = [samples[index] for index in indices]
             rows = self._pack(minibatch)
             if rows:
-                part = None if first is None else first.select(indices)
+                part = None if proximal is None else proximal.select(indices)
                 update = self._update(minibatch, rows, part, learning_rate, policy_version, is_first=not updates)
                 updates.append(update)
                 self._adapt_kl_coef(update, minibatch)
@@ -161,20 +161,20 @@ class Trainer:
 
     @torch.no_grad()
     def compute_loss(self, samples: Sequence[Sample]) -> float:
-        """The loss of the samples as one batch; nothing is updated."""
+        """The loss of the samples as one batch, without an update."""
         rows = self._pack(samples)
         if not rows:
-            raise ValueError(f"none of the {len(samples)} samples has a sampled token, so there is no loss to compute")
+            raise ValueError(f"none of the {len(samples)} samples has a trained token, so there is no loss to compute")
         return self._run(samples, rows, self._prepare(samples, rows))["train/loss"].value.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the parameters; tensors are not copied."""
+        """Everything that resuming needs besides the parameters; tensors are not copied."""
         kl_coef = self._algorithm.kl_coef
         state = {"num_steps": self.num_steps, "kl_coef": kl_coef, "optimizer": self._optimizer.state_dict()}
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, bit for bit; the model's parameters must be those of that moment."""
+        """Restore the state of `state_dict`; with the parameters of the same step, training continues bit for bit."""
         self._optimizer.load_state_dict(state["optimizer"])
         self.num_steps = state["num_steps"]
         if self._algorithm.kl_adaptive is not None:
@@ -190,23 +190,23 @@ class Trainer:
             hidden_size=self._model.config.get_text_config().hidden_size,
         )
 
-    def _score_first(self, samples: Sequence[Sample], policy_version: int | None) -> FirstScores | None:
-        """Score the step's samples before anything changes, where importance weights are to be corrected."""
+    def _score_proximal_policy(self, samples: Sequence[Sample], policy_version: int | None) -> ProximalScores | None:
+        """Logprobs under the policy at the start of the step, if the step has importance weights or a mask."""
         algorithm = self._algorithm
         has_older = has_older_tokens(samples, policy_version)
-        is_weighted = algorithm.weighs_importance(has_older_tokens=has_older)
+        is_weighted = algorithm.uses_importance_weights(has_older_tokens=has_older)
         rows = self._pack(samples) if is_weighted or algorithm.correction.mask is not None else []
         if not rows:
             return None
         with compiled_layers(*self._compiled):
             logprobs_R = score_logprobs(self._model, samples, rows, chunk_tokens=self._chunk_tokens)
-        return FirstScores(logprobs=spread_logprobs(logprobs_R, samples, rows), is_weighted=is_weighted)
+        return ProximalScores(logprobs=scatter_to_samples(logprobs_R, samples, rows), is_weighted=is_weighted)
 
     def _update(
         self,
         samples: Sequence[Sample],
         rows: Sequence[Trie],
-        first: FirstScores | None,
+        proximal: ProximalScores | None,
         learning_rate: float,
         policy_version: int | None,
         *,
@@ -215,30 +215,30 @@ class Trainer:
         self._optimizer.clear_gradients()
         has_checkpointing = self._settings.has_gradient_checkpointing
         with compiled_layers(*self._compiled):
-            preparation = self._prepare(samples, rows, first, policy_version)
-            with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._dropping():
-                totals = self._run(samples, rows, preparation)
+            prepared = self._prepare(samples, rows, proximal, policy_version)
+            with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._active_dropout():
+                totals = self._run(samples, rows, prepared)
         grad_norm = self._optimizer.compute_grad_norm()
-        found = [grad_norm, *(total.value for total in totals.values())]
-        numbers = torch.stack([value.double() for value in found]).tolist()  # the only wait for the device
-        metrics = build_token_metrics(totals, numbers[1:], count_tokens(preparation.inputs), is_first=is_first)
-        metrics |= count_row_tokens(rows) | preparation.metrics | {"train/grad_norm": numbers[0]}
+        tensors = [grad_norm, *(total.value for total in totals.values())]
+        values = torch.stack([value.double() for value in tensors]).tolist()  # the only device synchronization
+        metrics = build_token_metrics(totals, values[1:], count_tokens(prepared.inputs), is_first=is_first)
+        metrics |= count_row_tokens(rows) | prepared.metrics | {"train/grad_norm": values[0]}
         if "train/kl" in totals:
             metrics["train/kl_coef"] = self._algorithm.kl_coef
-        update = Update(metrics=metrics, grad_norm=numbers[0])
+        update = Update(metrics=metrics, grad_norm=values[0])
         try:
             check_finite(update)
             if is_first and not self._algorithm.is_supervised:
                 self._check_mismatch(update)
-            update.metrics.update(self._update_critic(rows, preparation))
+            update.metrics.update(self._update_critic(rows, prepared))
         except TrainingError:
             self._optimizer.clear_gradients()
             raise
         if self._critic is not None and self.num_steps < self._critic.num_warmup_steps:
             self._optimizer.clear_gradients()
             return update
-        is_watched = self.num_steps % WATCH_INTERVAL_STEPS == 0
-        before = self._optimizer.read_watched() if is_watched else None
+        is_checked = self.num_steps % CHANGE_CHECK_INTERVAL_STEPS == 0
+        before = self._optimizer.sample_weights() if is_checked else None
         self._optimizer.update(
             learning_rate=learning_rate, grad_norm=grad_norm, max_grad_norm=self._settings.max_grad_norm
         )
@@ -246,19 +246,19 @@ class Trainer:
             update.metrics["train/changed_ratio"] = self._optimizer.compute_changed_ratio(before).item()
         return update
 
-    def _update_critic(self, rows: Sequence[Trie], preparation: Preparation) -> dict[str, float]:
+    def _update_critic(self, rows: Sequence[Trie], prepared: PreparedUpdate) -> dict[str, float]:
         if self._critic is None:
             return {}
-        assert preparation.values_R is not None and preparation.returns_R is not None
-        return self._critic.update(rows, preparation.values_R, preparation.returns_R)
+        assert prepared.values_R is not None and prepared.returns_R is not None
+        return self._critic.update(rows, prepared.values_R, prepared.returns_R)
 
     def _prepare(
         self,
         samples: Sequence[Sample],
         rows: Sequence[Trie],
-        first: FirstScores | None = None,
+        proximal: ProximalScores | None = None,
         policy_version: int | None = None,
-    ) -> Preparation:
+    ) -> PreparedUpdate:
         return prepare_update(
             self._model,
             samples,
@@ -266,31 +266,31 @@ class Trainer:
             self._algorithm,
             norm_length=self._norm_length,
             chunk_tokens=self._chunk_tokens,
-            companions=self._companions,
-            first=first,
+            scoring_models=self._scoring_models,
+            proximal=proximal,
             newest_version=policy_version,
             step=self.num_steps,
         )
 
-    def _run(self, samples: Sequence[Sample], rows: Sequence[Trie], preparation: Preparation) -> dict[str, Total]:
-        return run_batch(
+    def _run(self, samples: Sequence[Sample], rows: Sequence[Trie], prepared: PreparedUpdate) -> dict[str, Total]:
+        return run_loss_pass(
             self._model,
             samples,
             rows,
             self._algorithm,
-            preparation.inputs,
+            prepared.inputs,
             chunk_tokens=self._chunk_tokens,
             is_compiled=bool(self._compiled),
             graphs=self._graphs if torch.is_grad_enabled() else None,
         )
 
-    def _dropping(self) -> AbstractContextManager[None]:
-        """The adapter's dropout as this step draws it."""
+    def _active_dropout(self) -> AbstractContextManager[None]:
+        """Context with the adapter's dropout active, seeded by the step."""
         (seed,) = np.random.SeedSequence((self._dropout_seed, self.num_steps)).generate_state(1).tolist()
         return active_dropout(self._dropouts, seed=seed, device=self._model.device)
 
     def _adapt_kl_coef(self, update: Update, samples: Sequence[Sample]) -> None:
-        """Steer by what the policy sampled of the update."""
+        """Adapt the KL coefficient to the KL of the update."""
         adaptive, kl = self._algorithm.kl_adaptive, update.metrics.get("train/kl")
         if adaptive is not None and kl is not None:
             kl_coef = adapt_kl_coef(
@@ -302,28 +302,30 @@ class Trainer:
             )
             self._algorithm = replace(self._algorithm, kl_coef=kl_coef)
 
-    def _records_rows(self) -> bool:
-        """Whether rows become CUDA graphs; an error where they cannot."""
-        can = self._compiled and can_record(self._model) and not self._settings.has_gradient_checkpointing
+    def _uses_row_graphs(self) -> bool:
+        """Whether rows run as CUDA graphs; ConfigError if that was requested but is not possible."""
+        can = self._compiled and can_capture(self._model) and not self._settings.has_gradient_checkpointing
         can = can and not self._dropouts
-        wanted = self._settings.has_row_graphs
-        if wanted and not can:
+        requested = self._settings.has_row_graphs
+        if requested and not can:
             raise ConfigError(
-                "trainer.has_row_graphs needs a GPU, unquantised weights of 16 bits, and rotary embeddings "
-                "that do not depend on length, and no model.lora.dropout: leave it out"
+                "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantised 16-bit weights, rotary "
+                "embeddings that do not depend on length, and neither gradient checkpointing nor model.lora.dropout: "
+                "leave it out"
             )
-        return bool(can) and (is_small(self._model) if wanted is None else wanted)
+        return bool(can) and (is_launch_bound(self._model) if requested is None else requested)
 
-    def _check_companion(self, need: Need, model: PreTrainedModel | ValueModel | None) -> None:
+    def _check_extra_model(self, need: Need, model: PreTrainedModel | ValueModel | None) -> None:
         kl_coef = self._algorithm.kl_coef
         if kl_coef > 0 and self._algorithm.is_supervised:
             raise ConfigError(
-                f"kl_coef={kl_coef} needs sampled tokens, and {self._algorithm.name!r} has none: set it to 0"
+                f"kl_coef={kl_coef} needs sampled tokens, which {self._algorithm.name!r} has none of: set it to 0"
             )
         if (need in self._algorithm.needs) != (model is not None):
-            given = f"no {need} model was given" if model is None else f"a {need} model was given"
-            why = f"kl_coef={kl_coef}" if need == "reference" else f"algorithm_type={self._algorithm.name!r}"
-            raise ConfigError(f"{why}, but {given}")
+            role = "critic" if need == "values" else need
+            passed = f"no {role} model was passed" if model is None else f"a {role} model was passed"
+            reason = f"kl_coef={kl_coef}" if need == "reference" else f"algorithm_type={self._algorithm.name!r}"
+            raise ConfigError(f"{reason}, but {passed}")
 
     def _check_mismatch(self, update: Update) -> None:
         mismatch, limits = update.mismatch_kl, self._settings
@@ -331,21 +333,21 @@ class Trainer:
             return
         if mismatch > limits.mismatch_stop:
             raise TrainingError(
-                f"sampler and trainer disagree: KL {mismatch:.3g} a token is above "
+                f"sampler and trainer logprobs differ: KL {mismatch:.3g} per token is above "
                 f"trainer.mismatch_stop={limits.mismatch_stop:g}; {MISMATCH_CAUSES}"
             )
         if mismatch > limits.mismatch_warn:
             logger.warning(
-                "sampler and trainer disagree: KL %.3g a token is above trainer.mismatch_warn=%g; %s",
+                "sampler and trainer logprobs differ: KL %.3g per token is above trainer.mismatch_warn=%g; %s",
                 mismatch, limits.mismatch_warn, MISMATCH_CAUSES,
             )  # fmt: skip
 
 
 def _split_minibatches(samples: Sequence[Sample], num_minibatches: int) -> list[list[int]]:
-    """Deal whole groups out in turn, as indices; fewer groups than minibatches make fewer minibatches."""
-    turn_of_group: dict[int, int] = {}
+    """Assign groups to minibatches round-robin, as sample indices; empty minibatches are left out."""
+    index_of_group: dict[int, int] = {}
     minibatches: list[list[int]] = [[] for _ in range(num_minibatches)]
     for index, sample in enumerate(samples):
-        turn = turn_of_group.setdefault(sample.group_index, len(turn_of_group))
-        minibatches[turn % num_minibatches].append(index)
+        group = index_of_group.setdefault(sample.group_index, len(index_of_group))
+        minibatches[group % num_minibatches].append(index)
     return [minibatch for minibatch in minibatches if minibatch]

@@ -1,4 +1,4 @@
-"""Baselines and choices of runs, against golden values and numbers worked by hand."""
+"""Baselines and selection of runs against golden values and numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tunesmith.errors import ConfigError
 def outcomes(*groups: list[float | None]) -> list[list[RunOutcome]]:
     return [
         [
-            RunOutcome(reward=reward, num_steps=1, turn_logprobs=((-0.1 * run - 0.01 * len(group), -1.0),))
+            RunOutcome(reward=reward, num_turns=1, turn_logprobs=((-0.1 * run - 0.01 * len(group), -1.0),))
             for run, reward in enumerate(group)
         ]
         for group in groups
@@ -46,7 +46,7 @@ def test_opmd_equals_the_golden_values():
     assert compute_opmd_advantages(GOLDEN) == [[0.5, -0.5, -0.5, 0.5], [-0.125, -0.125, -0.125, 0.375]]
 
 
-def test_opmd_of_large_tau_has_the_mean_for_baseline():
+def test_opmd_baseline_is_the_mean_for_large_tau():
     large = compute_opmd_advantages(GOLDEN, baseline="logavgexp", tau=1e6)
     for row, expected in zip(large, compute_opmd_advantages(GOLDEN), strict=True):
         assert row == pytest.approx(expected, abs=1e-6)
@@ -72,7 +72,7 @@ def test_reinforce_subtracts_a_constant_from_every_reward():
     assert compute_reinforce_advantages(outcomes([1, 0]), baseline=0.5) == [[0.5, -0.5]]
 
 
-def test_asymre_leans_towards_success():
+def test_asymre_shifts_the_baseline():
     advantages = compute_asymre_advantages(outcomes([1, 0, None], [1, 1], [0]))
     assert advantages[0] == pytest.approx([0.6, -0.4, None])
     assert advantages[1] == pytest.approx([0.1, 0.1])
@@ -80,17 +80,17 @@ def test_asymre_leans_towards_success():
     assert compute_asymre_advantages(outcomes([1, 0]), baseline_shift=0.0) == [[0.5, -0.5]]
 
 
-def test_dr_grpo_is_not_divided_by_the_deviation():
+def test_dr_grpo_is_not_divided_by_the_std():
     assert compute_dr_grpo_advantages(GOLDEN) == compute_opmd_advantages(GOLDEN)
 
 
-def test_rec_normalises_by_the_deviation_of_the_population():
+def test_rec_normalises_by_the_population_std():
     (row,) = compute_rec_advantages(outcomes([1, 0, 0, 1]), std_normalize=True)
     assert row == pytest.approx([1, -1, -1, 1], abs=1e-5)
     assert compute_rec_advantages(outcomes([1, 0])) == [[0.5, -0.5]]
 
 
-def test_rec_drops_the_surplus_of_what_failed():
+def test_rec_balance_drops_surplus_failures():
     groups = outcomes([1, 0, 0, 0, 0, 1], [1, 1, 0], [1, 0, 0])
     advantages = compute_rec_advantages(groups, drop="balance")
     kept = [value for value in advantages[0] if value is not None]
@@ -100,7 +100,7 @@ def test_rec_drops_the_surplus_of_what_failed():
     assert compute_rec_advantages(groups, drop="balance") == advantages
 
 
-def test_what_rec_drops_differs_from_group_to_group():
+def test_rec_balance_drops_different_runs_in_different_groups():
     rows = [[1] + [0] * (5 + run) for run in range(8)]
     dropped = {
         tuple(i for i, value in enumerate(row) if value is not None)
@@ -109,7 +109,7 @@ def test_what_rec_drops_differs_from_group_to_group():
     assert len(dropped) > 3
 
 
-def test_raft_keeps_the_runs_that_won():
+def test_raft_selects_the_best_runs():
     groups = outcomes([1, 0, None, 1], [0, 0], [0.4, 0.2], [1], [0])
     assert compute_raft_advantages(groups) == [[1, None, None, 1], [None] * 2, [1, None], [1], [None]]
     assert compute_raft_advantages(groups, min_reward=0.5)[2] == [None, None]
@@ -123,7 +123,7 @@ CENTRED = [
 
 
 @pytest.mark.parametrize("compute", CENTRED)
-def test_groups_of_one_and_without_variance_are_safe(compute):
+def test_groups_of_one_and_with_equal_rewards_are_dropped(compute):
     assert compute(outcomes([0.7], [None, 0.7], [1, 1, None], [], [None])) == [
         [None], [None, None], [None] * 3, [], [None],
     ]  # fmt: skip
@@ -132,7 +132,7 @@ def test_groups_of_one_and_without_variance_are_safe(compute):
 @pytest.mark.parametrize(
     "compute", [*CENTRED, compute_raft_advantages, compute_asymre_advantages, compute_reinforce_advantages]
 )
-def test_unscored_runs_leave_no_trace(compute):
+def test_unscored_runs_do_not_affect_others(compute):
     rewards = [1, 0, 1]
     (with_none,) = compute(outcomes([1, None, 0, 1]))
     assert with_none[1] is None
@@ -141,7 +141,7 @@ def test_unscored_runs_leave_no_trace(compute):
     assert compute(outcomes([], [None])) == [[], [None]]
 
 
-def test_bnpo_divides_by_the_density_that_makes_the_variance_least():
+def test_bnpo_divides_by_the_fitted_beta_density():
     groups = outcomes([1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1])
     means = [0.25, 0.5, 0.75, 1.0]
     a, b = fit_beta(means)
@@ -160,8 +160,8 @@ def test_bnpo_of_one_group_is_reinforce_with_a_baseline():
     assert compute_bnpo_advantages(outcomes([1, 0, 0, 0])) == [[0.75, -0.25, -0.25, -0.25]]
 
 
-def test_densities_integrate_to_one_and_vary_least():
-    """The expected p (1 - p) / f(p)^2 under Beta(a, b) is least at f = Beta(1 + a/3, 1 + b/3)."""
+def test_beta_density_integrates_to_one_and_minimises_the_variance():
+    """The expected p (1 - p) / f(p)^2 under Beta(a, b) is minimal at f = Beta(1 + a/3, 1 + b/3)."""
     grid = [(i + 0.5) / 2000 for i in range(2000)]
 
     def expect(values: list[float]) -> float:
@@ -182,15 +182,15 @@ def test_densities_integrate_to_one_and_vary_least():
         assert best < compute_variance(1 + a / 3, 1 + b / 3 + shift)
 
 
-def test_bnpo_refuses_rewards_that_are_no_shares():
-    with pytest.raises(ConfigError, match="'bnpo' is for rewards from 0 to 1, got -1 to 1"):
+def test_bnpo_refuses_rewards_outside_zero_to_one():
+    with pytest.raises(ConfigError, match="'bnpo' needs rewards from 0 to 1, got -1 to 1"):
         compute_bnpo_advantages(outcomes([1, -1]))
 
 
-def test_rank_penalty_favours_what_was_unlikely():
+def test_rank_penalty_favours_unlikely_runs():
     """The least likely of four runs keeps 1 - p/4 of its reward, the likeliest 1 - p."""
     runs = [
-        RunOutcome(reward=reward, num_steps=1, turn_logprobs=((logprob,),))
+        RunOutcome(reward=reward, num_turns=1, turn_logprobs=((logprob,),))
         for reward, logprob in [(1, -0.1), (1, -3.0), (0, -1.0), (0, -2.0)]
     ]
     penalised = [0.5, 0.875, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""A teacher's advantages against exact gradients of the divergences on three tokens."""
+"""Distillation advantages against exact gradients of the divergences on three tokens."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_jsd_at_one_is_distillation():
     np.testing.assert_allclose(compute_jsd_terms(scores, beta=1.0).advantages_E, expected)
 
 
-def test_jsd_has_the_sign_of_the_teachers_opinion():
+def test_jsd_is_positive_where_the_teacher_is_more_confident():
     rng = np.random.default_rng(0)
     old, teacher = -rng.exponential(3, 1000), -rng.exponential(3, 1000)
     scores = build_scores([[0.0] * 1000], old=[old], teacher_logprobs=[teacher])
@@ -66,7 +66,7 @@ def test_jsd_has_the_sign_of_the_teachers_opinion():
         assert np.all(np.abs(advantages) <= np.abs(teacher - old))
 
 
-def test_the_gap_to_the_teacher_is_reported():
+def test_reverse_kl_to_the_teacher_is_reported():
     scores = build_scores([[1.0, 1.0]], old=[[-1.0, -2.0]], teacher_logprobs=[[-1.5, -2.5]])
     for compute in (compute_distillation_terms, compute_jsd_terms):
         assert compute(scores).metrics == {"distillation/reverse_kl": 0.5}

@@ -10,10 +10,10 @@ from tunesmith.errors import ConfigError
 
 
 def run(reward: float | None, *states: int, **metrics: float) -> RunOutcome:
-    """A run whose turn t had the prompt (states[t],)."""
+    """A run whose turn t has the prompt (states[t],)."""
     named = {name.replace("_at_", "/"): value for name, value in metrics.items()}
     return RunOutcome(
-        reward=reward, num_steps=len(states), turn_prompts=tuple((state,) for state in states), metrics=named
+        reward=reward, num_turns=len(states), turn_prompts=tuple((state,) for state in states), metrics=named
     )
 
 
@@ -41,8 +41,8 @@ def test_states_of_different_tasks_are_different():
     assert together[1] == [None, None]
 
 
-def test_a_state_may_be_met_twice_in_one_run():
-    """One run went in a circle: of the turns in state 1, those nearer to the reward did better."""
+def test_a_state_may_be_visited_twice_in_one_run():
+    """One run visits state 1 twice: turns closer to the reward have a higher return."""
     (rows,) = compute_gigpo_advantages([[run(1, 1, 1, 2), run(1, 1, 2)]], gamma=0.5, omega=2.0)
     first, second, third = 0.25, 0.5, 0.5
     mean = (first + second + third) / 3
@@ -50,7 +50,7 @@ def test_a_state_may_be_met_twice_in_one_run():
     assert rows[1] == pytest.approx((2 * (third - mean), 0.0), abs=1e-5)
 
 
-def test_rewards_and_states_may_come_from_metrics():
+def test_rewards_and_states_from_metrics():
     runs = [
         run(0, 1, 2, r_at_0=0.5, s_at_0=7, s_at_1=8),
         run(0, 3, 4, r_at_1=1.0, s_at_0=7, s_at_1=9),
@@ -58,7 +58,7 @@ def test_rewards_and_states_may_come_from_metrics():
     (rows,) = compute_gigpo_advantages([runs], gamma=1.0, step_reward_key="r", env_state_hash_key="s")
     assert rows[0] == pytest.approx((-0.5, -0.25), abs=1e-5)
     assert rows[1] == pytest.approx((0.5, 0.25), abs=1e-5)
-    with pytest.raises(ConfigError, match=r"reports no metric 's/1'"):
+    with pytest.raises(ConfigError, match=r"does not report the metric 's/1'"):
         compute_gigpo_advantages([[run(0, 1, 2, s_at_0=7)]], env_state_hash_key="s")
 
 
@@ -69,6 +69,6 @@ def test_groups_of_one_failed_runs_and_runs_without_calls_are_safe():
     assert rows[0] == pytest.approx((0.5,), abs=1e-5) and rows[1:] == [None, ()]
 
 
-def test_group_in_which_every_turn_did_alike_is_dropped():
+def test_group_with_equal_returns_in_each_state_is_dropped():
     assert compute_gigpo_advantages([[run(1, 1, 2), run(1, 1, 3)]]) == [[None, None]]
     assert compute_gigpo_advantages([[run(1, 1, 2), run(1, 1)]])[0][0] is not None

@@ -16,8 +16,8 @@ from tunesmith.algorithms.advantages.group import (
 
 
 def outcomes(*groups: list[float | None]) -> list[list[RunOutcome]]:
-    """Run r of a group made r + 1 model calls."""
-    return [[RunOutcome(reward=reward, num_steps=run + 1) for run, reward in enumerate(group)] for group in groups]
+    """Run r of a group has r + 1 model calls."""
+    return [[RunOutcome(reward=reward, num_turns=run + 1) for run, reward in enumerate(group)] for group in groups]
 
 
 GOLDEN = outcomes([1, 0, 0, 1], [0, 0, 0, 0.5])
@@ -38,7 +38,7 @@ def test_step_norm_divides_by_the_number_of_calls():
     assert advantages[0] == pytest.approx([0.866024, -0.433012, -0.288675, 0.216506], abs=1e-6)
 
 
-def test_batch_level_deviation_keeps_the_group_mean():
+def test_batch_level_std_keeps_the_group_mean():
     advantages = compute_multi_step_grpo_advantages(GOLDEN, std_cal_level="batch")
     expected = [[1.091551, -1.091551, -1.091551, 1.091551], [-0.272888, -0.272888, -0.272888, 0.818663]]
     assert_close(advantages, expected)
@@ -50,12 +50,12 @@ def test_grpo_counts_model_calls():
 
 
 def test_grpo_equals_multi_step_grpo_when_every_run_makes_one_call():
-    groups = [[RunOutcome(reward=reward, num_steps=1) for reward in (0.1, 0.7, 0.4)]]
+    groups = [[RunOutcome(reward=reward, num_turns=1) for reward in (0.1, 0.7, 0.4)]]
     assert compute_grpo_advantages(groups) == compute_multi_step_grpo_advantages(groups)
 
 
 @pytest.mark.parametrize("compute", [compute_grpo_advantages, compute_multi_step_grpo_advantages])
-def test_a_group_of_one_has_nothing_to_compare_with_and_is_dropped(compute):
+def test_a_group_of_one_is_dropped(compute):
     assert compute(outcomes([0.7])) == [[None]]
     assert compute(outcomes([0.7, None, None])) == [[None, None, None]]
     assert compute(outcomes([None, 0.7]), std_cal_level="batch") == [[None, None]]
@@ -72,18 +72,18 @@ def test_group_below_the_threshold_is_dropped():
     assert compute_multi_step_grpo_advantages(groups, std_threshold=0.1)[1] != [None, None]
 
 
-def test_unscored_members_leave_no_trace():
+def test_unscored_runs_do_not_affect_others():
     with_unscored = compute_multi_step_grpo_advantages(outcomes([1, None, 0, 0]))[0]
     assert with_unscored[1] is None
     assert [with_unscored[0], *with_unscored[2:]] == compute_multi_step_grpo_advantages(outcomes([1, 0, 0]))[0]
 
 
-def test_group_without_any_score_does_not_train():
+def test_group_without_scores_is_not_trained():
     assert compute_grpo_advantages(outcomes([None, None])) == [[None, None]]
 
 
-def test_scored_run_without_model_calls_is_no_observation_of_grpo():
-    group = [RunOutcome(reward=1.0, num_steps=0), RunOutcome(reward=0.0, num_steps=3)]
+def test_grpo_does_not_count_scored_runs_without_model_calls():
+    group = [RunOutcome(reward=1.0, num_turns=0), RunOutcome(reward=0.0, num_turns=3)]
     assert compute_grpo_advantages([group]) == [[None, None]]
 
 

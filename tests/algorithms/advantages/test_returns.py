@@ -1,4 +1,4 @@
-"""Returns, GAE and whitening against double sums, hand-worked numbers and the limits that theory gives."""
+"""Returns, GAE and whitening against double sums, numbers worked by hand and known limits."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_gae_with_lambda_one_is_return_minus_value():
     np.testing.assert_allclose(compute_gae(REWARDS, VALUES, SEQUENCES, gamma=GAMMA, lam=1.0), returns - VALUES)
 
 
-def test_gae_without_values_discount_or_lambda_is_the_reward():
+def test_gae_without_values_and_discount_is_the_reward():
     advantages = compute_gae(REWARDS, np.zeros(5), SEQUENCES, gamma=1.0, lam=1.0)
     np.testing.assert_array_equal(advantages, [1, 1, 1, -2, -2])
 
@@ -79,7 +79,7 @@ def test_gae_with_lambda_zero_looks_one_token_ahead():
     np.testing.assert_allclose(advantages, [0.1, 0.1, 0.3, 0.3, -2.2])
 
 
-def test_perfect_values_leave_no_advantage():
+def test_exact_values_have_zero_advantage():
     values = compute_returns(REWARDS, SEQUENCES, gamma=GAMMA)
     np.testing.assert_allclose(compute_gae(REWARDS, values, SEQUENCES, gamma=GAMMA, lam=0.4), np.zeros(5), atol=1e-12)
     assert compute_explained_variance(values, values) == 1
@@ -95,7 +95,7 @@ def test_whitening_equals_the_formula():
     assert whiten(np.zeros(0)).size == 0
 
 
-def test_ppo_gives_the_critic_its_returns_and_the_policy_whitened_advantages():
+def test_ppo_terms_have_returns_and_whitened_advantages():
     scores = build_scores([[1.0] * 3, [-2.0] * 2], values=[[0.5, 0.6, 0.7], [-0.1, 0.2]])
     terms = compute_ppo_terms(scores, gamma=GAMMA, lam=LAM)
     advantages = compute_gae(REWARDS, VALUES, SEQUENCES, gamma=GAMMA, lam=LAM)
@@ -105,7 +105,7 @@ def test_ppo_gives_the_critic_its_returns_and_the_policy_whitened_advantages():
     assert terms.metrics["critic/return_mean"] == pytest.approx((advantages + VALUES).mean())
 
 
-def test_kl_is_taken_off_every_tokens_reward():
+def test_kl_is_subtracted_from_every_tokens_reward():
     scores = build_scores(
         [[1.0, 1.0], [0.0, 0.0]],
         old=[[-1.0, -2.0], [-0.5, -0.5]],

@@ -1,4 +1,4 @@
-"""Advantages against a greedy run, and rewards that pass as they are."""
+"""ReMax advantages against a greedy run, and raw rewards."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from tunesmith.algorithms.advantages.single_run import compute_remax_advantages,
 
 
 def outcomes(*rewards: float | None, baseline: float | None = None) -> list[RunOutcome]:
-    return [RunOutcome(reward=reward, num_steps=1, baseline_reward=baseline) for reward in rewards]
+    return [RunOutcome(reward=reward, num_turns=1, baseline_reward=baseline) for reward in rewards]
 
 
-def test_remax_takes_the_greedy_runs_reward_off():
+def test_remax_subtracts_the_greedy_reward():
     groups = [outcomes(1.0, 0.0, None, baseline=0.75), outcomes(0.5, baseline=0.0), []]
     assert compute_remax_advantages(groups) == [[0.25, -0.75, None], [0.5], []]
 
 
-def test_remax_leaves_out_what_has_no_baseline_and_what_teaches_nothing():
+def test_remax_drops_groups_without_baseline_or_with_zero_advantage():
     groups = [outcomes(1.0, 0.0), outcomes(0.3, 0.3, None, baseline=0.3), outcomes(None, baseline=1.0)]
     assert compute_remax_advantages(groups) == [[None] * 2, [None] * 3, [None]]
 
 
 def test_remax_is_unbiased():
-    """Over both answers of a coin, sampled by their chance, any constant baseline leaves the policy gradient."""
+    """In expectation over two answers, a constant baseline does not change the policy gradient."""
     chance, rewards = 0.3, (1.0, 0.2)
     for baseline in (0.0, 0.2, 1.0, 5.0):
         (row,) = compute_remax_advantages([outcomes(*rewards, baseline=baseline)])
@@ -31,5 +31,5 @@ def test_remax_is_unbiased():
         assert gradient == pytest.approx(chance * (1 - chance) * (rewards[0] - rewards[1]))
 
 
-def test_rewards_pass_as_they_are():
+def test_keep_rewards_returns_the_rewards():
     assert keep_rewards([outcomes(0.3, 0.3, None), outcomes(-1.0), []]) == [[0.3, 0.3, None], [-1.0], []]

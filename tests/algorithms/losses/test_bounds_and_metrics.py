@@ -41,11 +41,11 @@ def run(compute, ratios, advantage, **args):
         **args,
     )  # fmt: skip
     losses.losses_N.sum().backward()
-    pushes = (-logprobs_N.grad / advantage) if advantage else logprobs_N.grad
-    return pushes.tolist(), {name: values.tolist() for name, values in losses.metrics.items()}
+    gradients = (-logprobs_N.grad / advantage) if advantage else logprobs_N.grad
+    return gradients.tolist(), {name: values.tolist() for name, values in losses.metrics.items()}
 
 
-def test_cispo_leaves_out_gains_above_the_upper_bound_and_losses_below_the_lower():
+def test_cispo_masks_positive_tokens_above_and_negative_tokens_below_the_bounds():
     args = {"clip_range_high": 9.0, "enable_mask_clip": True, "mask_clip_range_low": 0.5, "mask_clip_range_high": 0.3}
     ratios = [0.4, 0.6, 0.8, 1.1, 1.25, 1.35, 1.6]
     gains, _ = run(compute_cispo_losses, ratios, 2.0, **args)
@@ -54,7 +54,7 @@ def test_cispo_leaves_out_gains_above_the_upper_bound_and_losses_below_the_lower
     assert losses == pytest.approx([0.0, 0.6, 0.8, 1.1, 1.25, 1.35, 1.6])
 
 
-def test_cispo_clips_weights_and_counts_those_it_clipped():
+def test_cispo_counts_clipped_weights():
     pushes, metrics = run(compute_cispo_losses, [0.1, 1.0, 1.2, 1.4], 1.0)
     assert pushes == pytest.approx([0.1, 1.0, 1.2, 1.28])
     assert metrics == {"clip_frac": [0.0, 0.0, 0.0, 1.0]}
@@ -63,13 +63,13 @@ def test_cispo_clips_weights_and_counts_those_it_clipped():
 
 
 @pytest.mark.parametrize(("advantage", "stopped"), [(1.0, [0.0, 0.0, 1.0]), (-1.0, [1.0, 0.0, 0.0])])
-def test_gspo_counts_the_tokens_of_sequences_that_it_clipped(advantage, stopped):
+def test_gspo_counts_tokens_of_clipped_sequences(advantage, stopped):
     pushes, metrics = run(compute_gspo_losses, [0.999, 1.0, 1.001], advantage)
     assert metrics == {"clip_frac": stopped}
     assert [push == 0 for push in pushes] == [bool(each) for each in stopped]
 
 
-def test_sppo_counts_what_is_out_of_bounds():
+def test_sppo_counts_tokens_out_of_bounds():
     pushes, metrics = run(compute_sppo_losses, [0.7, 0.8, 1.25, 1.35], 1.0)
     assert pushes == [0.0, 1.0, 1.0, 0.0]
     assert metrics == {"clip_frac": [1.0, 0.0, 0.0, 1.0]}
@@ -87,19 +87,19 @@ def test_sppo_counts_what_is_out_of_bounds():
         ("ring", -1.0, [0, 0, 1, 1, 0, 1]),
     ],
 )
-def test_rec_counts_what_its_rules_leave_out(clip_mode, advantage, kept):
+def test_rec_counts_masked_tokens(clip_mode, advantage, kept):
     pushes, metrics = run(compute_rec_losses, [0.3, 0.5, 0.9, 1.1, 1.5, 3.5], advantage, clip_mode=clip_mode)
     assert pushes == kept
     assert metrics == {"clip_frac": [1.0 - each for each in kept]}
 
 
-def test_a_token_without_advantage_has_no_loss_whatever_its_ratio():
+def test_zero_advantage_has_no_gradient_at_any_ratio():
     for compute in (compute_cispo_losses, compute_gspo_losses, compute_sapo_losses, compute_sppo_losses):
         assert run(compute, [0.5, 1.0, 2.0], 0.0)[0] == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("compute", [compute_mix_losses, compute_chord_losses])
-def test_mixtures_clip_the_policys_own_tokens_as_ppo_does(compute):
+def test_mixtures_clip_sampled_tokens_like_ppo(compute):
     pushes, _ = run(compute, [0.5, 1.1, 1.3], 1.0)
     assert pushes == pytest.approx([0.5, 1.1, 0.0])
     pushes, _ = run(compute, [0.7, 0.9, 2.9, 3.1], -1.0)
@@ -112,12 +112,12 @@ def test_mixtures_clip_the_policys_own_tokens_as_ppo_does(compute):
 
 @pytest.mark.parametrize("compute", [compute_mix_terms, compute_chord_terms])
 @pytest.mark.parametrize("step", [0, 1, 7])
-def test_mixtures_weigh_experts_by_a_tenth_throughout(compute, step):
+def test_mixtures_weight_experts_by_a_tenth_by_default(compute, step):
     terms = compute(build_scores([[1.0], [1.0, 1.0]], experts=[False, True], step=step))
     assert terms.weights_E == pytest.approx([0.9, 0.1, 0.1])
 
 
-def test_kto_reports_rewards_in_the_scale_of_beta_and_counts_each_kind():
+def test_kto_metrics():
     """Log-ratios 2, 4 (desirable), -3 (undesirable) and 1 (a probe), beta 0.5."""
     labels = [[1.0], [1.0, 1.0], [-1.0], [0.0]]
     scores = build_scores(
@@ -136,10 +136,10 @@ def test_kto_reports_rewards_in_the_scale_of_beta_and_counts_each_kind():
 
 
 def outcomes(*groups):
-    return [[RunOutcome(reward=reward, num_steps=1, turn_logprobs=((-1.0,),)) for reward in group] for group in groups]
+    return [[RunOutcome(reward=reward, num_turns=1, turn_logprobs=((-1.0,),)) for reward in group] for group in groups]
 
 
-def test_a_beta_distribution_is_fitted_only_where_there_is_one():
+def test_fit_beta_without_a_fit_is_zero():
     assert fit_beta([]) == fit_beta([0.3]) == (0.0, 0.0)
     assert fit_beta([0.5, 0.5]) == (0.0, 0.0), "no variance"
     assert fit_beta([0.0, 1.0]) == (0.0, 0.0), "as much variance as a coin, which is no Beta distribution"
@@ -152,10 +152,10 @@ def test_a_beta_distribution_is_fitted_only_where_there_is_one():
 
 
 @pytest.mark.parametrize("others", [[1, 1], [0, 0]])
-def test_bnpo_without_a_fit_is_reinforce_with_a_baseline(others):
+def test_bnpo_without_a_fit_only_subtracts_the_mean(others):
     """Means of 1/2 and 1, or of 1/2 and 0: these do fit; equal means do not."""
-    alike = compute_bnpo_advantages(outcomes([1, 0], [0, 1]))
-    assert alike == [[0.5, -0.5], [-0.5, 0.5]]
+    unfitted = compute_bnpo_advantages(outcomes([1, 0], [0, 1]))
+    assert unfitted == [[0.5, -0.5], [-0.5, 0.5]]
     fitted = compute_bnpo_advantages(outcomes([1, 0], others))
     a, b = fit_beta([0.5, others[0]])
     density = math.exp(
@@ -168,7 +168,7 @@ def test_bnpo_without_a_fit_is_reinforce_with_a_baseline(others):
 @pytest.mark.parametrize(
     ("rewards", "is_refused"), [([0, 1.5], True), ([-0.1, 1], True), ([1, 1], False), ([0, 0], False)]
 )
-def test_bnpo_takes_rewards_from_zero_to_one_and_no_others(rewards, is_refused):
+def test_bnpo_accepts_rewards_from_zero_to_one_only(rewards, is_refused):
     if is_refused:
         with pytest.raises(ValueError, match="rewards from 0 to 1"):
             compute_bnpo_advantages(outcomes(rewards))
@@ -176,7 +176,7 @@ def test_bnpo_takes_rewards_from_zero_to_one_and_no_others(rewards, is_refused):
         assert compute_bnpo_advantages(outcomes(rewards)) == [[None, None]]
 
 
-def test_m2po_takes_log_ratios_and_the_mean_of_their_squares():
+def test_m2po_caps_the_mean_of_squared_log_ratios():
     """d = -.1, -.3 where A < 0: the squares' means are .01 and .05, so only the first stays under .04."""
     scores = build_scores([[-1, -1, 1]], old=[[-1, -1, -1]], logprobs=[[-1.1, -1.3, -2.0]])
     terms = compute_m2po_terms(scores)
@@ -186,8 +186,8 @@ def test_m2po_takes_log_ratios_and_the_mean_of_their_squares():
     assert compute_m2po_terms(build_scores([], logprobs=[])).metrics == {"train/m2po_masked_frac": 0.0}
 
 
-def test_rloo_centres_the_kl_of_a_run_on_the_mean_of_the_others():
-    """KLs 1, 2, 6 in one group, and 5 in a group of its own, which has nobody to compare with."""
+def test_rloo_subtracts_the_mean_kl_of_the_other_runs():
+    """KLs 1, 2, 6 in one group, and 5 in a group of its own, without others."""
     scores = build_scores(
         [[0.0], [0.0], [0.0], [0.0]], groups=[0, 0, 0, 1], old=[[-1], [-1], [-1], [-1]],
         reference_logprobs=[[-2], [-3], [-7], [-6]],
@@ -199,20 +199,20 @@ def test_rloo_centres_the_kl_of_a_run_on_the_mean_of_the_others():
     assert compute_rloo_terms(scores).metrics == {}
 
 
-def test_terms_that_only_weigh_keep_the_advantages():
+def test_weighting_terms_keep_the_advantages():
     scores = build_scores([[0.5, -0.5]], logprobs=[[-1, -1]], old=[[-1, -1]])
     assert compute_topr_terms(scores).advantages_E.tolist() == [0.5, -0.5]
     assert compute_reinforce_plus_plus_terms(scores).weights_E.tolist() == [1.0, 1.0]
 
 
-def test_no_value_follows_the_last_token_of_a_sequence():
+def test_gae_has_no_value_after_the_last_token():
     """gamma 1, lambda 1: the advantage of each token is the reward still to come minus its value."""
     sequence_E = np.array([0, 0, 1])
     advantages_E = compute_gae(np.array([0.0, 1.0, 2.0]), np.array([0.5, 0.25, 4.0]), sequence_E, gamma=1.0, lam=1.0)
     assert advantages_E == pytest.approx([0.5, 0.75, -2.0])
 
 
-def test_the_critics_metrics_are_means_over_tokens():
+def test_critic_metrics_are_means_over_tokens():
     scores = build_scores([[1.0], [3.0]], values=[[0.5], [2.5]])
     metrics = compute_ppo_terms(scores).metrics
     assert metrics["critic/value_mean"] == pytest.approx(1.5)

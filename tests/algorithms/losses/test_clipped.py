@@ -41,7 +41,7 @@ def test_ppo_equals_the_golden_values(golden):
     assert losses.metrics["ppo_kl"].mean().item() == pytest.approx(-0.21663447, abs=1e-7)
 
 
-def test_ppo_clips_each_side_by_its_own_range(golden):
+def test_ppo_clips_asymmetrically(golden):
     losses = run_ppo(golden, clip_range_low=0.2, clip_range_high=0.28)
     assert losses.losses_N.mean().item() == pytest.approx(0.26235420, abs=1e-7)
 
@@ -76,14 +76,14 @@ def test_ppo_equals_the_formula_by_cases():
             assert (loss.losses_N.item(), x.grad.item()) == pytest.approx(expected, rel=1e-12)
 
 
-def test_ppo_survives_a_log_ratio_that_would_overflow():
+def test_ppo_is_finite_for_extreme_log_ratios():
     scores = TokenScores(
         logprobs_N=torch.tensor([0.0, -1e4]), old_logprobs_N=torch.tensor([-1e4, 0.0]), advantages_N=torch.ones(2)
     )
     assert compute_ppo_clip_losses(scores).losses_N.isfinite().all()
 
 
-def test_falling_back_to_the_policy_gradient_forgets_the_sampler(golden):
+def test_fallback_to_policy_gradient_ignores_old_logprobs(golden):
     losses = run_ppo(golden, fallback_to_policy_gradient=True)
     logprobs, _, mask, advantages = golden
     losses.losses_N.mean().backward()
@@ -96,7 +96,7 @@ def test_falling_back_to_the_policy_gradient_forgets_the_sampler(golden):
     ("compute", "weigh"),
     [(compute_sft_is_losses, lambda p: p), (compute_sft_phi_losses, lambda p: p * (1 - p))],
 )
-def test_weighed_imitation_has_the_gradient_of_its_weight(compute, weigh):
+def test_weighted_sft_has_the_gradient_of_its_weight(compute, weigh):
     x = torch.tensor([-3.0, -0.7, -0.01], dtype=torch.float64, requires_grad=True)
     zeros = torch.zeros(3, dtype=torch.float64)
     losses = compute(TokenScores(logprobs_N=x, old_logprobs_N=zeros, advantages_N=zeros)).losses_N

@@ -1,4 +1,4 @@
-"""Mixtures against formulas written out for each kind of token, and schedules against numbers worked by hand."""
+"""Expert mixtures against formulas for each kind of token, and the schedule against numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def differentiate(compute, scores: TokenScores) -> tuple[torch.Tensor, torch.Ten
     return losses.detach(), logprobs.grad
 
 
-def test_experts_tokens_have_cross_entropy_and_the_policys_have_ppo():
+def test_expert_tokens_have_cross_entropy_and_sampled_tokens_ppo():
     losses, gradients = differentiate(compute_mix_losses, OWN)
     own = [-1.0, 0.5 * math.exp(0.5)]
     np.testing.assert_allclose(losses, [*own, 0.7, 2.5])
     np.testing.assert_allclose(gradients, [*own, -1.0, -1.0])
 
 
-def test_chord_weighs_experts_tokens_by_what_is_left_to_learn():
+def test_chord_weights_expert_tokens_by_phi():
     losses, gradients = differentiate(compute_chord_losses, OWN)
     phi = [math.exp(-0.7) * (1 - math.exp(-0.7)), math.exp(-2.5) * (1 - math.exp(-2.5))]
     np.testing.assert_allclose(losses[2:], [phi[0] * 0.7, phi[1] * 2.5])
@@ -56,7 +56,7 @@ def test_chord_weighs_experts_tokens_by_what_is_left_to_learn():
     np.testing.assert_allclose(losses[:2], differentiate(compute_mix_losses, OWN)[0][:2])
 
 
-def test_chord_leaves_alone_what_is_certain_and_what_is_absurd():
+def test_chord_gradient_vanishes_at_certain_and_improbable_tokens():
     scores = TokenScores(
         logprobs_N=torch.tensor([-1e-9, -40.0, math.log(0.5)], dtype=torch.float64),
         old_logprobs_N=torch.zeros(3, dtype=torch.float64),
@@ -75,14 +75,14 @@ def test_without_experts_it_is_ppo(compute):
     assert torch.equal(compute(scores, clip_range_high=0.28).losses_N, expected.losses_N)
 
 
-def test_metrics_of_the_clip_leave_experts_out():
+def test_clip_metrics_exclude_expert_tokens():
     metrics = compute_mix_losses(OWN, clip_ratio_c=1.5).metrics
     assert metrics["clip_frac"].tolist() == [0, 0, 0, 0]
     assert metrics["clip_frac_lower"].tolist() == [0, 1, 0, 0]
     assert metrics["ppo_kl"].tolist() == [0, -0.5, 0, 0]
 
 
-def test_the_two_kinds_weigh_mu_and_one_minus_mu():
+def test_weights_are_mu_and_one_minus_mu():
     scores = build_scores([[1.0, 1.0], [0.0]], experts=[False, True])
     terms = compute_mix_terms(scores, mu=0.25)
     assert terms.weights_E.tolist() == [0.75, 0.75, 0.25]
@@ -91,14 +91,14 @@ def test_the_two_kinds_weigh_mu_and_one_minus_mu():
     assert compute_mix_terms(build_scores([])).weights_E.size == 0
 
 
-def test_mu_rises_in_a_line_then_falls_in_half_a_cosine():
+def test_mu_has_linear_warmup_and_cosine_decay():
     schedule = {"peak": 0.9, "valley": 0.1, "num_warmup_steps": 4, "num_decay_steps": 4}
     mus = [compute_mu(step, **schedule) for step in range(10)]
     expected = [0.0, 0.225, 0.45, 0.675, 0.9, 0.1 + 0.4 * (1 + math.sqrt(0.5)), 0.5, 0.1 + 0.4 * (1 - math.sqrt(0.5))]
     np.testing.assert_allclose(mus, [*expected, 0.1, 0.1])
 
 
-def test_chord_reads_its_mu_off_the_step():
+def test_chord_mu_depends_on_the_step():
     args = {"mu_peak": 0.9, "mu_valley": 0.1, "mu_warmup_steps": 4, "mu_decay_steps": 4}
     for step, mu in ((2, 0.45), (6, 0.5), (99, 0.1)):
         scores = build_scores([[1.0], [0.0]], experts=[False, True], step=step)

@@ -1,4 +1,4 @@
-"""Losses around the ratio and around REINFORCE, against golden values and against their formulas for one token."""
+"""Ratio and REINFORCE losses against golden values and against their formulas for one token."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_formulas_token_by_token(logprob, advantage):
     )
 
 
-def test_soft_gate_has_the_policy_gradient_at_its_middle():
+def test_sapo_has_the_policy_gradient_at_ratio_one():
     for advantage in (-1.0, 1.0):
         assert run_one(compute_sapo_losses, -2.0, advantage)[1] == pytest.approx(-advantage)
 
@@ -112,7 +112,7 @@ def test_soft_gate_has_the_policy_gradient_at_its_middle():
     ("logprob", "advantage", "is_stopped"),
     [(-1.0, 1.0, True), (-1.0, -1.0, False), (-3.0, 1.0, False), (-3.0, -1.0, True), (-3.0, 0.0, False)],
 )
-def test_cispo_may_leave_out_what_a_clip_would_stop(logprob, advantage, is_stopped):
+def test_cispo_mask_clip_masks_tokens_that_ppo_would_clip(logprob, advantage, is_stopped):
     args = {"enable_mask_clip": True, "mask_clip_range_low": 0.5, "mask_clip_range_high": 0.5}
     gradient = run_one(compute_cispo_losses, logprob, advantage, **args)[1]
     assert (gradient == 0) == (is_stopped or advantage == 0)
@@ -120,7 +120,7 @@ def test_cispo_may_leave_out_what_a_clip_would_stop(logprob, advantage, is_stopp
 
 @pytest.mark.parametrize("mean_log_ratio", [-1e-3, -2e-4, 0.0, 3e-4, 1e-3])
 @pytest.mark.parametrize("advantage", [-1.5, 0.7])
-def test_gspo_clips_by_the_sequence_not_by_the_token(mean_log_ratio, advantage):
+def test_gspo_clips_by_the_sequence_ratio(mean_log_ratio, advantage):
     ratio = math.exp(mean_log_ratio)
     is_clipped = ratio > 1 + 4e-4 if advantage > 0 else ratio < 1 - 3e-4
     loss, gradient = run_one(compute_gspo_losses, -1.0, advantage, mean_log_ratio=mean_log_ratio)
@@ -139,7 +139,7 @@ def keeps(clip_mode: str, ratio: float, advantage: float) -> bool:
 
 @pytest.mark.parametrize("clip_mode", ["none", "one-side", "two-side", "ring"])
 @pytest.mark.parametrize("weight", ["none", "importance_sampling", "advantage"])
-def test_rec_trains_what_its_rules_keep(clip_mode, weight):
+def test_rec_masks_by_clip_mode(clip_mode, weight):
     for logprob in (-3.2, -2.4, -2.05, -1.9, -1.5, -0.5):
         for advantage in (-1.5, 0.7):
             ratio = math.exp(logprob + 2)
@@ -150,7 +150,7 @@ def test_rec_trains_what_its_rules_keep(clip_mode, weight):
             assert found == pytest.approx((expected * logprob, expected))
 
 
-def test_rec_by_sequence_and_regularised():
+def test_rec_with_sequence_ratios_and_regularizers():
     args = {"clip_mode": "gspo-one-side", "weight": "gspo_importance_sampling"}
     assert run_one(compute_rec_losses, -0.5, 1.0, mean_log_ratio=0.1, **args)[1] == pytest.approx(-math.exp(0.1))
     assert run_one(compute_rec_losses, -2.0, 1.0, mean_log_ratio=0.3, **args)[1] == 0
@@ -167,7 +167,7 @@ def test_rec_by_sequence_and_regularised():
         compute_importance_sampling_losses, compute_reinforce_losses,
     ],
 )  # fmt: skip
-def test_ratios_that_would_overflow_stay_finite(compute):
+def test_losses_are_finite_for_extreme_ratios(compute):
     for logprob, mean_log_ratio in ((0.0, 1e4), (-1e4, -1e4)):
         loss, gradient = run_one(compute, logprob, 1.0, mean_log_ratio=mean_log_ratio)
         assert math.isfinite(loss) and math.isfinite(gradient)

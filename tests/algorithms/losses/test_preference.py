@@ -51,13 +51,13 @@ def run_ours(compute_terms, policy, reference, labels, groups=None, **args) -> t
     return loss.item(), logprobs.grad, terms.metrics
 
 
-def take(policy, loss: torch.Tensor) -> tuple[float, torch.Tensor]:
+def differentiate(policy, loss: torch.Tensor) -> tuple[float, torch.Tensor]:
     gradients = torch.autograd.grad(loss, policy, allow_unused=True)
     filled = [torch.zeros_like(row) if g is None else g for row, g in zip(policy, gradients, strict=True)]
     return loss.item(), torch.cat(filled)
 
 
-def dpo_of_the_book(policy, reference, labels, groups, beta) -> torch.Tensor:
+def compute_dpo_reference(policy, reference, labels, groups, beta) -> torch.Tensor:
     losses = []
     for group in dict.fromkeys(groups):
         margin = 0.0
@@ -68,7 +68,7 @@ def dpo_of_the_book(policy, reference, labels, groups, beta) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
-def kto_of_the_book(policy, reference, labels, beta, desirable, undesirable) -> torch.Tensor:
+def compute_kto_reference(policy, reference, labels, beta, desirable, undesirable) -> torch.Tensor:
     rewards = [row.sum() - ref.sum() for row, ref in zip(policy, reference, strict=True)]
     probes = [reward.detach() for reward, label in zip(rewards, labels, strict=True) if label == 0]
     z = torch.stack(probes).mean().clamp(min=0) if probes else torch.zeros(())
@@ -90,7 +90,7 @@ def assert_same(ours, theirs) -> None:
 def test_dpo_equals_autograd_of_the_textbook(beta):
     policy, reference = draw()
     ours = run_ours(compute_dpo_terms, policy, reference, DPO_LABELS, DPO_GROUPS, beta=beta)
-    assert_same(ours, take(policy, dpo_of_the_book(policy, reference, DPO_LABELS, DPO_GROUPS, beta)))
+    assert_same(ours, differentiate(policy, compute_dpo_reference(policy, reference, DPO_LABELS, DPO_GROUPS, beta)))
 
 
 def test_dpo_is_a_mean_over_pairs():
@@ -108,7 +108,7 @@ def test_dpo_is_a_mean_over_pairs():
     }
 
 
-def test_dpo_of_the_reference_itself_is_log_two():
+def test_dpo_of_the_reference_is_log_two():
     policy, _ = draw()
     reference = [row.detach() for row in policy]
     loss, gradient, metrics = run_ours(compute_dpo_terms, policy, reference, DPO_LABELS, DPO_GROUPS)
@@ -118,7 +118,7 @@ def test_dpo_of_the_reference_itself_is_log_two():
     assert metrics["preference/accuracy"] == 0
 
 
-def test_dpo_leaves_out_what_has_no_partner():
+def test_dpo_does_not_train_completions_without_partner():
     policy, reference = draw()
     alone = run_ours(compute_dpo_terms, policy, reference, DPO_LABELS, [0, 0, 1, 2, 3, 4])
     pair = run_ours(compute_dpo_terms, policy[:2], reference[:2], DPO_LABELS[:2], [0, 0])
@@ -130,7 +130,7 @@ def test_dpo_leaves_out_what_has_no_partner():
     assert (loss, gradient.abs().sum(), metrics) == (0, 0, {"preference/num_pairs": 0.0})
 
 
-def test_margins_that_would_overflow_are_no_trouble():
+def test_dpo_is_finite_for_extreme_margins():
     policy = [torch.tensor([value], dtype=torch.float64) for value in (-1e5, 0.0, 0.0, -1e5)]
     reference = [torch.zeros(1, dtype=torch.float64)] * 4
     loss, gradient, _ = run_ours(compute_dpo_terms, policy, reference, [1, -1, 1, -1], [0, 0, 1, 1], beta=1.0)
@@ -144,36 +144,36 @@ def test_kto_equals_autograd_of_the_textbook(seed, weights):
     policy, reference = draw(seed)
     args = {"beta": 0.4, "desirable_weight": weights[0], "undesirable_weight": weights[1]}
     ours = run_ours(compute_kto_terms, policy, reference, KTO_LABELS, **args)
-    assert_same(ours, take(policy, kto_of_the_book(policy, reference, KTO_LABELS, 0.4, *weights)))
+    assert_same(ours, differentiate(policy, compute_kto_reference(policy, reference, KTO_LABELS, 0.4, *weights)))
 
 
-def test_the_reference_point_of_kto_is_never_below_zero():
+def test_kto_reference_point_is_clamped_at_zero():
     points = [
         run_ours(compute_kto_terms, *draw(seed), KTO_LABELS)[2]["preference/reference_point"] for seed in range(4)
     ]
     assert min(points) == 0 < max(points)
 
 
-def test_kto_without_probes_has_the_reference_point_zero():
+def test_kto_reference_point_is_zero_without_probes():
     policy, reference = (rows[:4] for rows in draw())
     ours = run_ours(compute_kto_terms, policy, reference, KTO_LABELS[:4])
     assert ours[2]["preference/reference_point"] == 0
-    assert_same(ours, take(policy, kto_of_the_book(policy, reference, KTO_LABELS[:4], 0.1, 1.0, 1.0)))
+    assert_same(ours, differentiate(policy, compute_kto_reference(policy, reference, KTO_LABELS[:4], 0.1, 1.0, 1.0)))
 
 
-def test_kto_of_probes_alone_trains_nothing():
+def test_kto_with_probes_only_has_no_gradient():
     policy, reference = draw()
     loss, gradient, _ = run_ours(compute_kto_terms, policy, reference, [0] * 6)
     assert (loss, gradient.abs().sum()) == (0, 0)
 
 
 @pytest.mark.parametrize("compute", [compute_dpo_terms, compute_kto_terms])
-def test_an_empty_update_is_no_trouble(compute):
+def test_empty_update(compute):
     assert run_ours(lambda scores: compute(scores), [torch.zeros(0)], [torch.zeros(0)], [1])[0] == 0
 
 
 class PeerTrainer(SimpleNamespace):
-    """What TRL's loss functions read of their trainer, on one process."""
+    """The attributes of the trainer that TRL's loss functions read, for one process."""
 
     def __init__(self, **settings) -> None:
         accelerator = SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x)
@@ -221,7 +221,7 @@ def test_dpo_equals_trl():
         trainer, lambda **_: answer_with([policy[i] for i in order]), inputs, return_outputs=False
     )
     ours = run_ours(compute_dpo_terms, policy, reference, DPO_LABELS, DPO_GROUPS, beta=0.3)
-    assert_same(ours, take(policy, loss))
+    assert_same(ours, differentiate(policy, loss))
     assert trainer._metrics["train"]["rewards/margins"] == [pytest.approx(ours[2]["preference/margin"])]
 
 
@@ -229,8 +229,8 @@ def test_dpo_equals_trl():
 def test_kto_equals_trl(seed):
     peer = pytest.importorskip("trl.trainer.kto_trainer")
     policy, reference = draw(seed)
-    judged, probes = [0, 1, 2, 3], [4, 5]
-    mask, probe_mask = pad([policy[i] for i in judged])[1], pad([policy[i] for i in probes])[1]
+    labeled, probes = [0, 1, 2, 3], [4, 5]
+    mask, probe_mask = pad([policy[i] for i in labeled])[1], pad([policy[i] for i in probes])[1]
     trainer = PeerTrainer(calculate_KL=True, loss_type="kto", beta=0.3, desirable_weight=0.8, undesirable_weight=1.2)
     trainer._compute_kl_logps = lambda *_: torch.stack([policy[i].sum() for i in probes])
     inputs = {
@@ -239,13 +239,13 @@ def test_kto_equals_trl(seed):
         "completion_mask": mask,
         "KL_completion_mask": probe_mask,
         "label": torch.tensor([label == 1 for label in KTO_LABELS[:4]]),
-        "ref_logps": torch.stack([reference[i].sum() for i in judged]),
+        "ref_logps": torch.stack([reference[i].sum() for i in labeled]),
         "ref_KL_logps": torch.stack([reference[i].sum() for i in probes]),
     }
     loss = peer.KTOTrainer._compute_loss(
-        trainer, lambda **_: answer_with([policy[i] for i in judged]), inputs, return_outputs=False
+        trainer, lambda **_: answer_with([policy[i] for i in labeled]), inputs, return_outputs=False
     )
     ours = run_ours(
         compute_kto_terms, policy, reference, KTO_LABELS, beta=0.3, desirable_weight=0.8, undesirable_weight=1.2
     )
-    assert_same(ours, take(policy, loss))
+    assert_same(ours, differentiate(policy, loss))

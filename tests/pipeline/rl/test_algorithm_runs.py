@@ -66,7 +66,7 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint / "model.safetensors")
 
 
-COMPANIONS = {
+EXTRA_SETTINGS = {
     "ppo": ["algorithm.critic.learning_rate=1e-3"],
     "reinforceplusplus": ["algorithm.terms_args.reward_kl_coef=0.01"],
     "remax": [],
@@ -82,9 +82,9 @@ def teacher(tmp_path_factory):
     return prepare_model("pocket", tmp_path_factory.mktemp("teacher") / "pocket")
 
 
-@pytest.mark.parametrize("name", COMPANIONS)
+@pytest.mark.parametrize("name", EXTRA_SETTINGS)
 def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(run, tmp_path, teacher, name):
-    extra = [each.format(experts=tmp_path / "experts.jsonl", teacher=teacher) for each in COMPANIONS[name]]
+    extra = [each.format(experts=tmp_path / "experts.jsonl", teacher=teacher) for each in EXTRA_SETTINGS[name]]
     whole = run(name, *extra, "name=whole", "total_steps=3")
     run(name, *extra, "name=cut", "total_steps=2")
     resumed = run(name, *extra, "name=cut", "total_steps=3", "continue_from_checkpoint=true")
@@ -169,7 +169,7 @@ def test_experts_are_mixed_in_their_ratio(run, tmp_path):
         ("jsd", ["algorithm.teacher.path=nowhere/x/y"], ModelError, "algorithm.teacher.path: .*no such folder"),
         ("mix", ["algorithm.expert.path=nowhere.jsonl"], DataError, "nowhere"),
         ("dpo", [], ConfigError, "does not learn from rewards"),
-        ("dpo", ["algorithm.loss_aggregation=token-mean"], ConfigError, "weighs its tokens itself"),
+        ("dpo", ["algorithm.loss_aggregation=token-mean"], ConfigError, "loss_aggregation has no effect with 'dpo'"),
     ],
 )
 def test_what_is_missing_or_has_no_effect_is_said_before_a_model_loads(run, tmp_path, name, overrides, error, message):

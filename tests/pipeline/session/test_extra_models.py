@@ -1,4 +1,4 @@
-"""Companions of the policy have residuals of the type that its own have."""
+"""Extra models keep their residual stream in the type that the policy uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, CriticSection, ModelSection, TeacherSection
 from tunesmith.errors import ModelError
 from tunesmith.model.load import load_section_model
-from tunesmith.pipeline.session.extra_models import check_companions, load_companions
+from tunesmith.pipeline.session.extra_models import check_extra_models, load_extra_models
 
 
 def build_section(path: str, residual_dtype: str) -> ModelSection:
@@ -19,7 +19,7 @@ def build_section(path: str, residual_dtype: str) -> ModelSection:
 
 
 @pytest.mark.parametrize(("residual_dtype", "expected"), [("model", torch.bfloat16), ("float32", torch.float32)])
-def test_policy_reference_teacher_and_critic_have_residuals_of_one_type(pocket_folder, residual_dtype, expected):
+def test_extra_models_use_the_residual_type_of_the_policy(pocket_folder, residual_dtype, expected):
     section = build_section(pocket_folder, residual_dtype)
     policy = load_section_model(section)
     assert read_residual_types(policy.get_decoder()) == {expected}
@@ -28,14 +28,14 @@ def test_policy_reference_teacher_and_critic_have_residuals_of_one_type(pocket_f
         AlgorithmSection(algorithm_type="jsd", teacher=TeacherSection(path=pocket_folder)),
         AlgorithmSection(algorithm_type="ppo"),
     ):
-        found = load_companions(resolve_algorithm(settings), settings, section, policy=policy)
+        found = load_extra_models(resolve_algorithm(settings), settings, section, policy=policy)
         others = [one.get_decoder() for one in (found.reference, found.teacher) if one is not None]
         others += [] if found.critic is None else [found.critic.body]
         assert others
         assert all(read_residual_types(other) == {expected} for other in others)
 
 
-def test_a_companion_that_cannot_have_them_is_refused_before_it_loads(pocket_folder, tmp_path):
+def test_an_extra_model_without_float32_residuals_is_refused_before_it_loads(pocket_folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(pocket_folder)
     tokenizer.save_pretrained(tmp_path)
     Olmo2Config(
@@ -43,6 +43,6 @@ def test_a_companion_that_cannot_have_them_is_refused_before_it_loads(pocket_fol
     ).save_pretrained(tmp_path)
     settings = AlgorithmSection(algorithm_type="ppo", critic=CriticSection(path=str(tmp_path)))
     algorithm = resolve_algorithm(settings)
-    check_companions(algorithm, settings, build_section(pocket_folder, "model"))
+    check_extra_models(algorithm, settings, build_section(pocket_folder, "model"))
     with pytest.raises(ModelError, match=r"algorithm\.critic\.path: model\.residual_dtype=float32 is not supported"):
-        check_companions(algorithm, settings, build_section(pocket_folder, "float32"))
+        check_extra_models(algorithm, settings, build_section(pocket_folder, "float32"))

@@ -1,1 +1,1 @@
-"""From rewards to advantages."""
+"""Advantage functions."""

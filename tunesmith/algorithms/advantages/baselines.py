@@ -1,6 +1,6 @@
-"""From the rewards of a group to advantages: rewards minus a baseline, and choices of which runs to learn from.
+"""Advantages as rewards minus a baseline, and selection of the runs to train on.
 
-As in `advantages.py`, a run without a reward gets None and leaves no trace, and None does not train.
+As in `group.py`, a run without a reward gets None and is excluded from all statistics; None is not trained.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from tunesmith.errors import ConfigError
 
 
 def compute_reinforce_advantages(groups: Sequence[Sequence[RunOutcome]], *, baseline: float = 0.0) -> Advantages:
-    """R - baseline, a constant (Williams, 1992, REINFORCE); a group of one trains too."""
+    """R - baseline, a constant (Williams, 1992, REINFORCE); also defined for a group of one."""
     return [[None if run.reward is None else run.reward - baseline for run in group] for group in groups]
 
 
 def compute_rloo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
-    """R minus the mean of the others, which is n / (n - 1) (R - mean): leave-one-out (Ahmadian et al., 2024, eq. 5).
+    """REINFORCE leave-one-out: R minus the mean of the other runs, n / (n - 1) (R - mean).
 
-    The baseline does not depend on the run itself, so that the policy gradient is unbiased (Kool et al., 2019).
+    Ahmadian et al. (2024), eq. 5. The baseline does not depend on the run itself, so the policy gradient is unbiased
+    (Kool et al., 2019).
     """
 
     def leave_one_out(rewards: list[float]) -> list[float] | None:
@@ -42,39 +43,39 @@ def compute_opmd_advantages(
     baseline: Literal["mean", "logavgexp"] = "mean",
     tau: PositiveFloat = 1.0,
 ) -> Advantages:
-    """R - b, b the group's mean or tau log mean exp(R / tau): online policy mirror descent.
+    """Online policy mirror descent: R - b, with b the group's mean or tau log mean exp(R / tau).
 
-    logavgexp is the exact normaliser of the policy that mirror descent asks for, estimated on the group, and mean its
-    limit for large tau, whatever policy sampled (Yao et al., 2025, "Group-relative REINFORCE is secretly an off-policy
-    algorithm", section 2; Kimi Team, 2025, section 2.3). `tau` is for logavgexp alone.
+    logavgexp is the log-normaliser of the optimal policy of the mirror descent problem, estimated on the group; mean is
+    its limit for large tau. Both hold whichever policy sampled (Yao et al., 2025, "Group-relative REINFORCE is secretly
+    an off-policy algorithm", section 2; Kimi Team, 2025, section 2.3). `tau` is read with baseline="logavgexp" only.
     """
     if baseline == "mean" and tau != 1.0:
-        raise ConfigError(f"tau={tau:g} has no effect on baseline='mean': choose baseline='logavgexp', or leave it out")
+        raise ConfigError(f"tau={tau:g} has no effect with baseline='mean': set baseline='logavgexp', or leave tau out")
 
     def subtract(rewards: list[float]) -> list[float] | None:
         if len(set(rewards)) == 1:
             return None
         if baseline == "mean":
-            level = math.fsum(rewards) / len(rewards)
+            value = math.fsum(rewards) / len(rewards)
         else:
             top = max(rewards)
-            level = top + tau * math.log(math.fsum(math.exp((r - top) / tau) for r in rewards) / len(rewards))
-        return [reward - level for reward in rewards]
+            value = top + tau * math.log(math.fsum(math.exp((r - top) / tau) for r in rewards) / len(rewards))
+        return [reward - value for reward in rewards]
 
     return map_groups(groups, subtract)
 
 
 def compute_asymre_advantages(groups: Sequence[Sequence[RunOutcome]], *, baseline_shift: float = -0.1) -> Advantages:
-    """R - (mean + baseline_shift): asymmetric REINFORCE (Arnal et al., 2025, section 4).
+    """Asymmetric REINFORCE: R - (mean + baseline_shift) (Arnal et al., 2025, section 4).
 
-    A negative shift leans towards what succeeded, which keeps REINFORCE stable on data of other policies. The shift
-    alone remains where all runs did alike, and in a group of one: such data is imitated a little.
+    A negative shift gives more weight to successes than to failures, which keeps REINFORCE stable on off-policy data.
+    With equal rewards, or in a group of one, the advantage is -baseline_shift: such runs are imitated weakly.
     """
     advantages: Advantages = []
     for group in groups:
         rewards = [run.reward for run in group if run.reward is not None]
-        level = math.fsum(rewards) / max(len(rewards), 1) + baseline_shift
-        advantages.append([None if run.reward is None else run.reward - level for run in group])
+        baseline = math.fsum(rewards) / max(len(rewards), 1) + baseline_shift
+        advantages.append([None if run.reward is None else run.reward - baseline for run in group])
     return advantages
 
 
@@ -85,36 +86,36 @@ def compute_rec_advantages(
     drop: Literal["none", "balance"] = "none",
     epsilon: PositiveFloat = 1e-6,
 ) -> Advantages:
-    """R - mean of what is kept, over the deviation (of the population) if asked (Yao et al., 2025, REC and RED).
+    """REC and RED (Yao et al., 2025): R - mean over the kept runs, divided by their population std if `std_normalize`.
 
-    `drop="balance"` is RED-Drop: where more runs are below the mean than not, the surplus of those below is left out,
-    drawn by a generator that the group's own logprobs seed, so that a run repeated or resumed draws the same.
+    `drop="balance"` is RED-Drop: where more runs are below the mean than not, the surplus of those below is dropped at
+    random. The random generator is seeded with the group's logprobs, so a repeated or resumed run drops the same ones.
     """
     advantages: Advantages = []
     for group in groups:
-        kept = _balance(group) if drop == "balance" else [run.reward is not None for run in group]
+        kept = _select_balanced(group) if drop == "balance" else [run.reward is not None for run in group]
         kept_groups = [[run for run, is_kept in zip(group, kept, strict=True) if is_kept]]
-        found = iter(map_groups(kept_groups, lambda rewards: _normalize(rewards, std_normalize, epsilon))[0])
-        advantages.append([next(found) if is_kept else None for is_kept in kept])
+        values = iter(map_groups(kept_groups, lambda rewards: _normalize(rewards, std_normalize, epsilon))[0])
+        advantages.append([next(values) if is_kept else None for is_kept in kept])
     return advantages
 
 
 def compute_raft_advantages(groups: Sequence[Sequence[RunOutcome]], *, min_reward: float | None = None) -> Advantages:
-    """1 for the runs that won, None for all others: reward-ranked fine-tuning (Dong et al., 2023, RAFT, algorithm 1).
+    """Reward-ranked fine-tuning: 1 for selected runs, None for all others (Dong et al., 2023, RAFT, algorithm 1).
 
-    A run wins if no run of its group has a higher reward and its own is above 0, or at least `min_reward` where that is
-    given. A group of one may win.
+    A run is selected if no run of its group has a higher reward and its own is above 0, or at least `min_reward` if
+    set. In a group of one the run itself is the best one.
     """
     advantages: Advantages = []
     for group in groups:
         best = max((run.reward for run in group if run.reward is not None), default=0.0)
-        has_winner = best > 0 if min_reward is None else best >= min_reward
-        advantages.append([1.0 if has_winner and run.reward == best else None for run in group])
+        is_selected = best > 0 if min_reward is None else best >= min_reward
+        advantages.append([1.0 if is_selected and run.reward == best else None for run in group])
     return advantages
 
 
-def _balance(group: Sequence[RunOutcome]) -> list[bool]:
-    """Which runs to keep, so that no more are below the mean than not."""
+def _select_balanced(group: Sequence[RunOutcome]) -> list[bool]:
+    """Which runs to keep so that at most half of them are below the mean of the group."""
     rewards = [run.reward for run in group if run.reward is not None]
     mean = math.fsum(rewards) / max(len(rewards), 1)
     below = [index for index, run in enumerate(group) if run.reward is not None and run.reward < mean]

@@ -1,7 +1,8 @@
-"""Learning from a teacher on what the policy itself samples: the teacher's opinion of a token is its advantage.
+"""On-policy distillation: a token's advantage is computed from the logprobs of teacher and policy.
 
-Rewards are not read. Both divergences below are of the distributions over the next token, taken where the policy goes;
-each advantage is the factor at the gradient of the token's logprob that makes the policy gradient unbiased.
+Rewards are not read. Both divergences are between next-token distributions, at the contexts that the policy sampled.
+Each advantage multiplies the gradient of the token's logprob such that the policy gradient of the divergence at a
+token is unbiased.
 
 Axes: E trained tokens of one update. s is the policy's logprob of the token as sampled, t is the teacher's.
 """
@@ -18,7 +19,7 @@ from tunesmith.algorithms.scores import BatchScores, TokenTerms
 
 
 def compute_distillation_terms(scores: BatchScores, *, kl_coef: PositiveFloat = 1.0) -> TokenTerms:
-    """kl_coef (t - s): minimises the reverse KL(policy || teacher) (Agarwal et al., 2024, "On-policy distillation")."""
+    """kl_coef (t - s): minimises the reverse KL(policy || teacher) (Agarwal et al., 2024, on-policy distillation)."""
     teacher_E = _get_teacher(scores)
     return _build_terms(scores, kl_coef * (teacher_E - scores.old_logprobs_E))
 
@@ -32,11 +33,11 @@ def compute_jsd_terms(
     JSD_beta = beta KL(T || M) + (1 - beta) KL(S || M). Its derivative by S's probability of a token is
     (1 - beta) log(S / M), so minus that, at sampled tokens, is the exact gradient over the whole vocabulary in
     expectation. The factor 1 - beta is left out: at beta = 1 this is the reverse KL of `compute_distillation_terms`.
-    The sign is the teacher's: a token that it finds likelier than the policy does is reinforced, any other is not.
+    The advantage is positive exactly where the teacher's probability of the token is above the policy's.
     """
     teacher_E, student_E = _get_teacher(scores), scores.old_logprobs_E
-    log_policy_share = math.log1p(-beta) if beta < 1 else -math.inf
-    mixture_E = np.logaddexp(math.log(beta) + teacher_E, log_policy_share + student_E)
+    log_policy_weight = math.log1p(-beta) if beta < 1 else -math.inf
+    mixture_E = np.logaddexp(math.log(beta) + teacher_E, log_policy_weight + student_E)
     return _build_terms(scores, kl_coef * (mixture_E - student_E))
 
 

@@ -1,8 +1,8 @@
-"""From the rewards of a group to advantages: group-relative ones, scaled by the group's spread.
+"""Group-relative advantages: the reward of a run against the rewards of the other runs of its task.
 
-A run's advantage says how much better it did than the other runs of its task. Values in, values out. A run without a
-reward is left out of every statistic and gets None. A group whose scored runs all did alike, or of which one run is
-scored and has nothing to compare with, teaches nothing: its runs get None, and the caller drops and counts them.
+Pure functions of rewards. A run without a reward is excluded from all statistics and gets None. A group whose scored
+runs have identical rewards, or with a single scored run, has zero advantage: its runs get None, and the caller drops
+and counts the group.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from tunesmith.errors import ConfigError
 from tunesmith.types import RunAdvantage
 
 Advantages = list[list[RunAdvantage]]
-"""For each run of each group a number, one number per turn, or None, which does not train."""
+"""For each run of each group: one number, one number per turn, or None (not trained)."""
 Share = Annotated[float, Field(ge=0, le=1)]
 MIN_VARIANCE = 1e-4
-"""Success rates that vary less are taken for equal: the Beta distribution that fits them is a spike."""
+"""Success rates of smaller variance are treated as equal: a Beta distribution fitted to them is almost a point mass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """What an advantage may know of one run."""
+    """One run, as advantage functions see it."""
 
     reward: float | None
-    num_steps: int
-    """Model calls that the run made."""
+    num_turns: int
+    """Model calls of the run."""
     turn_prompts: tuple[tuple[int, ...], ...] = ()
-    """Token ids of each call's prompt."""
+    """Prompt token ids of each turn."""
     turn_logprobs: tuple[tuple[float, ...], ...] = ()
-    """Of what each call sampled."""
+    """Logprobs of the tokens sampled in each turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     baseline_reward: float | None = None
-    """Reward of the task's greedy run, where there was one."""
+    """Reward of the task's greedy run; None if there was none."""
 
 
 def compute_grpo_advantages(
@@ -50,14 +50,13 @@ def compute_grpo_advantages(
 ) -> Advantages:
     """(R - mean) / (std + epsilon), each model call counted as one observation (Shao et al., 2024, section 4.1).
 
-    A run of many calls therefore weighs more in the mean and the deviation; `compute_multi_step_grpo_advantages`
-    counts runs. The deviation has one degree of freedom taken off; `std_cal_level="batch"` takes it over all groups.
-    A group whose own deviation is at most `std_threshold` is dropped. `rank_penalty` first takes something off what
-    was likely to be sampled, see `penalize_ranks`.
+    A run of many calls therefore weighs more in mean and std; `compute_multi_step_grpo_advantages` counts runs. The std
+    is the sample std (ddof 1); `std_cal_level="batch"` computes it over all groups. A group whose own std is at most
+    `std_threshold` is dropped. `rank_penalty` lowers the rewards of likely runs first, see `apply_rank_penalty`.
     """
     if rank_penalty:
-        groups = [penalize_ranks(group, rank_penalty) for group in groups]
-    weights = [[run.num_steps for run in group] for group in groups]
+        groups = [apply_rank_penalty(group, rank_penalty) for group in groups]
+    weights = [[run.num_turns for run in group] for group in groups]
     return [list(row) for row in _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)]
 
 
@@ -69,25 +68,26 @@ def compute_multi_step_grpo_advantages(
     std_cal_level: Literal["group", "batch"] = "group",
     std_threshold: NonNegativeFloat = 0.0,
 ) -> Advantages:
-    """As GRPO with each run counted once, however many model calls it made.
+    """As GRPO with each run counted once, independent of its number of model calls.
 
-    `enable_step_norm` divides a run's advantage by its number of model calls, so that with token weights a run does not
-    count for more because it called more often.
+    `enable_step_norm` divides a run's advantage by its number of model calls, so that with token-mean aggregation runs
+    of many calls do not dominate the loss.
     """
     weights = [[1] * len(group) for group in groups]
     advantages = _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)
     if not enable_step_norm:
         return [list(row) for row in advantages]
     return [
-        [None if value is None else value / max(run.num_steps, 1) for run, value in zip(group, row, strict=True)]
+        [None if value is None else value / max(run.num_turns, 1) for run, value in zip(group, row, strict=True)]
         for group, row in zip(groups, advantages, strict=True)
     ]
 
 
 def compute_dr_grpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
-    """R - mean, not divided by the deviation, which would favour tasks that are very easy or very hard.
+    """R - mean, not divided by the std, which would give more weight to very easy and very hard tasks.
 
-    Liu et al. (2025), "Understanding R1-Zero-like training", section 3.2; its other half is the aggregation.
+    Liu et al. (2025), "Understanding R1-Zero-like training", section 3.2. The paper's second change is the aggregation
+    (`seq-mean-token-sum-norm`).
     """
     return map_groups(groups, lambda rewards: _subtract_mean(rewards) if len(set(rewards)) > 1 else None)
 
@@ -95,16 +95,16 @@ def compute_dr_grpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advant
 def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
     """(R - p) / f(p) with p the group's mean reward and f a Beta density fitted to the batch (Xiao et al., 2025, BNPO).
 
-    If p is distributed as Beta(a, b) over tasks, f = Beta(1 + a/3, 1 + b/3) makes the variance of the gradient least; a
-    and b are matched to the mean and variance of p over the batch's groups. Where these fit no Beta distribution, f is
-    1, as in REINFORCE with a baseline. Rewards must be from 0 to 1.
+    If p is distributed as Beta(a, b) over tasks, f = Beta(1 + a/3, 1 + b/3) minimises the variance of the gradient; a
+    and b are fitted to the mean and variance of p over the batch's groups (method of moments). Where no Beta
+    distribution has these, f is 1, as in REINFORCE with a baseline. Rewards must be in [0, 1].
     """
     means = [_compute_mean([run.reward for run in group if run.reward is not None]) for group in groups]
     known = [mean for mean in means if mean is not None]
     rewards = [run.reward for group in groups for run in group if run.reward is not None]
     if rewards and not 0 <= min(rewards) <= max(rewards) <= 1:
         raise ConfigError(
-            f"algorithm_type='bnpo' is for rewards from 0 to 1, got {min(rewards):g} to {max(rewards):g}: scale them "
+            f"algorithm_type='bnpo' needs rewards from 0 to 1, got {min(rewards):g} to {max(rewards):g}: scale them "
             "in the judge, or choose grpo"
         )
     a, b = fit_beta(known)
@@ -121,34 +121,36 @@ def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantage
 def map_groups(
     groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
 ) -> Advantages:
-    """Apply a function of rewards to the scored runs of each group; None drops the group, as does a single run."""
+    """Apply `compute` to the rewards of each group's scored runs; None, or a single scored run, drops the group."""
     advantages: Advantages = []
     for group in groups:
         rewards = [run.reward for run in group if run.reward is not None]
         values = compute(rewards) if len(rewards) > 1 else None
-        found = iter(values if values is not None else [None] * len(rewards))
-        advantages.append([None if run.reward is None else next(found) for run in group])
+        remaining = iter(values if values is not None else [None] * len(rewards))
+        advantages.append([None if run.reward is None else next(remaining) for run in group])
     return advantages
 
 
-def penalize_ranks(group: Sequence[RunOutcome], penalty: float) -> list[RunOutcome]:
-    """The group with rewards R (1 - penalty * k / G), k the number of its G runs that were no likelier than the run.
+def apply_rank_penalty(group: Sequence[RunOutcome], penalty: float) -> list[RunOutcome]:
+    """The group with rewards R (1 - penalty * k / G), k the number of its G runs that are at most as likely as the run.
 
-    He et al. (2025), "Rewarding the unlikely", section 4.1: what is right and rare gains on what is right and common.
-    Likeliness is the mean logprob of what the run sampled.
+    He et al. (2025), "Rewarding the unlikely", section 4.1: unlikely correct runs gain relative to likely correct runs.
+    The likelihood of a run is the mean logprob of its sampled tokens.
     """
-    likely = [math.fsum(map(math.fsum, run.turn_logprobs)) / max(sum(map(len, run.turn_logprobs)), 1) for run in group]
-    scored = [value for value, run in zip(likely, group, strict=True) if run.reward is not None]
+    likelihoods = [
+        math.fsum(map(math.fsum, run.turn_logprobs)) / max(sum(map(len, run.turn_logprobs)), 1) for run in group
+    ]
+    scored = [value for value, run in zip(likelihoods, group, strict=True) if run.reward is not None]
     return [
         run
         if run.reward is None
         else replace(run, reward=run.reward * (1 - penalty * sum(other <= own for other in scored) / len(scored)))
-        for own, run in zip(likely, group, strict=True)
+        for own, run in zip(likelihoods, group, strict=True)
     ]
 
 
 def fit_beta(values: Sequence[float]) -> tuple[float, float]:
-    """The Beta distribution with the mean and the variance of the values; (0, 0) where there is none."""
+    """Parameters of the Beta distribution with the mean and variance of the values; (0, 0) if there is none."""
     if len(values) < 2:
         return 0.0, 0.0
     mean = math.fsum(values) / len(values)
@@ -195,17 +197,17 @@ def _compute_advantages(
 
 
 def _select_observed(group: Sequence[RunOutcome], weights: Sequence[int]) -> list[tuple[float, int]]:
-    """Reward and weight of the runs that count."""
+    """Reward and weight of the scored runs with positive weight."""
     return [(r.reward, w) for r, w in zip(group, weights, strict=True) if r.reward is not None and w > 0]
 
 
 def _has_no_variance(pairs: Sequence[tuple[float, int]]) -> bool:
-    """Compared, not computed: the deviation of equal rewards may round to something above 0."""
+    """Compares rewards instead of the std, which rounding can make positive for equal rewards."""
     return len({reward for reward, _ in pairs}) <= 1
 
 
 def _compute_mean_and_std(pairs: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """Weighted mean and sample standard deviation (one degree of freedom taken off); 0 where undefined."""
+    """Weighted mean and sample standard deviation (ddof 1); 0 where undefined."""
     total = sum(weight for _, weight in pairs)
     if total == 0:
         return 0.0, 0.0

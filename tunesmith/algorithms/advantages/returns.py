@@ -1,8 +1,8 @@
-"""Advantages of single tokens from the reward of a whole run: returns, GAE, whitening.
+"""Per-token advantages from the reward of a run: returns, GAE, whitening.
 
-Each sampled token is one step of an episode; tokens that the policy did not sample are no steps, so a tool's long
-answer discounts nothing. The reward comes with a run's last sampled token; branches of a run follow each other in the
-order of its samples. The advantages that come in are raw rewards, the same on every token of a run.
+Each sampled token is one step of an episode. Tokens that the policy did not sample are no steps, so a long tool result
+is not discounted. The reward is that of the run's last sampled token; branches of a run follow each other in the order
+of its samples. `scores.advantages_E` holds the raw reward of the run at every token.
 
 Axes: E trained tokens of one update, ordered by sequence then time.
 """
@@ -23,10 +23,11 @@ Discount = Annotated[float, Field(ge=0, le=1)]
 def compute_ppo_terms(
     scores: BatchScores, *, gamma: Discount = 1.0, lam: Discount = 1.0, reward_kl_coef: NonNegativeFloat = 0.0
 ) -> TokenTerms:
-    """Whitened GAE advantages, and the returns that the critic learns (Schulman et al., 2016, eq. 16; 2017, eq. 11).
+    """Whitened GAE advantages, and the returns as targets of the critic (Schulman et al., 2016, eq. 16; 2017, eq. 11).
 
-    Returns are advantage plus value before whitening. `reward_kl_coef` takes the k1 estimate of the KL to the starting
-    model off each token's reward (Ouyang et al., 2022, eq. 2). With gamma = lam = 1 an advantage is return minus value.
+    Returns are advantage plus value before whitening. `reward_kl_coef` times the k1 estimate of the KL to the reference
+    is subtracted from each token's reward (Ouyang et al., 2022, eq. 2). With gamma = lam = 1 the advantage before
+    whitening is the return minus the value.
     """
     assert scores.values_E is not None
     rewards_E = compute_token_rewards(scores, reward_kl_coef=reward_kl_coef)
@@ -50,8 +51,8 @@ def compute_reinforce_plus_plus_terms(
 ) -> TokenTerms:
     """Returns, whitened over all tokens of the update (Hu, 2025, "REINFORCE++").
 
-    `reward_kl_coef` takes the k1 estimate of the KL to the starting model off each token's reward. At gamma 1 without
-    it every token of a run has the run's reward before whitening.
+    `reward_kl_coef` times the k1 estimate of the KL to the reference is subtracted from each token's reward. At gamma 1
+    without it, the return of every token of a run is the run's reward.
     """
     rewards_E = compute_token_rewards(scores, reward_kl_coef=reward_kl_coef)
     returns_E = compute_returns(rewards_E, scores.sequence_E, gamma=gamma)
@@ -63,7 +64,7 @@ def compute_reinforce_plus_plus_terms(
 
 
 def compute_token_rewards(scores: BatchScores, *, reward_kl_coef: float) -> np.ndarray:
-    """Rewards [E]: a run's reward with its last token, and everywhere minus `reward_kl_coef` times old - reference."""
+    """Rewards [E]: the run's reward at its last token, minus `reward_kl_coef` (old - reference) at every token."""
     rewards_E = np.where(find_last(scores.sequence_E), scores.advantages_E, 0.0)
     if reward_kl_coef == 0:
         return rewards_E
@@ -74,7 +75,7 @@ def compute_token_rewards(scores: BatchScores, *, reward_kl_coef: float) -> np.n
 def compute_gae(
     rewards_E: np.ndarray, values_E: np.ndarray, sequence_E: np.ndarray, *, gamma: float, lam: float
 ) -> np.ndarray:
-    """A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t; after a sequence's last token both are 0."""
+    """A_t = d_t + gamma lam A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t; A and V are 0 after the last token."""
     next_values_E = np.where(find_last(sequence_E), 0.0, np.append(values_E[1:], 0.0)[: len(values_E)])
     return compute_returns(rewards_E + gamma * next_values_E - values_E, sequence_E, gamma=gamma * lam)
 
@@ -91,21 +92,21 @@ def compute_returns(rewards_E: np.ndarray, sequence_E: np.ndarray, *, gamma: flo
 
 
 def whiten(values_E: np.ndarray) -> np.ndarray:
-    """Mean 0 and variance 1 over all tokens (one degree of freedom taken off); a single token becomes 0."""
+    """Mean 0 and variance 1 (ddof 1) over all tokens; a single token becomes 0."""
     if len(values_E) < 2:
         return np.zeros(len(values_E))
     return (values_E - values_E.mean()) / np.sqrt(values_E.var(ddof=1) + WHITENING_EPSILON)
 
 
 def find_last(sequence_E: np.ndarray) -> np.ndarray:
-    """True [E] at the last token of each sequence; the tokens of a sequence stand together."""
+    """True [E] at the last token of each sequence; the tokens of a sequence are contiguous."""
     if len(sequence_E) == 0:
         return np.zeros(0, dtype=bool)
     return np.append(sequence_E[1:] != sequence_E[:-1], True)
 
 
 def compute_explained_variance(values_E: np.ndarray, returns_E: np.ndarray) -> float:
-    """1 - Var(return - value) / Var(return): 1 when the critic knows all, 0 when it knows no more than a constant."""
+    """1 - Var(return - value) / Var(return): 1 for exact values, 0 for a constant; 0 if the returns do not vary."""
     if len(returns_E) == 0 or (variance := float(returns_E.var())) == 0:
         return 0.0
     return 1.0 - float((returns_E - values_E).var()) / variance

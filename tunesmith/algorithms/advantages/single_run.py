@@ -1,4 +1,4 @@
-"""Advantages that do not look at the other runs of the group: rewards as they are, or against a greedy run."""
+"""Advantages that do not depend on the other runs of the group: the raw reward, or minus that of a greedy run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tunesmith.types import RunAdvantage
 
 
 def keep_rewards(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
-    """The rewards themselves, of which functions of all tokens of an update make advantages."""
+    """The raw rewards, for algorithms whose `compute_terms` computes the advantages."""
     return [[run.reward for run in group] for group in groups]
 
 
 def compute_remax_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
     """R - R_greedy, with the reward of one run at temperature 0 as the baseline (Li et al., 2024, ReMax).
 
-    It does not depend on what was sampled, so the gradient stays unbiased, in a group of one too. A group whose greedy
-    run failed, or whose runs all did exactly as well as it, teaches nothing.
+    The baseline does not depend on the sampled runs, so the gradient is unbiased, also in a group of one. A group whose
+    greedy run failed, or whose rewards all equal the baseline, is dropped.
     """
     return [_subtract_baseline(group) for group in groups]
 

@@ -1,1 +1,1 @@
-"""Losses of single tokens."""
+"""Per-token loss functions."""

@@ -1,4 +1,4 @@
-"""Losses that hold the ratio of policy and old policy in bounds in other ways than PPO does.
+"""Losses that bound the ratio of policy and old policy in other ways than PPO's clip.
 
 Axes: N sampled tokens. r is the ratio at a token, d = log r, A the advantage, sg the identity without gradient.
 """
@@ -27,9 +27,9 @@ def compute_cispo_losses(
     mask_clip_range_low: Share = 1.0,
     mask_clip_range_high: NonNegativeFloat = 0.28,
 ) -> TokenLosses:
-    """-A sg(clip(r, 1 - low, 1 + high)) log p: the weight is clipped, no token is left out (MiniMax, 2025, eqs. 4, 5).
+    """-A sg(clip(r, 1 - low, 1 + high)) log p: clips the weight, drops no gradient (MiniMax, 2025, eqs. 4, 5).
 
-    `enable_mask_clip` also leaves out tokens that PPO's clip would stop, by limits of their own (eq. 7).
+    `enable_mask_clip` also masks tokens that PPO's clip would stop, with the mask_clip_range limits (eq. 7).
     Metric: `clip_frac`, the share of tokens whose weight was clipped.
     """
     if not enable_mask_clip and (mask_clip_range_low, mask_clip_range_high) != (1.0, 0.28):
@@ -53,8 +53,8 @@ def compute_gspo_losses(
 ) -> TokenLosses:
     """max(-A s, -A clip(s, 1 - low, 1 + high)) with s the geometric mean of the ratios of the sequence.
 
-    GSPO-token (Zheng et al., 2025, eqs. 13 to 15): s = sg(s) p / sg(p) at each token, so that whole sequences are
-    clipped, and tokens may have advantages of their own. A sequence is a trajectory. Metric: `clip_frac`.
+    GSPO-token (Zheng et al., 2025, eqs. 13 to 15): s = sg(s) p / sg(p) at each token, so whole sequences are clipped,
+    and advantages may differ per token. A sequence is a trajectory. Metric: `clip_frac`, the share of clipped tokens.
     """
     ratio_N = compute_sequence_ratios(scores)
     plain_N = -scores.advantages_N * ratio_N
@@ -66,9 +66,10 @@ def compute_gspo_losses(
 def compute_sapo_losses(
     scores: TokenScores, *, tau_pos: PositiveFloat = 1.0, tau_neg: PositiveFloat = 1.05
 ) -> TokenLosses:
-    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of a clip (Gao et al., 2025, SAPO, eqs. 5 and 6).
+    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate instead of a clip (Gao et al., 2025, SAPO, eqs. 5 and 6).
 
-    At r = 1 the gradient is the policy gradient's; it fades as r moves away, faster for A <= 0, where tau is `tau_neg`.
+    At r = 1 the gradient is the policy gradient; it decays as r moves away from 1. tau is `tau_pos` for A > 0, else
+    `tau_neg`: with the defaults it decays faster for A <= 0.
     """
     ratio_N = clamp_log_ratio(scores.logprobs_N - scores.old_logprobs_N).exp()
     tau_N = torch.where(scores.advantages_N > 0, tau_pos, tau_neg)
@@ -87,7 +88,7 @@ def compute_sppo_losses(scores: TokenScores, *, epsilon: PositiveFloat = 0.3) ->
 
 
 def compute_sequence_ratios(scores: TokenScores) -> Tensor:
-    """The geometric mean of the ratios of each token's sequence, with the gradient of the token's own logprob."""
+    """Geometric mean of the ratios over each token's sequence, with the gradient of the token's own logprob."""
     assert scores.sequence_log_ratios_N is not None
     own_N = scores.logprobs_N - scores.logprobs_N.detach()
     return clamp_log_ratio(own_N + scores.sequence_log_ratios_N).exp()

@@ -1,7 +1,8 @@
-"""Losses of single tokens; how they are weighed in the batch is `aggregate.py`'s business.
+"""The interface of loss functions, PPO's clipped loss and the losses of supervised fine-tuning.
 
-A loss function takes the scores of N sampled tokens and returns one loss per token, so that the gradient cannot depend
-on which tokens were computed together. Gradients flow through `logprobs_N` alone.
+A loss function takes `TokenScores` of N tokens and returns one loss per token, which depends on that token alone, so
+the gradient does not depend on how tokens are batched. Gradients flow through `logprobs_N` only. Aggregation over the
+batch is in `aggregation.py`.
 
 Axes: N sampled tokens.
 """
@@ -17,29 +18,29 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this, so that one token cannot overflow the loss."""
+"""Log-ratios are clamped to this, so that no token overflows the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """What a loss may know of the tokens it is given."""
+    """Inputs of a loss function."""
 
     logprobs_N: Tensor
-    """Under the policy that is trained."""
+    """Under the current policy, with gradient."""
     old_logprobs_N: Tensor
-    """Under the policy that sampled them, or that the step began with; see `scores.BatchScores`."""
+    """Under the old policy: the sampling policy or the proximal one, see `scores.BatchScores`."""
     advantages_N: Tensor
     sequence_log_ratios_N: Tensor | None = None
     """Mean log-ratio of policy and old policy over the token's sequence."""
     constants_N: Tensor | None = None
-    """A part of the loss that no gradient flows through."""
+    """Constant part of the loss, without gradient."""
     is_expert_N: Tensor | None = None
-    """1 where the token was given by an expert; None where none was."""
+    """1 for expert tokens; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """One loss per token, and per-token quantities whose mean over the batch is worth watching."""
+    """One loss per token, and per-token metrics that are averaged over the batch."""
 
     losses_N: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
@@ -55,10 +56,10 @@ def compute_ppo_clip_losses(
 ) -> TokenLosses:
     """Clipped surrogate (Schulman et al., 2017, eq. 7) with the dual clip for A < 0 (Ye et al., 2020, eq. 5).
 
-    A wider `clip_range_high` lets rare tokens grow (Yu et al., 2025, DAPO, section 3.1). `fallback_to_policy_gradient`
-    takes the policy itself for the old one: the ratio is 1, and the gradient that of REINFORCE.
-    Metrics: `clip_frac`, the share of tokens whose gradient the clip stopped; `clip_frac_lower`, the share that the
-    dual clip stopped; `ppo_kl`, the mean of old minus new logprob.
+    A wider `clip_range_high` allows larger increases of improbable tokens (Yu et al., 2025, DAPO, section 3.1).
+    `fallback_to_policy_gradient` uses the current policy as the old one: the ratio is 1 and the gradient is that of
+    REINFORCE. Metrics: `clip_frac`, the share of tokens whose gradient the clip stopped; `clip_frac_lower`, the share
+    that the dual clip stopped; `ppo_kl`, the mean of old minus new logprob.
     """
     advantages_N = scores.advantages_N
     old_logprobs_N = scores.logprobs_N.detach() if fallback_to_policy_gradient else scores.old_logprobs_N
@@ -82,21 +83,21 @@ def clamp_log_ratio(log_ratio_N: Tensor) -> Tensor:
 
 
 def compute_sft_losses(scores: TokenScores) -> TokenLosses:
-    """Cross entropy of the given tokens; advantages are not read."""
+    """-log p: cross entropy; advantages are not read."""
     return TokenLosses(losses_N=-scores.logprobs_N)
 
 
 def compute_sft_is_losses(scores: TokenScores) -> TokenLosses:
-    """-sg(p) log p: cross entropy weighed by the policy's own probability of the token.
+    """-sg(p) log p: cross entropy weighted by the policy's probability of the token.
 
-    It takes the inverse probability out of the gradient of cross entropy that makes improbable tokens dominate (Wu et
+    The weight cancels the factor 1 / p in the gradient of cross entropy, which makes improbable tokens dominate (Wu et
     al., 2025, "On the generalization of SFT", dynamic fine-tuning, eq. 9).
     """
     return TokenLosses(losses_N=-scores.logprobs_N.detach().exp() * scores.logprobs_N)
 
 
 def compute_sft_phi_losses(scores: TokenScores) -> TokenLosses:
-    """-sg(p (1 - p)) log p: what the policy knows already and what it finds absurd pull little.
+    """-sg(p (1 - p)) log p: cross entropy with small weights for very probable and very improbable tokens.
 
     The weight phi of CHORD (Zhang et al., 2025, "On-policy RL meets off-policy experts", section 4.2).
     """

@@ -1,9 +1,9 @@
-"""Reinforcement learning and imitation in one update: the policy's own runs beside demonstrations of experts.
+"""Reinforcement learning and imitation of expert demonstrations in one update.
 
-The loss is (1 - mu) times the policy loss of what the policy sampled plus mu times the imitation loss of what experts
-did. Each kind is aggregated by itself, so how many demonstrations there are changes their noise and not their weight.
+The loss is (1 - mu) times the policy loss of sampled tokens plus mu times the imitation loss of expert tokens. The two
+are aggregated separately, so the number of demonstrations does not change their weight.
 
-Axes: E trained tokens of one update, N tokens that are computed together.
+Axes: E trained tokens of one update, N tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def compute_mix_terms(scores: BatchScores, *, mu: Share = 0.1) -> TokenTerms:
-    """Weight mu on experts' tokens and 1 - mu on the policy's, throughout (Zhang et al., 2025, CHORD)."""
-    return _weigh(scores, mu)
+    """Constant weight mu for expert tokens and 1 - mu for sampled tokens (Zhang et al., 2025, CHORD)."""
+    return _build_mixture_terms(scores, mu)
 
 
 def compute_chord_terms(
@@ -38,18 +38,18 @@ def compute_chord_terms(
 ) -> TokenTerms:
     """As `compute_mix_terms` with mu from `compute_mu` (Zhang et al., 2025, CHORD).
 
-    The defaults are those of CHORD-phi: a constant 0.1. CHORD-mu began at 0.9 and fell to 0.05.
+    The defaults are those of CHORD-phi: a constant 0.1. CHORD-mu decays from 0.9 to 0.05.
     """
     mu = compute_mu(
         scores.step, peak=mu_peak, valley=mu_valley, num_warmup_steps=mu_warmup_steps, num_decay_steps=mu_decay_steps
     )
-    return _weigh(scores, mu)
+    return _build_mixture_terms(scores, mu)
 
 
 def compute_mu(step: int, *, peak: float, valley: float, num_warmup_steps: int, num_decay_steps: int) -> float:
-    """Weight of imitation at step 0, 1, ...: a line from 0 to `peak`, then half a cosine to `valley`, which it keeps.
+    """Imitation weight at step 0, 1, ...: linear warm-up from 0 to `peak`, cosine decay to `valley`, then constant.
 
-    Without steps to decay over it keeps `peak`.
+    With `num_decay_steps` 0 it stays at `peak`.
     """
     if step < num_warmup_steps:
         return peak * step / num_warmup_steps
@@ -66,8 +66,8 @@ def compute_mix_losses(
     clip_range_high: NonNegativeFloat = 0.2,
     clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0,
 ) -> TokenLosses:
-    """PPO's clipped loss on the policy's tokens, cross entropy on experts'."""
-    return _mix(scores, torch.ones_like(scores.logprobs_N), clip_range_low, clip_range_high, clip_ratio_c)
+    """PPO's clipped loss for sampled tokens, cross entropy for expert tokens."""
+    return _mix_losses(scores, torch.ones_like(scores.logprobs_N), clip_range_low, clip_range_high, clip_ratio_c)
 
 
 def compute_chord_losses(
@@ -79,15 +79,15 @@ def compute_chord_losses(
 ) -> TokenLosses:
     """As `compute_mix_losses` with each expert token's cross entropy times p (1 - p) (Zhang et al., 2025, CHORD-phi).
 
-    p is the policy's own probability of the token, held constant: what it knows already and what it finds absurd pull
-    little, so that imitation does not tear down what was learned.
+    p is the policy's probability of the token, without gradient. Very probable and very improbable tokens get small
+    weights, so that imitation does not undo what the policy has learned.
     """
     probabilities_N = scores.logprobs_N.detach().exp()
     phi_N = probabilities_N * (1 - probabilities_N)
-    return _mix(scores, phi_N, clip_range_low, clip_range_high, clip_ratio_c)
+    return _mix_losses(scores, phi_N, clip_range_low, clip_range_high, clip_ratio_c)
 
 
-def _weigh(scores: BatchScores, mu: float) -> TokenTerms:
+def _build_mixture_terms(scores: BatchScores, mu: float) -> TokenTerms:
     is_expert_E = scores.is_expert_Q[scores.sequence_E]
     metrics = {
         "expert/mu": mu,
@@ -97,10 +97,10 @@ def _weigh(scores: BatchScores, mu: float) -> TokenTerms:
     return TokenTerms(advantages_E=scores.advantages_E, weights_E=np.where(is_expert_E, mu, 1 - mu), metrics=metrics)
 
 
-def _mix(
+def _mix_losses(
     scores: TokenScores, imitation_weights_N: Tensor, clip_range_low: float, clip_range_high: float, clip_ratio_c: float
 ) -> TokenLosses:
-    """Metrics of the clip count the policy's tokens only."""
+    """Metrics are 0 at expert tokens."""
     own = compute_ppo_clip_losses(
         scores, clip_range_low=clip_range_low, clip_range_high=clip_range_high, clip_ratio_c=clip_ratio_c
     )

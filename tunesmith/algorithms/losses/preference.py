@@ -1,9 +1,10 @@
-"""Learning from what people prefer: losses over whole completions, as coefficients of single tokens.
+"""Preference optimisation (DPO, KTO): losses over whole completions, as coefficients of single tokens.
 
 Such a loss is a function of a completion's implicit reward r = log policy(y | x) - log reference(y | x), a sum over its
-tokens. The scoring pass gives every r, so the derivative of the loss by each r is a number; as the loss of a token,
-that number times its logprob has the gradient of the whole loss, whatever the rows. Chosen or desirable completions
-have the advantage 1, rejected or undesirable ones -1; a pair shares its group. Weights are final, not aggregated again.
+tokens. The scoring pass gives every r, hence the derivative of the loss by each r. That number times the logprob, as
+the loss of each token, has the gradient of the whole loss, independent of packing. Chosen or desirable completions have
+advantage 1, rejected or undesirable ones -1; a pair shares its group. Coefficients include the weights of the loss: no
+further aggregation (aggregation "sum").
 
 Axes: E trained tokens of one update, Q sequences, P pairs.
 """
@@ -21,7 +22,7 @@ from tunesmith.metric import Count
 def compute_dpo_terms(scores: BatchScores, *, beta: PositiveFloat = 0.1) -> TokenTerms:
     """Mean over pairs of -log sigmoid(beta (r_chosen - r_rejected)) (Rafailov et al., 2023, eq. 7).
 
-    A completion whose partner is not in the update is left out.
+    A completion without its partner in the update is not trained.
     """
     rewards_Q, labels_Q = compute_implicit_rewards(scores), find_labels(scores)
     chosen_P, rejected_P = find_pairs(scores.group_Q, labels_Q)
@@ -51,14 +52,14 @@ def compute_kto_terms(
     """Mean over completions of weight (1 - v): Kahneman-Tversky optimisation (Ethayarajh et al., 2024, eq. 7).
 
     v = sigmoid(beta (r - z)) of a desirable and sigmoid(beta (z - r)) of an undesirable completion. The reference point
-    z is how far the policy is from the reference: the mean r of *probes*, completions given to prompts that are not
-    theirs, at least 0. Probes have the advantage 0 and do not train; without one z is 0.
+    z estimates the KL of policy and reference: the mean r, clamped at 0, of *probes*, completions after the prompt of
+    another row. Probes have advantage 0 and are not trained; without probes z is 0.
     """
     rewards_Q, labels_Q = compute_implicit_rewards(scores), find_labels(scores)
     probes_Q = rewards_Q[labels_Q == 0]
     reference_point = max(float(probes_Q.mean()), 0.0) if len(probes_Q) else 0.0
-    num_judged = max(int((labels_Q != 0).sum()), 1)
-    weights_Q = np.where(labels_Q > 0, desirable_weight, undesirable_weight) * (labels_Q != 0) / num_judged
+    num_labeled = max(int((labels_Q != 0).sum()), 1)
+    weights_Q = np.where(labels_Q > 0, desirable_weight, undesirable_weight) * (labels_Q != 0) / num_labeled
     values_Q = sigmoid(beta * labels_Q * (rewards_Q - reference_point))
     slopes_Q = weights_Q * beta * labels_Q * values_Q * (1 - values_Q)
     metrics = {
@@ -73,10 +74,10 @@ def compute_kto_terms(
 
 
 def compute_preference_losses(scores: TokenScores) -> TokenLosses:
-    """The token's share of the loss as it is now, minus its advantage times its logprob for the gradient."""
+    """The token's share of the loss as a constant, minus advantage times logprob for the gradient."""
     assert scores.constants_N is not None
-    moved_N = scores.logprobs_N - scores.logprobs_N.detach()
-    return TokenLosses(losses_N=scores.constants_N - scores.advantages_N * moved_N)
+    zero_N = scores.logprobs_N - scores.logprobs_N.detach()
+    return TokenLosses(losses_N=scores.constants_N - scores.advantages_N * zero_N)
 
 
 def compute_implicit_rewards(scores: BatchScores) -> np.ndarray:
@@ -93,7 +94,7 @@ def find_labels(scores: BatchScores) -> np.ndarray:
 
 
 def find_pairs(group_Q: np.ndarray, labels_Q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences [P] that are chosen and those that are rejected, of the groups that have one of each."""
+    """Indices [P] of the chosen and the rejected sequences, of the groups that have one of each."""
     chosen = {group: sequence for sequence, group in enumerate(group_Q.tolist()) if labels_Q[sequence] > 0}
     rejected = {group: sequence for sequence, group in enumerate(group_Q.tolist()) if labels_Q[sequence] < 0}
     groups = [group for group in chosen if group in rejected]
@@ -111,7 +112,7 @@ def sigmoid(values: np.ndarray) -> np.ndarray:
 def _build_terms(
     scores: BatchScores, slopes_Q: np.ndarray, losses_Q: np.ndarray, metrics: dict[str, float]
 ) -> TokenTerms:
-    """Each token has its sequence's slope as advantage, and an even share of its sequence's loss."""
+    """The slope of the sequence as the advantage of each token, and an equal share of the loss of the sequence."""
     length_Q = np.bincount(scores.sequence_E, minlength=scores.num_sequences)
     return TokenTerms(
         advantages_E=slopes_Q[scores.sequence_E],

@@ -1,4 +1,4 @@
-"""Losses of the form -A w log p, the policy gradient with one weight or another.
+"""Losses of the form -A w log p: the policy gradient with different weights w.
 
 Axes: N sampled tokens. r is the ratio of policy and old policy, d = log r, A the advantage, sg the identity without
 gradient.
@@ -20,7 +20,7 @@ from tunesmith.errors import ConfigError
 def compute_reinforce_losses(scores: TokenScores, *, ratio_cap: PositiveFloat | None = 2.0) -> TokenLosses:
     """-A sg(min(r, ratio_cap)) log p: the policy gradient (Williams, 1992), its importance weights truncated.
 
-    On data of the policy itself r is 1. None takes no weights.
+    On-policy, r is 1. `ratio_cap=None` uses no importance weights.
     """
     losses_N = -scores.advantages_N * scores.logprobs_N
     if ratio_cap is not None:
@@ -30,15 +30,15 @@ def compute_reinforce_losses(scores: TokenScores, *, ratio_cap: PositiveFloat | 
 
 
 def compute_importance_sampling_losses(scores: TokenScores) -> TokenLosses:
-    """-A r: the surrogate of the policy gradient on data of another policy, without any bound but on d."""
+    """-A r: the off-policy surrogate of the policy gradient, unbounded except for the clamp of d."""
     return TokenLosses(losses_N=-scores.advantages_N * clamp_log_ratio(scores.logprobs_N - scores.old_logprobs_N).exp())
 
 
 def compute_opmd_losses(scores: TokenScores, *, tau: NonNegativeFloat = 1.0) -> TokenLosses:
-    """-A log p / (1 + tau): online policy mirror descent with its regulariser folded into the step.
+    """-A log p / (1 + tau): online policy mirror descent, with its regulariser as a factor of the step.
 
     Yao et al. (2025), "Group-relative REINFORCE is secretly an off-policy algorithm", section 4.1: no importance
-    weights, whoever sampled. A larger tau holds the policy closer to the data's.
+    weights for any sampling policy. A larger tau keeps the policy closer to the sampling policy.
     """
     return TokenLosses(losses_N=-scores.advantages_N * scores.logprobs_N / (1 + tau))
 
@@ -58,10 +58,10 @@ def compute_rec_losses(
 ) -> TokenLosses:
     """-A w log p where the ratio is within bounds: REINFORCE with clipping (Yao et al., 2025, section 4, REC and RED).
 
-    `clip_mode` says which tokens train: `one-side`, A >= 0 and r <= 1 + high or A <= 0 and r >= 1 - low; `two-side`,
+    `clip_mode` selects the trained tokens: `one-side`, A >= 0 and r <= 1 + high or A <= 0 and r >= 1 - low; `two-side`,
     1 - low <= r <= 1 + high; `ring`, two-side or A >= 0 and r <= 1 - low' or A <= 0 and r >= 1 + high';
     `gspo-one-side`, one-side by the sequence's ratio. `weight` w is 1, sg(r), the sequence's ratio, or exp(A / temp)
-    (RED-Weight). The regulariser adds coef d^2 or -coef log p. Metric: `clip_frac`, the share that does not train.
+    (RED-Weight). The regulariser adds coef d^2 or -coef log p. Metric: `clip_frac`, the share of masked tokens.
     """
     if clip_mode == "none" and (epsilon_low, epsilon_high) != (0.2, 0.2):
         raise ConfigError("epsilon_low and epsilon_high have no effect with clip_mode='none'")

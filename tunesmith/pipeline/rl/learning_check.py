@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from tunesmith.algorithms.algorithm import Algorithm
-from tunesmith.algorithms.table import ALGORITHMS, COMPARISONS
+from tunesmith.algorithms.table import ALGORITHMS, GROUP_RELATIVE_ADVANTAGES
 from tunesmith.chat.messages import Message
 from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.config import RunConfig
@@ -24,7 +24,7 @@ SHOWN_STREAKS = frozenset(10**power for power in range(1, 7))
 
 def check_sampling_differs(config: RunConfig, algorithm: Algorithm) -> None:
     """Refuse to compare rollouts that are all sampled alike."""
-    is_comparison = ALGORITHMS[algorithm.name].compute_advantages in COMPARISONS
+    is_comparison = ALGORITHMS[algorithm.name].compute_advantages in GROUP_RELATIVE_ADVANTAGES
     if not is_comparison or "experts" in algorithm.needs:
         return
     for knob, value, is_greedy in (

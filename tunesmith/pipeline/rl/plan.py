@@ -16,7 +16,7 @@ from tunesmith.monitor.trackers import check_trackers
 from tunesmith.pipeline.rl.learning_check import check_sampling_differs
 from tunesmith.pipeline.rl.load_experts import build_experts
 from tunesmith.pipeline.rl.load_tasks import OwnParts, build_feed
-from tunesmith.pipeline.session.extra_models import check_companions
+from tunesmith.pipeline.session.extra_models import check_extra_models
 from tunesmith.pipeline.session.load_function import load_part
 from tunesmith.pipeline.session.policy import check_auxiliary, check_trained
 from tunesmith.tasks.load import load_tasks
@@ -59,7 +59,7 @@ def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
         for name, dataset in config.eval_datasets.items()
     }
     check_trained(config.model, config.trainer)
-    check_companions(algorithm, config.algorithm, config.model)
+    check_extra_models(algorithm, config.algorithm, config.model)
     check_trackers(config.monitor.trackers)
     for name, section in config.auxiliary_models.items():
         check_auxiliary(name, section)

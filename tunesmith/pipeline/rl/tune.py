@@ -26,7 +26,7 @@ from tunesmith.pipeline.rl.learning_check import LearningLog, check_room
 from tunesmith.pipeline.rl.load_tasks import OwnParts
 from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition
 from tunesmith.pipeline.session.actors import load_actors
-from tunesmith.pipeline.session.extra_models import load_companions
+from tunesmith.pipeline.session.extra_models import load_extra_models
 from tunesmith.pipeline.session.policy import BuildModel, Policy, build_sampling
 from tunesmith.pipeline.session.run_folder import RunFolder, open_run_folder
 from tunesmith.rollout.actors import Actors, RolloutProgress
@@ -94,7 +94,7 @@ def run_tuning(
 
 def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -> StepParts:
     """What every step of the run works with: the trainer of the policy's own weights, the actors, the data."""
-    extra = load_companions(plan.algorithm, config.algorithm, config.model, policy=policy.model)
+    extra = load_extra_models(plan.algorithm, config.algorithm, config.model, policy=policy.model)
     trainer = Trainer(
         policy.model,
         config.trainer,

@@ -1,7 +1,7 @@
-"""The models beside the policy that an algorithm needs: checked before any weights are read, then loaded.
+"""Extra models of an algorithm (reference, teacher, critic): checked before any weights are read, then loaded.
 
-The reference is a frozen copy of the starting model, the teacher a frozen model of its own; the critic learns. All are
-on the policy's device and in its type.
+The reference is a frozen copy of the starting model, the teacher another frozen model; the critic is trained. All are
+on the policy's device, in its dtype.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tunesmith.model.value_model import ValueModel, load_value_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompanionModels:
-    """What the trainer is given besides the policy; None where the algorithm needs none."""
+class ExtraModels:
+    """Models of the trainer besides the policy; None if the algorithm does not need the model."""
 
     reference: PreTrainedModel | None = None
     teacher: PreTrainedModel | None = None
     critic: ValueModel | None = None
 
 
-def check_companions(algorithm: Algorithm, section: AlgorithmSection, model: ModelSection) -> None:
-    """Raise where the section lacks what the algorithm needs, gives what it does not, or names an unfit model."""
+def check_extra_models(algorithm: Algorithm, section: AlgorithmSection, model: ModelSection) -> None:
+    """Raise ConfigError for an extra model that is missing, has no effect or does not fit the policy."""
     for key, need, given in (("teacher", "teacher", section.teacher), ("expert", "experts", section.expert)):
         if need in algorithm.needs and given is None:
             raise ConfigError(f"algorithm_type={algorithm.name!r} needs algorithm.{key}.path")
@@ -52,7 +52,7 @@ def check_companions(algorithm: Algorithm, section: AlgorithmSection, model: Mod
 
 
 def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
-    """Refuse a model that would read the policy's token ids as other tokens, or that is too short."""
+    """Refuse a model with another vocabulary than the policy's, or with a shorter context."""
     own = load_section_tokenizer(model).get_vocab()
     try:
         config = check_model(path, max_model_len=model.max_model_len, trust_remote_code=model.trust_remote_code)
@@ -74,14 +74,14 @@ def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
 
 
 def load_other_tokenizer(path: str, model: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer beside another model; its chat template is of no account."""
+    """The tokenizer of another model; its chat template is not used."""
     return load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
 
 
-def load_companions(
+def load_extra_models(
     algorithm: Algorithm, section: AlgorithmSection, model: ModelSection, *, policy: PreTrainedModel
-) -> CompanionModels:
-    """Load what the algorithm needs."""
+) -> ExtraModels:
+    """Load the extra models that the algorithm needs."""
     has_fp32_residual = model.residual_dtype == "float32"
     teacher = critic = None
     if section.teacher is not None:
@@ -103,11 +103,11 @@ def load_companions(
             has_fp32_residual=has_fp32_residual,
         )
     reference = load_reference(model, policy=policy) if "reference" in algorithm.needs else None
-    return CompanionModels(reference=reference, teacher=teacher, critic=critic)
+    return ExtraModels(reference=reference, teacher=teacher, critic=critic)
 
 
 def load_reference(model: ModelSection, *, policy: PreTrainedModel) -> PreTrainedModel:
-    """The starting model again, frozen; where an adapter is trained, the policy, of which the base is scored."""
+    """A frozen copy of the starting model; with an adapter the policy itself, scored with the adapter disabled."""
     if model.lora is not None:
         return policy
     return load_model(

@@ -1,1 +1,1 @@
-"""Attention over packed rows of token trees, forward and backward."""
+"""Tree attention: each token of a packed row attends to itself and its ancestors in the trie."""

@@ -1,10 +1,10 @@
-"""Tree attention on a CPU: the row is cut into segments, and each sees the whole path above it.
+"""Tree attention on a CPU: the row is split into segments, each of which attends to its path from the root.
 
-A segment is a run of nodes without a branch. Its queries are scored against all keys of its path, of which only later
-ones of its own are hidden; a long run that hangs from others is cut, so that these stay few. What is computed is close
-to what is needed. A run from a root is one causal call.
+A segment is a chain of nodes without a branch. Its queries attend to all keys of the path with a causal mask within the
+segment. A long chain below another segment is split, so that few of the computed scores are masked. A chain that starts
+at a root is one causal call.
 
-Axes: N tokens of a segment, P tokens of its path.
+Axes: N tokens of a segment, P tokens of its path (the segment included), H query heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch.nn.functional import scaled_dot_product_attention
 from tunesmith.experience.trie import Trie
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 
-MAX_HANGING_TOKENS = 128
-"""Longest segment that hangs from another."""
+MAX_CHILD_SEGMENT_TOKENS = 128
+"""Longest segment that has a parent segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A run of nodes, and the segment it hangs from (None: it begins with a root)."""
+    """A chain of nodes, and the index of its parent segment (None: it starts at a root)."""
 
     start: int
     end: int
     parent: int | None
 
 
-def cut_segments(trie: Trie) -> list[Segment]:
-    """Segments in depth-first order; they tile the row."""
+def split_segments(trie: Trie) -> list[Segment]:
+    """Segments in depth-first order; they partition the row."""
     is_single_child_T = (np.diff(trie.depth_T) == 1) & (np.diff(trie.subtree_end_T) == 0)
     starts = [0, *(np.flatnonzero(~is_single_child_T) + 1).tolist()]
     segments: list[Segment] = []
@@ -42,7 +42,7 @@ def cut_segments(trie: Trie) -> list[Segment]:
         depth = trie.depth_T[run_start]
         while path and trie.depth_T[segments[path[-1]].start] >= depth:
             path.pop()
-        length = MAX_HANGING_TOKENS if path else run_end - run_start
+        length = MAX_CHILD_SEGMENT_TOKENS if path else run_end - run_start
         for start in range(run_start, run_end, length):
             parent = path[-1] if path else None
             path.append(len(segments))
@@ -51,10 +51,10 @@ def cut_segments(trie: Trie) -> list[Segment]:
 
 
 class SegmentAttention:
-    """Attention over the segments of one row; keeps their masks for the next layer."""
+    """Attention over the segments of one row; masks are cached across layers."""
 
     def __init__(self, trie: Trie) -> None:
-        self.segments = cut_segments(trie)
+        self.segments = split_segments(trie)
         self._masks: dict[tuple[int, int, int | None, torch.dtype], Tensor] = {}
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
@@ -65,8 +65,8 @@ class SegmentAttention:
         outputs = []
         for segment, (query_N, key_P, value_P) in zip(self.segments, pieces, strict=True):
             if segment.parent is not None:
-                above_key, above_value = paths[segment.parent]
-                key_P, value_P = torch.cat([above_key, key_P], 2), torch.cat([above_value, value_P], 2)
+                path_key, path_value = paths[segment.parent]
+                key_P, value_P = torch.cat([path_key, key_P], 2), torch.cat([path_value, value_P], 2)
             paths.append((key_P, value_P))
             outputs.append(self._attend_segment(query_N, key_P, value_P, options))
         return torch.cat(outputs, 2)
@@ -93,14 +93,14 @@ class SegmentAttention:
         )
 
     def _build_mask(self, num_tokens: int, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Mask [N, P] of a segment whose last token sees the last key; additive unless boolean is asked for."""
-        name = (num_tokens, num_keys, window, dtype)
-        if name not in self._masks:
+        """Mask [N, P] of a segment whose last token attends to the last key; additive unless `dtype` is bool."""
+        cache_key = (num_tokens, num_keys, window, dtype)
+        if cache_key not in self._masks:
             distance_NP = torch.arange(num_keys - num_tokens, num_keys)[:, None] - torch.arange(num_keys)[None]
-            is_seen_NP = distance_NP >= 0
+            is_visible_NP = distance_NP >= 0
             if window is not None:
-                is_seen_NP &= distance_NP < window
+                is_visible_NP &= distance_NP < window
             if dtype != torch.bool:
-                is_seen_NP = torch.zeros_like(is_seen_NP, dtype=dtype).masked_fill_(~is_seen_NP, -torch.inf)
-            self._masks[name] = is_seen_NP
-        return self._masks[name]
+                is_visible_NP = torch.zeros_like(is_visible_NP, dtype=dtype).masked_fill_(~is_visible_NP, -torch.inf)
+            self._masks[cache_key] = is_visible_NP
+        return self._masks[cache_key]

@@ -1,8 +1,8 @@
-"""How the tokens of a packed row attend: each to itself and its ancestors in the row's trie.
+"""The attention plan of a packed row: each token attends to itself and its ancestors in the row's trie.
 
-Node q sees node k exactly when k <= q < subtree_end[k]; a sliding window counts in depth. A CPU goes segment by segment
-(`segments.py`). On a GPU one kernel reads the same rule, over tiles that are listed when the row is built (`tiles.py`);
-long paths without branches go to cuDNN one by one, and float64 through a dense mask.
+Node q attends to node k if and only if k <= q < subtree_end[k]; a sliding window counts in depth. On a CPU attention
+runs per segment (`cpu.py`). On a GPU one kernel evaluates the same rule, over tiles that are scheduled when the row is
+built (`tile_schedule.py`); long paths without branches go to cuDNN one by one, and float64 uses a dense mask.
 
 Axes: T tokens of the row.
 """
@@ -34,18 +34,18 @@ from tunesmith.trainer.tree_attention.tile_schedule import (
 )
 
 MIN_PATH_TOKENS = 4096
-"""Paths at least so long on average are faster one by one."""
+"""Mean path length from which one cuDNN call per path is faster than the tree kernel."""
 MAX_PATH_HEAD = 128
-"""Largest head size of the kernels for single paths."""
+"""Largest head size for which paths go to cuDNN."""
 
 
 class TreePlan:
-    """The `AttentionPlan` of one row. On a GPU the row may be longer than the trie: filled up to `tiles.PADDING`."""
+    """The `AttentionPlan` of one row. On a GPU the row may be padded beyond the trie, to a multiple of `PADDING`."""
 
     def __init__(
         self, trie: Trie, device: torch.device, *, tile: Tile = NARROW, windows: Sequence[int | None] = ()
     ) -> None:
-        """`tile` and `windows` are the model's (`describe_attention`); other tables are made when needed."""
+        """`tile` and `windows` are those of the model (`describe_attention`); other tables are built on demand."""
         self._trie = trie
         self._device = device
         self._max_depth = int(trie.depth_T.max(initial=0))
@@ -66,7 +66,7 @@ class TreePlan:
         """See `AttentionPlan.attend`."""
         if self._segments is not None:
             num_tokens, num_nodes = query.shape[2], self._trie.num_tokens
-            assert num_tokens == num_nodes, f"this plan is for {num_nodes} tokens, not {num_tokens}"
+            assert num_tokens == num_nodes, f"the plan has {num_nodes} tokens, the query {num_tokens}"
             if options.sliding_window is not None and options.sliding_window > self._max_depth:
                 options = replace(options, sliding_window=None)
             return self._segments.attend(query, key, value, options).transpose(1, 2)
@@ -83,9 +83,9 @@ class TreePlan:
 
     def _attend_tiles(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         from tunesmith.trainer.tree_attention.kernels.path_attention import (
-            path_attention,  # there on CUDA machines only
+            path_attention,  # needs Triton, which is on CUDA machines only
         )
-        from tunesmith.trainer.tree_attention.kernels.tree_attention import tree_attention  # needs Triton, the same
+        from tunesmith.trainer.tree_attention.kernels.tree_attention import tree_attention
 
         scaling = options.get_scaling(query.shape[-1])
         window, softcap = options.sliding_window, options.softcap
@@ -93,23 +93,23 @@ class TreePlan:
         if self._path_starts is not None and is_plain and query.shape[-1] <= MAX_PATH_HEAD:
             return path_attention(query, key, value, self._path_starts, scaling)[0]
         tile = choose_tile(query.shape[-1], is_wide=query.dtype == torch.float32)
-        name = (window, tile.steps)
-        if name not in self._tables:
-            self._tables[name] = self._build_table(window, tile)
-        table = self._tables[name]
+        table_key = (window, tile.steps)
+        if table_key not in self._tables:
+            self._tables[table_key] = self._build_table(window, tile)
+        table = self._tables[table_key]
         return tree_attention(query, key, value, table, tile.steps, window or 0, scaling, softcap or 0.0)[0]
 
     def reserve_tables(self) -> None:
-        """Give each table the memory of the largest that a row of this length can have."""
+        """Reallocate each table at the maximum size for a row of this length."""
         for (window, steps), table in self._tables.items():
-            room = table.new_zeros(compute_table_size(self._trie.num_tokens, TILES[steps]))
-            room[: len(table)] = table
-            self._tables[window, steps] = room
+            reserved = table.new_zeros(compute_table_size(self._trie.num_tokens, TILES[steps]))
+            reserved[: len(table)] = table
+            self._tables[window, steps] = reserved
 
     def copy_tables(self, other: TreePlan) -> None:
-        """Take over the tables of a row of the same length, in the memory of this one's."""
-        for name, table in other._tables.items():
-            self._tables[name][: len(table)].copy_(table)
+        """Copy the tables of a plan of the same length into the memory of this plan's tables."""
+        for table_key, table in other._tables.items():
+            self._tables[table_key][: len(table)].copy_(table)
 
     def _build_table(self, window: int | None, tile: Tile) -> Tensor:
         table = torch.from_numpy(build_table(pad_trie(self._trie), window, tile))
@@ -117,7 +117,7 @@ class TreePlan:
 
 
 def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
-    """The tile and the windows of the model's layers, as `TreePlan` takes them."""
+    """Tile and windows of the model's layers, as keyword arguments of `TreePlan`."""
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
@@ -126,7 +126,7 @@ def describe_attention(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def find_long_paths(trie: Trie) -> Tensor | None:
-    """Where the paths begin, if the trie has no branch and its paths are long enough to go one by one."""
+    """Start of each path if the trie has no branch and its paths are long enough for one cuDNN call each, else None."""
     starts = np.flatnonzero(trie.depth_T == 0)
     has_branch = ((np.diff(trie.depth_T) != 1) | (np.diff(trie.subtree_end_T) != 0))[trie.depth_T[1:] > 0].any()
     if has_branch or trie.num_tokens < MIN_PATH_TOKENS * len(starts):
@@ -135,8 +135,8 @@ def find_long_paths(trie: Trie) -> Tensor | None:
 
 
 def build_mask(trie: Trie, window: int | None) -> Tensor:
-    """Which node [T, T] sees which: row q, column k."""
+    """Dense mask [T, T]: True where query q (row) attends to key k (column)."""
     node_T = torch.arange(trie.num_tokens)
     depth_T, subtree_end_T = torch.from_numpy(trie.depth_T), torch.from_numpy(trie.subtree_end_T)
-    is_seen = (node_T[None] <= node_T[:, None]) & (node_T[:, None] < subtree_end_T[None])
-    return is_seen if window is None else is_seen & (depth_T[:, None] - depth_T[None] < window)
+    is_visible = (node_T[None] <= node_T[:, None]) & (node_T[:, None] < subtree_end_T[None])
+    return is_visible if window is None else is_visible & (depth_T[:, None] - depth_T[None] < window)

@@ -1,1 +1,1 @@
-"""Triton kernels of the trainer; imported where there is a CUDA device only."""
+"""Triton kernels of tree attention; imported only on machines with a CUDA device."""

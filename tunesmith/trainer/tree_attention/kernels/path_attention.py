@@ -1,4 +1,4 @@
-"""Causal attention of each path of a row by itself, through cuDNN: the fastest on long paths, a launch for each.
+"""Causal attention of each path of a row with one cuDNN call per path, the fastest choice for long paths.
 
 Axes: T tokens of the row, H query heads, K key-value heads, D head size, L tokens of a path.
 """
@@ -21,17 +21,18 @@ aten = torch.ops.aten
 def path_attention(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Take query [1, H, T, D], key and value [1, K, T, D]; return the output [1, T, H, D] and log-sums [H * T].
 
-    `starts` (on the CPU) says where paths begin; the last ends with the row. Log-sums lie path by path.
+    `starts` (on the CPU) holds the start of each path; the last path ends with the row. Log-sums are stored path by
+    path.
     """
     num_heads, num_tokens, size = query.shape[1:]
     output = query.new_empty((1, num_tokens, num_heads, size))
     log_sums = torch.empty(num_heads * num_tokens, dtype=torch.float32, device=query.device)
     for tokens, sums in _iter_paths(starts, num_tokens, num_heads):
         path = [x[:, :, tokens] for x in (query, key, value)]
-        mixed, path_sums, *_ = aten._scaled_dot_product_cudnn_attention(
+        path_output, path_sums, *_ = aten._scaled_dot_product_cudnn_attention(
             *path, None, True, 0.0, True, False, scale=scaling
         )
-        output[:, tokens] = mixed.transpose(1, 2)
+        output[:, tokens] = path_output.transpose(1, 2)
         log_sums[sums] = path_sums.reshape(-1)
     return output, log_sums
 
@@ -54,7 +55,7 @@ def path_attention_backward(
     starts: Tensor,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from that of the output [1, T, H, D]; their memory is token by token."""
+    """Gradients of query, key and value from that of the output [1, T, H, D]; stored token-major, see `make_grad`."""
     grads = make_grad(query), make_grad(key), make_grad(value)
     unused = torch.zeros((), dtype=torch.int64, device=query.device)
     for tokens, sums in _iter_paths(starts, query.shape[2], query.shape[1]):
@@ -76,9 +77,9 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: object)
 
 
 def _iter_paths(starts: Tensor, num_tokens: int, num_heads: int) -> Iterator[tuple[slice, slice]]:
-    """Where each path is among the tokens, and among the log-sums."""
-    places = [*starts.tolist(), num_tokens]
-    for start, end in pairwise(places):
+    """The slices of each path in the tokens and in the log-sums."""
+    bounds = [*starts.tolist(), num_tokens]
+    for start, end in pairwise(bounds):
         yield slice(start, end), slice(num_heads * start, num_heads * end)
 
 

@@ -1,4 +1,4 @@
-"""Attention over a forest of token paths, forward and backward, as operators that torch.compile takes as they are.
+"""Tree attention forward and backward as custom operators, which torch.compile does not trace into.
 
 Axes: T tokens of the row (a multiple of the tile), H query heads, K key-value heads, D head size.
 """
@@ -12,13 +12,18 @@ import torch
 import triton
 from torch import Tensor
 
-from tunesmith.trainer.tree_attention.kernels.tree_kernels import add_shares, attend, grade_keys, grade_queries
-from tunesmith.trainer.tree_attention.tile_schedule import TILES, Tile, count_places
+from tunesmith.trainer.tree_attention.kernels.tree_kernels import (
+    attention_forward,
+    backward_key_value,
+    backward_query,
+    reduce_key_value_grads,
+)
+from tunesmith.trainer.tree_attention.tile_schedule import TILES, Tile, count_partial_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Launch:
-    """Sizes and settings that all kernels of one call share."""
+    """Sizes and settings shared by all kernels of one call."""
 
     num_tokens: int
     num_heads: int
@@ -39,7 +44,7 @@ class _Launch:
         }
 
 
-def _measure(query: Tensor, key: Tensor, steps: int) -> _Launch:
+def _build_launch(query: Tensor, key: Tensor, steps: int) -> _Launch:
     num_heads, num_tokens, size = query.shape[1:]
     return _Launch(
         num_tokens=num_tokens,
@@ -57,14 +62,14 @@ def tree_attention(
 ) -> tuple[Tensor, Tensor]:
     """Take query [1, H, T, D], key and value [1, K, T, D]; return the output [1, T, H, D] and its log-sums [H, T].
 
-    `table` is `tiles.build_table` for the tile of so many `steps`; `window` and `softcap` 0 mean none.
+    `table` is `tile_schedule.build_table` for the tile `TILES[steps]`; `window` and `softcap` 0 mean none.
     """
     query, key, value = (_align(x) for x in (query, key, value))
-    launch = _measure(query, key, steps)
+    launch = _build_launch(query, key, steps)
     tile, num_tokens, num_heads = launch.tile, launch.num_tokens, launch.num_heads
     output = query.new_empty((1, num_tokens, num_heads, launch.size))
     log_sums = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=query.device)
-    attend[(num_tokens // tile.rows, num_heads)](
+    attention_forward[(num_tokens // tile.rows, num_heads)](
         query, key, value, output, log_sums, table, scaling, softcap, window, num_tokens,
         query.stride(2), query.stride(1), key.stride(2), key.stride(1), value.stride(2), value.stride(1),
         HEADS=num_heads, TILE_M=tile.rows, TILE_N=tile.steps, num_stages=tile.num_stages,
@@ -85,9 +90,9 @@ def tree_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor, table: Tensor,
     steps: int, window: int, scaling: float, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value from that of the output [1, T, H, D]; their memory is token by token."""
+    """Gradients of query, key and value from that of the output [1, T, H, D]; stored token-major, see `make_grad`."""
     grad, query, key, value = (_align(x) for x in (grad, query, key, value))
-    launch = _measure(query, key, steps)
+    launch = _build_launch(query, key, steps)
     tile, num_tokens, num_heads, num_kv_heads = launch.tile, launch.num_tokens, launch.num_heads, launch.num_kv_heads
     options = launch.get_options(scaling, softcap, window)
     deltas = torch.empty_like(log_sums)
@@ -97,18 +102,18 @@ def tree_attention_backward(
         scaling, softcap, window, num_tokens, query.stride(2), query.stride(1), key.stride(2), key.stride(1),
         value.stride(2), value.stride(1), grad.stride(1), grad.stride(2),
     )  # fmt: skip
-    grade_queries[(num_rows, num_heads)](
+    backward_query[(num_rows, num_heads)](
         query, key, value, output, grad, log_sums, deltas, grad_query, table, *shared,
         HEADS=num_heads, TILE_M=tile.rows, TILE_N=tile.steps, num_stages=tile.num_backward_stages, **options,
     )  # fmt: skip
-    num_places, size = count_places(num_rows), launch.size
-    sums = torch.empty((num_places, num_kv_heads, 2, tile.rows, size), dtype=torch.float32, device=query.device)
-    grade_keys[(num_rows + num_places, num_kv_heads)](
+    num_sums, size = count_partial_sums(num_rows), launch.size
+    sums = torch.empty((num_sums, num_kv_heads, 2, tile.rows, size), dtype=torch.float32, device=query.device)
+    backward_key_value[(num_rows + num_sums, num_kv_heads)](
         query, key, value, grad, log_sums, deltas, grad_key, grad_value, sums, table, *shared,
         KV_HEADS=num_kv_heads, TILE_M=tile.steps, TILE_N=tile.rows, num_stages=tile.num_backward_stages, **options,
     )  # fmt: skip
-    add_shares[(num_places, num_kv_heads)](
-        sums, grad_key, grad_value, table, scaling, num_tokens, num_places,
+    reduce_key_value_grads[(num_sums, num_kv_heads)](
+        sums, grad_key, grad_value, table, scaling, num_tokens, num_sums,
         KV_HEADS=num_kv_heads, SIZE=size, SIZE_PAD=options["SIZE_PAD"], TILE_N=tile.rows,
     )  # fmt: skip
     return grad_query, grad_key, grad_value
@@ -120,12 +125,12 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: object)
 
 
 def _align(x: Tensor) -> Tensor:
-    """Kernels read heads whose last axis is contiguous."""
+    """The kernels need a contiguous last axis."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def make_grad(x: Tensor) -> Tensor:
-    """Shape [1, heads, T, D] over memory [T, heads, D]."""
+    """Empty tensor of shape [1, heads, T, D] with memory layout [T, heads, D]."""
     num_heads, num_tokens, size = x.shape[1:]
     return x.new_empty((1, num_tokens, num_heads, size)).transpose(1, 2)
 
