@@ -33,7 +33,7 @@ def build_trainable(
 
 
 def build_deep(name: str = "llama", *, has_fp32_residual: bool = False, seed: int = 0) -> PreTrainedModel:
-    """A bfloat16 model of 16 layers with small updates of the residual stream; equal weights for both residual types."""
+    """A bfloat16 model of 16 layers with small residual updates; equal weights for both residual types."""
     config = copy.deepcopy(CONFIGS[name])
     config.num_hidden_layers, config.hidden_size, config.initializer_range = 16, 64, 0.03
     if hasattr(config, "head_dim"):
