@@ -43,7 +43,7 @@ def build_samples(
 
 
 def add_experts(samples: Sequence[Sample], experts: Sequence[Sample]) -> list[Sample]:
-    """The samples of a step, then the demonstrations with group and trajectory indices shifted past those of the step."""
+    """The samples of a step, then the demonstrations with group and trajectory indices continuing those of the step."""
     first_group = 1 + max((sample.group_index for sample in samples), default=-1)
     first_trajectory = 1 + max((sample.trajectory_index for sample in samples), default=-1)
     return [

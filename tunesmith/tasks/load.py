@@ -1,7 +1,7 @@
-"""Tasks from a folder, a file, a folder of `save_to_disk` or a hub id, read by Hugging Face `datasets`.
+"""Load tasks from a folder, a file, a folder of `save_to_disk` or a hub id with Hugging Face `datasets`.
 
-Everything that can be wrong with a data set is one `DataError` sentence, raised before a model loads. Rows stay plain
-dicts; the order of the file is the order of the tasks.
+Every problem with a data set is a `DataError` of one sentence, raised before a model loads. Rows stay plain dicts; the
+order of the file is the order of the tasks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tunesmith.types import Task
 
 FORMATS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 SINGLE_SPLIT = "train"
-"""The name under which `datasets` reads a set that is not split."""
+"""The split name that `datasets` gives to a data set without splits."""
 SAVED_SET, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""What `save_to_disk` writes into the folder of a `Dataset`, and into that of a `DatasetDict`."""
+"""Marker files that `save_to_disk` writes into the folder of a `Dataset` and of a `DatasetDict`."""
 
 
 def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
-    """Read all rows as tasks `<name>/<row index>` and check that they have what the section requires."""
+    """Read all rows as tasks `<name>/<row index>` and check that they have the required fields."""
     rows = load_rows(dataset.path, name=dataset.name, split=dataset.split)
     if not rows:
         raise DataError(f"the data set {dataset.path!r} (split {dataset.split!r}) has no rows")
@@ -37,7 +37,7 @@ def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
 
 
 def load_rows(path: str, *, name: str | None, split: str | None) -> list[dict[str, Any]]:
-    """Read a split whole."""
+    """Read all rows of a split."""
     return _read(path, name=name, split=split, num_rows=None)
 
 
@@ -47,24 +47,25 @@ def load_preview(path: str, *, name: str | None, split: str | None, num_rows: in
 
 
 def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[str], *, path: str) -> None:
-    """Refuse rows that lack a field; `datasets` fills gaps with None, so None counts as lacking."""
+    """Refuse rows that lack a field; `datasets` fills missing fields with None, so None counts as missing."""
     for index, row in enumerate(rows):
         for field in fields:
             if row.get(field) is None:
                 raise DataError(
-                    f"row {index} of {path!r} {describe_gap(row, field)}. Mend the data or change required_fields"
+                    f"row {index} of {path!r} {describe_missing_field(row, field)}. Fix the data or change "
+                    "required_fields"
                 )
 
 
-def describe_gap(row: Mapping[str, Any], field: str) -> str:
-    """What a row has in place of a field; `datasets` fills fields that only other rows have with None."""
+def describe_missing_field(row: Mapping[str, Any], field: str) -> str:
+    """Why a field is missing: absent, or None because `datasets` fills in fields that only other rows have."""
     if field in row:
-        return f"has no {field!r}: its value is empty (null, or left out of this row)"
+        return f"has no {field!r}: its value is empty (null, or not in this row)"
     return f"has no {field!r}; its fields are {', '.join(sorted(row))}"
 
 
 def _read(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
-    """The first rows of a split, read one after another, or all of it."""
+    """The first `num_rows` rows of a split, streamed, or all rows if it is None."""
     check_data_path(path)
     place = Path(path).expanduser()
     if is_saved(place):
@@ -92,12 +93,12 @@ def is_saved(place: Path) -> bool:
 
 
 def _read_saved(place: Path, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
-    """Rows of a folder that `save_to_disk` wrote: a `DatasetDict` has splits, a `Dataset` is one whatever it is called.
+    """Rows of a folder written by `save_to_disk`: a `DatasetDict` has splits, a `Dataset` is a single split.
 
-    The rows are memory-mapped, so a preview reads no more than it shows.
+    The rows are memory-mapped, so a preview reads only what it shows.
     """
     if name is not None:
-        raise DataError(f"name {name!r} has no effect: the folder {str(place)!r} is one set; leave name out")
+        raise DataError(f"name {name!r} has no effect: the folder {str(place)!r} has no configurations; remove name")
     try:
         loaded = load_from_disk(str(place))
         if isinstance(loaded, Dataset):
@@ -112,7 +113,7 @@ def _read_saved(place: Path, *, name: str | None, split: str | None, num_rows: i
 
 
 def _check_saved_split(saved: Dataset, split: str | None, place: Path) -> Dataset:
-    """The saved set, unless the split that is asked for is another one."""
+    """The saved data set; DataError if `split` is neither `train`, the folder's name nor the saved split's name."""
     known = {None, SINGLE_SPLIT, place.name, None if saved.split is None else str(saved.split)}
     if split not in known:
         raise DataError(
@@ -123,7 +124,7 @@ def _check_saved_split(saved: Dataset, split: str | None, place: Path) -> Datase
 
 
 def _describe_file(place: Path, *, name: str | None, split: str | None) -> dict[str, Any]:
-    """Arguments of `load_dataset` for one file, which is one split whatever it is called."""
+    """Arguments of `load_dataset` for one file, which is a single split."""
     if place.suffix not in FORMATS:
         raise DataError(f"{str(place)!r} is not a data set file; allowed endings: {', '.join(FORMATS)}")
     if place.stat().st_size == 0:
@@ -133,7 +134,7 @@ def _describe_file(place: Path, *, name: str | None, split: str | None) -> dict[
             f"split {split!r}: the file {str(place)!r} is one split; set split to {SINGLE_SPLIT!r}, or give its folder"
         )
     if name is not None:
-        raise DataError(f"name {name!r} has no effect: the file {str(place)!r} is one set; leave name out")
+        raise DataError(f"name {name!r} has no effect: the file {str(place)!r} has no configurations; remove name")
     return {"path": FORMATS[place.suffix], "data_files": {SINGLE_SPLIT: str(place)}}
 
 
@@ -150,7 +151,7 @@ def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, 
 def _explain(path: str, split: str | None, error: Exception) -> DataError:
     if not Path(path).expanduser().exists():
         return MissingDataError(
-            f"the data set {path!r} is no folder or file here, and {describe_miss()}; "
+            f"the data set {path!r} is not a local folder or file, and {describe_miss()}; "
             "or give a folder or a file as its path"
         )
     reason = " ".join(str(error.__cause__ or error).split())

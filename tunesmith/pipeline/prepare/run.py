@@ -180,7 +180,7 @@ def load_source(
         check_required_fields(rows, (settings.question_field, settings.answer_field), path=section.path)
     except DataError as error:
         hint = "set question_field and answer_field to the fields that hold the question and the worked solution"
-        raise DataError(f"{knob}: {str(error).partition('. Mend')[0]}. Mend the data, or {hint}") from error
+        raise DataError(f"{knob}: {str(error).partition('. Fix')[0]}. Fix the data, or {hint}") from error
     return rows
 
 
