@@ -1,4 +1,4 @@
-"""Form, reasoning and length: honest answers get them, motions do not."""
+"""Format, reasoning and conciseness: honest answers score, empty imitations do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tunesmith.judges.transcript import Reply, read_transcript
 THOUGHT = "<think>She sold 48/2 = 24 in May.\nIn all that is 48+24 = 72.</think>"
 
 
-def test_a_good_conversation_gets_everything():
+def test_a_good_conversation_gets_full_scores():
     for score in (score_format, score_reasoning, score_conciseness):
         assert score(TASK, GOOD) == 1.0
         assert score(TASK, read_transcript(f"{THOUGHT}\n\n#### 72")) == 1.0
@@ -73,7 +73,7 @@ def test_a_run_that_ends_in_a_call_does_not_end_on_an_answer():
         ("", 0),
     ],
 )
-def test_steps_are_different_and_say_something(reasoning, num_steps):
+def test_steps_are_distinct_and_have_content(reasoning, num_steps):
     assert count_steps(reasoning, question=TASK["question"]) == num_steps
 
 
@@ -86,7 +86,7 @@ def test_steps_are_different_and_say_something(reasoning, num_steps):
         ("1*72+0", False),
     ],
 )  # fmt: skip
-def test_operations_that_change_nothing_are_none(expression, verdict):
+def test_neutral_operations_do_not_count(expression, verdict):
     assert is_operation(expression) is verdict
 
 
@@ -104,7 +104,7 @@ def test_operations_that_change_nothing_are_none(expression, verdict):
         ([call("48/2", "24"), call("48*2", "96")], "24 or 96", 1.0),
     ],
 )
-def test_calls_that_do_nothing_do_not_count(calls, later, share):
+def test_useless_calls_do_not_count(calls, later, share):
     transcript = replies(Reply(calls=tuple(calls)), Reply(content=later))
     assert compute_useful_share(transcript) == share
 
