@@ -52,7 +52,7 @@ def test_every_given_field_reaches_the_run_config():
             model_path="m", max_model_len=99, temperature=0.5, top_p=0.9, max_tokens=11, enable_thinking=False,
             reasoning_parser=None, tool_call_parser="none",
         ),
-        auxiliary_models={"helper": TunerModelConfig(model_path="h", max_model_len=50, temperature=0.1)},
+        auxiliary_models={"grader": TunerModelConfig(model_path="h", max_model_len=50, temperature=0.1)},
         algorithm=AlgorithmConfig(
             algorithm_type="grpo", learning_rate=1e-3, group_size=2, batch_size=4,
             save_interval_steps=5, eval_interval_steps=6,
@@ -66,7 +66,7 @@ def test_every_given_field_reaches_the_run_config():
     assert (config.model.path, config.model.max_model_len, config.model.temperature) == ("m", 99, 0.5)
     assert (config.model.top_p, config.model.max_tokens, config.model.enable_thinking) == (0.9, 11, False)
     assert (config.model.reasoning_parser, config.model.tool_call_parser) == ("none", "none")
-    assert config.auxiliary_models["helper"].temperature == 0.1
+    assert config.auxiliary_models["grader"].temperature == 0.1
     assert (config.algorithm.algorithm_type, config.algorithm.group_size) == ("grpo", 2)
     assert (config.trainer.learning_rate, config.evaluation.interval_steps) == (1e-3, 6)
     assert (config.project, config.name, config.monitor.trackers) == ("p", "x", ("tensorboard",))
@@ -157,8 +157,8 @@ def test_several_engines_are_noted(caplog):
     trained = translate(model=TunerModelConfig(model_path="m", max_model_len=9, inference_engine_num=4))
     assert trained["model"] == {"path": "m", "max_model_len": 9}
     assert "model.inference_engine_num=4 has no effect: one engine in this process serves all workflows" in caplog.text
-    helper = TunerModelConfig(model_path="h", max_model_len=9, inference_engine_num=2)
-    translate(auxiliary_models={"judge": helper})
+    auxiliary = TunerModelConfig(model_path="h", max_model_len=9, inference_engine_num=2)
+    translate(auxiliary_models={"judge": auxiliary})
     assert "auxiliary_models.judge.inference_engine_num=2 has no effect: an auxiliary model runs on one" in caplog.text
     caplog.clear()
     translate(model=TunerModelConfig(model_path="m", max_model_len=9, inference_engine_num=1))

@@ -230,8 +230,8 @@ MOVED = [
     ("explorer.rollout_model.enable_thinking", True, "model.enable_thinking", True),
     ("explorer.rollout_model.max_model_len", 77, "model.max_model_len", 77),
     (
-        "explorer.auxiliary_models", [{"name": "helper", "model_path": "h", "max_model_len": 64, "engine_num": 2}],
-        "auxiliary_models.helper.path", "h",
+        "explorer.auxiliary_models", [{"name": "grader", "model_path": "h", "max_model_len": 64, "engine_num": 2}],
+        "auxiliary_models.grader.path", "h",
     ),
     ("trainer.save_interval", 50, "save_interval_steps", 50),
     ("trainer.total_steps", 9, "total_steps", 9),

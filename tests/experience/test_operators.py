@@ -39,13 +39,13 @@ def group_of(*rewards, index=0, metrics=None, num_turns=None):
     runs = [
         Trajectory(
             task=task,
-            run_index=place,
-            turns=tuple(turn_of([1], [2]) for _ in range(num_turns[place] if num_turns else 1)),
+            run_index=run_index,
+            turns=tuple(turn_of([1], [2]) for _ in range(num_turns[run_index] if num_turns else 1)),
             reward=reward,
-            metrics=metrics[place] if metrics else {},
+            metrics=metrics[run_index] if metrics else {},
             failure=None if reward is not None else Failure(where="workflow", message="x"),
         )
-        for place, reward in enumerate(rewards)
+        for run_index, reward in enumerate(rewards)
     ]
     return Group(task=task, trajectories=tuple(runs))
 

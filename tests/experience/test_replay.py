@@ -18,8 +18,8 @@ TURN = Turn(
 def groups_of(step, num_groups=3):
     """The groups collected in a step: two scored runs and a failed one each."""
     groups = []
-    for place in range(num_groups):
-        task = Task(task_id=f"t/{step}-{place}", index=place, row={})
+    for index in range(num_groups):
+        task = Task(task_id=f"t/{step}-{index}", index=index, row={})
         runs = [
             Trajectory(task=task, run_index=0, turns=(TURN, TURN), reward=1.0),
             Trajectory(task=task, run_index=1, turns=(TURN,), reward=0.25),
@@ -109,11 +109,11 @@ def test_each_draw_is_one_use_and_newer_steps_win_ties():
     buffer = build(decay=0.0, max_uses=3, num_groups=1)
     add(buffer, 1, num_groups=1)
     assert [len(buffer.draw(policy_version=0)) for _ in range(4)] == [1, 1, 1, 0]
-    alike = build(decay=1.0, num_groups=1)
-    add(alike, 1, num_groups=1)
+    buffer = build(decay=1.0, num_groups=1)
+    add(buffer, 1, num_groups=1)
     groups = groups_of(2, num_groups=1)
-    alike.add(groups, [0], step=2, policy_version=0)
-    assert names(alike.draw(policy_version=0)) == ["2-0"]
+    buffer.add(groups, [0], step=2, policy_version=0)
+    assert names(buffer.draw(policy_version=0)) == ["2-0"]
 
 
 def test_sigma_is_the_standard_deviation_of_the_noise():

@@ -98,14 +98,14 @@ def test_a_changed_byte_is_detected_or_changes_no_row(tmp_path, is_merged):
     path = min(tmp_path.iterdir())
     content = path.read_bytes()
     num_found = 0
-    places = range(4, pq.ParquetFile(path).metadata.row_group(0).total_byte_size, 37)
-    for place in places:
-        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+    offsets = range(4, pq.ParquetFile(path).metadata.row_group(0).total_byte_size, 37)
+    for offset in offsets:
+        path.write_bytes(content[:offset] + bytes([content[offset] ^ 16]) + content[offset + 1 :])
         try:
             assert load_rollouts(name_step(tmp_path, 1)) == build_groups(1)
         except StorageError:
             num_found += 1
-    assert num_found > len(places) // 3
+    assert num_found > len(offsets) // 3
 
 
 def test_a_merged_file_is_split_at_an_earlier_step(tmp_path):

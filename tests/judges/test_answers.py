@@ -28,7 +28,7 @@ def test_every_score_accepts_the_right_number():
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "verdict"),
+    ("text", "answer", "expected"),
     [
         ("#### 100.9", "100", 1.0),
         ("#### 99.1", "100", 1.0),
@@ -44,8 +44,8 @@ def test_every_score_accepts_the_right_number():
         ("#### 5", "", None),
     ],
 )
-def test_tolerance_is_relative_to_the_reference(text, answer, verdict):
-    assert score(within_a_percent, text, answer) == verdict
+def test_tolerance_is_relative_to_the_reference(text, answer, expected):
+    assert score(within_a_percent, text, answer) == expected
 
 
 def test_math_verify_compares_numbers_too():
@@ -56,7 +56,7 @@ def test_math_verify_compares_numbers_too():
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "verdict"),
+    ("text", "answer", "expected"),
     [
         ("The Eiffel Tower.", "eiffel tower", 1.0),
         ("The answer is: Paris", ["London", "Paris"], 1.0),
@@ -69,12 +69,12 @@ def test_math_verify_compares_numbers_too():
         ("Paris", "", None),
     ],
 )
-def test_exact_match_of_words(text, answer, verdict):
-    assert score(match_exact, text, answer) == verdict
+def test_exact_match_of_words(text, answer, expected):
+    assert score(match_exact, text, answer) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "verdict"),
+    ("text", "answer", "expected"),
     [
         ("blue whale", "the blue whale", 1.0),
         ("a whale", "blue whale", 2 / 3),  # precision 1, recall 1/2
@@ -84,8 +84,8 @@ def test_exact_match_of_words(text, answer, verdict):
         ("whale", "", None),
     ],
 )
-def test_f1_of_words(text, answer, verdict):
-    assert score(score_f1, text, answer) == pytest.approx(verdict)
+def test_f1_of_words(text, answer, expected):
+    assert score(score_f1, text, answer) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("match", [match_numeric, match_symbolic, within_a_percent])

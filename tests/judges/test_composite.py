@@ -33,10 +33,10 @@ def judge(response, judge_func=gsm8k_judge, task=TASK):
 
 
 def test_a_good_conversation_gets_one_and_a_metric_per_part():
-    verdict = judge(GOOD)
-    assert verdict.reward == pytest.approx(1.0)
+    output = judge(GOOD)
+    assert output.reward == pytest.approx(1.0)
     parts = ("accuracy", "format", "reasoning", "conciseness", "exact")
-    assert verdict.metrics == dict.fromkeys(parts, 1.0)
+    assert output.metrics == dict.fromkeys(parts, 1.0)
 
 
 def test_weights_of_the_parts():
@@ -48,14 +48,14 @@ def test_weights_of_the_parts():
 
 def test_a_wrong_answer_gets_half_of_its_style_score():
     wrong = replies(*GOOD.replies[:2], Reply(reasoning=GOOD.replies[2].reasoning, content="#### 71"))
-    verdict = judge(wrong, task={**TASK, "answer": "100"})
-    assert verdict.metrics["accuracy"] == 0.0
-    assert verdict.reward == pytest.approx(0.5 * (0.20 + 0.20 + 0.10))
+    output = judge(wrong, task={**TASK, "answer": "100"})
+    assert output.metrics["accuracy"] == 0.0
+    assert output.reward == pytest.approx(0.5 * (0.20 + 0.20 + 0.10))
 
 
 def test_one_percent_off_is_accurate_and_not_exact():
-    verdict = judge("#### 71.5")
-    assert (verdict.metrics["accuracy"], verdict.metrics["exact"]) == (1.0, 0.0)
+    output = judge("#### 71.5")
+    assert (output.metrics["accuracy"], output.metrics["exact"]) == (1.0, 0.0)
 
 
 HACKS = {
@@ -122,16 +122,16 @@ def measure(score):
 
 
 def test_a_part_without_score_gives_no_reward():
-    verdict = judge(GOOD, compose(RewardPart(name="a", score=measure(1.0)), RewardPart(name="b", score=measure(None))))
-    assert verdict.reward is None
-    assert verdict.metrics == {"a": 1.0}
+    output = judge(GOOD, compose(RewardPart(name="a", score=measure(1.0)), RewardPart(name="b", score=measure(None))))
+    assert output.reward is None
+    assert output.metrics == {"a": 1.0}
 
 
 def test_a_part_of_weight_zero_may_have_no_score():
-    verdict = judge(
+    output = judge(
         GOOD, compose(RewardPart(name="a", score=measure(0.5)), RewardPart(name="b", score=measure(None), weight=0))
     )
-    assert verdict.reward == 0.5
+    assert output.reward == 0.5
 
 
 def test_an_async_part_gets_the_auxiliary_models():
@@ -139,8 +139,8 @@ def test_an_async_part_gets_the_auxiliary_models():
         return auxiliary_models["judge"]
 
     composed = compose(RewardPart(name="a", score=score, weight=2.0))
-    verdict = asyncio.run(composed(TASK, GOOD, auxiliary_models={"judge": 0.25}))
-    assert verdict.reward == 0.5
+    output = asyncio.run(composed(TASK, GOOD, auxiliary_models={"judge": 0.25}))
+    assert output.reward == 0.5
 
 
 def test_the_gate_scales_between_wrong_and_right():

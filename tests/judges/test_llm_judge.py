@@ -25,14 +25,14 @@ def judge_with(*replies, response=GOOD, judge=llm_judge, max_tokens=200):
     engine = FakeEngine(TOKENIZER, say(TOKENIZER, *replies))
     service = ModelService(engine, Renderer(TOKENIZER), model_name="j", sampling=Sampling(max_tokens=max_tokens))
     lease = service.open(seed=0)
-    verdict = asyncio.run(judge(TASK, response, auxiliary_models={"judge": lease.model}))
-    return verdict, [TOKENIZER.decode(prompt) for prompt, _, _ in engine.requests]
+    output = asyncio.run(judge(TASK, response, auxiliary_models={"judge": lease.model}))
+    return output, [TOKENIZER.decode(prompt) for prompt, _, _ in engine.requests]
 
 
 def test_the_score_is_the_reward():
-    verdict, prompts = judge_with("Both steps are right.\nScore: 7")
-    assert verdict.reward == pytest.approx(0.7)
-    assert verdict.metrics == {"llm_score": 0.7}
+    output, prompts = judge_with("Both steps are right.\nScore: 7")
+    assert output.reward == pytest.approx(0.7)
+    assert output.metrics == {"llm_score": 0.7}
     assert len(prompts) == 1
     for part in (TASK["question"], TASK["answer"], "#### 72"):
         assert part in prompts[0]
@@ -88,31 +88,31 @@ def test_parsed_scores(reply, score):
 
 
 def test_an_unreadable_reply_is_requested_once_more():
-    verdict, prompts = judge_with("Hard to say.", "Score: 5")
-    assert (verdict.reward, len(prompts)) == (0.5, 2)
+    output, prompts = judge_with("Hard to say.", "Score: 5")
+    assert (output.reward, len(prompts)) == (0.5, 2)
 
 
 def test_a_score_of_ambiguous_scale_gives_no_reward():
-    verdict, prompts = judge_with("Nearly right.\nScore: 0.7")
-    assert (verdict.reward, len(prompts)) == (None, 2)
+    output, prompts = judge_with("Nearly right.\nScore: 0.7")
+    assert (output.reward, len(prompts)) == (None, 2)
 
 
 def test_no_score_gives_no_reward():
-    verdict, prompts = judge_with("Hard to say.")
-    assert (verdict.reward, verdict.metrics, len(prompts)) == (None, {}, 2)
+    output, prompts = judge_with("Hard to say.")
+    assert (output.reward, output.metrics, len(prompts)) == (None, {}, 2)
 
 
 def test_a_truncated_reply_gives_no_score():
-    verdict, _ = judge_with("Score: 10 and more words follow here", max_tokens=8)
-    assert verdict.reward is None
+    output, _ = judge_with("Score: 10 and more words follow here", max_tokens=8)
+    assert output.reward is None
 
 
 def test_a_composite_with_a_failed_llm_part_has_no_reward():
     both = compose(
         RewardPart(name="accuracy", score=match_numeric), RewardPart(name="llm", score=build_llm_score(), weight=0.2)
     )
-    verdict, _ = judge_with("?", judge=both)
-    assert (verdict.reward, verdict.metrics) == (None, {"accuracy": 1.0})
+    output, _ = judge_with("?", judge=both)
+    assert (output.reward, output.metrics) == (None, {"accuracy": 1.0})
 
 
 def test_the_answer_cannot_close_its_quotation_tags():

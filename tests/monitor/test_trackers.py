@@ -96,16 +96,16 @@ def read_wandb(root):
 def read_leveldb_log(data, *, block_size=32768, header=struct.Struct("<IHB")):
     """Records of a log as LevelDB writes it, after the file's own header of 7 bytes."""
     whole, last = 1, 4
-    place, record = 7, b""
-    while place + header.size <= len(data):
-        left = block_size - place % block_size
+    offset, record = 7, b""
+    while offset + header.size <= len(data):
+        left = block_size - offset % block_size
         if left < header.size:
-            place += left
+            offset += left
             continue
-        _, length, kind = header.unpack_from(data, place)
-        place += header.size
-        record += data[place : place + length]
-        place += length
+        _, length, kind = header.unpack_from(data, offset)
+        offset += header.size
+        record += data[offset : offset + length]
+        offset += length
         if kind in (whole, last):
             yield record
             record = b""
@@ -121,7 +121,7 @@ def test_wandb_offline_keeps_metric_names_and_a_resumed_run_keeps_its_id(root, m
     assert before == expected_at(1, 2)
     assert after == expected_at(2, 3)
     run(root, [1], ["wandb"])
-    assert read_wandb(root)[-1][0][0] != first[0], "a run that begins anew is another run"
+    assert read_wandb(root)[-1][0][0] != first[0], "a new run has a new id"
 
 
 def forbid_wandb_login(monkeypatch):

@@ -21,11 +21,11 @@ def _own_cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    place = tmp_path / "my_dataset"
-    place.mkdir()
+    folder = tmp_path / "my_dataset"
+    folder.mkdir()
     for split, rows in (("train", ROWS), ("test", ROWS[:1])):
-        (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return place
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
 
 
 def test_folder_with_splits(folder):

@@ -16,10 +16,10 @@ class Last:
     """A custom selector that always returns the last task."""
 
     def __init__(self, tasks, *, seed, offset: int = 0):
-        self.place = len(tasks) - 1 - offset
+        self.index = len(tasks) - 1 - offset
 
     def select(self, batch_size):
-        return [self.place] * batch_size
+        return [self.index] * batch_size
 
     def feedback(self, indices, pass_rates):
         return {}
@@ -37,7 +37,7 @@ def build_nothing(tasks):
 
 class Unsaved(Last):
     def state_dict(self):
-        return {"places": {self.place}}
+        return {"indices": {self.index}}
 
 
 OWN = {"mine:Last": Last, "mine:build_nothing": build_nothing, "mine:build_unsaved": Unsaved}

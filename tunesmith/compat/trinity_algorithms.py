@@ -161,7 +161,7 @@ def read_kl_args(draft: Draft, key: str, value: Any) -> None:
         }
     else:
         rules |= {"target_kl": unused, "horizon": unused}
-    walk(draft, rules, given, place=f"{key}.")
+    walk(draft, rules, given, parent=f"{key}.")
 
 
 def read_penalty_name(draft: Draft, key: str, value: Any) -> None:
@@ -190,7 +190,7 @@ def read_penalty_args(draft: Draft, key: str, value: Any) -> None:
         "target_kl": accept("the coefficient of the KL in the reward is constant"),
         "horizon": accept("the coefficient of the KL in the reward is constant"),
     }
-    walk(draft, rules, read_mapping(value, key), place=f"{key}.")
+    walk(draft, rules, read_mapping(value, key), parent=f"{key}.")
 
 
 def read_entropy_name(draft: Draft, key: str, value: Any) -> None:
@@ -203,7 +203,7 @@ def read_entropy_name(draft: Draft, key: str, value: Any) -> None:
 
 def read_entropy_args(draft: Draft, key: str, value: Any) -> None:
     rules = {"entropy_coef": move("algorithm.entropy_coef", float)}
-    walk(draft, rules, read_mapping(value, key), place=f"{key}.")
+    walk(draft, rules, read_mapping(value, key), parent=f"{key}.")
 
 
 def read_correction(draft: Draft, key: str, value: Any) -> None:
@@ -227,7 +227,7 @@ def read_correction(draft: Draft, key: str, value: Any) -> None:
         "rollout_is_batch_normalize": allow(False, reason="weights are not divided by their mean"),
         "bypass_mode": allow(False, reason="with a correction, ratios are against the policy at the start of the step"),
     }
-    walk(draft, rules, given, place=f"{key}.")
+    walk(draft, rules, given, parent=f"{key}.")
 
 
 def _set_args(draft: Draft, key: str, target: str, args: Mapping[str, Any]) -> None:

@@ -88,19 +88,19 @@ def allow_neutral(reason: str) -> Rule:
     return allow("", 0, False, [], {}, "none", reason=reason)
 
 
-def walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, place: str) -> None:
+def walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, parent: str) -> None:
     """Apply the rule of each key; nested mappings without a rule are walked."""
-    _walk(draft, rules, values, place=place, prefix="")
+    _walk(draft, rules, values, parent=parent, prefix="")
 
 
-def _walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, place: str, prefix: str) -> None:
+def _walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, parent: str, prefix: str) -> None:
     for name, value in values.items():
-        key, whole = f"{prefix}{name}", f"{place}{prefix}{name}"
+        key, whole = f"{prefix}{name}", f"{parent}{prefix}{name}"
         if key in rules:
             rules[key](draft, whole, value)
         elif any(known.startswith(f"{key}.") for known in rules):
             if value is not None:
-                _walk(draft, rules, read_mapping(value, whole), place=place, prefix=f"{key}.")
+                _walk(draft, rules, read_mapping(value, whole), parent=parent, prefix=f"{key}.")
         else:
             raise ConfigError(f"{whole} is not a known key: {name_nearest(str(name), list_names(rules, prefix))}")
 

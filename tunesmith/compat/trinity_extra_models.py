@@ -37,7 +37,7 @@ def read_sample_strategy_args(draft: Draft, key: str, value: Any) -> None:
     given = read_mapping(value, key)
     if given and find_algorithm(draft) not in MIXTURES:
         raise ConfigError(f"{key} is not supported: a step trains the rollouts it sampled; see experience.replay")
-    walk(draft, rules, given, place=f"{key}.")
+    walk(draft, rules, given, parent=f"{key}.")
 
 
 def read_auxiliary_buffers(draft: Draft, key: str, value: Any) -> None:
@@ -58,4 +58,4 @@ def read_auxiliary_buffers(draft: Draft, key: str, value: Any) -> None:
             "format": accept("rows must have `messages`, and may have `tools`"),
             "total_epochs": accept("demonstrations are drawn in every step of the run"),
         }
-        walk(draft, rules, read_mapping(section, f"{key}.{name}"), place=f"{key}.{name}.")
+        walk(draft, rules, read_mapping(section, f"{key}.{name}"), parent=f"{key}.{name}.")

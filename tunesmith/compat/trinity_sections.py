@@ -97,7 +97,7 @@ def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluat
         "enable_progress_bar": accept(),
         **{name: keep(target) for name, target in TASKSET_KEYS.items()},
     }
-    walk(draft, rules, given, place=f"{key}.")
+    walk(draft, rules, given, parent=f"{key}.")
     return section
 
 
@@ -125,7 +125,7 @@ def read_lora_configs(draft: Draft, key: str, value: Any) -> None:
             "exclude_modules": allow_neutral("list the layers that get an adapter in target_modules"),
             "path": allow_neutral("to continue training an adapter, set model_path to its folder"),
         }
-        walk(draft, rules, {**LORA_DEFAULTS, **adapter}, place=f"{key}[0].")
+        walk(draft, rules, {**LORA_DEFAULTS, **adapter}, parent=f"{key}[0].")
 
 
 def read_sampling(draft: Draft, key: str, value: Any) -> None:
@@ -234,5 +234,5 @@ def read_auxiliary(draft: Draft, key: str, given: Mapping[str, Any]) -> dict[str
         "dtype": allow("auto", "bfloat16", "float32", reason="the dtype of an auxiliary model is chosen by the device"),
         "engine_type": accept(),
     }
-    walk(draft, rules, given, place=f"{key}.")
+    walk(draft, rules, given, parent=f"{key}.")
     return {kept[name]: value for name, value in given.items() if name in kept and value is not None}

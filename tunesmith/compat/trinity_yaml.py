@@ -77,7 +77,7 @@ def is_trinity_file(values: Mapping[str, Any]) -> bool:
 def translate_trinity_file(values: Mapping[str, Any]) -> Translation:
     """Translate a file; an unsupported key raises ConfigError with the reason."""
     draft = Draft(values)
-    walk(draft, RULES, values, place="")
+    walk(draft, RULES, values, parent="")
     resolve_lengths(draft)
     resolve_concurrency(draft)
     resolve_differences(draft)

@@ -125,13 +125,13 @@ def locate_step(path: Path, suffix: str) -> tuple[Path, int | None]:
 
 def load_step_json(path: Path) -> Any:
     """The value that was saved as `path`, also after it has been merged into a JSON lines file."""
-    place, step = locate_step(path, "jsonl")
+    stored_path, step = locate_step(path, "jsonl")
     if step is None:
-        return load_json(place)
-    for line in load_json_lines(place):
+        return load_json(stored_path)
+    for line in load_json_lines(stored_path):
         if line["step"] == step:
             return {key: value for key, value in line.items() if key != "step"}
-    raise StorageError(f"cannot read {path}: {place} does not hold this step")
+    raise StorageError(f"cannot read {path}: {stored_path} does not hold this step")
 
 
 def merge_json(target: Path, single: Mapping[int, Path]) -> None:

@@ -110,14 +110,14 @@ def check_rollouts(path: Path) -> None:
 
 def load_table(path: Path) -> pa.Table:
     """The rows that were saved as `path`."""
-    place, step = locate_step(path, ROLLOUT_STEPS.merged)
-    with storage_errors(place, "read"):
+    stored_path, step = locate_step(path, ROLLOUT_STEPS.merged)
+    with storage_errors(stored_path, "read"):
         try:
-            with place.open("rb") as file, pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-                check_format(place, parquet.schema_arrow)
+            with stored_path.open("rb") as file, pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+                check_format(stored_path, parquet.schema_arrow)
                 return parquet.read() if step is None else read_step(parquet, step)
         except pa.ArrowInvalid as error:
-            raise StorageError(f"cannot read {place}: it is not a Parquet file ({error})") from error
+            raise StorageError(f"cannot read {stored_path}: it is not a Parquet file ({error})") from error
 
 
 def check_format(path: Path, schema: pa.Schema) -> None:

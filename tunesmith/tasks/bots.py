@@ -194,7 +194,7 @@ class BotsSelector:
                 is_open_N = is_left_N
                 break
         num_open = np.count_nonzero(is_open_N)
-        assert num_open >= size, "an epoch has room for as many draws as there are tasks"
+        assert num_open >= size, "an epoch has as many draws as tasks"
         num_wanted = max(self._max_candidates, 4 * size)
         if is_subsampled and num_open > num_wanted:
             drawn_N = is_open_N & (rng.random(self.num_tasks, dtype=np.float32) < num_wanted / num_open)

@@ -67,17 +67,17 @@ def describe_missing_field(row: Mapping[str, Any], field: str) -> str:
 def _read(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
     """The first `num_rows` rows of a split, streamed, or all rows if it is None."""
     check_data_path(path)
-    place = Path(path).expanduser()
-    if is_saved(place):
-        return _read_saved(place, name=name, split=split, num_rows=num_rows)
-    if place.is_file():
-        arguments = _describe_file(place, name=name, split=split)
+    source = Path(path).expanduser()
+    if is_saved(source):
+        return _read_saved(source, name=name, split=split, num_rows=num_rows)
+    if source.is_file():
+        arguments = _describe_file(source, name=name, split=split)
     else:
-        arguments = {"path": str(place) if place.exists() else path, "name": name}
+        arguments = {"path": str(source) if source.exists() else path, "name": name}
     try:
         with reachable_or_offline(path):
             loaded = load_dataset(**arguments, streaming=num_rows is not None)
-            rows = _choose_split(loaded, split, path=path, is_file=place.is_file())
+            rows = _choose_split(loaded, split, path=path, is_file=source.is_file())
             return list(itertools.islice(rows, num_rows))
     except DataError:
         raise
@@ -87,55 +87,55 @@ def _read(path: str, *, name: str | None, split: str | None, num_rows: int | Non
         raise _explain(path, split, error) from error
 
 
-def is_saved(place: Path) -> bool:
+def is_saved(source: Path) -> bool:
     """Whether `save_to_disk` of `datasets` wrote the folder."""
-    return any((place / file).is_file() for file in (SAVED_SET, SAVED_SPLITS))
+    return any((source / file).is_file() for file in (SAVED_SET, SAVED_SPLITS))
 
 
-def _read_saved(place: Path, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
+def _read_saved(source: Path, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
     """Rows of a folder written by `save_to_disk`: a `DatasetDict` has splits, a `Dataset` is a single split.
 
     The rows are memory-mapped, so a preview reads only what it shows.
     """
     if name is not None:
-        raise DataError(f"name {name!r} has no effect: the folder {str(place)!r} has no configurations; remove name")
+        raise DataError(f"name {name!r} has no effect: the folder {str(source)!r} has no configurations; remove name")
     try:
-        loaded = load_from_disk(str(place))
+        loaded = load_from_disk(str(source))
         if isinstance(loaded, Dataset):
-            rows = _check_saved_split(loaded, split, place)
+            rows = _check_saved_split(loaded, split, source)
         else:
-            rows = _choose_split(loaded, split, path=str(place), is_file=False)
+            rows = _choose_split(loaded, split, path=str(source), is_file=False)
         return list(itertools.islice(rows, num_rows))
     except DataError:
         raise
     except (OSError, ValueError, TypeError, KeyError, DatasetsError) as error:
-        raise _explain(str(place), split, error) from error
+        raise _explain(str(source), split, error) from error
 
 
-def _check_saved_split(saved: Dataset, split: str | None, place: Path) -> Dataset:
+def _check_saved_split(saved: Dataset, split: str | None, source: Path) -> Dataset:
     """The saved data set; DataError if `split` is neither `train`, the folder's name nor the saved split's name."""
-    known = {None, SINGLE_SPLIT, place.name, None if saved.split is None else str(saved.split)}
+    known = {None, SINGLE_SPLIT, source.name, None if saved.split is None else str(saved.split)}
     if split not in known:
         raise DataError(
-            f"split {split!r}: the folder {str(place)!r} is one split; set split to {SINGLE_SPLIT!r}, or give another "
+            f"split {split!r}: the folder {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give another "
             "folder"
         )
     return saved
 
 
-def _describe_file(place: Path, *, name: str | None, split: str | None) -> dict[str, Any]:
+def _describe_file(source: Path, *, name: str | None, split: str | None) -> dict[str, Any]:
     """Arguments of `load_dataset` for one file, which is a single split."""
-    if place.suffix not in FORMATS:
-        raise DataError(f"{str(place)!r} is not a data set file; allowed endings: {', '.join(FORMATS)}")
-    if place.stat().st_size == 0:
-        raise DataError(f"the data set {str(place)!r} has no rows")
-    if split not in {None, SINGLE_SPLIT, place.stem}:
+    if source.suffix not in FORMATS:
+        raise DataError(f"{str(source)!r} is not a data set file; allowed endings: {', '.join(FORMATS)}")
+    if source.stat().st_size == 0:
+        raise DataError(f"the data set {str(source)!r} has no rows")
+    if split not in {None, SINGLE_SPLIT, source.stem}:
         raise DataError(
-            f"split {split!r}: the file {str(place)!r} is one split; set split to {SINGLE_SPLIT!r}, or give its folder"
+            f"split {split!r}: the file {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give its folder"
         )
     if name is not None:
-        raise DataError(f"name {name!r} has no effect: the file {str(place)!r} has no configurations; remove name")
-    return {"path": FORMATS[place.suffix], "data_files": {SINGLE_SPLIT: str(place)}}
+        raise DataError(f"name {name!r} has no effect: the file {str(source)!r} has no configurations; remove name")
+    return {"path": FORMATS[source.suffix], "data_files": {SINGLE_SPLIT: str(source)}}
 
 
 def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, *, path: str, is_file: bool) -> Any:
