@@ -289,7 +289,7 @@ def test_an_accepted_key_has_no_effect(key, value):
 REFUSED = [
     ("mode", "bench", r"mode='bench'.*tunesmith eval"),
     ("group", "g", r"group='g'.*put the group into name"),
-    ("stages", [{"stage_name": "a"}], r"stages=.*one file a stage"),
+    ("stages", [{"stage_name": "a"}], r"stages=.*one file per stage"),
     ("cluster.node_num", 4, r"cluster\.node_num=4.*one device"),
     ("algorithm.policy_loss_fn", "gspo", r"algorithm\.policy_loss_fn='gspo'.*choose another algorithm_type"),
     ("algorithm.kl_loss_fn", "sideways", r"algorithm\.kl_estimator must be"),

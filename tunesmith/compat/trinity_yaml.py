@@ -143,8 +143,8 @@ def read_sync_style(draft: Draft, key: str, value: Any) -> None:
     allow(*SEQUENTIAL_STYLES, *OVERLAPPING_STYLES, reason=reason)(draft, key, value)
     if str(value).casefold() in OVERLAPPING_STYLES:
         draft.notes.append(
-            f"{key}={value!r}: Trinity-RFT overlaps sampling and training; here a step is sampled, then trained, and "
-            f"{SHARED_WEIGHTS}"
+            f"{key}={value!r}: Trinity-RFT samples with older weights while it trains; here a step is sampled, then "
+            f"trained: {SHARED_WEIGHTS}"
         )
 
 
@@ -197,7 +197,7 @@ RUN_RULES: dict[str, Rule] = {
     "continue_from_checkpoint": move("continue_from_checkpoint"),
     "ray_namespace": accept(NO_RAY),
     "ignore_validator_suggestions": accept(),
-    "stages": allow_neutral("a file is one run; write one file a stage, each with the last checkpoint as model_path"),
+    "stages": allow_neutral("a file is one run; write one file per stage, each with the last checkpoint as model_path"),
     "cluster.node_num": allow(0, 1, reason=ONE_DEVICE),
     "cluster.gpu_per_node": accept(ONE_DEVICE, silent=(0, 1)),
     "cluster.ray_address": accept(NO_RAY, silent=("auto",)),
@@ -342,8 +342,10 @@ SYNCHRONIZER_RULES: dict[str, Rule] = {
     "sync_method": allow(
         "nccl", "checkpoint", "memory", reason="use nccl, checkpoint or memory; weights are shared, not transferred"
     ),
-    "sync_interval": accept(SHARED_WEIGHTS, silent=(1,)),
-    "sync_offset": accept(SHARED_WEIGHTS, silent=(0,)),
+    "sync_interval": accept(
+        f"Trinity-RFT copies weights every sync_interval steps; here {SHARED_WEIGHTS}", silent=(1,)
+    ),
+    "sync_offset": accept(f"in Trinity-RFT the explorer runs ahead by it; {SHARED_WEIGHTS}", silent=(0,)),
     "sync_timeout": accept(),
 }
 TRAINER_RULES: dict[str, Rule] = {
