@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from tunesmith.judges.answers import match_numeric
-from tunesmith.judges.composite import Part, compose
+from tunesmith.judges.composite import RewardPart, compose
 from tunesmith.judges.style import score_conciseness, score_format, score_reasoning
 from tunesmith.model.checkpoint import save_model_files
 from tunesmith.model.pocket import CONTROL_TOKENS, MARKUP_TOKENS, build_pocket_model, build_pocket_tokenizer
@@ -17,10 +17,10 @@ from tunesmith.tasks.arithmetic import Problem, Split, build_problems
 MARKUP = re.compile("|".join(map(re.escape, (*CONTROL_TOKENS, *MARKUP_TOKENS))))
 
 judge = compose(
-    Part(name="accuracy", weight=0.50, score=match_numeric),
-    Part(name="format", weight=0.20, score=score_format),
-    Part(name="reasoning", weight=0.20, score=score_reasoning),
-    Part(name="conciseness", weight=0.10, score=score_conciseness, lowest=-0.5),
+    RewardPart(name="accuracy", weight=0.50, score=match_numeric),
+    RewardPart(name="format", weight=0.20, score=score_format),
+    RewardPart(name="reasoning", weight=0.20, score=score_reasoning),
+    RewardPart(name="conciseness", weight=0.10, score=score_conciseness, lowest=-0.5),
     gate="accuracy",
 )
 """The composite reward of GSM8K with exact accuracy: a tolerance of 1 % is often less than 1 for these answers."""

@@ -1,4 +1,4 @@
-"""AgentScope's configuration classes: its fields and defaults, and every field honoured or refused."""
+"""AgentScope's configuration classes have its fields and defaults; every field is translated or refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_given_field_reaches_the_run_config():
             model_path="m", max_model_len=99, temperature=0.5, top_p=0.9, max_tokens=11, enable_thinking=False,
             reasoning_parser=None, tool_call_parser="none",
         ),
-        auxiliary_models={"helper": TunerModelConfig(model_path="h", max_model_len=50, temperature=0.1)},
+        auxiliary_models={"grader": TunerModelConfig(model_path="h", max_model_len=50, temperature=0.1)},
         algorithm=AlgorithmConfig(
             algorithm_type="grpo", learning_rate=1e-3, group_size=2, batch_size=4,
             save_interval_steps=5, eval_interval_steps=6,
@@ -66,13 +66,13 @@ def test_every_given_field_reaches_the_run_config():
     assert (config.model.path, config.model.max_model_len, config.model.temperature) == ("m", 99, 0.5)
     assert (config.model.top_p, config.model.max_tokens, config.model.enable_thinking) == (0.9, 11, False)
     assert (config.model.reasoning_parser, config.model.tool_call_parser) == ("none", "none")
-    assert config.auxiliary_models["helper"].temperature == 0.1
+    assert config.auxiliary_models["grader"].temperature == 0.1
     assert (config.algorithm.algorithm_type, config.algorithm.group_size) == ("grpo", 2)
     assert (config.trainer.learning_rate, config.evaluation.interval_steps) == (1e-3, 6)
     assert (config.project, config.name, config.monitor.trackers) == ("p", "x", ("tensorboard",))
 
 
-def test_fields_that_nobody_set_override_nothing():
+def test_unset_fields_override_nothing():
     given = translate(
         train_dataset=DatasetConfig(path="d"),
         model=TunerModelConfig(model_path="m", max_model_len=9),
@@ -86,7 +86,7 @@ def test_fields_that_nobody_set_override_nothing():
     }
 
 
-def test_training_sets_take_the_place_of_those_of_the_file():
+def test_training_sets_replace_those_of_the_file():
     file = {
         "model": {"path": "m"},
         "total_steps": 9,
@@ -104,7 +104,7 @@ def test_training_sets_take_the_place_of_those_of_the_file():
     assert list(load_config(None, base=file).training_sets) == ["a", "b"]
 
 
-def test_another_selector_takes_nothing_from_that_of_the_file():
+def test_another_selector_takes_no_arguments_from_the_file():
     bots = {"selector_type": "difficulty_based", "feature_keys": ["a"], "args": {"m": 4.0, "tau": 0.0}}
     file = {"model": {"path": "m"}, "train_dataset": {"path": "1", "task_selector": bots}}
 
@@ -120,12 +120,12 @@ def test_another_selector_takes_nothing_from_that_of_the_file():
 
 @pytest.mark.parametrize("key", ["train_dataset", "eval_dataset"])
 @pytest.mark.parametrize("given", ["path", [DatasetConfig(path="d")], {"a": "path"}])
-def test_a_data_set_of_another_kind_is_refused(key, given):
+def test_a_data_set_of_another_type_is_refused(key, given):
     with pytest.raises(ConfigError, match=f"{key} must be a DatasetConfig"):
         translate(**{key: given})
 
 
-def test_a_held_out_set_has_no_say_in_how_long_the_run_is():
+def test_a_held_out_set_must_not_set_the_length_of_the_run():
     with pytest.raises(ConfigError, match="total_steps of the held-out set 'eval_taskset' has no effect"):
         translate(eval_dataset=DatasetConfig(path="d", total_steps=3))
 
@@ -134,7 +134,7 @@ def test_a_held_out_set_has_no_say_in_how_long_the_run_is():
     ("field", "value"),
     [("tensor_parallel_size", 2), ("inference_engine_num", 0), ("tinker_config", {}), ("temprature", 1)],
 )
-def test_what_cannot_be_honoured_is_an_error(field, value):
+def test_an_unsupported_field_is_an_error(field, value):
     with pytest.raises(ValidationError, match=field):
         TunerModelConfig(model_path="m", max_model_len=9, **{field: value})
 
@@ -145,7 +145,7 @@ def test_preview_prints_and_returns_the_first_rows(tmp_path, capsys):
     assert '"question": "2 + 2"' in capsys.readouterr().out
 
 
-def test_preview_raises_what_agentscope_raises(tmp_path):
+def test_preview_raises_the_same_errors_as_agentscope(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"question": "2 + 2", "answer": "4"}\n')
     with pytest.raises(OSError, match="no_such_folder"):
         DatasetConfig(path=str(tmp_path / "no_such_folder")).preview()
@@ -153,28 +153,28 @@ def test_preview_raises_what_agentscope_raises(tmp_path):
         DatasetConfig(path=str(tmp_path), split="no_such_split").preview()
 
 
-def test_several_engines_are_noted_as_in_a_file(caplog):
+def test_several_engines_are_noted(caplog):
     trained = translate(model=TunerModelConfig(model_path="m", max_model_len=9, inference_engine_num=4))
     assert trained["model"] == {"path": "m", "max_model_len": 9}
-    assert "model.inference_engine_num=4: one engine in this process samples for all runners" in caplog.text
-    helper = TunerModelConfig(model_path="h", max_model_len=9, inference_engine_num=2)
-    translate(auxiliary_models={"judge": helper})
-    assert "auxiliary_models.judge.inference_engine_num=2: a helper runs on one engine" in caplog.text
+    assert "model.inference_engine_num=4 has no effect: one engine in this process serves all workflows" in caplog.text
+    auxiliary = TunerModelConfig(model_path="h", max_model_len=9, inference_engine_num=2)
+    translate(auxiliary_models={"judge": auxiliary})
+    assert "auxiliary_models.judge.inference_engine_num=2 has no effect: an auxiliary model runs on one" in caplog.text
     caplog.clear()
     translate(model=TunerModelConfig(model_path="m", max_model_len=9, inference_engine_num=1))
     assert not caplog.text
 
 
-def test_a_helper_may_be_behind_a_url_and_the_trained_model_may_not():
+def test_only_an_auxiliary_model_may_be_on_a_server():
     hosted = TunerModelConfig(model_path="big", max_model_len=9, base_url="http://h/v1", api_key_env="KEY")
     given = translate(auxiliary_models={"judge": hosted}, model=TunerModelConfig(model_path="m", max_model_len=9))
     section = RunConfig(**given).auxiliary_models["judge"]
     assert (section.path, section.base_url, section.api_key_env) == ("big", "http://h/v1", "KEY")
-    with pytest.raises(ConfigError, match=r"model\.base_url='http://h/v1' cannot be honoured.*auxiliary_models"):
+    with pytest.raises(ConfigError, match=r"model\.base_url='http://h/v1' is not supported.*auxiliary_models"):
         translate(model=hosted)
 
 
-def test_no_held_out_sets_take_those_of_the_file_away():
+def test_an_empty_mapping_removes_the_held_out_sets_of_the_file():
     file = {"model": {"path": "m"}, "eval_datasets": {"a": {"path": "1"}}}
     assert load_config(None, base=file, values=translate(eval_dataset={})).eval_datasets == {}
     assert list(load_config(None, base=file, values=translate()).eval_datasets) == ["a"]

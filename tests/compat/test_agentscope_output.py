@@ -1,4 +1,4 @@
-"""AgentScope's agents print nothing during a run, unless they are asked to, and as before after it."""
+"""AgentScope's agents print nothing during a run unless configured to, and print as before after it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import os
 import pytest
 
 from tunesmith import AlgorithmConfig, DatasetConfig, TunerModelConfig, WorkflowOutput, tune
-from tunesmith.compat.agentscope_output import SWITCH, agent_output
+from tunesmith.compat.agentscope_output import OUTPUT_VARIABLE, agent_output
 
 AGENT_NAME = "printing_agent"
 
 
 @pytest.fixture(autouse=True)
-def _no_switch(monkeypatch):
-    monkeypatch.delenv(SWITCH, raising=False)
+def _no_output_variable(monkeypatch):
+    monkeypatch.delenv(OUTPUT_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -52,22 +52,22 @@ def run(tmp_path, pocket_folder):
 def test_agents_are_silent_during_a_run(run, capsys):
     assert run().metrics["rollout/num_failed"] == 0
     assert AGENT_NAME not in capsys.readouterr().out
-    assert SWITCH not in os.environ
+    assert OUTPUT_VARIABLE not in os.environ
 
 
-def test_agents_print_where_that_is_asked_for(run, capsys):
+def test_agents_print_if_configured(run, capsys):
     assert run("rollout.has_agent_output=true").metrics["rollout/num_failed"] == 0
     assert AGENT_NAME in capsys.readouterr().out
 
 
-def test_what_the_environment_says_stays_unless_the_run_asks_for_output(monkeypatch):
-    monkeypatch.setenv(SWITCH, "false")
+def test_the_environment_variable_is_kept_unless_the_run_shows_output(monkeypatch):
+    monkeypatch.setenv(OUTPUT_VARIABLE, "false")
     with agent_output(is_shown=False) as switch:
-        assert os.environ[SWITCH] == "false"
-    monkeypatch.setenv(SWITCH, "true")
+        assert os.environ[OUTPUT_VARIABLE] == "false"
+    monkeypatch.setenv(OUTPUT_VARIABLE, "true")
     with agent_output(is_shown=False) as switch:
         switch(True)
-        assert os.environ[SWITCH] == "false"
+        assert os.environ[OUTPUT_VARIABLE] == "false"
         switch(False)
-        assert os.environ[SWITCH] == "true"
-    assert os.environ[SWITCH] == "true"
+        assert os.environ[OUTPUT_VARIABLE] == "true"
+    assert os.environ[OUTPUT_VARIABLE] == "true"

@@ -1,4 +1,4 @@
-"""An auxiliary model at an OpenAI-compatible URL, and AgentScope's metrics, inside a judge."""
+"""Inside a judge: an auxiliary model on an OpenAI-compatible server, and AgentScope's metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tunesmith.errors import ConfigError
 
 
 class Elsewhere:
-    """A server of one model that always answers the same, and remembers what it was asked."""
+    """A server that always gives the same answer and records its requests."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[dict, str]] = []
@@ -80,7 +80,7 @@ async def ask_the_judge(task, response, auxiliary_models):
     return JudgeOutput(reward=float(completion.choices[0].message.content))
 
 
-def test_a_judge_asks_a_model_at_a_url_with_its_own_settings(run, elsewhere, monkeypatch):
+def test_a_judge_calls_a_model_on_a_server_with_its_own_settings(run, elsewhere, monkeypatch):
     monkeypatch.setenv("CRITIC_KEY", "secret")
     result = run(
         ask_the_judge,
@@ -99,7 +99,7 @@ def test_a_judge_asks_a_model_at_a_url_with_its_own_settings(run, elsewhere, mon
     assert body["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_a_key_that_the_environment_lacks_is_named_before_a_model_loads(run, monkeypatch):
+def test_a_missing_api_key_is_named_before_a_model_loads(run, monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         run(

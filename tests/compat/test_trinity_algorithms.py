@@ -1,4 +1,4 @@
-"""The parts of Trinity-RFT's algorithms become lines of our table, with their arguments, or are refused."""
+"""The parts of Trinity-RFT's algorithms select entries of our table, with their arguments, or are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read(**algorithm):
     ).algorithm
 
 
-def test_every_line_is_one_of_ours_and_takes_its_defaults():
+def test_every_algorithm_is_in_our_table_and_resolves_with_defaults():
     assert set(PARTS) <= set(ALGORITHMS)
     assert set(TERMS_ARGS) <= set(PARTS)
     for name in PARTS:
@@ -39,7 +39,7 @@ def test_every_line_is_one_of_ours_and_takes_its_defaults():
         ({"algorithm_type": "grpo", "policy_loss_fn": "sapo", "advantage_fn": None}, "sapo"),
     ],
 )
-def test_exchanged_parts_are_the_algorithm_that_has_them(keys, expected):
+def test_exchanged_parts_select_the_algorithm_that_has_them(keys, expected):
     assert read(**keys).algorithm_type == expected
     assert read(**dict(reversed(keys.items()))).algorithm_type == expected
 
@@ -70,13 +70,13 @@ def test_arguments_reach_the_function_that_has_them(name, key, args, expected):
     resolve_algorithm(section)
 
 
-def test_an_argument_may_belong_between_advantage_and_loss():
+def test_an_argument_of_the_loss_may_be_in_terms_args():
     section = read(algorithm_type="topr", policy_loss_fn_args={"advantage_threshold": 0.5})
     assert section.terms_args == {"advantage_threshold": 0.5, "ratio_level": "token"}
     resolve_algorithm(section)
 
 
-def test_a_kl_in_the_reward_is_for_those_whose_papers_have_it():
+def test_a_kl_in_the_reward_is_for_algorithms_whose_papers_have_it():
     section = read(algorithm_type="rloo", kl_penalty_fn="k1", kl_penalty_fn_args={"kl_coef": 0.05, "adaptive": False})
     assert section.terms_args == {"reward_kl_coef": 0.05}
     assert "reference" in resolve_algorithm(section).needs
@@ -93,7 +93,7 @@ def test_a_kl_of_weight_zero_needs_no_estimator():
     assert (section.kl_coef, resolve_algorithm(section).needs) == (0.0, frozenset())
 
 
-def test_an_argument_that_nothing_takes_is_refused_when_the_algorithm_is_built():
+def test_an_unknown_argument_is_refused_when_the_algorithm_is_resolved():
     section = read(algorithm_type="multi_step_grpo", advantage_fn_args={"step_norm": True})
     with pytest.raises(ConfigError, match="did you mean 'enable_step_norm'"):
         resolve_algorithm(section)

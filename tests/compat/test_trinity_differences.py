@@ -1,4 +1,4 @@
-"""What one file means in Trinity-RFT and here: the same, or a note says what differs."""
+"""A file has the same meaning as in Trinity-RFT, or a note explains the difference."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.losses.clipped import TokenScores
 from tunesmith.algorithms.losses.expert_mixture import compute_mu
 from tunesmith.algorithms.scores import BatchScores
-from tunesmith.compat.trinity_differences import LEFT_OUT
+from tunesmith.compat.trinity_differences import DIFFERENT_DEFAULTS
 from tunesmith.compat.trinity_yaml import translate_trinity_file
 from tunesmith.pipeline.session.load_config import build_config
 
 
 def translate(**values):
-    """Our config and the notes; every section that a rule looks at is there."""
+    """Our config and the notes, for a file with a model section and `values`."""
     translation = translate_trinity_file({"model": {"model_path": "m"}} | values)
     return build_config(translation.values), translation.notes
 
 
 def translate_algorithm(name, **keys):
     config, notes = translate(algorithm={"algorithm_type": name} | keys)
-    return config.algorithm, [note for note in notes if not note.startswith("left out, ")]
+    return config.algorithm, [note for note in notes if not note.startswith("keys that are not set ")]
 
 
 @pytest.mark.parametrize("keys", [{}, {"loss_agg_mode": "token-mean"}])
-def test_the_sequence_clip_of_rec_brings_its_aggregation_along(keys):
+def test_gspo_one_side_of_rec_sets_the_aggregation(keys):
     section, notes = translate_algorithm("rec", policy_loss_fn_args={"clip_mode": "gspo-one-side"}, **keys)
     assert resolve_algorithm(section).aggregation == "seq-mean-token-mean"
     assert any("loss_agg_mode='token-mean' has no effect" in note for note in notes) == bool(keys)
@@ -48,7 +48,7 @@ def their_mu(step, *, peak, valley, warmup, decay):
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("decay", [None, 0, 1, 4])
 @pytest.mark.parametrize("peak", [None, 0.1, 0.9])
-def test_mu_follows_their_schedule(warmup, decay, peak):
+def test_mu_follows_trinitys_schedule(warmup, decay, peak):
     given = {"mu_warmup_steps": warmup, "mu_decay_steps": decay, "mu_peak": peak}
     section, notes = translate_algorithm("mix_chord", policy_loss_fn_args=given)
     terms = {"mu_peak": 0.1, "mu_valley": 0.1, "mu_warmup_steps": 0, "mu_decay_steps": 0} | section.terms_args
@@ -68,7 +68,7 @@ def test_mu_follows_their_schedule(warmup, decay, peak):
     assert any("one step after the warm-up" in note for note in notes) == is_late
 
 
-def test_batch_sizes_that_a_mixture_repeats_there_are_not_needed():
+def test_batch_sizes_of_mixture_losses_are_not_needed():
     sizes = {"train_batch_size_usual": 192, "train_batch_size_expert": 64, "ppo_mini_batch_size": 256}
     expert = {"auxiliary_buffers": {"sft_dataset": {"path": "data/experts"}}}
     for name in ("mix", "mix_chord"):
@@ -76,10 +76,10 @@ def test_batch_sizes_that_a_mixture_repeats_there_are_not_needed():
             algorithm={"algorithm_type": name, "policy_loss_fn_args": sizes}, buffer={"trainer_input": expert}
         )
         resolve_algorithm(config.algorithm)
-        assert any("averaged by themselves" in note for note in notes)
+        assert any("averaged separately" in note for note in notes)
 
 
-def test_topr_takes_each_tokens_own_ratio():
+def test_topr_uses_token_level_ratios():
     section, _ = translate_algorithm("topr", policy_loss_fn_args={"advantage_threshold": 0.5})
     algorithm = resolve_algorithm(section)
     log_ratio = np.array([-1.0, 0.5, -0.2])
@@ -92,13 +92,13 @@ def test_topr_takes_each_tokens_own_ratio():
 
 
 @pytest.mark.parametrize(("args", "gamma"), [({}, 1.0), ({"gamma": 0.9}, 0.9), ({"omega": 0.5}, 1.0)])
-def test_gigpo_does_not_discount_unless_the_file_says_so(args, gamma):
+def test_gigpo_does_not_discount_unless_gamma_is_set(args, gamma):
     section, notes = translate_algorithm("gigpo", advantage_fn_args=args)
     assert section.advantage_args == args | {"gamma": gamma}
     assert any("env_state_hash" in note for note in notes)
 
 
-def test_the_note_on_sapo_states_both_gradients():
+def test_the_note_on_sapo_gives_both_gradients():
     section, notes = translate_algorithm("sapo")
     logprobs = torch.full((2,), -1.0, dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.0, -1.0], dtype=torch.float64)
@@ -112,8 +112,8 @@ def test_the_note_on_sapo_states_both_gradients():
 @pytest.mark.parametrize(
     ("name", "mode", "words"),
     [
-        ("gspo", None, "it is seq-mean-token-mean, as in its paper (there token-mean)"),
-        ("rloo", None, "it is seq-mean-token-sum, as in its paper (there token-mean)"),
+        ("gspo", None, "gspo uses seq-mean-token-mean, as in its paper; Trinity-RFT uses token-mean"),
+        ("rloo", None, "rloo uses seq-mean-token-sum, as in its paper; Trinity-RFT uses token-mean"),
         ("gspo", "token-mean", None),
         ("grpo", None, None),
         ("grpo", "seq-mean-token-sum-norm", "by the number of sequences and by model.max_model_len"),
@@ -121,7 +121,7 @@ def test_the_note_on_sapo_states_both_gradients():
         ("dpo", None, None),
     ],
 )
-def test_aggregations_that_weigh_tokens_otherwise_are_noted(name, mode, words):
+def test_aggregations_that_weight_tokens_differently_are_noted(name, mode, words):
     _, notes = translate_algorithm(name, loss_agg_mode=mode)
     assert [words in note for note in notes] == ([] if words is None else [True])
 
@@ -139,35 +139,36 @@ FULL = {
 }
 
 
-def test_a_file_that_leaves_nothing_out_has_no_note():
+def test_a_file_that_sets_every_key_has_no_note():
     assert translate(**FULL)[1] == ()
     assert translate_trinity_file({"synchronizer": {"sync_style": "fixed"}}).notes == ()
 
 
-@pytest.mark.parametrize("key", LEFT_OUT)
-def test_a_default_that_differs_is_noted_where_the_file_leaves_it_out(key):
+@pytest.mark.parametrize("key", DIFFERENT_DEFAULTS)
+def test_a_different_default_is_noted_if_the_key_is_not_set(key):
     values = {section: dict(keys) for section, keys in FULL.items()}
     if key == "algorithm.optimizer.weight_decay":
         values["algorithm"]["optimizer"] = {}
     else:
         section, _, name = key.partition(".")
         del values[section][name]
-    ours, theirs = LEFT_OUT[key]
+    ours, theirs = DIFFERENT_DEFAULTS[key]
     (note,) = translate(**values)[1]
-    assert note == f"left out, and other than Trinity-RFT's default: {key} is {ours} (there {theirs})"
+    expected = "keys that are not set have other defaults than in Trinity-RFT"
+    assert note == f"{expected}: {key} is {ours} (Trinity-RFT: {theirs})"
 
 
 @pytest.mark.parametrize(("name", "has_note"), [("grpo", True), ("gspo", True), ("dapo", False), ("sppo", False)])
-def test_a_kl_that_is_not_there_by_default_is_noted_where_trinity_has_one(name, has_note):
+def test_no_kl_by_default_is_noted_if_trinity_has_one(name, has_note):
     algorithm = {key: value for key, value in FULL["algorithm"].items() if key != "kl_loss_fn"}
     _, notes = translate(**FULL | {"algorithm": algorithm | {"algorithm_type": name, "loss_agg_mode": "token-mean"}})
-    assert any("kl_loss_fn is none (there k2 with kl_coef 0.001" in note for note in notes) == has_note
+    assert any("kl_loss_fn is none (Trinity-RFT: k2 with kl_coef 0.001" in note for note in notes) == has_note
     args = {"algorithm_type": name, "loss_agg_mode": "token-mean", "kl_loss_fn_args": {"kl_coef": 0.1}}
     assert translate(**FULL | {"algorithm": algorithm | args})[1] == ()
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [(None, "there it is resumed"), (False, "there it is renamed"), (True, None)]
+    ("value", "words"), [(None, "Trinity-RFT resumes it"), (False, "Trinity-RFT gives it a new name"), (True, None)]
 )
 def test_a_second_run_of_a_name_is_noted(value, words):
     _, notes = translate(**FULL, name="n", continue_from_checkpoint=value)
@@ -177,14 +178,14 @@ def test_a_second_run_of_a_name_is_noted(value, words):
 @pytest.mark.parametrize(
     ("selector", "words"),
     [
-        (None, "names no selector: tasks are shuffled"),
-        ({}, "names no selector: tasks are shuffled"),
-        ({"selector_type": "random"}, "a random batch holds a task at most once"),
+        (None, "has no task_selector: tasks are shuffled"),
+        ({}, "has no task_selector: tasks are shuffled"),
+        ({"selector_type": "random"}, "random draws each batch without replacement"),
         ({"selector_type": "random", "kwargs": {"replace": True}}, None),
         ({"selector_type": "sequential"}, None),
     ],
 )
-def test_the_order_of_tasks_is_noted_where_it_may_surprise(selector, words):
+def test_differences_in_the_order_of_tasks_are_noted(selector, words):
     sets = {"path": "d"} if selector is None else {"path": "d", "task_selector": selector}
     _, notes = translate(**FULL | {"buffer": {"batch_size": 4, "explorer_input": {"taskset": sets}}})
     assert [words in note for note in notes] == ([] if words is None else [True])

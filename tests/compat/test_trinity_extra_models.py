@@ -1,4 +1,4 @@
-"""A critic and experts' data in Trinity-RFT's words."""
+"""Trinity-RFT's keys of the critic and of expert demonstrations."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def read(algorithm, *, model=None, trainer=None, buffers=None) -> AlgorithmSecti
     return AlgorithmSection(**translate_trinity_file(values).values.get("algorithm", {}))
 
 
-def test_the_critic_of_ppo_has_its_model_and_its_warmup():
+def test_the_critic_of_ppo_has_its_model_and_warmup():
     section = read({"algorithm_type": "ppo"}, model={"critic_model_path": "c"}, trainer={"critic_warmup": 5})
     assert section.critic == CriticSection(path="c", warmup_steps=5)
     plain = read({"algorithm_type": "grpo"}, model={"critic_model_path": "c"}, trainer={"critic_warmup": 5})
     assert plain.critic == CriticSection()
 
 
-def test_experts_data_is_an_auxiliary_buffer():
+def test_expert_demonstrations_are_an_auxiliary_buffer():
     section = read(
         {
             "algorithm_type": "mix_chord",
@@ -43,14 +43,14 @@ def test_experts_data_is_an_auxiliary_buffer():
 @pytest.mark.parametrize(
     ("algorithm", "buffers", "message"),
     [
-        ({"algorithm_type": "mix"}, {"other": BUFFER}, r"auxiliary_buffers\.other cannot be honoured"),
-        ({"algorithm_type": "grpo"}, {"sft_dataset": BUFFER}, r"auxiliary_buffers\.sft_dataset cannot be honoured"),
+        ({"algorithm_type": "mix"}, {"other": BUFFER}, r"auxiliary_buffers\.other is not supported"),
+        ({"algorithm_type": "grpo"}, {"sft_dataset": BUFFER}, r"auxiliary_buffers\.sft_dataset is not supported"),
         ({"algorithm_type": "mix"}, {"sft_dataset": BUFFER | {"schema_type": "dpo"}}, "schema_type='dpo'"),
         ({"algorithm_type": "mix"}, {"sft_dataset": {"paths": "x"}}, "paths is not a known key"),
         ({"algorithm_type": "grpo", "sample_strategy": "mix"}, None, "sample_strategy='mix'"),
         ({"algorithm_type": "grpo", "sample_strategy_args": {"expert_data_ratio": 0.5}}, None, "sample_strategy_args"),
     ],
 )
-def test_buffers_that_no_step_reads_are_refused(algorithm, buffers, message):
+def test_unsupported_buffers_and_strategies_are_refused(algorithm, buffers, message):
     with pytest.raises(ConfigError, match=message):
         read(algorithm, buffers=buffers)

@@ -1,4 +1,4 @@
-"""Trinity-RFT's run files: every key is honoured, holds anyway, or is refused by name with the reason."""
+"""Trinity-RFT's run files: every key is translated, accepted without effect, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def merge(one, other):
 
 
 def translate(*pairs):
-    """The run config that a file with these keys means."""
+    """The run config translated from a file with these keys."""
     values = {"buffer": {}, "model": {"model_path": "m"}}
     for key, value in pairs:
         values = merge(values, nest(key, value))
@@ -75,7 +75,7 @@ def read(config, key):
     return config
 
 
-def test_the_recipes_files_are_recognised_and_mean_what_they_say(monkeypatch):
+def test_the_recipes_files_are_recognised_and_translated(monkeypatch):
     monkeypatch.setenv("TUNESMITH_MODEL", "my/model")
     chance, bots = (load_run_file(RECIPE / f"config_{name}.yaml") for name in ("random", "difficulty"))
     assert chance.train_dataset.task_selector.selector_type == "random"
@@ -90,7 +90,7 @@ def test_the_recipes_files_are_recognised_and_mean_what_they_say(monkeypatch):
     assert chance.model_dump(exclude=differing) == bots.model_dump(exclude=differing)
 
 
-def test_the_math_agents_file_is_honoured(tmp_path, caplog):
+def test_the_math_agents_file_is_translated(tmp_path, caplog):
     path = tmp_path / "config.yaml"
     path.write_text(MATH_AGENT)
     config = load_run_file(path, ["total_steps=3"], values={"algorithm": {"batch_size": 4}})
@@ -102,7 +102,7 @@ def test_the_math_agents_file_is_honoured(tmp_path, caplog):
     assert "cluster.gpu_per_node=8" in caplog.text and "rollout_model.engine_num=4" in caplog.text
 
 
-def test_a_file_of_ours_is_not_taken_for_one():
+def test_a_tunesmith_file_is_not_a_trinity_file():
     assert not is_trinity_file({"model": {"path": "m"}, "trainer": {}, "algorithm": {}, "monitor": {}})
     assert is_trinity_file({"buffer": {}})
 
@@ -230,8 +230,8 @@ MOVED = [
     ("explorer.rollout_model.enable_thinking", True, "model.enable_thinking", True),
     ("explorer.rollout_model.max_model_len", 77, "model.max_model_len", 77),
     (
-        "explorer.auxiliary_models", [{"name": "helper", "model_path": "h", "max_model_len": 64, "engine_num": 2}],
-        "auxiliary_models.helper.path", "h",
+        "explorer.auxiliary_models", [{"name": "grader", "model_path": "h", "max_model_len": 64, "engine_num": 2}],
+        "auxiliary_models.grader.path", "h",
     ),
     ("trainer.save_interval", 50, "save_interval_steps", 50),
     ("trainer.total_steps", 9, "total_steps", 9),
@@ -247,7 +247,7 @@ MOVED = [
 
 
 @pytest.mark.parametrize(("key", "value", "ours", "expected"), MOVED)
-def test_a_key_reaches_ours(key, value, ours, expected):
+def test_a_key_sets_ours(key, value, ours, expected):
     config = translate((key, value))
     if ".0." in ours:
         section, field = ours.split(".0.")
@@ -280,7 +280,7 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize(("key", "value"), ACCEPTED)
-def test_a_key_that_holds_anyway_changes_nothing(key, value):
+def test_an_accepted_key_has_no_effect(key, value):
     plain = translate()
     config = translate((key, value))
     assert config.model_copy(update={"train_dataset": None}) == plain
@@ -289,7 +289,7 @@ def test_a_key_that_holds_anyway_changes_nothing(key, value):
 REFUSED = [
     ("mode", "bench", r"mode='bench'.*tunesmith eval"),
     ("group", "g", r"group='g'.*put the group into name"),
-    ("stages", [{"stage_name": "a"}], r"stages=.*one file a stage"),
+    ("stages", [{"stage_name": "a"}], r"stages=.*one file per stage"),
     ("cluster.node_num", 4, r"cluster\.node_num=4.*one device"),
     ("algorithm.policy_loss_fn", "gspo", r"algorithm\.policy_loss_fn='gspo'.*choose another algorithm_type"),
     ("algorithm.kl_loss_fn", "sideways", r"algorithm\.kl_estimator must be"),
@@ -298,21 +298,21 @@ REFUSED = [
     ("algorithm.algorithm_type", "grpo_verl", r"algorithm_type='grpo_verl'.*nearest is grpo"),
     ("algorithm.algorithm_type", "cpt", r"algorithm_type='cpt'.*nearest is sft"),
     ("algorithm.advantage_fn", "clipb", r"advantage_fn='clipb'.*nearest is dapo"),
-    ("algorithm.advantage_fn", "rec", r"advantage_fn='rec'.*'rec' goes with rec, 'ppo' with ppo, grpo"),
+    ("algorithm.advantage_fn", "rec", r"advantage_fn='rec'.*'rec' combines with rec, 'ppo' with ppo, grpo"),
     ("algorithm.advantage_fn_args", {"duplicate_experiences": True}, r"duplicate_experiences=True.*refill_budget"),
     ("algorithm.rollout_correction", {"rollout_rs": "token"}, r"rollout_rs needs .*rollout_rs_threshold"),
-    ("algorithm.rollout_correction", {"bypass_mode": True}, r"bypass_mode=True.*the step began with"),
+    ("algorithm.rollout_correction", {"bypass_mode": True}, r"bypass_mode=True.*policy at the start of the step"),
     ("algorithm.sample_strategy", "mix", r"sample_strategy='mix'.*experience\.replay"),
     ("algorithm.rollout_correction", {"rollout_iss": 1}, r"rollout_iss is not a known key: did you mean 'rollout_is'"),
-    ("model.lora_configs", [{"path": "a"}], r"lora_configs\[0\]\.path='a'.*model_path names its folder"),
+    ("model.lora_configs", [{"path": "a"}], r"lora_configs\[0\]\.path='a'.*set model_path to its folder"),
     ("model.lora_configs", [{}, {}], r"model\.lora_configs: one adapter is trained, got 2"),
     ("model.tinker", {"enable": True}, r"model\.tinker\.enable=True.*model\.device"),
-    ("model.repetition_penalty", 1.2, r"repetition_penalty=1\.2.*must be one"),
+    ("model.repetition_penalty", 1.2, r"repetition_penalty=1\.2.*cannot reproduce this distribution"),
     ("model.temprature", 1, r"model\.temprature is not a known key: did you mean 'temperature'"),
     ("buffer.train_batch_size", 100, r"train_batch_size=100.*must divide.*256.*num_minibatches"),
     ("buffer.explorer_input.taskset", {"path": "d", "storage_type": "sql"}, r"taskset\.storage_type='sql'.*jsonl"),
     ("buffer.explorer_input.taskset", {"path": "d", "workflow_args": {"a": 1}}, r"workflow_args=.*functools\.partial"),
-    ("buffer.explorer_input.taskset", {"path": "d", "rollout_args": {"n": 4}}, r"rollout_args\.n cannot"),
+    ("buffer.explorer_input.taskset", {"path": "d", "rollout_args": {"n": 4}}, r"rollout_args\.n is not supported"),
     ("buffer.explorer_input.taskset", {"path": "d", "default_workflow_type": "math"}, r"workflow: module:function"),
     ("buffer.explorer_input.taskset", {"path": "d", "pth": 1}, r"taskset\.pth is not a known key: did you mean 'path'"),
     (
@@ -325,7 +325,7 @@ REFUSED = [
     ),
     (
         "buffer.explorer_input.eval_tasksets", [{"path": "a", "repeat_times": 2}, {"path": "b", "repeat_times": 3}],
-        r"eval_tasksets\[1\]\.repeat_times=3: another key of the file says 2",
+        r"eval_tasksets\[1\]\.repeat_times=3: another key of the file sets evaluation\.num_samples to 2",
     ),
     ("data_processor.task_pipeline", {"operators": []}, r"task_pipeline=.*train_dataset\.operators"),
     ("data_processor.experience_pipeline.operators", [{"name": "data_juicer"}], r"data_juicer.*train_dataset"),
@@ -333,9 +333,9 @@ REFUSED = [
     ("explorer.over_rollout.ratio", 0.2, r"over_rollout\.ratio=0\.2.*max_timeout"),
     ("explorer.dynamic_timeout", {"enable": True}, r"dynamic_timeout\.enable=True.*max_timeout"),
     ("explorer.rollout_model.tensor_parallel_size", 2, r"tensor_parallel_size=2.*one device"),
-    ("explorer.rollout_model.enable_history", False, r"enable_history=False.*cannot train"),
+    ("explorer.rollout_model.enable_history", False, r"enable_history=False.*cannot be trained"),
     ("explorer.auxiliary_models", [{"name": "h"}], r"auxiliary_models\[0\] needs a name.*model_path"),
-    ("trainer.save_interval", 0, r"save_interval=0.*leave it out"),
+    ("trainer.save_interval", 0, r"save_interval=0.*remove it"),
     ("trainer.ulysses_sequence_parallel_size", 2, r"ulysses_sequence_parallel_size=2.*max_token_len_per_gpu"),
     ("trainer.trainer_config", {"a": 1}, r"trainer_config=.*--options"),
     ("monitor.monitor_type", "nothing", r"monitor\.trackers"),
@@ -349,7 +349,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("key", "value", "message"), REFUSED)
-def test_a_key_that_cannot_be_honoured_is_refused_by_name_with_the_reason(key, value, message):
+def test_an_unsupported_key_is_refused_with_the_reason(key, value, message):
     with pytest.raises(ConfigError, match=message):
         translate((key, value))
 
@@ -361,7 +361,7 @@ def test_a_key_that_cannot_be_honoured_is_refused_by_name_with_the_reason(key, v
         ("trainer_driven", True), ("dynamic_by_trainer", True), ("fully_async", True),
     ],
 )  # fmt: skip
-def test_styles_that_overlap_sampling_and_training_are_told_what_happens(style, is_noted):
+def test_a_note_explains_styles_that_overlap_sampling_and_training(style, is_noted):
     notes = translate_trinity_file({"synchronizer": {"sync_style": style}}).notes
     assert [("a step is sampled, then trained" in note) for note in notes] == [True] * is_noted
 
@@ -406,10 +406,10 @@ def test_every_key_of_the_published_examples_has_a_rule():
         ({"max_prompt_tokens": 100, "max_model_len": 128}, (128, 28)),
         ({"max_prompt_tokens": 100, "max_model_len": 128, "max_response_tokens": 28}, (128, 28)),
         ({"max_prompt_tokens": 90, "max_model_len": 128, "max_response_tokens": 28}, "set max_model_len=118"),
-        ({"max_prompt_tokens": 90}, "alone says nothing"),
+        ({"max_prompt_tokens": 90}, "does not determine the context"),
     ],
 )
-def test_lengths_complete_each_other(lengths, expected):
+def test_two_lengths_determine_the_third(lengths, expected):
     pairs = [(f"model.{name}", value) for name, value in lengths.items()]
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
@@ -419,9 +419,9 @@ def test_lengths_complete_each_other(lengths, expected):
         assert (config.model.max_model_len, config.model.max_tokens) == expected
 
 
-def test_neutral_values_are_neutral():
+def test_allow_neutral_accepts_only_empty_and_disabled_values():
     for value in (None, "", "none", 0, False, [], {}):
         allow_neutral("x")(None, "key", value)
     for value in (1, "x", [0], {"a": None}, True):
-        with pytest.raises(ConfigError, match=r"key=.* cannot be honoured: x"):
+        with pytest.raises(ConfigError, match=r"key=.* is not supported: x"):
             allow_neutral("x")(None, "key", value)

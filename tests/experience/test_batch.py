@@ -1,4 +1,4 @@
-"""A batch is filled up with groups that teach, within a budget of tasks, and everything tried is kept and counted."""
+"""Dynamic sampling fills a batch with groups of non-zero advantage within a task budget; every group run is kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def has_variance(group):
 
 
 def gather(outcomes, *, num_groups, max_tasks, operators=()):
-    """Run tasks in order until the batch is full; `outcomes` says which groups have variance. Also the round sizes."""
+    """The batch after running tasks in order, and its round sizes; `outcomes[i]` says whether group i has variance."""
     batch, drawn = Batch(size=BatchSize(num_groups=num_groups, max_tasks=max_tasks)), []
     while batch.num_missing:
         start = sum(drawn)
@@ -30,14 +30,14 @@ def gather(outcomes, *, num_groups, max_tasks, operators=()):
     return batch, drawn
 
 
-def test_without_a_budget_a_batch_is_what_was_drawn():
+def test_without_refill_a_batch_is_one_round():
     batch, drawn = gather([1, 0, 1], num_groups=3, max_tasks=3)
     assert drawn == [3]
     assert batch.groups == batch.collected and batch.positions == [0, 1, 2]
     assert batch.compute_metrics()["experience/num_useful_groups"] == 2
 
 
-def test_groups_that_teach_nothing_are_replaced_until_the_batch_is_full():
+def test_groups_with_zero_advantage_are_replaced_until_the_batch_is_full():
     batch, drawn = gather([1, 0, 0, 0, 1, 1, 1], num_groups=3, max_tasks=9)
     assert drawn == [3, 2, 1]
     assert [group.task.index for group in batch.groups] == [0, 4, 5] and batch.positions == [0, 4, 5]
@@ -46,13 +46,13 @@ def test_groups_that_teach_nothing_are_replaced_until_the_batch_is_full():
     assert batch.compute_metrics()["experience/num_tasks_tried"] == 6
 
 
-def test_the_budget_ends_the_search():
+def test_refilling_stops_at_the_task_budget():
     batch, drawn = gather([0] * 9, num_groups=3, max_tasks=5)
     assert drawn == [3, 2]
     assert batch.groups == [] and len(batch.collected) == 5
 
 
-def test_groups_that_operators_emptied_are_not_trained():
+def test_groups_emptied_by_operators_are_not_trained():
     def drop_first(groups):
         return [Group(task=groups[0].task, trajectories=()), *groups[1:]], {"num_dropped": 1, "share": 0.5}
 
@@ -65,7 +65,7 @@ def test_groups_that_operators_emptied_are_not_trained():
     assert len(plain.has_advantage) == len(plain.groups)
 
 
-def test_counts_are_added_and_the_rest_is_averaged_over_groups():
+def test_counts_are_summed_and_floats_averaged_over_groups():
     batch = Batch(size=BatchSize(num_groups=4, max_tasks=8))
     for groups, metrics in (
         ([group_of(index, 0) for index in range(3)], {"a/x": Count(1), "a/rate": 0.0}),
@@ -76,7 +76,7 @@ def test_counts_are_added_and_the_rest_is_averaged_over_groups():
     assert metrics["a/x"] == 3.0 and metrics["a/rate"] == 0.25
 
 
-def test_advantages_go_back_to_where_their_runs_were_collected():
+def test_advantages_are_laid_out_like_the_collected_groups():
     collected = [group_of(0, 1, 2), group_of(1, 1, 2, 3)]
     kept = Group(task=collected[1].task, trajectories=collected[1].trajectories[::2])
     batch = Batch(size=BatchSize(num_groups=2, max_tasks=2), collected=collected, groups=[kept], positions=[1])

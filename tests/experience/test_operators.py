@@ -1,4 +1,4 @@
-"""Operators on groups: what each keeps, changes and counts, and how they are named, checked and chained."""
+"""Operators on groups: what each keeps, changes and counts; their names, argument checks and chaining."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def turn_of(prompt, sampled, reason="eos"):
 
 
 def group_of(*rewards, index=0, metrics=None, num_turns=None):
-    """A run for each reward; None is a failed one."""
+    """A group with one run per reward; None is a failed run."""
     task = Task(task_id=f"t/{index}", index=index, row={})
     runs = [
         Trajectory(
             task=task,
-            run_index=place,
-            turns=tuple(turn_of([1], [2]) for _ in range(num_turns[place] if num_turns else 1)),
+            run_index=run_index,
+            turns=tuple(turn_of([1], [2]) for _ in range(num_turns[run_index] if num_turns else 1)),
             reward=reward,
-            metrics=metrics[place] if metrics else {},
+            metrics=metrics[run_index] if metrics else {},
             failure=None if reward is not None else Failure(where="workflow", message="x"),
         )
-        for place, reward in enumerate(rewards)
+        for run_index, reward in enumerate(rewards)
     ]
     return Group(task=task, trajectories=tuple(runs))
 
@@ -54,19 +54,21 @@ def rewards_of(result):
     return [[run.reward for run in group.trajectories] for group in result[0]]
 
 
-def test_pass_rates_count_runs_and_not_calls_are_clipped_and_leave_failures_out():
+def test_pass_rates_average_clipped_outcomes_of_runs_without_failures():
     groups = [group_of(1.0, 0.0, num_turns=[3, 1]), group_of(-1.0, 3.0, None), group_of(None, None)]
     assert compute_pass_rates(groups, None) == [0.5, 0.5, None]
 
 
-def test_an_outcome_may_be_a_metric_and_must_then_be_reported():
+def test_an_outcome_metric_must_be_reported():
     groups = [group_of(0.2, 0.9, metrics=[{"accuracy": 1.0}, {"accuracy": 0.0}])]
     assert compute_pass_rates(groups, "accuracy") == [0.5]
-    with pytest.raises(ConfigError, match="outcome_key='acuracy' is no metric of run 0 of task t/0.*reports accuracy"):
+    with pytest.raises(
+        ConfigError, match="outcome_key='acuracy' is not a metric of run 0 of task t/0.*reports accuracy"
+    ):
         compute_pass_rates(groups, "acuracy")
 
 
-def test_pass_rate_calculator_counts_and_changes_nothing():
+def test_pass_rate_calculator_counts_and_keeps_groups_unchanged():
     groups = [group_of(1, 1), group_of(0, 0), group_of(1, 0), group_of(*[1] * 15, 0), group_of(None)]
     kept, metrics = pass_rate_calculator(groups)
     assert kept == groups
@@ -79,18 +81,18 @@ def test_pass_rate_calculator_counts_and_changes_nothing():
     assert pass_rate_calculator([group_of(None)])[1] == {}
 
 
-def test_reward_filter_keeps_what_reaches_the_threshold():
+def test_reward_filter_keeps_rewards_at_or_above_the_threshold():
     result = reward_filter([group_of(0.5, 0.4, None), group_of(1.0)], threshold=0.5)
     assert rewards_of(result) == [[0.5], [1.0]]
     assert result[1] == {"num_filtered_runs": 2}
 
 
-def test_invalid_rewards_are_left_out():
+def test_non_finite_rewards_are_filtered():
     result = invalid_reward_filter([group_of(0.5, float("inf"), None, float("nan"))])
     assert rewards_of(result) == [[0.5]]
 
 
-def test_reward_std_filter_drops_groups_that_hardly_deviate():
+def test_reward_std_filter_drops_groups_of_low_deviation():
     groups = [group_of(1, 0), group_of(0.1, 0.1, 0.1), group_of(1.0), group_of(0.5, 0.6), group_of(1, None)]
     result = reward_std_filter(groups, threshold=0.05)
     assert rewards_of(result) == [[1, 0], [], [], [], []]
@@ -98,7 +100,7 @@ def test_reward_std_filter_drops_groups_that_hardly_deviate():
     assert rewards_of(reward_std_filter(groups))[3] == [0.5, 0.6]
 
 
-def test_the_gate_closes_on_groups_whose_outcome_is_the_same_whatever_the_shaping():
+def test_outcome_gate_drops_groups_of_equal_outcomes_even_if_rewards_differ():
     metrics = [{"accuracy": 1.0}, {"accuracy": 1.0}]
     shaped_alike = group_of(0.9, 0.7, metrics=metrics)
     differing = group_of(0.9, 0.7, metrics=[{"accuracy": 1.0}, {"accuracy": 0.0}])
@@ -107,7 +109,7 @@ def test_the_gate_closes_on_groups_whose_outcome_is_the_same_whatever_the_shapin
     assert rewards_of(outcome_gate([group_of(0.5, 0.6)], tolerance=0.2)) == [[]]
 
 
-def test_dapo_keeps_groups_with_right_and_wrong_runs():
+def test_dapo_keeps_groups_with_correct_and_incorrect_runs():
     groups = [
         group_of(1, 1), group_of(0, 0), group_of(1, 0, None),
         group_of(1, 1, metrics=[{"accuracy": 1.0}, {"accuracy": 0.0}]),
@@ -131,7 +133,7 @@ def test_truncated_turns_do_not_train_but_stay_as_context():
     assert build_samples(mask_response_truncated([Group(task=task, trajectories=(cut,))])[0], [[0.5]])[0] == []
 
 
-def test_shaping_changes_rewards_in_order_and_counts_what_it_skips():
+def test_shaping_terms_apply_in_order_and_skipped_ones_are_counted():
     group = group_of(1.0, 2.0, None, metrics=[{"length": 4.0}, {"length": 0.0}, {}])
     configs = [
         {"stats_key": "length", "op_type": "SUB", "weight": 0.1},
@@ -152,7 +154,7 @@ def chain_of(*operators, own=(), outcome_key=None, load=None):
     return build_operators(section, load=load or {}.__getitem__, own=own)
 
 
-def test_every_name_builds_with_its_defaults():
+def test_every_operator_builds_with_its_defaults():
     needed = {"reward_shaping_mapper": {"reward_shaping_configs": [{"stats_key": "a", "op_type": "MUL", "weight": 2}]}}
     assert len(chain_of(*[(name, needed.get(name, {})) for name in OPERATORS])) == len(OPERATORS)
 
@@ -178,7 +180,7 @@ def test_unknown_names_and_arguments_are_errors(name, args, message):
         chain_of((name, args))
 
 
-def test_a_chain_runs_in_order_and_its_numbers_carry_its_names():
+def test_a_chain_runs_in_order_and_metrics_carry_operator_names():
     chain = chain_of(("reward_filter", {"threshold": 0.1}), ("reward_std_filter", {}), ("reward_filter", {}))
     groups, metrics = apply_operators([group_of(0.0, 1.0), group_of(1.0, 0.5)], chain)
     assert [[run.reward for run in group.trajectories] for group in groups] == [[], [1.0, 0.5]]
@@ -189,7 +191,7 @@ def test_a_chain_runs_in_order_and_its_numbers_carry_its_names():
     }
 
 
-def test_a_gate_that_would_see_shaped_rewards_is_refused():
+def test_a_gate_on_shaped_rewards_is_refused():
     shaping = (
         "reward_shaping_mapper",
         {"reward_shaping_configs": [{"stats_key": "a", "op_type": "ADD", "weight": 1.0}]},
@@ -200,13 +202,13 @@ def test_a_gate_that_would_see_shaped_rewards_is_refused():
     assert len(chain_of(shaping, ("outcome_gate", {}), outcome_key="accuracy")) == 2
 
 
-def test_the_outcome_of_the_section_reaches_the_operators_that_use_it():
+def test_outcome_key_of_the_section_is_the_default_of_operators():
     (gate,) = chain_of(("outcome_gate", {}), outcome_key="accuracy")
     groups, _ = gate.apply([group_of(0, 1, metrics=[{"accuracy": 1.0}, {"accuracy": 1.0}])])
     assert groups[0].trajectories == ()
 
 
-def test_dapo_goes_by_the_outcome_of_the_section_unless_it_names_a_metric():
+def test_dapo_uses_the_outcome_key_of_the_section_unless_metric_key_is_set():
     metrics = [{"exact": 1.0, "near": 1.0, "accuracy": 1.0}, {"exact": 0.0, "near": 1.0, "accuracy": 1.0}]
     group = group_of(0.9, 0.8, metrics=metrics)
     for args, outcome_key, num_kept in [({}, None, 0), ({}, "exact", 2), ({"metric_key": "near"}, "exact", 0)]:
@@ -226,7 +228,7 @@ def test_dapo_goes_by_the_outcome_of_the_section_unless_it_names_a_metric():
         ("dapo_dynamic_sampling", {}, "lenght"),
     ],
 )
-def test_a_metric_that_no_run_reports_is_an_error_and_one_that_was_reported_may_be_missing(name, args, outcome_key):
+def test_a_metric_that_no_run_ever_reported_is_an_error(name, args, outcome_key):
     chain = chain_of((name, args), outcome_key=outcome_key)
     apply_operators([group_of(None)], chain)
     with pytest.raises(ConfigError, match="'lenght', which none of 2 runs reports .did you mean 'length'"):
@@ -237,7 +239,7 @@ def test_a_metric_that_no_run_reports_is_an_error_and_one_that_was_reported_may_
     apply_operators([group_of(1, 0)], chain)
 
 
-def test_a_users_operator_gets_the_outcome_only_where_it_asks_for_it_by_that_name():
+def test_a_custom_operator_gets_outcome_key_only_under_that_name():
     given = []
 
     def note(groups, *, outcome_key: str | None = None, metric_key: str = "length"):
@@ -253,7 +255,7 @@ def keep_first(groups, *, num_runs: int = 1):
     return kept, {"mine": 1}
 
 
-def test_a_users_operator_comes_by_path_or_as_an_object():
+def test_a_custom_operator_is_given_by_path_or_as_an_object():
     by_path = chain_of(("mine:keep_first", {"num_runs": 2}), load={"mine:keep_first": keep_first}.__getitem__)
     groups, metrics = apply_operators([group_of(1, 2, 3)], by_path)
     assert len(groups[0].trajectories) == 2 and metrics == {"experience/keep_first/mine": 1}
@@ -264,23 +266,23 @@ def test_a_users_operator_comes_by_path_or_as_an_object():
 @pytest.mark.parametrize(
     ("operator", "message"),
     [
-        (lambda groups: (groups[:1], {}), "gave 1 groups for 2"),
+        (lambda groups: (groups[:1], {}), "returned 1 groups for 2"),
         (lambda groups: (groups[::-1], {}), "changed the order"),
         (
             lambda groups: ([Group(task=g.task, trajectories=g.trajectories[::-1]) for g in groups], {}),
             "changed the order",
         ),
-        (lambda groups: groups, "must give back"),
-        (lambda groups: None, "must give back"),
-        (lambda groups: (groups, {"seen": "many"}), "must give back"),
+        (lambda groups: groups, "must return"),
+        (lambda groups: None, "must return"),
+        (lambda groups: (groups, {"seen": "many"}), "must return"),
     ],
 )
-def test_what_a_users_operator_must_not_do_is_named(operator, message):
+def test_invalid_results_of_a_custom_operator_are_refused(operator, message):
     with pytest.raises(ConfigError, match=message):
         apply_operators([group_of(1, 2, index=0), group_of(3, 4, index=1)], chain_of(own=[operator]))
 
 
-def test_a_chain_must_not_end_with_rewards_that_are_no_numbers():
+def test_non_finite_rewards_after_the_chain_are_refused():
     shaping = [{"stats_key": "length", "op_type": "ADD", "weight": float("inf")}]
     chain = [("reward_shaping_mapper", {"reward_shaping_configs": shaping})]
     group = group_of(1, 0, metrics=[{"length": 1.0}, {"length": 2.0}])
@@ -290,7 +292,7 @@ def test_a_chain_must_not_end_with_rewards_that_are_no_numbers():
     assert groups[0].trajectories == ()
 
 
-def test_a_users_operator_must_not_change_turns():
+def test_a_custom_operator_must_not_change_turns():
     def cut(groups):
         runs = [Trajectory(task=g.task, run_index=0, turns=(), reward=1.0) for g in groups]
         return [Group(task=g.task, trajectories=(run,)) for g, run in zip(groups, runs, strict=True)], {}
@@ -312,13 +314,13 @@ def test_rewards_are_shaped_by_each_operation(op_type, expected):
 def test_masked_turns_are_counted_over_all_runs():
     cut = turn_of([1], [2], reason="length")
     task = Task(task_id="t/0", index=0, row={})
-    runs = tuple(Trajectory(task=task, run_index=place, turns=(cut, cut), reward=1.0) for place in range(2))
+    runs = tuple(Trajectory(task=task, run_index=index, turns=(cut, cut), reward=1.0) for index in range(2))
     (changed,), metrics = mask_response_truncated([Group(task=task, trajectories=runs)])
     assert [turn.is_trained for run in changed.trajectories for turn in run.turns] == [False] * 4
     assert list(metrics.values()) == [4]
 
 
-def test_a_deviation_equal_to_the_threshold_does_not_pass():
+def test_a_deviation_equal_to_the_threshold_is_filtered():
     groups = [group_of(0.0, 1.0)]
     assert [len(group.trajectories) for group in reward_std_filter(groups, threshold=0.5)[0]] == [0]
     assert [len(group.trajectories) for group in reward_std_filter(groups, threshold=0.49)[0]] == [2]

@@ -1,4 +1,4 @@
-"""Groups come back by priority while they are fresh, and a restored buffer hands out the same ones."""
+"""The replay buffer draws fresh groups by priority, and a restored buffer draws the same ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TURN = Turn(
 
 
 def groups_of(step, num_groups=3):
-    """The groups that a step collects: two scored runs and a failed one each."""
+    """The groups collected in a step: two scored runs and a failed one each."""
     groups = []
-    for place in range(num_groups):
-        task = Task(task_id=f"t/{step}-{place}", index=place, row={})
+    for index in range(num_groups):
+        task = Task(task_id=f"t/{step}-{index}", index=index, row={})
         runs = [
             Trajectory(task=task, run_index=0, turns=(TURN, TURN), reward=1.0),
             Trajectory(task=task, run_index=1, turns=(TURN,), reward=0.25),
@@ -48,7 +48,7 @@ def test_off_by_default():
     assert len(buffer) == 0 and buffer.draw(policy_version=1) == []
 
 
-def test_the_freshest_come_first_and_each_use_costs_priority():
+def test_newest_groups_come_first_and_each_use_lowers_priority():
     buffer = build(decay=2.0)
     add(buffer, 1, num_groups=2)
     add(buffer, 2, num_groups=2)
@@ -57,7 +57,7 @@ def test_the_freshest_come_first_and_each_use_costs_priority():
     assert names(buffer.draw(policy_version=2)) == ["2-0", "2-1"]
 
 
-def test_stale_and_used_up_groups_are_forgotten():
+def test_stale_and_used_up_groups_are_evicted():
     buffer = build(max_uses=1, max_staleness=2)
     add(buffer, 1)
     buffer.draw(policy_version=2)
@@ -65,14 +65,14 @@ def test_stale_and_used_up_groups_are_forgotten():
     assert buffer.draw(policy_version=3) == [] and len(buffer) == 0
 
 
-def test_over_capacity_the_lowest_priority_goes():
+def test_over_capacity_the_lowest_priority_is_evicted():
     buffer = build(capacity=4)
     add(buffer, 1)
     add(buffer, 2)
     assert names(buffer.draw(policy_version=2) + buffer.draw(policy_version=2)) == ["2-0", "2-1", "2-2", "1-0"]
 
 
-def test_noise_changes_the_order_and_not_from_run_to_run():
+def test_noise_changes_the_order_deterministically():
     def order(sigma):
         buffer = build(sigma=sigma, num_groups=6)
         add(buffer, 1)
@@ -82,7 +82,7 @@ def test_noise_changes_the_order_and_not_from_run_to_run():
     assert order(0.0) != order(5.0) == order(5.0)
 
 
-def test_a_restored_buffer_goes_on_exactly_with_what_operators_changed():
+def test_a_restored_buffer_draws_the_same_groups_with_operator_changes():
     buffer = build(sigma=1.0)
     for step in (1, 2, 3):
         changed = [
@@ -109,15 +109,15 @@ def test_each_draw_is_one_use_and_newer_steps_win_ties():
     buffer = build(decay=0.0, max_uses=3, num_groups=1)
     add(buffer, 1, num_groups=1)
     assert [len(buffer.draw(policy_version=0)) for _ in range(4)] == [1, 1, 1, 0]
-    alike = build(decay=1.0, num_groups=1)
-    add(alike, 1, num_groups=1)
+    buffer = build(decay=1.0, num_groups=1)
+    add(buffer, 1, num_groups=1)
     groups = groups_of(2, num_groups=1)
-    alike.add(groups, [0], step=2, policy_version=0)
-    assert names(alike.draw(policy_version=0)) == ["2-0"]
+    buffer.add(groups, [0], step=2, policy_version=0)
+    assert names(buffer.draw(policy_version=0)) == ["2-0"]
 
 
-def test_sigma_is_the_spread_of_priorities():
-    """With priorities 10 apart a sigma of 1 changes nothing, and one of 1000 shuffles."""
+def test_sigma_is_the_standard_deviation_of_the_noise():
+    """With priorities 10 apart, sigma 1 keeps the order and sigma 1000 shuffles it."""
     for sigma, is_shuffled in ((1.0, False), (1000.0, True)):
         buffer = build(decay=0.0, sigma=sigma, num_groups=8, max_staleness=1000)
         for step in range(1, 9):

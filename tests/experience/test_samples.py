@@ -1,4 +1,4 @@
-"""Turns become samples by exact token prefix; every sampled token is trained once, with what was recorded of it."""
+"""Turns are merged into samples by exact token prefix; every sampled token is trained once with its recorded values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TASK = Task(task_id="t/0", index=0, row={})
 
 
 def build_turn(prompt: list[int], sampled: list[int], *, version: int = 0, temperature: float = 1.0) -> Turn:
-    """The logprob of the i-th sampled token is -i - 1."""
+    """A turn in which the i-th sampled token has logprob -i - 1."""
     return Turn(
         prompt_ids=tuple(prompt),
         sampled_ids=tuple(sampled),
@@ -40,7 +40,7 @@ def trained(sample: Sample) -> list[int]:
     return [token for token, is_sampled in zip(sample.token_ids, sample.is_sampled, strict=True) if is_sampled]
 
 
-def test_turns_that_extend_each_other_are_one_sample():
+def test_turns_that_extend_each_other_become_one_sample():
     first = build_turn([1, 2], [3, 4])
     second = build_turn([1, 2, 3, 4, 5], [6], version=1, temperature=0.5)
     (sample,) = build(first, second)
@@ -55,35 +55,35 @@ def test_turns_that_extend_each_other_are_one_sample():
     )
 
 
-def test_prompt_that_changes_the_past_starts_a_new_sample():
+def test_prompt_with_an_edited_history_starts_a_new_sample():
     samples = build(build_turn([1, 2], [3, 4]), build_turn([1, 2, 3, 9], [6]))
     assert [sample.token_ids for sample in samples] == [(1, 2, 3, 4), (1, 2, 3, 9, 6)]
     assert [trained(sample) for sample in samples] == [[3, 4], [6]]
 
 
-def test_second_turn_on_the_same_turn_takes_it_as_context():
+def test_second_extension_of_a_turn_uses_it_as_context():
     samples = build(build_turn([1], [2]), build_turn([1, 2, 3], [4]), build_turn([1, 2, 5], [6]))
     assert [sample.token_ids for sample in samples] == [(1, 2, 3, 4), (1, 2, 5, 6)]
     assert [trained(sample) for sample in samples] == [[2, 4], [6]]
 
 
-def test_retries_and_parallel_choices_are_samples_of_their_own():
+def test_retries_and_parallel_choices_are_separate_samples():
     samples = build(build_turn([1], [2, 3]), build_turn([1], [2]), build_turn([1], [2, 3]))
     assert [trained(sample) for sample in samples] == [[2, 3], [2], [2, 3]]
 
 
-def test_turn_goes_on_from_the_longest_turn_it_extends():
+def test_turn_joins_the_longest_chain_it_extends():
     cancelled, whole = build_turn([1], [2]), build_turn([1], [2, 3])
     assert chain_turns([cancelled, whole, build_turn([1, 2, 3], [4])])[1][0] is whole
 
 
-def test_turn_that_sampled_nothing_trains_nothing():
+def test_turn_without_sampled_tokens_does_not_train():
     assert build(build_turn([1, 2], [])) == []
     (sample,) = build(build_turn([1], [2]), build_turn([1, 2, 3], []), build_turn([1, 2, 3], [4]))
     assert trained(sample) == [2, 4]
 
 
-def test_trajectory_without_advantage_does_not_train_and_counts_its_place():
+def test_trajectory_without_advantage_does_not_train_but_keeps_its_index():
     groups = [build_group([build_turn([1], [2])], [build_turn([1], [3])]), build_group([build_turn([5], [6])])]
     samples, metrics = build_samples(groups, [[None, -1.0], [2.0]])
     assert [(s.group_index, s.trajectory_index, s.advantages[-1]) for s in samples] == [(0, 1, -1.0), (1, 2, 2.0)]
@@ -94,8 +94,8 @@ def test_trajectory_without_advantage_does_not_train_and_counts_its_place():
     }
 
 
-def test_turns_may_have_advantages_of_their_own():
-    """They stay with their turns when others sampled nothing, branch off, or are context only."""
+def test_advantages_may_be_per_turn():
+    """Each turn keeps its advantage when other turns have no sampled tokens, branch off, or are context only."""
     turns = [build_turn([1], [2]), build_turn([1, 2], []), build_turn([1, 2, 3], [4, 5]), build_turn([1, 2, 6], [7])]
     samples, _ = build_samples([build_group(turns)], [[(0.1, 0.2, 0.3, 0.4)]])
     assert [sample.advantages for sample in samples] == [(0.0, 0.1, 0.0, 0.3, 0.3), (0.0, 0.0, 0.0, 0.4)]
@@ -115,7 +115,7 @@ def test_advantages_must_match_the_trajectories():
 
 @st.composite
 def conversations(draw) -> list[Turn]:
-    """Turns whose prompts extend, cut or edit what was seen before, as agents do."""
+    """Turns whose prompts extend, truncate or edit earlier context, as agents do."""
     tokens = st.lists(st.integers(0, 2), max_size=3)
     turns: list[Turn] = []
     for _ in range(draw(st.integers(0, 7))):
@@ -154,7 +154,7 @@ def test_chains_hold_each_turn_once_and_extend_token_for_token(turns):
             assert later.prompt_ids[: len(past)] == past
 
 
-def test_a_turn_extends_one_that_ends_where_it_begins_and_joins_the_longest():
+def test_a_prompt_equal_to_an_earlier_turn_extends_it_and_joins_the_longest_chain():
     first = build_turn([1], [2, 3, 4])
     longer = build_turn([1, 2, 3, 4], [9])
     assert chain_turns([first, longer]) == [[first, longer]]
@@ -163,7 +163,7 @@ def test_a_turn_extends_one_that_ends_where_it_begins_and_joins_the_longest():
     assert chain_turns([short, long, last]) == [[short], [long, last]]
 
 
-def test_branches_are_counted_over_all_runs():
+def test_branches_are_summed_over_all_runs():
     branching = [build_turn([1], [2]), build_turn([3], [4])]
     metrics = build_samples([build_group(branching, branching), build_group([build_turn([1], [2])])], [[1, 1], [1]])[1]
     assert metrics == {
@@ -173,7 +173,7 @@ def test_branches_are_counted_over_all_runs():
     }
 
 
-def test_demonstrations_are_numbered_after_the_steps_own():
+def test_demonstration_indices_follow_those_of_the_step():
     own, _ = build_samples([build_group([build_turn([1], [2])] * 1), build_group([build_turn([3], [4])])], [[1], [1]])
     experts, _ = build_samples([build_group([build_turn([5], [6])]), build_group([build_turn([7], [8])])], [[1], [1]])
     joined = add_experts(own, experts)

@@ -1,4 +1,4 @@
-"""Files of single steps and of many: nothing is lost on the way from one to the other, wherever a kill comes."""
+"""Single-step and merged files: a merge that is killed at any point loses no step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_readable(folder: Path, first: int, last: int) -> None:
         assert load_rollouts(name_step(folder, step)) == build_groups(step)
 
 
-def test_committed_steps_are_merged_and_read_by_the_name_they_had(tmp_path):
+def test_committed_steps_are_merged_and_read_by_their_single_file_name(tmp_path):
     files = save_steps(tmp_path, 1, 11)
     files.merge(committed_step=10, steps_per_file=4)
     assert list_names(tmp_path) == [
@@ -55,7 +55,7 @@ def test_committed_steps_are_merged_and_read_by_the_name_they_had(tmp_path):
         load_rollouts(name_step(tmp_path, 12))
 
 
-def test_one_step_a_file_and_steps_without_a_commit_stay_as_they_are(tmp_path):
+def test_uncommitted_steps_and_ranges_of_one_step_are_not_merged(tmp_path):
     files = save_steps(tmp_path, 1, 4)
     before = list_names(tmp_path)
     files.merge(committed_step=4, steps_per_file=1)
@@ -81,7 +81,7 @@ def test_a_step_without_rollouts_is_merged(tmp_path):
     assert [len(load_rollouts(name_step(tmp_path, step))) for step in (1, 2, 3)] == [1, 0, 1]
 
 
-def test_a_damaged_file_stops_the_merge_and_nothing_is_lost(tmp_path):
+def test_a_damaged_file_stops_the_merge_without_data_loss(tmp_path):
     files = save_steps(tmp_path, 1, 3)
     name_step(tmp_path, 2).write_bytes(b"PAR1")
     before = list_names(tmp_path)
@@ -91,24 +91,24 @@ def test_a_damaged_file_stops_the_merge_and_nothing_is_lost(tmp_path):
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
-def test_a_changed_byte_is_found_or_changes_no_row(tmp_path, is_merged):
+def test_a_changed_byte_is_detected_or_changes_no_row(tmp_path, is_merged):
     files = save_steps(tmp_path, 1, 2)
     if is_merged:
         files.merge(committed_step=2, steps_per_file=2)
     path = min(tmp_path.iterdir())
     content = path.read_bytes()
     num_found = 0
-    places = range(4, pq.ParquetFile(path).metadata.row_group(0).total_byte_size, 37)
-    for place in places:
-        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+    offsets = range(4, pq.ParquetFile(path).metadata.row_group(0).total_byte_size, 37)
+    for offset in offsets:
+        path.write_bytes(content[:offset] + bytes([content[offset] ^ 16]) + content[offset + 1 :])
         try:
             assert load_rollouts(name_step(tmp_path, 1)) == build_groups(1)
         except StorageError:
             num_found += 1
-    assert num_found > len(places) // 3
+    assert num_found > len(offsets) // 3
 
 
-def test_a_merged_file_is_split_where_a_run_goes_back(tmp_path):
+def test_a_merged_file_is_split_at_an_earlier_step(tmp_path):
     files = save_steps(tmp_path, 1, 6)
     files.merge(committed_step=6, steps_per_file=6)
     files.split_merged(4)
@@ -125,7 +125,7 @@ def test_a_merged_file_is_split_where_a_run_goes_back(tmp_path):
     assert_readable(tmp_path, 1, 12)
 
 
-def test_selections_are_merged_into_lines(tmp_path):
+def test_selections_are_merged_into_json_lines(tmp_path):
     files = StepFiles(tmp_path, JSON_STEPS)
     saved = {step: {"choices": [{"index": step, "why": "\u2028"}], "summary": {}} for step in (1, 2, 4)}
     for step, value in saved.items():
@@ -133,14 +133,14 @@ def test_selections_are_merged_into_lines(tmp_path):
     files.merge(committed_step=4, steps_per_file=4)
     assert list_names(tmp_path) == ["steps_000001-000004.jsonl"]
     assert {step: load_step_json(name_step(tmp_path, step, "json")) for step in saved} == saved
-    with pytest.raises(StorageError, match="does not hold that step"):
+    with pytest.raises(StorageError, match="does not hold this step"):
         load_step_json(name_step(tmp_path, 3, "json"))
     files.split_merged(2)
     lines = (tmp_path / "steps_000001-000002.jsonl").read_text().split("\n")[:-1]
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
-def test_a_kill_at_any_call_to_the_disk_loses_no_step(tmp_path):
+def test_a_kill_at_any_write_call_loses_no_step(tmp_path):
     for number in range(1, 100):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -168,7 +168,7 @@ def test_a_kill_at_any_call_to_the_disk_loses_no_step(tmp_path):
 
 
 def kill_at_call(number: int) -> None:
-    """Make this process kill itself as it enters its `number`-th call that brings data or names to the disk."""
+    """Make this process kill itself on entry to its `number`-th call that writes data or renames files."""
     calls = 0
 
     def wrap(call):

@@ -82,18 +82,18 @@ def groups(draw) -> Group:
 
 
 @given(st.lists(groups(), max_size=3))
-def test_rollouts_come_back_exactly(tmp_path_factory, saved):
+def test_rollouts_round_trip_exactly(tmp_path_factory, saved):
     path = tmp_path_factory.mktemp("rollouts") / "step_000001.parquet"
     save_rollouts(path, saved)
     assert load_rollouts(path) == saved
 
 
-def test_two_groups_of_one_task_stay_two(tmp_path):
+def test_two_groups_of_one_task_stay_separate(tmp_path):
     save_rollouts(tmp_path / "a.parquet", [GROUP, GROUP])
     assert load_rollouts(tmp_path / "a.parquet") == [GROUP, GROUP]
 
 
-def test_a_reader_of_parquet_sees_advantages_and_unknowns(tmp_path):
+def test_parquet_columns_hold_advantages_and_nulls(tmp_path):
     path = tmp_path / "a.parquet"
     save_rollouts(path, [GROUP], [[0.5, None]])
     rows = pq.read_table(path).to_pylist()
@@ -103,7 +103,7 @@ def test_a_reader_of_parquet_sees_advantages_and_unknowns(tmp_path):
     assert rows[0]["turns"][0]["logprobs"] == [-0.1, -2.5]
 
 
-def test_turns_with_advantages_of_their_own_keep_them_and_their_mean(tmp_path):
+def test_turn_advantages_are_stored_with_their_mean(tmp_path):
     path = tmp_path / "a.parquet"
     save_rollouts(path, [GROUP], [[(0.5, -1.5), None]])
     rows = pq.read_table(path).to_pylist()
@@ -117,14 +117,14 @@ def test_advantages_must_match_the_trajectories(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_half_a_surrogate_pair_does_not_stop_a_run(tmp_path):
+def test_lone_surrogates_are_stored_as_replacement_characters(tmp_path):
     group = Group(task=TASK, trajectories=(replace(GOOD, response_text="a\ud83db", metrics={"\udc00": 1.0}),))
     save_rollouts(tmp_path / "a.parquet", [group])
     loaded = load_rollouts(tmp_path / "a.parquet")[0].trajectories[0]
     assert (loaded.response_text, loaded.metrics) == ("a\ufffdb", {"\ufffd": 1.0})
 
 
-def test_values_that_json_does_not_know_are_kept_as_text(tmp_path):
+def test_values_that_are_not_json_are_stored_as_text(tmp_path):
     task = Task(task_id="t/0", index=0, row={"shape": (1, 2), "set": {3}})
     save_rollouts(tmp_path / "a.parquet", [Group(task=task, trajectories=(replace(GOOD, task=task),))])
     assert load_rollouts(tmp_path / "a.parquet")[0].task.row == {"shape": [1, 2], "set": "{3}"}
@@ -140,7 +140,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
 
 
-def test_what_is_not_a_rollout_file_is_refused(tmp_path):
+def test_files_that_are_not_rollouts_are_refused(tmp_path):
     path = tmp_path / "a.parquet"
     with pytest.raises(StorageError, match="No such file"):
         load_rollouts(path)
@@ -148,11 +148,11 @@ def test_what_is_not_a_rollout_file_is_refused(tmp_path):
     with pytest.raises(StorageError, match="it is not a Parquet file"):
         load_rollouts(path)
     pq.write_table(pa.table({"a": [1]}), path)
-    with pytest.raises(StorageError, match="rollouts of format 1 are expected, it has none"):
+    with pytest.raises(StorageError, match="expected rollouts of format 1, found none"):
         load_rollouts(path)
 
 
-def test_the_baseline_and_the_advantages_of_turns_are_kept(tmp_path):
+def test_baseline_reward_and_turn_advantages_are_stored(tmp_path):
     path = tmp_path / "rollouts.parquet"
     group = replace(GROUP, baseline_reward=0.75)
     save_rollouts(path, [group], [[(0.5, -1.5), None]])

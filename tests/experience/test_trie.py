@@ -1,4 +1,4 @@
-"""The trie against sets of prefixes: what it holds, who is whose ancestor, and what it trains."""
+"""The trie compared with sets of prefixes: its nodes, ancestors and events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_sample(token_ids: list[int], is_sampled: list[bool]) -> Sample:
 
 
 def read_prefix(trie: Trie, node: int) -> tuple[int, ...]:
-    """Tokens from the root to the node, by the rule that attention uses."""
+    """Tokens from the root to the node, by the ancestor rule that tree attention uses."""
     ancestors = [k for k in range(node + 1) if node < trie.subtree_end_T[k]]
     assert [trie.depth_T[k] for k in ancestors] == list(range(len(ancestors)))
     return tuple(trie.token_ids_T[ancestors])
@@ -46,7 +46,7 @@ def test_trie_by_hand():
     assert trie.num_flat_tokens == 3 + 3 + 2
 
 
-def test_samples_that_train_nothing_make_an_empty_trie():
+def test_samples_without_trained_tokens_give_an_empty_trie():
     trie = build_trie([build_sample([1, 2], [False, False])], [0])
     assert trie.num_tokens == 0
     assert trie.parent_E.size == 0
@@ -75,7 +75,7 @@ def read_events(trie: Trie) -> Counter:
 
 
 @given(samples_lists)
-def test_trie_holds_each_needed_prefix_once_and_each_event(samples):
+def test_trie_has_one_node_per_prefix_and_one_event_per_sampled_token(samples):
     trie = build_trie(samples, range(len(samples)))
     needed = {prefix[: i + 1] for prefix, *_ in list_events(samples) for i in range(len(prefix))}
     prefixes = [read_prefix(trie, node) for node in range(trie.num_tokens)]
@@ -85,7 +85,7 @@ def test_trie_holds_each_needed_prefix_once_and_each_event(samples):
 
 
 @given(samples_lists)
-def test_tries_side_by_side_do_not_see_each_other(samples):
+def test_concatenated_tries_do_not_attend_to_each_other(samples):
     trie = concatenate_tries([build_trie(samples, [index]) for index in range(len(samples))])
     assert trie.num_tokens == trie.num_flat_tokens
     assert read_events(trie) == list_events(samples)
@@ -99,12 +99,12 @@ def test_tries_side_by_side_do_not_see_each_other(samples):
         ((True, False, True), bool), (np.array([1, 2]), np.float64),
     ],
 )  # fmt: skip
-def test_values_are_read_as_numpy_reads_them(values, dtype):
+def test_read_array_equals_numpy_conversion(values, dtype):
     ours, expected = read_array(values, dtype), np.array(list(values), dtype=dtype)
     assert ours.dtype == expected.dtype
     np.testing.assert_array_equal(ours, expected)
 
 
-def test_a_number_too_large_for_its_type_is_an_error():
+def test_an_out_of_range_number_is_an_error():
     with pytest.raises(OverflowError):
         read_array((1, 2**70), np.int64)

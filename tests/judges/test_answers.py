@@ -1,4 +1,4 @@
-"""Ways of comparing the final answer with a reference."""
+"""Scores that compare the final answer with a reference."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def score(match, text, answer):
     return match({"answer": answer}, read_transcript(text))
 
 
-def test_every_way_accepts_the_right_number():
+def test_every_score_accepts_the_right_number():
     for match in (match_numeric, match_symbolic, within_a_percent, match_exact, score_f1):
         assert match(TASK, GOOD) == 1.0
         assert match({"answer": "1,072.5 and so on\n#### 72"}, GOOD) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "verdict"),
+    ("text", "answer", "expected"),
     [
         ("#### 100.9", "100", 1.0),
         ("#### 99.1", "100", 1.0),
@@ -44,11 +44,11 @@ def test_every_way_accepts_the_right_number():
         ("#### 5", "", None),
     ],
 )
-def test_tolerance_is_relative_to_the_reference(text, answer, verdict):
-    assert score(within_a_percent, text, answer) == verdict
+def test_tolerance_is_relative_to_the_reference(text, answer, expected):
+    assert score(within_a_percent, text, answer) == expected
 
 
-def test_math_verify_decides_on_numbers_too():
+def test_math_verify_compares_numbers_too():
     assert score(match_symbolic, "\\boxed{\\frac{1}{2}}", "0.5") == 1.0
     assert score(match_symbolic, "#### 41", "42") == 0.0
     assert score(match_symbolic, "nothing", "42") == 0.0
@@ -56,7 +56,7 @@ def test_math_verify_decides_on_numbers_too():
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "verdict"),
+    ("text", "answer", "expected"),
     [
         ("The Eiffel Tower.", "eiffel tower", 1.0),
         ("The answer is: Paris", ["London", "Paris"], 1.0),
@@ -69,12 +69,12 @@ def test_math_verify_decides_on_numbers_too():
         ("Paris", "", None),
     ],
 )
-def test_exact_match_of_words(text, answer, verdict):
-    assert score(match_exact, text, answer) == verdict
+def test_exact_match_of_words(text, answer, expected):
+    assert score(match_exact, text, answer) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "verdict"),
+    ("text", "answer", "expected"),
     [
         ("blue whale", "the blue whale", 1.0),
         ("a whale", "blue whale", 2 / 3),  # precision 1, recall 1/2
@@ -84,8 +84,8 @@ def test_exact_match_of_words(text, answer, verdict):
         ("whale", "", None),
     ],
 )
-def test_f1_of_words(text, answer, verdict):
-    assert score(score_f1, text, answer) == pytest.approx(verdict)
+def test_f1_of_words(text, answer, expected):
+    assert score(score_f1, text, answer) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("match", [match_numeric, match_symbolic, within_a_percent])
@@ -102,12 +102,12 @@ def test_f1_of_words(text, answer, verdict):
         '#### 72 <tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>',
     ],
 )
-def test_only_the_one_final_answer_of_the_policy_counts(match, text):
+def test_only_the_final_answer_of_the_policy_counts(match, text):
     assert match(TASK, read_transcript(text)) == 0.0
 
 
 @pytest.mark.parametrize("match", [match_numeric, within_a_percent])
-def test_the_right_number_in_a_tool_result_is_no_answer(match):
+def test_a_number_in_a_tool_result_is_not_an_answer(match):
     messages = [
         {"role": "assistant", "content": "", "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "48+24"}'}}

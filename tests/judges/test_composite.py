@@ -1,4 +1,4 @@
-"""Rewards of parts: the sum is right, each part is logged, no trick without the right answer beats an honest one."""
+"""Composite rewards: weighted sum, a metric per part, and no reward hack beats an honest right answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transcripts import GOOD, TASK, call, replies
 
 from tunesmith.judges.composite import (
-    Part,
+    RewardPart,
     compose,
     exact_judge,
     f1_judge,
@@ -32,11 +32,11 @@ def judge(response, judge_func=gsm8k_judge, task=TASK):
     return asyncio.run(judge_func(task, response))
 
 
-def test_a_good_conversation_gets_one_and_every_part_is_logged():
-    verdict = judge(GOOD)
-    assert verdict.reward == pytest.approx(1.0)
+def test_a_good_conversation_gets_one_and_a_metric_per_part():
+    output = judge(GOOD)
+    assert output.reward == pytest.approx(1.0)
     parts = ("accuracy", "format", "reasoning", "conciseness", "exact")
-    assert verdict.metrics == dict.fromkeys(parts, 1.0)
+    assert output.metrics == dict.fromkeys(parts, 1.0)
 
 
 def test_weights_of_the_parts():
@@ -46,16 +46,16 @@ def test_weights_of_the_parts():
     assert judge("word " * 900 + "72").reward == pytest.approx(WORST_RIGHT)
 
 
-def test_a_wrong_answer_gets_half_of_its_style():
+def test_a_wrong_answer_gets_half_of_its_style_score():
     wrong = replies(*GOOD.replies[:2], Reply(reasoning=GOOD.replies[2].reasoning, content="#### 71"))
-    verdict = judge(wrong, task={**TASK, "answer": "100"})
-    assert verdict.metrics["accuracy"] == 0.0
-    assert verdict.reward == pytest.approx(0.5 * (0.20 + 0.20 + 0.10))
+    output = judge(wrong, task={**TASK, "answer": "100"})
+    assert output.metrics["accuracy"] == 0.0
+    assert output.reward == pytest.approx(0.5 * (0.20 + 0.20 + 0.10))
 
 
 def test_one_percent_off_is_accurate_and_not_exact():
-    verdict = judge("#### 71.5")
-    assert (verdict.metrics["accuracy"], verdict.metrics["exact"]) == (1.0, 0.0)
+    output = judge("#### 71.5")
+    assert (output.metrics["accuracy"], output.metrics["exact"]) == (1.0, 0.0)
 
 
 HACKS = {
@@ -81,7 +81,7 @@ HACKS = {
 
 
 @pytest.mark.parametrize("name", HACKS)
-def test_no_trick_beats_a_plain_honest_answer(name):
+def test_no_hack_beats_a_plain_right_answer(name):
     assert judge(HACKS[name]).reward <= 0.25 < WORST_RIGHT < judge(PLAIN).reward
 
 
@@ -97,7 +97,7 @@ def test_no_trick_beats_a_plain_honest_answer(name):
         (f"<think>{TASK['question']}</think>#### 72", 0.50 + 0.15 + 0.10),
     ],
 )
-def test_tricks_around_the_right_answer_earn_less_than_honest_work(response, reward):
+def test_hacks_around_the_right_answer_get_less_than_honest_reasoning(response, reward):
     assert judge(response).reward == pytest.approx(reward)
     assert judge(THOUGHT + "#### 72").reward == pytest.approx(1.0)
 
@@ -111,7 +111,7 @@ PIECES = st.lists(
 
 
 @given(PIECES, PIECES)
-def test_whatever_is_around_them_a_wrong_answer_earns_less_than_a_right_one(wrong, right):
+def test_any_wrong_answer_gets_less_than_any_right_answer(wrong, right):
     bad, good = judge(f"{wrong}\n#### 7"), judge(f"</think>{right}</think>\n#### 72")
     if good.metrics["accuracy"] == 1.0:
         assert bad.reward < good.reward
@@ -121,38 +121,40 @@ def measure(score):
     return lambda task, transcript: score
 
 
-def test_a_part_without_verdict_leaves_the_whole_without_one():
-    verdict = judge(GOOD, compose(Part(name="a", score=measure(1.0)), Part(name="b", score=measure(None))))
-    assert verdict.reward is None
-    assert verdict.metrics == {"a": 1.0}
+def test_a_part_without_score_gives_no_reward():
+    output = judge(GOOD, compose(RewardPart(name="a", score=measure(1.0)), RewardPart(name="b", score=measure(None))))
+    assert output.reward is None
+    assert output.metrics == {"a": 1.0}
 
 
-def test_a_part_that_is_only_measured_may_have_none():
-    verdict = judge(GOOD, compose(Part(name="a", score=measure(0.5)), Part(name="b", score=measure(None), weight=0)))
-    assert verdict.reward == 0.5
+def test_a_part_of_weight_zero_may_have_no_score():
+    output = judge(
+        GOOD, compose(RewardPart(name="a", score=measure(0.5)), RewardPart(name="b", score=measure(None), weight=0))
+    )
+    assert output.reward == 0.5
 
 
 def test_an_async_part_gets_the_auxiliary_models():
     async def score(task, transcript, auxiliary_models):
         return auxiliary_models["judge"]
 
-    composed = compose(Part(name="a", score=score, weight=2.0))
-    verdict = asyncio.run(composed(TASK, GOOD, auxiliary_models={"judge": 0.25}))
-    assert verdict.reward == 0.5
+    composed = compose(RewardPart(name="a", score=score, weight=2.0))
+    output = asyncio.run(composed(TASK, GOOD, auxiliary_models={"judge": 0.25}))
+    assert output.reward == 0.5
 
 
 def test_the_gate_scales_between_wrong_and_right():
-    parts = (Part(name="gate", score=measure(0.5)), Part(name="style", score=measure(1.0), weight=0.4))
+    parts = (RewardPart(name="gate", score=measure(0.5)), RewardPart(name="style", score=measure(1.0), weight=0.4))
     assert judge(GOOD, compose(*parts, gate="gate", share_when_wrong=0.2)).reward == pytest.approx(0.5 + 0.4 * 0.6)
     assert judge(GOOD, compose(*parts)).reward == pytest.approx(0.9)
 
 
 def test_a_reward_is_never_negative():
-    assert judge(GOOD, compose(Part(name="a", score=measure(-0.5), lowest=-1.0))).reward == 0.0
+    assert judge(GOOD, compose(RewardPart(name="a", score=measure(-0.5), lowest=-1.0))).reward == 0.0
 
 
-def test_judges_that_cannot_keep_their_promise_are_refused():
-    part = partial(Part, score=measure(1.0))
+def test_invalid_weights_and_gates_are_refused():
+    part = partial(RewardPart, score=measure(1.0))
     with pytest.raises(ValueError, match="a wrong answer could get 1 and a right one as little as 0.5"):
         compose(part(name="gate", weight=0.5), part(name="style", weight=2.0), gate="gate")
     with pytest.raises(ValueError, match="a right one as little as 0.4"):
@@ -169,9 +171,9 @@ def test_judges_that_cannot_keep_their_promise_are_refused():
         part(name="a", weight=-1.0)
 
 
-def test_a_score_out_of_range_is_an_error_not_a_reward():
+def test_a_score_out_of_range_is_an_error():
     with pytest.raises(ValueError, match="'a' scored 2.0"):
-        judge(GOOD, compose(Part(name="a", score=measure(2.0))))
+        judge(GOOD, compose(RewardPart(name="a", score=measure(2.0))))
 
 
 @pytest.mark.parametrize("judge_func", [gsm8k_judge, numeric_judge, math_verify_judge, exact_judge, f1_judge])
@@ -182,11 +184,11 @@ def test_named_judges_are_judges(judge_func):
     assert judge("#### 71", judge_func, {"question": "?", "answer": "3"}).reward <= 0.25
 
 
-def test_a_reference_without_answer_gives_no_verdict():
+def test_a_reference_without_answer_gives_no_reward():
     for nothing in ("", None):
         assert judge("#### 72", task={**TASK, "answer": nothing}).reward is None
 
 
 @pytest.mark.parametrize("of_task", [numeric_judge, math_verify_judge, exact_judge, f1_judge, judge_number])
-def test_a_null_reference_gives_no_verdict_to_any_judge(of_task):
+def test_a_null_reference_gives_no_reward_in_any_judge(of_task):
     assert asyncio.run(of_task({**TASK, "answer": None}, "#### 72")).reward is None

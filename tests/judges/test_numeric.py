@@ -1,4 +1,4 @@
-"""The numeric judge: the response's final answer counts, however it is written, and only that one."""
+"""The numeric judge scores only the response's final answer, in any notation."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def test_the_last_number_is_the_last_match(text):
     assert numeric._find_last_number(text) == (matches[-1] if matches else None)
 
 
-def test_a_reference_without_an_answer_gives_no_verdict():
+def test_a_reference_without_an_answer_gives_no_score():
     assert score_numeric("The answer is 5.", "") is None
     assert score_numeric("The answer is 5.", "x" * 1000) is None
 
 
-def test_one_candidate_is_read():
+def test_one_candidate_is_extracted():
     assert extract_answer("He has 3 apples and 4 pears") == "4"
     assert extract_answer("5-3") == "3"
     assert extract_answer("see \\boxed{\\text{a}_{1}}.") == "\\text{a}_{1}"
@@ -115,7 +115,7 @@ def test_judge_reads_every_kind_of_response(response):
     assert output.metrics == {"accuracy": 1.0}
 
 
-def test_judge_without_verdict():
+def test_judge_without_reference_gives_no_reward():
     assert asyncio.run(judge_number({"answer": ""}, "4")).reward is None
 
 

@@ -1,4 +1,4 @@
-"""Form, reasoning and length: honest answers get them, motions do not."""
+"""Format, reasoning and conciseness: honest answers score, empty imitations do not."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tunesmith.judges.transcript import Reply, read_transcript
 THOUGHT = "<think>She sold 48/2 = 24 in May.\nIn all that is 48+24 = 72.</think>"
 
 
-def test_a_good_conversation_gets_everything():
+def test_a_good_conversation_gets_full_scores():
     for score in (score_format, score_reasoning, score_conciseness):
         assert score(TASK, GOOD) == 1.0
         assert score(TASK, read_transcript(f"{THOUGHT}\n\n#### 72")) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("text", "verdict"),
+    ("text", "expected"),
     [
         (f"{THOUGHT}\nShe sold 72.\n#### 72", 1.0),
         (f"{THOUGHT}\n#### $1,072.50", 1.0),
@@ -50,8 +50,8 @@ def test_a_good_conversation_gets_everything():
         (f"{THOUGHT}<tool_response>72</tool_response>#### 72", 0.0),
     ],
 )
-def test_format(text, verdict):
-    assert score_format(TASK, read_transcript(text)) == verdict
+def test_format(text, expected):
+    assert score_format(TASK, read_transcript(text)) == expected
 
 
 def test_a_run_that_ends_in_a_call_does_not_end_on_an_answer():
@@ -73,12 +73,12 @@ def test_a_run_that_ends_in_a_call_does_not_end_on_an_answer():
         ("", 0),
     ],
 )
-def test_steps_are_different_and_say_something(reasoning, num_steps):
+def test_steps_are_distinct_and_have_content(reasoning, num_steps):
     assert count_steps(reasoning, question=TASK["question"]) == num_steps
 
 
 @pytest.mark.parametrize(
-    ("expression", "verdict"),
+    ("expression", "expected"),
     [
         ("48/2", True), ("3 * (4 + 5)", True), ("2*-3", True), ("10*5", True), ("21*2", True), ("3-0.5", True),
         ("72", False), ("(72)", False), ("-72", False), ("1*72", False), ("72*1", False), ("72/1", False),
@@ -86,8 +86,8 @@ def test_steps_are_different_and_say_something(reasoning, num_steps):
         ("1*72+0", False),
     ],
 )  # fmt: skip
-def test_operations_that_change_nothing_are_none(expression, verdict):
-    assert is_operation(expression) is verdict
+def test_neutral_operations_do_not_count(expression, expected):
+    assert is_operation(expression) is expected
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_operations_that_change_nothing_are_none(expression, verdict):
         ([call("48/2", "24"), call("48*2", "96")], "24 or 96", 1.0),
     ],
 )
-def test_calls_that_do_nothing_do_not_count(calls, later, share):
+def test_useless_calls_do_not_count(calls, later, share):
     transcript = replies(Reply(calls=tuple(calls)), Reply(content=later))
     assert compute_useful_share(transcript) == share
 
@@ -120,7 +120,7 @@ def test_reasoning_needs_steps_and_calculation():
 
 
 @pytest.mark.parametrize(
-    ("text", "verdict"),
+    ("text", "expected"),
     [
         ("word " * 299 + "72", 1.0),
         ("word " * 300 + "72", 0.0),
@@ -132,5 +132,5 @@ def test_reasoning_needs_steps_and_calculation():
         ("<think>short</think>", 0.0),
     ],
 )
-def test_conciseness(text, verdict):
-    assert score_conciseness(TASK, read_transcript(text)) == verdict
+def test_conciseness(text, expected):
+    assert score_conciseness(TASK, read_transcript(text)) == expected

@@ -1,10 +1,10 @@
-"""What an agent said is read the same from whatever a workflow returns."""
+"""Every kind of workflow response is converted to the same transcript."""
 
 from __future__ import annotations
 
 import pytest
 
-from tunesmith.judges.transcript import Call, Reply, Transcript, build_transcript, read_transcript
+from tunesmith.judges.transcript import Reply, ToolCallRecord, Transcript, build_transcript, read_transcript
 
 ADD = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1+2"}'}}
 MESSAGES = [
@@ -14,9 +14,12 @@ MESSAGES = [
     {"role": "tool", "tool_call_id": "1", "content": "3"},
     {"role": "assistant", "content": "#### 3"},
 ]
-SAID = Transcript(
+EXPECTED = Transcript(
     replies=(
-        Reply(reasoning="I add.", calls=(Call(name="calculator", arguments='{"expression": "1+2"}', result="3"),)),
+        Reply(
+            reasoning="I add.",
+            calls=(ToolCallRecord(name="calculator", arguments='{"expression": "1+2"}', result="3"),),
+        ),
         Reply(content="#### 3"),
     )
 )
@@ -27,26 +30,26 @@ class Message:
         return "<think>\nI add.\n</think>\n\n#### 3"
 
 
-@pytest.mark.parametrize("response", [SAID, MESSAGES, {"messages": MESSAGES, "anything": "else"}])
+@pytest.mark.parametrize("response", [EXPECTED, MESSAGES, {"messages": MESSAGES, "anything": "else"}])
 def test_conversations(response):
-    assert read_transcript(response) == SAID
+    assert read_transcript(response) == EXPECTED
 
 
 @pytest.mark.parametrize(
     "response", ["<think>I add.</think>#### 3", Message(), {"content": "<think>I add.</think>#### 3"}]
 )
-def test_text_is_split_as_sampled_text_is(response):
+def test_text_is_parsed_like_sampled_text(response):
     assert read_transcript(response) == Transcript(replies=(Reply(reasoning="I add.", content="#### 3"),))
 
 
-def test_tags_in_the_content_of_messages_are_read_too():
+def test_tags_in_the_content_of_messages_are_parsed():
     messages = [{"role": "assistant", "content": "<think>\nI add.\n</think>", "tool_calls": [ADD]}, *MESSAGES[3:]]
-    assert build_transcript(messages) == SAID
+    assert build_transcript(messages) == EXPECTED
 
 
-def test_a_call_in_text_has_no_result_and_a_malformed_one_stays_text():
+def test_a_call_in_text_has_no_result_and_a_malformed_call_stays_text():
     transcript = read_transcript('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><tool_call>{</tool_call>')
-    assert transcript.calls == (Call(name="f", arguments='{"a": 1}', result=None),)
+    assert transcript.calls == (ToolCallRecord(name="f", arguments='{"a": 1}', result=None),)
     assert transcript.replies[0].content == "<tool_call>{</tool_call>"
 
 
@@ -63,10 +66,10 @@ def test_a_call_in_text_has_no_result_and_a_malformed_one_stays_text():
         ("<tool_call>3</tool_call> 4", "4"),
     ],
 )
-def test_the_answer_is_what_the_last_reply_says_to_the_user(response, answer):
+def test_the_answer_is_the_content_of_the_last_reply(response, answer):
     assert read_transcript(response).answer == answer
 
 
-def test_words_are_counted_over_all_replies_and_cannot_be_hidden_without_spaces():
-    assert SAID.num_words == 2 + 2 + 2
+def test_words_are_counted_over_all_replies_even_without_spaces():
+    assert EXPECTED.num_words == 2 + 2 + 2
     assert read_transcript("a" * 8000).num_words == 1000

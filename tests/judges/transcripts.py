@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tunesmith.judges.transcript import Call, Reply, Transcript
+from tunesmith.judges.transcript import Reply, ToolCallRecord, Transcript
 
 TASK = {"question": "Natalia sold 48 clips in April and half as many in May. How many in all?", "answer": "72"}
 
 
-def call(expression: str, result: str | None) -> Call:
-    return Call(name="calculator", arguments=f'{{"expression": "{expression}"}}', result=result)
+def call(expression: str, result: str | None) -> ToolCallRecord:
+    return ToolCallRecord(name="calculator", arguments=f'{{"expression": "{expression}"}}', result=result)
 
 
 def replies(*parts: Reply) -> Transcript:

@@ -17,7 +17,7 @@ def write_steps(path, steps, *, committed_step=None):
     file.close()
 
 
-def test_a_line_is_one_object_with_exact_numbers(tmp_path):
+def test_a_line_is_one_object_with_exact_floats(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1, 2])
     lines = path.read_text().splitlines()
@@ -25,14 +25,14 @@ def test_a_line_is_one_object_with_exact_numbers(tmp_path):
     assert load_metrics(path, has_times=False)[0] == {"step": 1, "kind": "train", "train/loss": 1 / 3}
 
 
-def test_numbers_that_are_not_finite_are_null(tmp_path):
+def test_non_finite_numbers_are_null(tmp_path):
     file = MetricsFile(tmp_path / "m.jsonl", committed_step=None)
     file.append(1, "eval", {"a": math.nan, "b": math.inf, "c": 0.0})
     file.close()
     assert load_metrics(tmp_path / "m.jsonl") == [{"step": 1, "kind": "eval", "a": None, "b": None, "c": 0.0}]
 
 
-def test_resuming_drops_uncommitted_steps_and_half_a_line(tmp_path):
+def test_resuming_drops_uncommitted_steps_and_a_truncated_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1, 2, 3, 4])
     with path.open("a") as file:
@@ -44,14 +44,14 @@ def test_resuming_drops_uncommitted_steps_and_half_a_line(tmp_path):
     assert path.read_bytes() == uninterrupted.read_bytes()
 
 
-def test_a_run_that_begins_anew_keeps_no_line(tmp_path):
+def test_a_new_run_keeps_no_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [0, 1])
     write_steps(path, [0])
     assert [record["step"] for record in load_metrics(path)] == [0]
 
 
-def test_a_damaged_line_inside_is_an_error(tmp_path):
+def test_a_damaged_line_in_the_middle_is_an_error(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
     with pytest.raises(StorageError, match="line 2 is not JSON"):

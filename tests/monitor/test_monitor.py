@@ -40,7 +40,7 @@ def load_scalars(root) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_every_sink_gets_the_same_numbers_under_the_same_names(tmp_path):
+def test_every_sink_gets_the_same_metrics(tmp_path):
     run(tmp_path, [1, 2])
     scalars = load_scalars(tmp_path)
     for record in load_metrics(RunPaths(tmp_path).metrics):
@@ -58,18 +58,18 @@ def test_a_resumed_run_shows_each_step_once(tmp_path):
     assert load_scalars(tmp_path)["train/loss"] == [(1, -0.5), (2, -1.0)]
 
 
-def test_a_run_that_begins_anew_shows_nothing_old(tmp_path):
+def test_a_new_run_shows_no_old_metrics(tmp_path):
     run(tmp_path, [1, 2, 3])
     run(tmp_path, [1])
     assert load_scalars(tmp_path)["train/loss"] == [(1, -0.5)]
 
 
-def test_without_trackers_there_is_only_the_file(tmp_path):
+def test_without_trackers_only_metrics_jsonl_is_written(tmp_path):
     run(tmp_path, [1], trackers=())
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_every_tracker_but_the_default_has_an_extra_that_brings_it():
+def test_every_tracker_but_the_default_has_an_extra():
     names = get_args(get_args(MonitorSection.model_fields["trackers"].annotation)[0])
     assert set(names) == {"tensorboard", *EXTRAS}
     declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -85,13 +85,13 @@ def test_without_a_terminal_each_step_is_a_plain_line(tmp_path):
     assert "\x1b" not in stream.getvalue()
 
 
-def test_lines_come_at_the_interval_and_at_the_end(tmp_path):
+def test_lines_are_printed_at_the_interval_and_at_the_end(tmp_path):
     stream = io.StringIO()
     run(tmp_path, [1, 2, 3, 4], stream=stream, log_interval_steps=3)
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["3/4", "4/4"]
 
 
-def test_a_terminal_shows_progress_above_which_lines_are_kept(tmp_path):
+def test_a_terminal_shows_progress_below_the_lines(tmp_path):
     stream = Terminal()
     with Monitor(tmp_path, MonitorSection(), total_steps=4, committed_step=2, stream=stream) as monitor:
         monitor.show_status("rollouts 3/8")
@@ -118,7 +118,7 @@ def test_durations_are_readable():
     ]  # fmt: skip
 
 
-def test_the_time_to_go_is_the_mean_of_recent_steps_times_what_is_left(monkeypatch):
+def test_the_remaining_time_is_the_mean_of_recent_steps_times_steps_left(monkeypatch):
     now = iter([0.0, 10.0, 30.0])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     stream = io.StringIO()

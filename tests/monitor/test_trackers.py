@@ -1,4 +1,4 @@
-"""W&B, MLflow and SwanLab on this machine alone: what they keep is read back from their own files."""
+"""W&B, MLflow and SwanLab in local mode: logged metrics are read back from their own files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def expected_at(*steps):
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_a_tracker_that_is_not_installed_is_an_error_that_names_its_extra(monkeypatch, name):
+def test_a_missing_tracker_package_is_an_error_that_names_its_extra(monkeypatch, name):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda each: None if each == name else find(each))
     check_trackers(["tensorboard"])
@@ -56,7 +56,7 @@ def test_a_tracker_that_is_not_installed_is_an_error_that_names_its_extra(monkey
         check_trackers(["tensorboard", name])
 
 
-def test_a_tracker_that_is_not_installed_stops_a_run_before_its_model_loads(tmp_path, pocket_folder, monkeypatch):
+def test_a_missing_tracker_package_stops_a_run_before_its_model_loads(tmp_path, pocket_folder, monkeypatch):
     from tunesmith.config import RunConfig
     from tunesmith.pipeline.rl.plan import build_plan
 
@@ -74,7 +74,7 @@ def test_a_tracker_that_is_not_installed_stops_a_run_before_its_model_loads(tmp_
 
 
 def read_wandb(root):
-    """The parts of a run: id, project, name, settings, and the values by name and step."""
+    """The id, project, name and settings of a run, and its values by name and step."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     parts = []
@@ -96,22 +96,22 @@ def read_wandb(root):
 def read_leveldb_log(data, *, block_size=32768, header=struct.Struct("<IHB")):
     """Records of a log as LevelDB writes it, after the file's own header of 7 bytes."""
     whole, last = 1, 4
-    place, record = 7, b""
-    while place + header.size <= len(data):
-        left = block_size - place % block_size
+    offset, record = 7, b""
+    while offset + header.size <= len(data):
+        left = block_size - offset % block_size
         if left < header.size:
-            place += left
+            offset += left
             continue
-        _, length, kind = header.unpack_from(data, place)
-        place += header.size
-        record += data[place : place + length]
-        place += length
+        _, length, kind = header.unpack_from(data, offset)
+        offset += header.size
+        record += data[offset : offset + length]
+        offset += length
         if kind in (whole, last):
             yield record
             record = b""
 
 
-def test_wandb_offline_keeps_the_same_names_and_a_resumed_run_goes_on_under_its_id(root, monkeypatch):
+def test_wandb_offline_keeps_metric_names_and_a_resumed_run_keeps_its_id(root, monkeypatch):
     allow_wandb_offline(monkeypatch)
     run(root, [1, 2], ["wandb"])
     run(root, [2, 3], ["wandb"], committed_step=1)
@@ -121,7 +121,7 @@ def test_wandb_offline_keeps_the_same_names_and_a_resumed_run_goes_on_under_its_
     assert before == expected_at(1, 2)
     assert after == expected_at(2, 3)
     run(root, [1], ["wandb"])
-    assert read_wandb(root)[-1][0][0] != first[0], "a run that begins anew is another run"
+    assert read_wandb(root)[-1][0][0] != first[0], "a new run has a new id"
 
 
 def forbid_wandb_login(monkeypatch):
@@ -138,7 +138,7 @@ def allow_wandb_offline(monkeypatch):
     wandb.teardown()
 
 
-def test_wandb_online_without_a_login_is_one_clear_error(root, monkeypatch):
+def test_wandb_online_without_a_login_is_an_error(root, monkeypatch):
     forbid_wandb_login(monkeypatch)
     with pytest.raises(ConfigError, match=r"wandb cannot start.*WANDB_MODE=offline"):
         run(root, [1], ["wandb"])
@@ -164,7 +164,7 @@ def read_mlflow(client, root):
     }
 
 
-def test_mlflow_keeps_the_run_in_a_local_store_and_a_resumed_run_shows_each_step_once(root, mlflow_client):
+def test_mlflow_uses_a_local_store_and_a_resumed_run_shows_each_step_once(root, mlflow_client):
     run(root, [1, 2], ["mlflow"])
     begun = find_mlflow_run(mlflow_client, root)
     run(root, [2, 3], ["mlflow"], committed_step=1)
@@ -178,13 +178,13 @@ def test_mlflow_keeps_the_run_in_a_local_store_and_a_resumed_run_shows_each_step
     }
 
 
-def test_mlflow_is_told_that_a_run_failed(root, mlflow_client):
+def test_mlflow_marks_a_failed_run(root, mlflow_client):
     with pytest.raises(RuntimeError):
         run(root, [1], ["mlflow"], error=RuntimeError("the run broke"))
     assert find_mlflow_run(mlflow_client, root).info.status == "FAILED"
 
 
-def test_mlflow_sends_again_what_its_server_did_not_take(root, mlflow_client, monkeypatch, caplog):
+def test_mlflow_resends_metrics_after_a_server_error(root, mlflow_client, monkeypatch, caplog):
     from mlflow import MlflowClient, MlflowException
 
     take, refusals = MlflowClient.log_batch, iter([True, False])
@@ -200,7 +200,7 @@ def test_mlflow_sends_again_what_its_server_did_not_take(root, mlflow_client, mo
     assert [step for step, _ in read_mlflow(mlflow_client, root)["train/loss"]] == [1, 2]
 
 
-def test_mlflow_without_its_server_is_one_clear_error(root, monkeypatch):
+def test_mlflow_without_its_server_is_an_error(root, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -209,7 +209,7 @@ def test_mlflow_without_its_server_is_one_clear_error(root, monkeypatch):
 
 
 def read_swanlab(root):
-    """The parts of an experiment: its id, and the values by name and step."""
+    """The id of an experiment, and its values by name and step."""
     from swanlab.proto.swanlab.record.v1.record_pb2 import Record
 
     parts = []
@@ -221,7 +221,7 @@ def read_swanlab(root):
 
 
 @pytest.mark.parametrize("mode", ["local", "offline"])
-def test_swanlab_keeps_the_same_names_and_a_resumed_run_goes_on_under_its_id(root, monkeypatch, mode):
+def test_swanlab_keeps_metric_names_and_a_resumed_run_keeps_its_id(root, monkeypatch, mode):
     pytest.importorskip("swanlab")
     monkeypatch.setenv("SWANLAB_MODE", mode)
     run(root, [1, 2], ["swanlab"])
@@ -232,7 +232,7 @@ def test_swanlab_keeps_the_same_names_and_a_resumed_run_goes_on_under_its_id(roo
     assert expected_at(2, 3).items() <= {key: value for _, part in parts for key, value in part.items()}.items()
 
 
-def test_swanlab_online_without_a_login_is_one_clear_error(root, monkeypatch):
+def test_swanlab_online_without_a_login_is_an_error(root, monkeypatch):
     pytest.importorskip("swanlab")
     monkeypatch.setenv("SWANLAB_MODE", "online")
     monkeypatch.setenv("SWANLAB_INTERACTIVE", "false")
@@ -241,7 +241,7 @@ def test_swanlab_online_without_a_login_is_one_clear_error(root, monkeypatch):
         run(root, [1], ["swanlab"])
 
 
-def test_several_trackers_at_once_get_the_same_numbers(root, monkeypatch, mlflow_client):
+def test_several_trackers_get_the_same_metrics(root, monkeypatch, mlflow_client):
     allow_wandb_offline(monkeypatch)
     pytest.importorskip("swanlab")
     monkeypatch.setenv("SWANLAB_MODE", "offline")
@@ -255,14 +255,14 @@ def test_several_trackers_at_once_get_the_same_numbers(root, monkeypatch, mlflow
     }
 
 
-def test_a_tracker_that_cannot_start_ends_those_that_did(root, monkeypatch, mlflow_client):
+def test_a_tracker_that_cannot_start_closes_the_others(root, monkeypatch, mlflow_client):
     forbid_wandb_login(monkeypatch)
     with pytest.raises(ConfigError, match="wandb cannot start"):
         run(root, [1], ["mlflow", "wandb"])
     assert find_mlflow_run(mlflow_client, root).info.status == "FAILED"
 
 
-def test_a_number_that_is_not_finite_reaches_a_tracker(root, mlflow_client):
+def test_non_finite_numbers_reach_trackers(root, mlflow_client):
     settings = MonitorSection(trackers=["mlflow"], has_progress=False)
     with Monitor(root, settings, total_steps=1, stream=io.StringIO()) as monitor:
         monitor.log(1, "train", {"train/loss": math.nan})
@@ -270,7 +270,7 @@ def test_a_number_that_is_not_finite_reaches_a_tracker(root, mlflow_client):
     assert math.isnan(value)
 
 
-def test_the_optional_trackers_are_imported_only_when_asked_for(tmp_path):
+def test_optional_trackers_are_imported_only_when_configured(tmp_path):
     code = (
         "import sys, tunesmith.monitor.monitor; "
         "sys.exit(sorted({'wandb', 'mlflow', 'swanlab'} & sys.modules.keys()) or 0)"

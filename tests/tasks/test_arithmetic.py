@@ -1,4 +1,4 @@
-"""The generator of word problems: right, repeatable, and with a test set that no training set meets."""
+"""The word problem generator: correct answers, deterministic, with disjoint train and test sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_same_seed_same_problems():
     assert build_problems("train", num_problems=20, seed=1) != build_problems("train", num_problems=20, seed=2)
 
 
-def test_splits_are_disjoint_whatever_the_seeds():
+def test_splits_are_disjoint_for_all_seeds():
     train = {p.question for seed in range(3) for p in build_problems("train", num_problems=500, seed=seed)}
     test = {p.question for seed in range(3) for p in build_problems("test", num_problems=200, seed=seed)}
     assert not train & test
@@ -41,14 +41,14 @@ def test_templates_use_the_numbers_of_their_expression():
             assert f"{{{key}}}" in template.text and f"{{{key}}}" in template.expression
 
 
-def test_negative_and_broken_results_on_the_way_are_refused():
+def test_negative_and_fractional_intermediate_results_are_refused():
     assert compute_answer("3 - 5 + 9") is None
     assert compute_answer("7 / 2 * 2") is None
     assert compute_answer("2 + 3 * 4") == 14
     assert compute_answer("(10 * 5 - 2) / 3") == 16
 
 
-def test_files_hold_one_problem_a_line(tmp_path):
+def test_files_have_one_problem_per_line(tmp_path):
     folder = save_problems(tmp_path / "data", num_train=5, num_test=3, seed=0)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     assert len(rows) == 5 and set(rows[0]) == {"question", "answer", "expression", "num_operations"}

@@ -1,4 +1,4 @@
-"""BOTS: the published update, its state, and what it does where the published code stops."""
+"""BOTS: the published update, the selector's state, and cases that the published code does not handle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.tasks.bots import BotsSelector, average_repeated, find_largest
-from tunesmith.tasks.references import References
+from tunesmith.tasks.reference_pass_rates import ReferencePassRates
 
 WEAK = [0.1, 0.9, 0.5, 0.5, 0, 1, 0.3, 0.7, 0.2, 0.5]
 STRONG = [0.2, 0.95, 0.6, 0.7, 0.1, 1, 0.5, 0.9, 0.4, 0.5]
@@ -54,7 +54,7 @@ def test_posteriors_capability_and_choices_are_the_published_ones():
         {"do_sample": True, "max_candidates": 5},
     ],
 )
-def test_a_restored_selector_goes_on_exactly(args):
+def test_a_restored_selector_makes_the_same_selections(args):
     first = BotsSelector(FEATURES, seed=1, **args)
     run_rounds(first, 5)
     second = BotsSelector(FEATURES, seed=1, **args)
@@ -65,7 +65,7 @@ def test_a_restored_selector_goes_on_exactly(args):
 
 
 def test_the_state_of_another_data_set_is_refused():
-    with pytest.raises(ValueError, match="of 10 tasks, the data set has 3"):
+    with pytest.raises(ValueError, match="has 10 tasks, the data set has 3"):
         BotsSelector(np.zeros((3, 0)), seed=0).load_state_dict(BotsSelector(NO_FEATURES, seed=0).state_dict())
 
 
@@ -74,7 +74,7 @@ def test_the_state_of_another_data_set_is_refused():
     rounds=st.lists(st.lists(st.tuples(st.integers(0, 9), st.floats(-5, 5)), max_size=6), max_size=8),
     do_sample=st.booleans(),
 )
-def test_posteriors_stay_positive_and_bounded_whatever_the_rewards(num_columns, rounds, do_sample):
+def test_posteriors_stay_positive_and_bounded_for_any_rewards(num_columns, rounds, do_sample):
     features = np.random.default_rng(0).random((10, num_columns))
     selector = BotsSelector(features, seed=0, m=8, lamb=0.1, do_sample=do_sample)
     for feedback in rounds:
@@ -85,17 +85,17 @@ def test_posteriors_stay_positive_and_bounded_whatever_the_rewards(num_columns, 
         assert (selector.alpha + selector.beta).max() <= 6 + 8 / 0.1 + 1e-9
 
 
-def test_a_task_that_was_tried_twice_counts_once_with_its_mean():
+def test_a_repeated_task_counts_once_with_its_mean():
     indices, rates = average_repeated([3, 1, 3], [0.0, 2.0, 1.0])
     assert indices.tolist() == [1, 3] and rates.tolist() == [1.0, 0.5]
 
 
-def test_a_pass_rate_that_is_no_number_is_refused():
+def test_a_nan_pass_rate_is_refused():
     with pytest.raises(ValueError, match="not a number"):
         BotsSelector(NO_FEATURES, seed=0).feedback([0], [float("nan")])
 
 
-def test_features_make_the_prior_and_so_the_first_choice():
+def test_features_set_the_prior_and_the_first_choice():
     selector = BotsSelector(FEATURES, seed=0, prior_count=4, target_reward=0.8, tau=0)
     assert selector.alpha[7] == pytest.approx(1 + 4 * 0.8)
     assert selector.beta[7] == pytest.approx(1 + 4 * 0.2)
@@ -103,7 +103,7 @@ def test_features_make_the_prior_and_so_the_first_choice():
     assert sure.select(2) == [7, 1]
 
 
-def test_without_features_the_others_follow_the_mean_of_what_was_seen():
+def test_without_features_untried_tasks_follow_the_mean_feedback():
     selector = BotsSelector(NO_FEATURES, seed=0, m=10, lamb=0.0, rho=0.5)
     selector.feedback([0, 1], [0.0, 0.5])
     assert selector.capability == pytest.approx(0.25, abs=1e-5)
@@ -111,29 +111,29 @@ def test_without_features_the_others_follow_the_mean_of_what_was_seen():
     assert (selector.alpha / (selector.alpha + selector.beta))[2:] == pytest.approx([expected] * 8, abs=1e-5)
 
 
-def test_one_column_lies_between_solving_nothing_and_everything():
-    references = References(np.array([[0.2], [0.6]]))
+def test_one_column_is_a_knot_between_pass_rates_zero_and_one():
+    references = ReferencePassRates(np.array([[0.2], [0.6]]))
     everything = np.arange(2)
-    assert references.locate(everything, 0.4) == pytest.approx(1.0, abs=1e-5)
+    assert references.estimate_capability(everything, 0.4) == pytest.approx(1.0, abs=1e-5)
     assert references.predict(1.0).tolist() == [0.2, 0.6]
     assert references.predict(1.5).tolist() == pytest.approx([0.6, 0.8])
     assert references.predict(0.5).tolist() == pytest.approx([0.1, 0.3])
 
 
-def test_two_columns_make_a_line_and_their_order_does_not_matter():
-    weak_first, strong_first = References(FEATURES), References(FEATURES[:, ::-1])
+def test_two_columns_give_a_line_in_either_order():
+    weak_first, strong_first = ReferencePassRates(FEATURES), ReferencePassRates(FEATURES[:, ::-1])
     for references in (weak_first, strong_first):
         assert references.predict(0.25) == pytest.approx(np.clip(0.75 * np.array(WEAK) + 0.25 * np.array(STRONG), 0, 1))
         index = np.array([0, 2, 8])
         expected = (0.5 - np.mean([0.1, 0.5, 0.2])) / (np.mean([0.2, 0.6, 0.4]) - np.mean([0.1, 0.5, 0.2]) + 1e-6)
-        assert references.locate(index, 0.5) == pytest.approx(expected)
+        assert references.estimate_capability(index, 0.5) == pytest.approx(expected)
 
 
-def test_a_model_outside_of_its_references_is_extrapolated_as_published():
-    references = References(np.array([[0.4, 0.5], [0.4, 0.5]]))
+def test_capability_outside_the_references_is_extrapolated_as_published():
+    references = ReferencePassRates(np.array([[0.4, 0.5], [0.4, 0.5]]))
     everything = np.arange(2)
-    assert references.locate(everything, 0.9) == pytest.approx(5.0, abs=1e-3)
-    assert references.locate(everything, 0.0) == pytest.approx(-4.0, abs=1e-3)
+    assert references.estimate_capability(everything, 0.9) == pytest.approx(5.0, abs=1e-3)
+    assert references.estimate_capability(everything, 0.0) == pytest.approx(-4.0, abs=1e-3)
     assert references.predict(5.0).tolist() == pytest.approx([0.9, 0.9])
     assert references.predict(-6.0).tolist() == [0.0, 0.0]
     selector = BotsSelector(
@@ -144,14 +144,14 @@ def test_a_model_outside_of_its_references_is_extrapolated_as_published():
     assert [selector.alpha[2], selector.beta[2]] == pytest.approx([1 + 5 * 0.45, 1 + 5 * 0.55], abs=1e-3)
 
 
-def test_references_in_the_wrong_order_on_the_tasks_at_hand_say_nothing():
-    weak_is_better = References(np.array([[0.6, 0.4], [0.0, 1.0], [0.0, 1.0]]))
-    assert weak_is_better.locate(np.array([0]), 0.5) is None
-    nearly_alike = References(np.array([[0.5, 0.5005]]))
-    assert nearly_alike.locate(np.array([0]), 0.9) is None
+def test_references_in_the_wrong_order_on_the_given_tasks_give_no_estimate():
+    weak_is_better = ReferencePassRates(np.array([[0.6, 0.4], [0.0, 1.0], [0.0, 1.0]]))
+    assert weak_is_better.estimate_capability(np.array([0]), 0.5) is None
+    nearly_alike = ReferencePassRates(np.array([[0.5, 0.5005]]))
+    assert nearly_alike.estimate_capability(np.array([0]), 0.9) is None
 
 
-def test_old_evidence_decays_to_the_prior_of_the_features():
+def test_old_evidence_decays_to_the_feature_prior():
     features = np.array([[0.2], [0.9]])
     selector = BotsSelector(features, seed=0, m=8, lamb=0.25, rho=0.0, prior_count=4)
     prior = [(1.8, 4.2), (4.6, 1.4)]
@@ -167,14 +167,14 @@ def test_old_evidence_decays_to_the_prior_of_the_features():
     assert [selector.alpha[1], selector.beta[1]] == pytest.approx([4.6 + 4 / 0.25, 1.4 + 4 / 0.25])
 
 
-def test_three_columns_bend_at_the_middle_one():
-    references = References(np.array([[0.1, 0.3, 0.9], [0.1, 0.5, 0.9]]))
+def test_three_columns_are_piecewise_linear():
+    references = ReferencePassRates(np.array([[0.1, 0.3, 0.9], [0.1, 0.5, 0.9]]))
     assert references.predict(1.0).tolist() == [0.3, 0.5]
     assert references.predict(1.5).tolist() == pytest.approx([0.6, 0.7])
-    assert references.locate(np.arange(2), 0.65) == pytest.approx(1.5, abs=1e-4)
+    assert references.estimate_capability(np.arange(2), 0.65) == pytest.approx(1.5, abs=1e-4)
 
 
-def test_references_that_do_alike_say_nothing_of_the_capability():
+def test_equal_references_give_no_capability_estimate():
     same = np.full((4, 2), 0.5)
     selector = BotsSelector(same, seed=0, m=10, lamb=0.0, prior_count=0)
     selector.feedback([0], [1.0])
@@ -182,7 +182,7 @@ def test_references_that_do_alike_say_nothing_of_the_capability():
     assert selector.alpha.tolist() == [11.0, 1.0, 1.0, 1.0]
 
 
-def test_adaptive_rho_is_halved_for_good_by_a_surprise():
+def test_adaptive_rho_is_halved_permanently_by_a_large_error():
     selector = BotsSelector(FEATURES, seed=0, rho=0.2, adaptive_rho=True)
     selector.feedback([0, 1, 4, 5], [1.0, 0.0, 1.0, 0.0])
     assert selector.rho == 0.1
@@ -199,14 +199,14 @@ def test_repeats_within_an_epoch_are_bounded(max_repeats):
         assert np.bincount(drawn[start : start + 10], minlength=10).max() <= max_repeats
 
 
-def test_a_batch_holds_a_task_once_and_may_be_larger_than_the_data_set():
+def test_a_batch_repeats_tasks_only_when_larger_than_the_data_set():
     selector = BotsSelector(FEATURES, seed=0, tau=0)
     assert sorted(selector.select(10)) == list(range(10))
     drawn = selector.select(23)
     assert sorted(drawn[:10]) == sorted(drawn[10:20]) == list(range(10))
 
 
-def test_until_feedback_comes_a_greedy_choice_goes_on_to_other_tasks():
+def test_greedy_selections_before_feedback_choose_other_tasks():
     selector = BotsSelector(FEATURES, seed=0, target_reward=0.8, tau=0)
     first, second = selector.select(4), selector.select(4)
     restored = BotsSelector(FEATURES, seed=0, target_reward=0.8, tau=0)
@@ -218,7 +218,7 @@ def test_until_feedback_comes_a_greedy_choice_goes_on_to_other_tasks():
     assert selector.select(4) == first
 
 
-def test_without_feedback_sampling_goes_on_to_other_tasks():
+def test_sampled_selections_before_feedback_differ():
     selector = BotsSelector(NO_FEATURES, seed=0, tau=0, do_sample=True)
     assert len({tuple(selector.select(3)) for _ in range(4)}) > 1
 
@@ -235,8 +235,8 @@ def test_thompson_sampling_scores_draws_from_the_posterior():
 
 
 @pytest.mark.parametrize(("do_sample", "is_partial"), [(True, True), (False, False)])
-def test_only_sampling_looks_at_a_part_of_the_tasks(do_sample, is_partial):
-    """The best task is overlooked in most selections where one in ten tasks is looked at."""
+def test_only_thompson_sampling_scores_a_subset_of_tasks(do_sample, is_partial):
+    """The best task is missed in most selections if one in ten tasks is scored."""
     features = np.full((1000, 1), 0.1)
     features[123] = 0.9
     args = {"target_reward": 0.9, "tau": 0, "prior_count": 1e9, "do_sample": do_sample, "max_candidates": 100}
@@ -245,20 +245,20 @@ def test_only_sampling_looks_at_a_part_of_the_tasks(do_sample, is_partial):
     assert firsts.count(123) >= (2 if is_partial else 100)
 
 
-def test_a_part_is_never_smaller_than_four_batches():
+def test_the_scored_subset_has_at_least_four_batches():
     features = np.linspace(0, 1, 400)[:, None]
     args = {"target_reward": 1.0, "tau": 0, "prior_count": 1e9, "do_sample": True, "max_candidates": 1}
     lowest = [min(BotsSelector(features, seed=seed, **args).select(10)) for seed in range(20)]
     assert np.mean(lowest) > 250, "the best ten of forty are above the median of all"
 
 
-def test_many_tasks_are_looked_at_in_part_when_sampling():
+def test_subsets_cover_every_task_once_per_epoch():
     selector = BotsSelector(np.zeros((1000, 0)), seed=0, tau=0, do_sample=True, max_candidates=50, max_repeats=1)
     drawn = [index for _ in range(10) for index in selector.select(100)]
     assert sorted(drawn) == list(range(1000))
 
 
-def test_the_temperature_draws_by_the_softmax_of_the_scores():
+def test_tau_samples_from_the_softmax_of_two_scores():
     features = np.array([[0.8], [0.6]])
     first = [
         BotsSelector(features, seed=seed, target_reward=0.8, tau=0.2, prior_count=1e9).select(1)[0]
@@ -268,7 +268,7 @@ def test_the_temperature_draws_by_the_softmax_of_the_scores():
     assert np.mean(np.array(first) == 0) == pytest.approx(expected, abs=0.03)
 
 
-def test_among_three_the_temperature_draws_by_the_softmax_too():
+def test_tau_samples_from_the_softmax_of_three_scores():
     features = np.array([[0.8], [0.4], [0.4]])
     args = {"target_reward": 0.8, "tau": 0.2, "prior_count": 1e9}
     first = [BotsSelector(features, seed=seed, **args).select(1)[0] for seed in range(2000)]
@@ -276,7 +276,7 @@ def test_among_three_the_temperature_draws_by_the_softmax_too():
     assert np.bincount(first, minlength=3) / 2000 == pytest.approx(weights / weights.sum(), abs=0.03)
 
 
-def test_ties_at_the_border_are_broken_by_chance_and_the_rest_is_in_order():
+def test_ties_at_the_threshold_are_broken_at_random_and_the_rest_is_sorted():
     values = np.array([0.5, 2.0, 0.5, 1.0, 0.5])
     drawn = [find_largest(values, 3, np.random.default_rng(seed)).tolist() for seed in range(20)]
     assert all(pick[:2] == [1, 3] for pick in drawn)
@@ -284,7 +284,7 @@ def test_ties_at_the_border_are_broken_by_chance_and_the_rest_is_in_order():
     assert all(len(set(find_largest(np.zeros(5), 5, np.random.default_rng(seed)).tolist())) == 5 for seed in range(20))
 
 
-def test_the_report_says_what_was_chosen_and_why():
+def test_explain_returns_choices_with_reasons():
     selector = BotsSelector(FEATURES, seed=0, target_reward=0.8, tau=0)
     chosen = selector.select(2)
     selection = selector.explain()
@@ -304,7 +304,7 @@ def test_the_report_says_what_was_chosen_and_why():
     assert selector.explain().choices[0].numbers["num_selected"] == 2
 
 
-def test_the_report_of_a_batch_that_straddles_epochs_has_all_choices():
+def test_explain_of_a_batch_across_epochs_has_all_choices():
     selector = BotsSelector(FEATURES, seed=0, tau=0)
     chosen = selector.select(13)
     assert [choice.index for choice in selector.explain().choices] == chosen
@@ -313,12 +313,12 @@ def test_the_report_of_a_batch_that_straddles_epochs_has_all_choices():
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        ({"tau": 0}, "its expected pass rate, 0.500, is near the target 1"),
-        ({"tau": 0.5}, "its expected pass rate, 0.500, is by chance (tau 0.5) near the target 1"),
-        ({"tau": 0, "do_sample": True}, "a draw from its posterior, 0."),
+        ({"tau": 0}, "expected pass rate 0.500, near the target 1"),
+        ({"tau": 0.5}, "expected pass rate 0.500, sampled with tau 0.5 near the target 1"),
+        ({"tau": 0, "do_sample": True}, "pass rate drawn from the posterior 0."),
     ],
 )
-def test_a_reason_names_what_was_compared_with_the_target(args, reason):
+def test_a_reason_names_the_quantity_compared_with_the_target(args, reason):
     selector = BotsSelector(NO_FEATURES, seed=0, **args)
     selector.select(1)
     assert selector.explain().choices[0].reason.startswith(reason)
@@ -334,7 +334,7 @@ def test_the_histogram_counts_tasks_by_expected_pass_rate():
     assert low.explain().histogram == (0, 1, 1, 0, 0, 0, 0, 0, 0, 0)
 
 
-def test_feedback_reports_what_it_saw_and_what_is_believed_now():
+def test_feedback_returns_metrics_of_feedback_and_posteriors():
     selector = BotsSelector(np.array([[0.2], [0.6]]), seed=0, m=8, lamb=0.0, rho=0.25, prior_count=0)
     selector.select(1)
     assert "selector/capability" not in selector.feedback([], [])
@@ -355,14 +355,14 @@ def test_feedback_reports_what_it_saw_and_what_is_believed_now():
 
 
 def test_defaults_are_those_of_the_docstring():
-    """Feedback of a task twice its prior: m 16, lamb 0.2, rho 0.2, prior_count 4."""
+    """m 16, lamb 0.2, rho 0.2, prior_count 4, and tau 1."""
     selector = BotsSelector(np.array([[0.5], [0.5]]), seed=0)
     assert selector.alpha.tolist() == [3.0, 3.0]
     selector.feedback([0], [0.5])
     assert [selector.alpha[0], selector.alpha[1]] == pytest.approx([3 + 8, 3 + 0.2 * 8], abs=1e-4)
     assert selector.rho == 0.2
     selector.select(1)
-    assert selector.explain().choices[0].reason.endswith("by chance (tau 1) near the target 1")
+    assert selector.explain().choices[0].reason.endswith("sampled with tau 1 near the target 1")
 
 
 def test_tasks_of_every_selection_since_the_last_feedback_come_last():

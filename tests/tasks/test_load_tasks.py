@@ -1,4 +1,4 @@
-"""Tasks from folders and files, and one clear sentence for each thing that can be wrong with them."""
+"""Tasks are loaded from folders and files; every problem with them is a one-sentence error."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def _own_cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-    place = tmp_path / "my_dataset"
-    place.mkdir()
+    folder = tmp_path / "my_dataset"
+    folder.mkdir()
     for split, rows in (("train", ROWS), ("test", ROWS[:1])):
-        (place / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return place
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
 
 
 def test_folder_with_splits(folder):
@@ -42,14 +42,14 @@ def test_one_file_of_each_format(tmp_path):
     assert load_tasks(DatasetSection(path=str(tmp_path / "rows.csv")), name="t")[0].row["answer"] == "four"
 
 
-def test_a_file_is_the_split_it_is_named_after(folder):
+def test_a_file_is_a_split_of_its_own_name(folder):
     assert len(load_tasks(DatasetSection(path=str(folder / "test.jsonl"), split="test"), name="t")) == 1
     with pytest.raises(DataError, match="is one split"):
         load_tasks(DatasetSection(path=str(folder / "test.jsonl"), split="validation"), name="t")
 
 
 def test_a_file_has_no_configurations(folder):
-    with pytest.raises(DataError, match="name 'main' has no effect: the file .* leave name out"):
+    with pytest.raises(DataError, match="name 'main' has no effect: the file .* remove name"):
         load_tasks(DatasetSection(path=str(folder / "test.jsonl"), name="main"), name="t")
 
 
@@ -64,7 +64,7 @@ def test_unknown_split_lists_the_splits(folder):
         load_preview(str(folder), name=None, split="validation", num_rows=2)
 
 
-def test_no_split_named_needs_a_single_one(folder):
+def test_without_a_split_name_the_data_set_must_have_one_split(folder):
     with pytest.raises(DataError, match="set split to one of them"):
         load_tasks(DatasetSection(path=str(folder), split=None), name="t")
 
@@ -87,7 +87,7 @@ def test_broken_json(tmp_path):
         load_tasks(DatasetSection(path=str(tmp_path)), name="t")
 
 
-def test_a_file_that_cannot_be_read_is_named_with_what_is_wrong_in_it(tmp_path):
+def test_an_unreadable_file_is_named_with_the_reason(tmp_path):
     broken, latin = tmp_path / "broken.jsonl", tmp_path / "latin.jsonl"
     broken.write_text(json.dumps(ROWS[0]) + '\n{"question": \n', encoding="utf-8")
     latin.write_bytes(b'{"question": "caf\xe9"}\n')
@@ -107,13 +107,13 @@ def test_missing_field_names_field_and_row(tmp_path):
         load_tasks(DatasetSection(path=str(tmp_path), required_fields=("question", "answer")), name="t")
 
 
-def test_ending_that_is_no_data_set(tmp_path):
+def test_unknown_file_ending(tmp_path):
     (tmp_path / "train.txt").write_text("hello", encoding="utf-8")
     with pytest.raises(DataError, match="allowed endings"):
         load_tasks(DatasetSection(path=str(tmp_path / "train.txt")), name="t")
 
 
-def test_folder_that_save_to_disk_wrote(tmp_path):
+def test_folder_written_by_save_to_disk(tmp_path):
     Dataset.from_list(ROWS, split=Split.TEST).save_to_disk(tmp_path / "sft_test")
     for split in ("train", "test", "sft_test", None):
         tasks = load_tasks(DatasetSection(path=str(tmp_path / "sft_test"), split=split), name="t")
@@ -125,7 +125,7 @@ def test_folder_that_save_to_disk_wrote(tmp_path):
         load_tasks(DatasetSection(path=str(tmp_path / "sft_test"), name="main"), name="t")
 
 
-def test_folder_of_splits_that_save_to_disk_wrote(tmp_path):
+def test_folder_of_splits_written_by_save_to_disk(tmp_path):
     splits = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}
     DatasetDict(splits).save_to_disk(tmp_path / "saved")
     assert len(load_tasks(DatasetSection(path=str(tmp_path / "saved")), name="t")) == 2
@@ -143,7 +143,7 @@ def test_damaged_folder_of_save_to_disk(tmp_path):
         load_tasks(DatasetSection(path=str(tmp_path / "saved")), name="t")
 
 
-def test_an_empty_field_is_said_to_be_empty(tmp_path):
+def test_an_empty_field_is_reported_as_empty(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text('{"question": "1+1", "answer": "2"}\n{"question": "1+2", "answer": null}\n')
     with pytest.raises(DataError, match=r"row 1 of .* has no 'answer': its value is empty \(null"):

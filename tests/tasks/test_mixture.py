@@ -1,4 +1,4 @@
-"""Several data sets: in turn by size as published, by weight to within one task, each with its own selector."""
+"""Several data sets: mixed by size as published or by weight to within one task, each with its own selector."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sets_of(indices):
     return [int(index >= 5) for index in indices]
 
 
-def test_sets_take_turns_in_a_shuffled_list_of_their_sizes():
+def test_without_weights_sets_are_drawn_from_a_list_shuffled_by_size():
     mixture = build(seed=0)
     first, second = mixture.select(12), mixture.select(12)
     assert sets_of(first) == [1, 0, 1, 0, 1, 1, 0, 0, 1, 1, 1, 0]
@@ -31,7 +31,7 @@ def test_sets_take_turns_in_a_shuffled_list_of_their_sizes():
     assert sorted(first) == sorted(second) == list(range(12))
 
 
-def test_weights_hold_in_every_stretch():
+def test_weights_hold_after_any_number_of_draws():
     mixture = build(seed=0, weights={"a": 3.0, "b": 1.0})
     turns = [turn for _ in range(5) for turn in sets_of(mixture.select(7))]
     for length in range(1, len(turns) + 1):
@@ -39,7 +39,7 @@ def test_weights_hold_in_every_stretch():
 
 
 class Fixed:
-    """A user's selector that always says the same, and has no metrics."""
+    """A custom selector that always returns the same indices and has no metrics."""
 
     def __init__(self, given):
         self.given = given
@@ -52,19 +52,19 @@ class Fixed:
 
 
 @pytest.mark.parametrize("given", [[5], [-1], [], [0, 1], [0.0], None])
-def test_a_selector_that_gives_other_than_was_asked_for_is_named(given):
+def test_a_selector_that_returns_invalid_indices_is_refused(given):
     mixture = Mixture({"a": Fixed(given), "b": Fixed([0])}, SIZES, weights={"a": 3.0, "b": 1.0}, seed=0)
-    with pytest.raises(ConfigError, match="asked for 1 positions from 0 to 4 and gave"):
+    with pytest.raises(ConfigError, match="must return 1 indices from 0 to 4, got"):
         mixture.select(1)
 
 
-def test_positions_may_be_an_array_and_feedback_may_tell_nothing():
+def test_indices_may_be_an_array_and_feedback_may_return_none():
     mixture = Mixture({"a": Fixed(np.asarray([4])), "b": Fixed([0])}, SIZES, weights={"a": 3.0, "b": 1.0}, seed=0)
     assert mixture.select(1) == [4]
     assert mixture.feedback([4], [1.0]) == {}
 
 
-def test_feedback_goes_to_the_set_that_a_task_is_of():
+def test_feedback_reaches_the_selector_of_the_tasks_set():
     selectors = {n: BotsSelector(np.zeros((k, 0)), seed=0, m=8, rho=0.0) for n, k in SIZES.items()}
     mixture = Mixture(selectors, SIZES, seed=0)
     metrics = mixture.feedback([1, 6], [1.0, 0.0])
@@ -74,7 +74,7 @@ def test_feedback_goes_to_the_set_that_a_task_is_of():
     assert sorted(choice.index for choice in mixture.explain().choices) == sorted(drawn)
 
 
-def test_state_restores_what_comes_next():
+def test_a_restored_state_continues_the_same_selections():
     for options in ({"seed": 2}, {"seed": 2, "weights": {"a": 1.0, "b": 2.0}}):
         first, second = build(**options), build(**options)
         first.select(17)

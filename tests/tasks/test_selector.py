@@ -1,4 +1,4 @@
-"""Task orders: the same as in the literature's code, every task once an epoch, the same after a restart."""
+"""Task orders equal those of published code, visit every task once per epoch, and survive a restart."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_sequential_wraps_around():
     assert draw(build_sequential(TEN, seed=42), 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
 
 
-def test_shuffle_is_numpys_permutation_of_seed_plus_epoch():
+def test_shuffle_is_the_numpy_permutation_of_seed_plus_epoch():
     drawn = draw(build_shuffle(TEN, seed=42), 5)
     assert drawn == [[5, 6, 0, 7], [3, 2, 4, 9], [1, 8, 2, 8], [9, 5, 7, 1], [4, 6, 0, 3]]
 
 
-def test_random_draws_without_replacement_inside_a_batch():
+def test_random_draws_without_replacement_within_a_batch():
     drawn = draw(RandomSelector(TEN, seed=42), 4)
     assert drawn == [[4, 0, 5, 6], [7, 0, 3, 1], [8, 5, 6, 9], [5, 1, 2, 8]]
 
@@ -42,17 +42,17 @@ def test_random_with_replacement_repeats_tasks():
     assert any(len(set(RandomSelector(TEN, seed=s, replace=True).select(10))) < 10 for s in range(3))
 
 
-def test_a_random_batch_larger_than_the_data_set_holds_every_task_before_it_repeats_one():
+def test_a_random_batch_larger_than_the_data_set_has_every_task_before_one_repeats():
     drawn = RandomSelector(TEN, seed=0).select(25)
     assert sorted(drawn[:10]) == sorted(drawn[10:20]) == list(range(10))
     assert len(set(drawn[20:])) == 5
 
 
-def test_easy_to_hard_starts_at_the_highest_pass_rate_and_the_later_of_equals():
+def test_easy_to_hard_starts_at_the_highest_pass_rate_and_the_last_of_ties():
     assert draw(build_easy_to_hard(PASS_RATES, seed=0), 3) == [[5, 1, 7, 9], [3, 2, 6, 8], [0, 4, 5, 1]]
 
 
-def test_further_columns_break_ties_of_earlier_ones():
+def test_later_columns_break_ties():
     features = np.array([[0.5, 0.1], [0.5, 0.9], [0.7, 0.0]])
     assert build_easy_to_hard(features, seed=0).select(3) == [2, 1, 0]
 
@@ -69,7 +69,7 @@ def test_a_batch_may_be_larger_than_the_data_set():
 
 
 @pytest.mark.parametrize("build", ORDERS)
-def test_state_restores_what_comes_next(build):
+def test_a_restored_state_continues_the_same_selections(build):
     first, second = build(TEN, seed=1), build(TEN, seed=1)
     first.select(13)
     second.load_state_dict(first.state_dict())

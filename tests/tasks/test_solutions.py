@@ -1,4 +1,4 @@
-"""Worked solutions are cut at their calculations, marked and plain, and spelled for the calculator."""
+"""Worked solutions are split at marked and plain calculations, which are normalised to the calculator's syntax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def list_parts(text):
     return list(solution.texts), [(c.expression, c.result, c.is_marked) for c in solution.calculations]
 
 
-def test_a_text_ends_where_a_result_is_needed_and_the_next_begins_with_it():
+def test_a_text_ends_before_a_result_and_the_next_begins_with_it():
     texts, calculations = list_parts(CLIPS)
     assert texts == [
         "Natalia sold 48/2 =",
@@ -80,7 +80,7 @@ def test_plain_equations_of_numbers_are_calculations(text, calculations):
         ("5*(-3)", "5*(-3)"),
     ],
 )
-def test_spellings(written, spelled):
+def test_expressions_are_normalised_to_calculator_syntax(written, spelled):
     assert normalise_expression(written) == spelled
 
 
@@ -103,19 +103,19 @@ def test_answers_are_plain_numbers(text, answer):
         ("<<=35>>35\n#### 35", "unreadable_mark"),
     ],
 )
-def test_what_cannot_be_read_has_a_reason(text, reason):
+def test_an_unreadable_solution_has_a_reason(text, reason):
     with pytest.raises(SolutionError) as error:
         parse_solution(text)
     assert error.value.reason == reason
 
 
-def test_joining_leaves_a_calculation_in_the_text():
+def test_joining_removes_a_calculation_and_keeps_the_text():
     solution = parse_solution(CLIPS).join(0)
     assert solution.texts[0] == "Natalia sold 48/2 = 24 clips in May.\nNatalia sold 48+24 ="
     assert [c.expression for c in solution.calculations] == ["48+24"]
 
 
-def test_a_mark_without_operation_and_a_cut_term_are_known():
+def test_a_mark_without_operation_and_an_incomplete_term_are_detected():
     (nothing,) = parse_solution("x = <<26=26>>26\n#### 26").calculations
     assert not nothing.has_operation and nothing.is_balanced
     (negative,) = parse_solution("<<-5+3=-2>>\n#### 2").calculations

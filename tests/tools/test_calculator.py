@@ -1,4 +1,4 @@
-"""The calculator: exact, and harmless on whatever a model writes."""
+"""The calculator is exact, and safe on any input."""
 
 from __future__ import annotations
 
@@ -83,33 +83,33 @@ def test_results(expression, result):
         ("[" * 90 + "]" * 90, "'[' is not arithmetic"),
     ],
 )
-def test_what_cannot_be_computed_is_an_observation(expression, reason):
+def test_an_invalid_expression_gives_an_error_sentence(expression, reason):
     result = calculate(expression)
     assert result.startswith("Error: ")
     assert any(part in result for part in reason.split("|")), result
 
 
-def test_arguments_that_are_no_text():
+def test_expressions_that_are_not_text():
     assert calculate(5) == "Error: the expression must be text, not int"
 
 
 @pytest.mark.parametrize(
     "expression", ["a" + ".a" * 249, "1" + "(1)" * 160, "-" * 499 + "1", "(" * 190 + "1" + ")" * 190]
 )
-def test_a_deep_call_stack_changes_nothing(expression):
+def test_results_do_not_depend_on_the_call_stack_depth(expression):
     def descend(levels):
         return calculate(expression) if levels == 0 else descend(levels - 1)
 
     assert descend(700) == calculate(expression)
 
 
-def test_errors_are_short_however_long_the_expression():
+def test_errors_are_short_for_long_expressions():
     assert len(calculate("1" + "(1)" * 160)) < 200
     assert len(calculate("(" + "1 + " * 100)) < 200
 
 
 @given(st.text(alphabet="0123456789.+-*/%()eE_ $,x[", max_size=MAX_CHARACTERS + 20))
-def test_whatever_is_written_gets_a_number_or_an_error(text):
+def test_any_text_gives_a_number_or_an_error(text):
     result = calculate(text)
     assert result.startswith("Error: ") or math.isfinite(float(result))
 
@@ -119,7 +119,7 @@ def test_whatever_is_written_gets_a_number_or_an_error(text):
     lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda parts: f"({' '.join(parts)})"),
     max_leaves=8,
 ))  # fmt: skip
-def test_results_are_those_of_exact_fractions(text):
+def test_results_equal_exact_fractions(text):
     wrapped = "".join(f"Fraction({part})" if part.isdigit() else part for part in split_digits(text))
     try:
         expected = eval(wrapped, {"Fraction": Fraction})
@@ -151,17 +151,17 @@ def split_digits(text):
         ("search", "{}", "Error: there is no tool 'search'; the only one is calculator"),
     ],
 )
-def test_calls_of_a_model_are_answered(name, arguments, result):
+def test_tool_calls_are_executed(name, arguments, result):
     assert answer_call(name, arguments).startswith(result)
 
 
-def test_the_schema_names_the_tool_that_answers():
+def test_the_schema_matches_answer_call():
     function = CALCULATOR_TOOL["function"]
     arguments = dict.fromkeys(function["parameters"]["required"], "1 + 1")
     assert answer_call(function["name"], json.dumps(arguments)) == "2"
 
 
-def test_what_is_computed_again_gives_the_same():
+def test_cached_results_are_the_same():
     expressions = ["1/3", "2 ** 10", "1 / 0", "x + 1", "0.1 + 0.2", "1/3"]
     assert [calculate(each) for each in expressions] == [calculate(each) for each in expressions]
     assert calculate("1/3") == "0.3333333333"

@@ -1,1 +1,1 @@
-"""Foreign words stop here: AgentScope's classes and names are translated to ours in this room."""
+"""Compatibility: AgentScope's classes and Trinity-RFT's run files, translated to Tunesmith's names."""

@@ -1,7 +1,7 @@
 """AgentScope's tuner configuration classes, with its names, fields and defaults, translated to a `RunConfig`.
 
-Only fields that the caller set override a run file: a default that nobody mentioned changes nothing. A field that
-cannot be honoured is an error; AgentScope drops some of them in silence (temperature, top_p, enable_thinking).
+Only fields that the caller set override a run file; defaults do not. An unsupported field is an error; AgentScope drops
+some fields silently (temperature, top_p, enable_thinking).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from tunesmith.compat.trinity_draft import ONE_ENGINE, ONE_HELPER_ENGINE
+from tunesmith.compat.trinity_draft import ONE_AUXILIARY_ENGINE, ONE_ENGINE
 from tunesmith.errors import ConfigError
 from tunesmith.tasks.load import load_preview
 
 logger = logging.getLogger(__name__)
 
 LENGTHS = {"total_epochs", "total_steps"}
-"""Fields of a training set that say how long the run is."""
+"""Fields of a training set that set the length of the run."""
 
 
 class TaskSelectorConfig(BaseModel):
-    """How the tasks of a training set are selected; `kwargs` are the selector's arguments."""
+    """The task selector of a training set; `kwargs` are the selector's arguments."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -37,8 +37,8 @@ class TaskSelectorConfig(BaseModel):
 class DatasetConfig(BaseModel):
     """A data set of tasks: a folder, a file or a hub id.
 
-    `task_selector` is a TaskSelectorConfig or a dict of its fields, a name or dotted path, a selector of your own, or
-    a class or function that builds one from the tasks. `weight` is the set's share where there are several.
+    `task_selector` is a TaskSelectorConfig or a dict of its fields, a name or dotted path, a custom selector object, or
+    a class or function that builds one from the tasks. `weight` is the set's share if there are several.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,18 +60,18 @@ class DatasetConfig(BaseModel):
 
     @property
     def own_selector(self) -> Any:
-        """The selector that was given as an object, or None."""
+        """The selector that was passed as an object, class or function, or None."""
         return None if isinstance(self.task_selector, TaskSelectorConfig) else self.task_selector
 
     def preview(self, n: int = 5) -> list[dict[str, Any]]:
-        """Print and return the first n rows; raises `DataError` when the path or split is not there."""
+        """Print and return the first n rows; raises `DataError` if the path or split does not exist."""
         rows = load_preview(self.path, name=self.name, split=self.split, num_rows=n)
         print(json.dumps(rows, indent=2, ensure_ascii=False))
         return rows
 
 
 class TunerModelConfig(BaseModel):
-    """The model that is trained, or one that helps, and how it is sampled."""
+    """The trained model or an auxiliary model, and its sampling parameters."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -86,20 +86,20 @@ class TunerModelConfig(BaseModel):
     tool_call_parser: str = "hermes"
     reasoning_parser: str | None = "deepseek_r1"
     base_url: str | None = None
-    """URL of an OpenAI-compatible server that has the model, for one that helps; `model_path` is its name there."""
+    """For an auxiliary model: URL of an OpenAI-compatible server; `model_path` is the model's name on the server."""
     api_key_env: str | None = None
-    """Environment variable that holds that server's key."""
+    """Environment variable with the server's API key."""
 
     @field_validator("tensor_parallel_size")
     @classmethod
     def _only_one(cls, value: int) -> int:
         if value != 1:
-            raise ConfigError(f"{value} is not supported here: sampler and trainer share one set of weights; use 1")
+            raise ConfigError(f"{value} is not supported: sampler and trainer share one set of weights; use 1")
         return value
 
 
 class AlgorithmConfig(BaseModel):
-    """The algorithm and the pace of a run."""
+    """The algorithm, its batch sizes and the intervals of checkpoints and evaluations."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -112,28 +112,28 @@ class AlgorithmConfig(BaseModel):
 
 
 def translate_model(model: TunerModelConfig) -> dict[str, Any]:
-    """Fields of our section of the trained model; those that the caller left alone are left out."""
+    """Fields of our `model` section; fields that the caller did not set are omitted."""
     for key in ("base_url", "api_key_env"):
         if getattr(model, key) is not None:
             raise ConfigError(
-                f"model.{key}={getattr(model, key)!r} cannot be honoured: the model that is trained runs here; give "
-                f"{key} to a model in auxiliary_models"
+                f"model.{key}={getattr(model, key)!r} is not supported: the trained model runs in this process; set "
+                f"{key} of a model in auxiliary_models"
             )
     return translate_model_fields(model, key="model", engine_note=ONE_ENGINE)
 
 
 def translate_auxiliary_model(name: str, model: TunerModelConfig) -> dict[str, Any]:
-    """As `translate_model`, for a model that helps, here or behind a URL."""
-    return translate_model_fields(model, key=f"auxiliary_models.{name}", engine_note=ONE_HELPER_ENGINE)
+    """As `translate_model`, for an auxiliary model, in this process or on a server."""
+    return translate_model_fields(model, key=f"auxiliary_models.{name}", engine_note=ONE_AUXILIARY_ENGINE)
 
 
 def translate_model_fields(model: TunerModelConfig, *, key: str, engine_note: str) -> dict[str, Any]:
-    """What both kinds of model share; a number of engines is noted and makes no difference."""
+    """Fields of both kinds of models; the number of engines has no effect and is noted."""
     given = model.model_dump(include=model.model_fields_set)
     given.pop("tensor_parallel_size", None)
     num_engines = given.pop("inference_engine_num", 1)
     if num_engines != 1:
-        logger.warning("%s.inference_engine_num=%d: %s", key, num_engines, engine_note)
+        logger.warning("%s.inference_engine_num=%d has no effect: %s", key, num_engines, engine_note)
     given["path"] = given.pop("model_path")
     if "reasoning_parser" in given and given["reasoning_parser"] is None:
         given["reasoning_parser"] = "none"
@@ -141,7 +141,7 @@ def translate_model_fields(model: TunerModelConfig, *, key: str, engine_note: st
 
 
 def translate_dataset(dataset: DatasetConfig) -> dict[str, Any]:
-    """Fields of our data set section; a selector that is an object is recorded by its path."""
+    """Fields of our data set section; a selector that is an object is recorded by its dotted path."""
     given = dataset.model_dump(include=dataset.model_fields_set & {"path", "name", "split", "weight"})
     selector = dataset.task_selector
     if isinstance(selector, TaskSelectorConfig):
@@ -156,28 +156,28 @@ def translate_dataset(dataset: DatasetConfig) -> dict[str, Any]:
 
 
 def translate_training_sets(datasets: DatasetConfig | Mapping[str, DatasetConfig]) -> dict[str, Any]:
-    """One set, or several by name, in place of those of the file; they must agree on how long the run is."""
+    """One set, or several by name, replacing those of the file; several sets must agree on the length of the run."""
     if isinstance(datasets, DatasetConfig):
         lengths = datasets.model_dump(include=datasets.model_fields_set & LENGTHS)
-        return {"train_dataset": translate_dataset(datasets), "train_datasets": {}, **settle_lengths(lengths)}
+        return {"train_dataset": translate_dataset(datasets), "train_datasets": {}, **resolve_lengths(lengths)}
     lengths = {}
     for key in sorted(LENGTHS):
         values = {getattr(dataset, key) for dataset in datasets.values() if key in dataset.model_fields_set}
         if len(values) > 1:
-            raise ConfigError(f"the training sets give different {key}: {sorted(map(str, values))}; give it once")
+            raise ConfigError(f"the training sets have different {key}: {sorted(map(str, values))}; set it once")
         if values:
             lengths[key] = values.pop()
     named = {name: translate_dataset(dataset) for name, dataset in datasets.items()}
-    return {"train_dataset": None, "train_datasets": named, **settle_lengths(lengths)}
+    return {"train_dataset": None, "train_datasets": named, **resolve_lengths(lengths)}
 
 
-def settle_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Epochs that the caller asked for count, whatever steps the file names."""
+def resolve_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
+    """If the caller sets `total_epochs`, `total_steps` of the file is reset."""
     return {"total_steps": None, **given} if "total_epochs" in given else dict(given)
 
 
 def collect_own_selectors(datasets: DatasetConfig | Mapping[str, DatasetConfig] | None) -> dict[str, Any]:
-    """Selectors that were given as objects, by the name of their training set."""
+    """Selectors that were passed as objects, by the name of their training set."""
     if datasets is None:
         return {}
     named = {"train": datasets} if isinstance(datasets, DatasetConfig) else datasets
@@ -185,27 +185,27 @@ def collect_own_selectors(datasets: DatasetConfig | Mapping[str, DatasetConfig] 
 
 
 def translate_held_out_sets(datasets: DatasetConfig | Mapping[str, DatasetConfig]) -> dict[str, Any]:
-    """Held-out sets by name; they have no say in how long the run is."""
+    """Held-out sets by name; they must not set the length of the run."""
     named = datasets if isinstance(datasets, Mapping) else {"eval_taskset": datasets}
     for name, dataset in named.items():
         if given := sorted(LENGTHS & dataset.model_fields_set):
             raise ConfigError(
-                f"{given[0]} of the held-out set {name!r} has no effect: evaluations try every task once; "
-                "evaluation.max_tasks takes the first so many"
+                f"{given[0]} of the held-out set {name!r} has no effect: evaluations run every task once, or the first "
+                "evaluation.max_tasks tasks"
             )
     return {name: translate_dataset(dataset) for name, dataset in named.items()}
 
 
 def check_datasets(datasets: Any, *, knob: str) -> None:
-    """Refuse what is neither a DatasetConfig nor several by name."""
+    """Refuse anything but a DatasetConfig or a mapping of names to DatasetConfigs."""
     given = list(datasets.values()) if isinstance(datasets, Mapping) else [datasets]
     wrong = [each for each in given if not isinstance(each, DatasetConfig)]
     if wrong:
-        raise ConfigError(f"{knob} must be a DatasetConfig, or a mapping of names to several, got {wrong[0]!r}")
+        raise ConfigError(f"{knob} must be a DatasetConfig, or a mapping of names to DatasetConfigs, got {wrong[0]!r}")
 
 
 def translate_algorithm(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Nested overrides of a run file."""
+    """Nested overrides of a run file, from the algorithm settings."""
     given = algorithm.model_dump(include=algorithm.model_fields_set)
     overrides: dict[str, Any] = {}
     if "learning_rate" in given:

@@ -1,8 +1,8 @@
-"""AgentScope's own chat model on our endpoint.
+"""AgentScope's chat model, connected to our endpoint.
 
-With AgentScope installed, the `model` that workflows get is an `OpenAIChatModel`, so that its agents, formatters and
-tools work unchanged. Its client is ours: every call goes to the endpoint. AgentScope 1.x and 2.x build the class
-differently; which one is installed is read off the constructor.
+If AgentScope is installed, the `model` argument of workflows is an `OpenAIChatModel`, so that its agents, formatters
+and tools work unchanged. It uses our client, so every call goes to the endpoint. The constructor differs between
+AgentScope 1.x and 2.x; its signature shows which version is installed.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ def has_agentscope() -> bool:
 def build_agentscope_model(
     endpoint: Endpoint, *, options: Mapping[str, Any] | None = None, is_stream: bool = False
 ) -> Any:
-    """An AgentScope `OpenAIChatModel` whose calls go to the endpoint.
+    """Build an AgentScope `OpenAIChatModel` whose calls go to the endpoint.
 
-    `options` are request fields of every call; what they leave open, the endpoint decides.
+    `options` are request fields of every call; the endpoint has the defaults of the others.
     """
     from agentscope.model import OpenAIChatModel
 
     is_v2 = "credential" in inspect.signature(OpenAIChatModel).parameters
-    model_class = _add_address(OpenAIChatModel)
+    model_class = _add_base_url(OpenAIChatModel)
     model = (_build_v2 if is_v2 else _build_v1)(model_class, endpoint, dict(options or {}), is_stream)
     model.endpoint = endpoint
     model.client = endpoint.client
     model.api_key = endpoint.api_key
     model.model_name = endpoint.model_name
-    model.options = dict(options or {})  # for `create_chat_completion`, which goes to the client itself
+    model.options = dict(options or {})  # for `create_chat_completion`, which calls the client directly
     return model
 
 
 @functools.cache
-def _add_address(model_class: type) -> Any:
-    """The class with `base_url`; its name stays, for AgentScope's tracing tells models by it."""
+def _add_base_url(model_class: type) -> Any:
+    """A subclass with `base_url` and the same name, by which AgentScope's tracing identifies models."""
     base_url = property(lambda model: model.endpoint.find_url())
     return type(model_class.__name__, (model_class,), {"base_url": base_url, "__module__": model_class.__module__})
 

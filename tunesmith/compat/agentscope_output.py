@@ -1,7 +1,7 @@
-"""What AgentScope's agents print: every message, unless its own environment variable says otherwise.
+"""Silence the console output of AgentScope's agents, which print every message by default.
 
-Agents read the variable when they are built. It is set while a run lasts and restored afterwards, so an agent that the
-same process builds outside of a run prints as before.
+Agents read an environment variable when they are constructed. It is set during a run and restored afterwards, so agents
+constructed outside of a run print as before.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SWITCH = "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"
+OUTPUT_VARIABLE = "AGENTSCOPE_DISABLE_CONSOLE_OUTPUT"
 
 
 @contextmanager
 def agent_output(*, is_shown: bool) -> Iterator[Callable[[bool], None]]:
-    """Within, agents that are built print their messages or not; the function that is given changes that.
+    """Set whether agents constructed in this context print their messages; yields a function that changes it.
 
-    Where nothing is to be shown, a value that the caller's environment has for the variable stays.
+    With `is_shown=False`, a value that the environment already has for the variable is kept.
     """
-    before = os.environ.get(SWITCH)
+    before = os.environ.get(OUTPUT_VARIABLE)
 
     def switch(is_shown: bool) -> None:
         if is_shown:
-            os.environ[SWITCH] = "false"
+            os.environ[OUTPUT_VARIABLE] = "false"
         else:
-            os.environ[SWITCH] = "true" if before is None else before
+            os.environ[OUTPUT_VARIABLE] = "true" if before is None else before
 
     switch(is_shown)
     try:
         yield switch
     finally:
         if before is None:
-            os.environ.pop(SWITCH, None)
+            os.environ.pop(OUTPUT_VARIABLE, None)
         else:
-            os.environ[SWITCH] = before
+            os.environ[OUTPUT_VARIABLE] = before

@@ -1,7 +1,7 @@
-"""Names and arguments of Trinity-RFT's algorithms: advantage functions, policy losses, KL, entropy, corrections.
+"""Rules for Trinity-RFT's algorithm keys: advantage functions, policy losses, KL, entropy, rollout correction.
 
-There an algorithm is a set of parts that can be exchanged one by one; here it is a line of one table. A file's parts
-become the line that has them, and parts that no line puts together are refused.
+In Trinity-RFT the parts of an algorithm can be set one by one; in Tunesmith an algorithm is one entry of a table. The
+parts of a file select the entry that has them; combinations without an entry are refused.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ PARTS: dict[str, tuple[str | None, str]] = {
     "sft_phi": (None, "sft_phi"),
     "dpo": (None, "dpo"),
 }
-"""Our algorithm -> advantage function and policy loss that make it there."""
+"""Our algorithm -> Trinity-RFT's advantage function and policy loss of it."""
 REFUSED_TYPES = {
-    "grpo_verl": "its advantages and its trainer do not fit together there; nearest is grpo",
-    "cpt": "plain text is not trained; nearest is sft, on conversations",
+    "grpo_verl": "in Trinity-RFT its advantage function and its trainer are incompatible; nearest is grpo",
+    "cpt": "training on plain text is not implemented; nearest is sft, on conversations",
 }
 REFUSED_ADVANTAGES = {
-    "clipb": "token entropies over the vocabulary do not select tokens here; nearest is dapo",
-    "clipv": "token entropies over the vocabulary do not select tokens here; nearest is dapo",
+    "clipb": "tokens are not selected by the entropy over the vocabulary; nearest is dapo",
+    "clipv": "tokens are not selected by the entropy over the vocabulary; nearest is dapo",
 }
 TERMS_ARGS: dict[str, Mapping[str, str]] = {
     "ppo": {"gamma": "gamma", "lam": "lam"},
@@ -63,7 +63,7 @@ TERMS_ARGS: dict[str, Mapping[str, str]] = {
     "mix": {"mu": "mu"},
     "mix_chord": {name: name for name in ("mu_peak", "mu_valley", "mu_warmup_steps", "mu_decay_steps")},
 }
-"""Arguments, of either function there, that belong to what comes between the two here."""
+"""Arguments of Trinity-RFT's advantage function or policy loss that are `terms_args` of our algorithm."""
 MIXTURE_SIZES = frozenset(
     {
         "use_dynamic_bsz",
@@ -74,44 +74,44 @@ MIXTURE_SIZES = frozenset(
         "train_batch_size_expert",
     }
 )
-"""Batch sizes that a file repeats for the mixtures there; here each kind of data is averaged by itself."""
+"""Batch sizes that Trinity-RFT's mixture losses need; not used, because each kind of data is averaged separately."""
 ADVANTAGE_ARGS = {"opmd_baseline": "baseline"}
 REWARD_KL_TYPES = ("ppo", "reinforceplusplus", "rloo")
 
 
 def find_algorithm(draft: Draft) -> str:
-    """The algorithm that has the file's parts."""
+    """The algorithm that has the parts named in the file."""
     named = draft.find("algorithm.algorithm_type", DEFAULT_TYPE)
     if named in REFUSED_TYPES:
-        raise ConfigError(f"algorithm.algorithm_type={named!r} cannot be honoured: {REFUSED_TYPES[named]}")
+        raise ConfigError(f"algorithm.algorithm_type={named!r} is not supported: {REFUSED_TYPES[named]}")
     if named not in PARTS:
         return named
     own_advantage, own_loss = PARTS[named]
     advantage = draft.find("algorithm.advantage_fn", own_advantage)
     loss = draft.find("algorithm.policy_loss_fn", own_loss)
     if advantage in REFUSED_ADVANTAGES:
-        raise ConfigError(f"algorithm.advantage_fn={advantage!r} cannot be honoured: {REFUSED_ADVANTAGES[advantage]}")
+        raise ConfigError(f"algorithm.advantage_fn={advantage!r} is not supported: {REFUSED_ADVANTAGES[advantage]}")
     if advantage == named:
         advantage = own_advantage
     matching = [name for name, parts in PARTS.items() if parts == (advantage, loss)]
     if not matching:
         raise ConfigError(
-            f"algorithm.policy_loss_fn={loss!r} with algorithm.advantage_fn={advantage!r} cannot be honoured: no "
+            f"algorithm.policy_loss_fn={loss!r} with algorithm.advantage_fn={advantage!r} is not supported: no "
             f"algorithm has both; {_list_partners(advantage, loss)}; choose another algorithm_type"
         )
     return named if named in matching else matching[0]
 
 
 def read_algorithm(draft: Draft, key: str, value: Any) -> None:
-    """The three keys that name the algorithm name it together."""
+    """Rule for the three keys that together name the algorithm."""
     if value is not None:
         draft.set("algorithm.algorithm_type", find_algorithm(draft), source=key)
 
 
 def read_advantage_args(draft: Draft, key: str, value: Any) -> None:
-    """Arguments of the advantage function that differ from its defaults."""
+    """Arguments of the advantage function."""
     args = {ADVANTAGE_ARGS.get(name, name): given for name, given in read_mapping(value, key).items()}
-    allow(False, reason="a step trains the groups that teach, however few; see experience.refill_budget")(
+    allow(False, reason="groups are not duplicated to fill a batch; nearest is experience.refill_budget")(
         draft, f"{key}.duplicate_experiences", args.pop("duplicate_experiences", None)
     )
     if args.get("drop") == "":
@@ -120,7 +120,7 @@ def read_advantage_args(draft: Draft, key: str, value: Any) -> None:
 
 
 def read_loss_args(draft: Draft, key: str, value: Any) -> None:
-    """Arguments of the loss that differ from its defaults; the others keep theirs."""
+    """Arguments of the policy loss; some of them are keys of other sections here."""
     args = dict(read_mapping(value, key))
     if args.get("loss_agg_mode") is not None:
         draft.set("algorithm.loss_aggregation", args["loss_agg_mode"], source=f"{key}.loss_agg_mode")
@@ -137,7 +137,7 @@ def read_loss_args(draft: Draft, key: str, value: Any) -> None:
 
 
 def read_kl_name(draft: Draft, key: str, value: Any) -> None:
-    """The KL to the starting model; with no coefficient in the file, Trinity's own."""
+    """The estimator of the KL to the starting model; without a coefficient in the file, Trinity-RFT's default."""
     if value is None:
         return
     if value == "none" or draft.find("algorithm.kl_loss_fn_args.kl_coef") == 0:
@@ -150,29 +150,29 @@ def read_kl_name(draft: Draft, key: str, value: Any) -> None:
 
 def read_kl_args(draft: Draft, key: str, value: Any) -> None:
     given = read_mapping(value, key)
-    unused = accept("the coefficient is constant, because adaptive is off")
+    unused = accept("the KL coefficient is constant, because adaptive is off")
     rules: dict[str, Rule] = {"kl_coef": move("algorithm.kl_coef", float), "adaptive": accept()}
     if given.get("adaptive"):
         if given.get("target_kl") is None:
-            raise ConfigError(f"{key}.adaptive=True needs {key}.target_kl, the KL in nats a token to steer to")
+            raise ConfigError(f"{key}.adaptive=True needs {key}.target_kl, the target KL in nats per token")
         rules |= {
             "target_kl": move("algorithm.kl_adaptive.target", float),
             "horizon": move("algorithm.kl_adaptive.horizon", int),
         }
     else:
         rules |= {"target_kl": unused, "horizon": unused}
-    walk(draft, rules, given, place=f"{key}.")
+    walk(draft, rules, given, parent=f"{key}.")
 
 
 def read_penalty_name(draft: Draft, key: str, value: Any) -> None:
-    """A KL in the reward, for the algorithms whose papers have it there."""
+    """The KL penalty in the reward, for algorithms whose papers have it in the reward."""
     if value in (None, "none"):
         return
     algorithm = find_algorithm(draft)
     if algorithm not in REWARD_KL_TYPES:
         raise ConfigError(
-            f"{key}={value!r} cannot be honoured: {algorithm} has its KL in the loss (kl_loss_fn); in the reward it is "
-            f"for {', '.join(REWARD_KL_TYPES)}"
+            f"{key}={value!r} is not supported: {algorithm} has its KL in the loss (kl_loss_fn); a KL in the reward "
+            f"is for {', '.join(REWARD_KL_TYPES)}"
         )
     allow("k1", "kl", reason="the KL in the reward is estimated by k1")(draft, key, value)
     if draft.find("algorithm.kl_penalty_fn_args.kl_coef") is None:
@@ -181,16 +181,16 @@ def read_penalty_name(draft: Draft, key: str, value: Any) -> None:
 
 def read_penalty_args(draft: Draft, key: str, value: Any) -> None:
     if draft.find("algorithm.kl_penalty_fn", "none") == "none":
-        accept("there is no kl_penalty_fn")(draft, key, value or None)
+        accept("kl_penalty_fn is none")(draft, key, value or None)
         return
-    constant = allow(False, 0, reason="the coefficient of a KL in the reward is constant")
+    constant = allow(False, 0, reason="the coefficient of the KL in the reward is constant")
     rules: dict[str, Rule] = {
         "kl_coef": move("algorithm.terms_args.reward_kl_coef", float),
         "adaptive": constant,
-        "target_kl": accept("the coefficient is constant"),
-        "horizon": accept("the coefficient is constant"),
+        "target_kl": accept("the coefficient of the KL in the reward is constant"),
+        "horizon": accept("the coefficient of the KL in the reward is constant"),
     }
-    walk(draft, rules, read_mapping(value, key), place=f"{key}.")
+    walk(draft, rules, read_mapping(value, key), parent=f"{key}.")
 
 
 def read_entropy_name(draft: Draft, key: str, value: Any) -> None:
@@ -203,35 +203,35 @@ def read_entropy_name(draft: Draft, key: str, value: Any) -> None:
 
 def read_entropy_args(draft: Draft, key: str, value: Any) -> None:
     rules = {"entropy_coef": move("algorithm.entropy_coef", float)}
-    walk(draft, rules, read_mapping(value, key), place=f"{key}.")
+    walk(draft, rules, read_mapping(value, key), parent=f"{key}.")
 
 
 def read_correction(draft: Draft, key: str, value: Any) -> None:
-    """Importance weights between sampler and trainer, in the words of verl."""
+    """Importance weights and masks between sampler and trainer, under verl's names."""
     given = read_mapping(value, key)
     low, high = given.get("rollout_rs_threshold_lower"), given.get("rollout_rs_threshold")
     if given.get("rollout_rs") is not None:
         if high is None:
-            raise ConfigError(f"{key}.rollout_rs needs {key}.rollout_rs_threshold, the largest weight that trains")
+            raise ConfigError(f"{key}.rollout_rs needs {key}.rollout_rs_threshold, the largest weight that is kept")
         mask = {"level": given["rollout_rs"], "low": 1 / high if low is None else low, "high": high}
         draft.set("algorithm.correction.mask", mask, source=f"{key}.rollout_rs")
-    unused = accept() if given.get("rollout_rs") is not None else accept("there is no rollout_rs")
+    unused = accept() if given.get("rollout_rs") is not None else accept("rollout_rs is not set")
     cap = move("algorithm.correction.cap", float)
     rules: dict[str, Rule] = {
         "rollout_is": move("algorithm.correction.importance"),
-        "rollout_is_threshold": cap if given.get("rollout_is") is not None else accept("there is no rollout_is"),
+        "rollout_is_threshold": cap if given.get("rollout_is") is not None else accept("rollout_is is not set"),
         "rollout_rs": accept(),
         "rollout_rs_threshold": unused,
         "rollout_rs_threshold_lower": unused,
-        "rollout_token_veto_threshold": allow(None, reason="nearest is rollout_rs: sequence, a mask of sequences"),
+        "rollout_token_veto_threshold": allow(None, reason="nearest is rollout_rs: sequence, which masks sequences"),
         "rollout_is_batch_normalize": allow(False, reason="weights are not divided by their mean"),
-        "bypass_mode": allow(False, reason="corrected losses compare with the policy that the step began with"),
+        "bypass_mode": allow(False, reason="with a correction, ratios are against the policy at the start of the step"),
     }
-    walk(draft, rules, given, place=f"{key}.")
+    walk(draft, rules, given, parent=f"{key}.")
 
 
 def _set_args(draft: Draft, key: str, target: str, args: Mapping[str, Any]) -> None:
-    """Hand arguments on, each to the function that has it here; None leaves our default."""
+    """Set arguments in `target` or in `terms_args`, whichever has them; None keeps our default."""
     of_terms = TERMS_ARGS.get(find_algorithm(draft), {})
     own = {name: given for name, given in args.items() if given is not None and name not in of_terms}
     if own:
@@ -244,4 +244,4 @@ def _set_args(draft: Draft, key: str, target: str, args: Mapping[str, Any]) -> N
 def _list_partners(advantage: str | None, loss: str) -> str:
     losses = dict.fromkeys(parts[1] for parts in PARTS.values() if parts[0] == advantage)
     advantages = dict.fromkeys(parts[0] for parts in PARTS.values() if parts[1] == loss and parts[0] is not None)
-    return f"{advantage!r} goes with {', '.join(losses) or 'none'}, {loss!r} with {', '.join(advantages) or 'none'}"
+    return f"{advantage!r} combines with {', '.join(losses) or 'none'}, {loss!r} with {', '.join(advantages) or 'none'}"

@@ -1,7 +1,7 @@
-"""Where a Trinity-RFT file would mean something else here: the same meaning if our arguments can say it, else a note.
+"""Settings that differ between Trinity-RFT and Tunesmith under the same name.
 
-Two kinds: forms of a loss that differ under one name, and defaults of keys that the file leaves out. Runs after the
-rules of single keys, on what they made of the file.
+If our arguments can express Trinity-RFT's meaning, they are set; otherwise a note is added. There are two kinds: loss
+formulas that differ under one name, and defaults of keys that the file leaves out. Runs after the rules of single keys.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tunesmith.config import AlgorithmSection, EvaluationSection, RolloutSection
 WITHOUT_KL = frozenset(
     {"dapo", "asymre", "sppo", "raft", "on_policy_distill", "jsd", "sft", "sft_is", "sft_phi", "remax", "m2po"}
 )
-"""Algorithms that have no KL to the starting model there, or no default that says."""
+"""Algorithms without a KL to the starting model in Trinity-RFT, or without a default for it."""
 DEFAULT_MU = 0.1
-LEFT_OUT: dict[str, tuple[Any, Any]] = {
+DIFFERENT_DEFAULTS: dict[str, tuple[Any, Any]] = {
     "algorithm.repeat_times": (AlgorithmSection().group_size, 1),
     "algorithm.optimizer.weight_decay": (TrainerSection().weight_decay, 0.01),
     "buffer.batch_size": (AlgorithmSection().batch_size, 1),
@@ -26,39 +26,39 @@ LEFT_OUT: dict[str, tuple[Any, Any]] = {
     "explorer.eval_on_startup": (EvaluationSection().at_start, True),
     "trainer.save_interval": (RunConfig.model_fields["save_interval_steps"].default, 0),
 }
-"""Keys whose defaults differ, ours and theirs; noted where the file has the key's section but not the key."""
-SEQUENCES = "a sequence is a whole run, all its model calls together (there each call is one)"
+"""Key -> our default and Trinity-RFT's; noted if the file has the key's section but not the key."""
+SEQUENCES = "a sequence is a whole run with all its model calls (in Trinity-RFT each model call is one)"
 
 
-def settle_differences(draft: Draft) -> None:
-    """Keep the file's meaning where our arguments have it, and note what differs."""
+def resolve_differences(draft: Draft) -> None:
+    """Keep the file's meaning if our arguments can express it, and add notes on what differs."""
     if read_mapping(draft.find("algorithm"), "algorithm"):
         name = find_algorithm(draft)
-        settle = {"rec": _settle_rec, "mix_chord": _settle_chord, "gigpo": _settle_gigpo, "topr": _settle_topr}.get(
-            name
-        )
-        if settle is not None:
-            settle(draft)
-        _note_forms(draft, name)
+        resolvers = {"rec": _resolve_rec, "mix_chord": _resolve_chord, "gigpo": _resolve_gigpo, "topr": _resolve_topr}
+        resolve = resolvers.get(name)
+        if resolve is not None:
+            resolve(draft)
+        _note_losses(draft, name)
         _note_aggregation(draft, name)
     _note_defaults(draft)
     _note_selectors(draft)
 
 
-def _settle_rec(draft: Draft) -> None:
-    """There the sequence's clip brings its aggregation along, whatever else the file says."""
+def _resolve_rec(draft: Draft) -> None:
+    """In Trinity-RFT, `gspo-one-side` always uses seq-mean-token-mean, whatever `loss_agg_mode` is."""
     if draft.find("algorithm.policy_loss_fn_args.clip_mode") != "gspo-one-side":
         return
     given = _section(draft, "algorithm").get("loss_aggregation")
     draft.set("algorithm.loss_aggregation", "seq-mean-token-mean", source="clip_mode", is_finer=True)
     if given not in (None, "seq-mean-token-mean"):
         draft.notes.append(
-            f"loss_agg_mode={given!r} has no effect: clip_mode='gspo-one-side' goes with seq-mean-token-mean, as there"
+            f"loss_agg_mode={given!r} has no effect: clip_mode='gspo-one-side' uses seq-mean-token-mean, as in "
+            "Trinity-RFT"
         )
 
 
-def _settle_chord(draft: Draft) -> None:
-    """There mu is at the valley as soon as the decay is over, and a decay of no steps is over at once."""
+def _resolve_chord(draft: Draft) -> None:
+    """In Trinity-RFT, mu is `mu_valley` once the decay is over; a decay of 0 steps is over at once."""
     terms = _section(draft, "algorithm", "terms_args")
     peak, valley = terms.get("mu_peak", DEFAULT_MU), terms.get("mu_valley", DEFAULT_MU)
     if terms.get("mu_decay_steps") or peak == valley:
@@ -66,35 +66,42 @@ def _settle_chord(draft: Draft) -> None:
     key = "algorithm.policy_loss_fn_args.mu_decay_steps=0"
     if terms.get("mu_warmup_steps"):
         terms["mu_decay_steps"] = 1
-        draft.notes.append(f"{key}: mu falls from mu_peak to mu_valley one step after the warm-up (there with its end)")
+        draft.notes.append(
+            f"{key}: mu falls from mu_peak to mu_valley one step after the warm-up; in Trinity-RFT it falls when the "
+            "warm-up ends"
+        )
     else:
         terms["mu_peak"] = valley
-        draft.notes.append(f"{key}: mu is mu_valley={valley} from the first step, as there; mu_peak has no effect")
+        draft.notes.append(
+            f"{key}: mu is mu_valley={valley} from the first step, as in Trinity-RFT; mu_peak has no effect"
+        )
 
 
-def _settle_gigpo(draft: Draft) -> None:
+def _resolve_gigpo(draft: Draft) -> None:
     _section(draft, "algorithm", "advantage_args").setdefault("gamma", 1.0)
     draft.notes.append(
-        "gigpo: a turn is compared with turns of its task that have the same prompt, or the same metric "
-        "(advantage_args.env_state_hash_key); there with all turns of a batch that report one env_state_hash"
+        "gigpo: a turn is compared with turns of its own task that have the same prompt, or the same value of the "
+        "metric advantage_args.env_state_hash_key; Trinity-RFT compares all turns of a batch with the same "
+        "env_state_hash"
     )
 
 
-def _settle_topr(draft: Draft) -> None:
-    """There each token has its own ratio; the paper's, which is our default, is that of the sequence."""
+def _resolve_topr(draft: Draft) -> None:
+    """Trinity-RFT uses token-level ratios; our default is the sequence-level ratio of the paper."""
     _section(draft, "algorithm", "terms_args").setdefault("ratio_level", "token")
 
 
-def _note_forms(draft: Draft, name: str) -> None:
+def _note_losses(draft: Draft, name: str) -> None:
     if name == "sapo":
         draft.notes.append(
-            "sapo: the gate is differentiated, as in the paper, so at ratio 1 the gradient is the policy gradient; "
-            "there the gate is a constant weight of it, at ratio 1 it is 2 for A > 0 and 1.9 for A <= 0"
+            "sapo: the gate is differentiated, as in the paper, so at ratio 1 the gradient is the policy gradient; in "
+            "Trinity-RFT the gate is a constant weight of the gradient: at ratio 1 it is 2 for A > 0 and 1.9 for "
+            "A <= 0"
         )
     if name in ("mix", "mix_chord"):
         draft.notes.append(
-            f"{name}: a step's own runs and its demonstrations are averaged by themselves, whatever the micro-batches; "
-            "batch sizes need not be repeated in policy_loss_fn_args"
+            f"{name}: the losses of rollouts and of demonstrations are averaged separately, independent of "
+            "micro-batches, so the batch sizes in policy_loss_fn_args are not needed"
         )
 
 
@@ -105,33 +112,36 @@ def _note_aggregation(draft: Draft, name: str) -> None:
     given = _section(draft, "algorithm").get("loss_aggregation")
     if given is None and own not in ("token-mean", "sum"):
         draft.notes.append(
-            f"{name} left out loss_agg_mode: it is {own}, as in its paper (there token-mean); {SEQUENCES}"
+            f"loss_agg_mode is not set: {name} uses {own}, as in its paper; Trinity-RFT uses token-mean; {SEQUENCES}"
         )
     elif given == "seq-mean-token-sum-norm":
         draft.notes.append(
             f"loss_agg_mode={given!r}: the sum over tokens is divided by the number of sequences and by "
-            f"model.max_model_len (there by the longest answer of the micro-batch alone); {SEQUENCES}"
+            "model.max_model_len; Trinity-RFT divides it only by the longest answer of the micro-batch; "
+            f"{SEQUENCES}"
         )
     elif given is not None and given.startswith("seq-mean"):
         draft.notes.append(f"loss_agg_mode={given!r}: {SEQUENCES}")
 
 
 def _note_defaults(draft: Draft) -> None:
-    """One note of all defaults that differ, and one of what a second run does."""
-    told = [
-        f"{key} is {ours} (there {theirs})"
-        for key, (ours, theirs) in LEFT_OUT.items()
+    """One note on all defaults that differ, and one on a second run of the same name."""
+    differing = [
+        f"{key} is {ours} (Trinity-RFT: {theirs})"
+        for key, (ours, theirs) in DIFFERENT_DEFAULTS.items()
         if ours != theirs and draft.find(key) is None and draft.find(key.partition(".")[0]) is not None
     ]
     if draft.find("algorithm") is not None and _lacks_kl(draft):
-        told.append(f"algorithm.kl_loss_fn is none (there k2 with kl_coef {DEFAULT_KL_COEF}, and a reference model)")
-    if told:
-        draft.notes.append("left out, and other than Trinity-RFT's default: " + "; ".join(told))
+        differing.append(
+            f"algorithm.kl_loss_fn is none (Trinity-RFT: k2 with kl_coef {DEFAULT_KL_COEF}, and a reference model)"
+        )
+    if differing:
+        draft.notes.append("keys that are not set have other defaults than in Trinity-RFT: " + "; ".join(differing))
     if draft.find("name") is not None and not draft.find("continue_from_checkpoint"):
-        resumed = "there it is resumed" if draft.find("continue_from_checkpoint") is None else "there it is renamed"
+        theirs = "resumes it" if draft.find("continue_from_checkpoint") is None else "gives it a new name"
         draft.notes.append(
-            "a second run of this name is refused, so that none is overwritten: resume it with --resume or "
-            f"continue_from_checkpoint: true ({resumed})"
+            "a second run of this name is refused, so that the first is not overwritten (Trinity-RFT "
+            f"{theirs}): resume with --resume or continue_from_checkpoint: true"
         )
 
 
@@ -141,7 +151,7 @@ def _lacks_kl(draft: Draft) -> bool:
 
 
 def _note_selectors(draft: Draft) -> None:
-    """Of training sets; an evaluation tries every task."""
+    """Notes on the task selectors of training sets; an evaluation runs every task."""
     train = "train_dataset"
     sets = {train: draft.values[train]} if train in draft.values else draft.values.get("train_datasets", {})
     for name, section in sets.items():
@@ -150,19 +160,19 @@ def _note_selectors(draft: Draft) -> None:
         where = "the training set" if name == train else f"training set {name!r}"
         if kind is None:
             draft.notes.append(
-                f"{where} names no selector: tasks are shuffled anew in each epoch (there in the file's order, "
-                "selector_type: sequential)"
+                f"{where} has no task_selector: tasks are shuffled in each epoch; Trinity-RFT takes them in the order "
+                "of the file (selector_type: sequential)"
             )
         elif kind == "random" and not read_mapping(selector.get("args"), "kwargs").get("replace"):
             draft.notes.append(
-                f"{where}: a random batch holds a task at most once, and batches are independent; kwargs: "
-                "{replace: true} draws with replacement"
+                f"{where}: selector random draws each batch without replacement, independently of other batches; "
+                "kwargs: {replace: true} draws with replacement"
             )
 
 
 def _section(draft: Draft, *names: str) -> dict[str, Any]:
-    place: Any = draft.values
+    section: Any = draft.values
     for name in names:
-        place = place.setdefault(name, {})
-    assert isinstance(place, dict)
-    return place
+        section = section.setdefault(name, {})
+    assert isinstance(section, dict)
+    return section

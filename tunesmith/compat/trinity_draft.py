@@ -1,7 +1,7 @@
-"""What a Trinity-RFT file becomes while it is read, and the kinds of rule that its keys have.
+"""The translation state of a Trinity-RFT file, and the kinds of rules for its keys.
 
-A key is moved to one of ours, accepted because what it asks for holds anyway, or refused with the reason and the
-nearest thing there is. No key is dropped: what has no rule is an error.
+A key is moved to a key of ours, accepted without effect, or refused with the reason and the nearest alternative. No key
+is dropped silently: a key without a rule is an error.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 from tunesmith.arguments import name_nearest
 from tunesmith.errors import ConfigError
 
-SHARED_WEIGHTS = "sampler and trainer share one set of weights, and every step samples the newest policy"
-ONE_ENGINE = "one engine in this process samples for all runners"
-ONE_HELPER_ENGINE = "a helper runs on one engine, beside the trained model or behind base_url"
+SHARED_WEIGHTS = "sampler and trainer share one set of weights, so every step samples with the newest policy"
+ONE_ENGINE = "one engine in this process serves all workflows"
+ONE_AUXILIARY_ENGINE = "an auxiliary model runs on one engine in this process, or on the server at base_url"
 
 
 @dataclass(slots=True)
 class Draft:
-    """A run file of ours in the making."""
+    """A run file of ours under construction."""
 
     source: Mapping[str, Any]
-    """The file as it was read."""
+    """The Trinity-RFT file."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Nested values of a run file of ours."""
+    """Nested values of our run file."""
     notes: list[str] = field(default_factory=list)
-    """What is met in another way than the file says."""
+    """Sentences for the user about settings that have another effect than in Trinity-RFT."""
 
     def find(self, key: str, default: Any = None) -> Any:
         """The file's value at a dotted key."""
@@ -39,22 +39,22 @@ class Draft:
         return found
 
     def set(self, target: str, value: Any, *, source: str, is_finer: bool = False) -> None:
-        """Set a dotted key of ours; a `finer` key of the file overrides a coarser one, else two must agree."""
+        """Set a dotted key of ours; raises if another key has set a different value, unless `is_finer` overrides it."""
         *parents, last = target.split(".")
-        place = self.values
+        section = self.values
         for parent in parents:
-            place = place.setdefault(parent, {})
-        if not is_finer and place.get(last, value) != value:
-            raise ConfigError(f"{source}={value!r}: another key of the file says {place[last]!r} for {target}")
-        place[last] = value
+            section = section.setdefault(parent, {})
+        if not is_finer and section.get(last, value) != value:
+            raise ConfigError(f"{source}={value!r}: another key of the file sets {target} to {section[last]!r}")
+        section[last] = value
 
 
 Rule = Callable[[Draft, str, Any], None]
-"""Takes the draft, the key with its place in the file, and its value."""
+"""Takes the draft, the dotted key in the file, and its value."""
 
 
 def move(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
-    """Our key takes the value; None leaves our default."""
+    """Set our key to the value; None keeps our default."""
 
     def apply(draft: Draft, key: str, value: Any) -> None:
         if value is not None:
@@ -64,49 +64,49 @@ def move(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Ru
 
 
 def accept(note: str = "", *, silent: Collection[Any] = ()) -> Rule:
-    """Any value will do; the note says why, except for `silent` values, which hold as they are."""
+    """Accept any value without effect; `note` gives the reason, except for `silent` values, which hold anyway."""
 
     def apply(draft: Draft, key: str, value: Any) -> None:
         if note and value is not None and value not in silent:
-            draft.notes.append(f"{key}={value!r}: {note}")
+            draft.notes.append(f"{key}={value!r} has no effect: {note}")
 
     return apply
 
 
 def allow(*values: Any, reason: str) -> Rule:
-    """These values hold anyway; any other is refused."""
+    """Accept these values, which hold anyway; refuse any other."""
 
     def apply(draft: Draft, key: str, value: Any) -> None:
         if value is not None and value not in values and str(value).casefold() not in values:
-            raise ConfigError(f"{key}={value!r} cannot be honoured: {reason}")
+            raise ConfigError(f"{key}={value!r} is not supported: {reason}")
 
     return apply
 
 
 def allow_neutral(reason: str) -> Rule:
-    """Empty or switched off is fine; anything else is refused."""
+    """Accept empty and disabled values; refuse any other."""
     return allow("", 0, False, [], {}, "none", reason=reason)
 
 
-def walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, place: str) -> None:
-    """Apply the rule of each key; a mapping without a rule of its own is entered."""
-    _walk(draft, rules, values, place=place, prefix="")
+def walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, parent: str) -> None:
+    """Apply the rule of each key; nested mappings without a rule are walked."""
+    _walk(draft, rules, values, parent=parent, prefix="")
 
 
-def _walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, place: str, prefix: str) -> None:
+def _walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *, parent: str, prefix: str) -> None:
     for name, value in values.items():
-        key, whole = f"{prefix}{name}", f"{place}{prefix}{name}"
+        key, whole = f"{prefix}{name}", f"{parent}{prefix}{name}"
         if key in rules:
             rules[key](draft, whole, value)
         elif any(known.startswith(f"{key}.") for known in rules):
             if value is not None:
-                _walk(draft, rules, read_mapping(value, whole), place=place, prefix=f"{key}.")
+                _walk(draft, rules, read_mapping(value, whole), parent=parent, prefix=f"{key}.")
         else:
             raise ConfigError(f"{whole} is not a known key: {name_nearest(str(name), list_names(rules, prefix))}")
 
 
 def list_names(rules: Collection[str], prefix: str) -> list[str]:
-    """The names that may stand after a prefix."""
+    """The names of the keys below a prefix."""
     return list(dict.fromkeys(key.removeprefix(prefix).split(".")[0] for key in rules if key.startswith(prefix)))
 
 

@@ -1,4 +1,4 @@
-"""What Trinity-RFT's files say of a critic, and of experts' data that is trained beside the policy's own."""
+"""Rules for Trinity-RFT's keys of the critic and of expert demonstrations that are trained with the rollouts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tunesmith.errors import ConfigError
 
 MIXTURES = ("mix", "mix_chord")
 DEFAULT_DATASET = "sft_dataset"
-"""The auxiliary buffer that the mix strategy reads where the file names none."""
+"""The auxiliary buffer that the mix strategy reads by default."""
 
 
 def move_for_critic(target: str) -> Rule:
-    """Our key takes the value where the algorithm has a critic; elsewhere it has no effect there either."""
+    """Set our key if the algorithm has a critic; otherwise the key has no effect, as in Trinity-RFT."""
 
     def apply(draft: Draft, key: str, value: Any) -> None:
         has_critic = find_algorithm(draft) == "ppo"
@@ -26,32 +26,36 @@ def move_for_critic(target: str) -> Rule:
 
 def read_sample_strategy(draft: Draft, key: str, value: Any) -> None:
     own = ("mix",) if find_algorithm(draft) in MIXTURES else ()
-    allow("default", "warmup", *own, reason="a step trains what it sampled; see experience.replay")(draft, key, value)
+    allow("default", "warmup", *own, reason="a step trains the rollouts it sampled; see experience.replay")(
+        draft, key, value
+    )
 
 
 def read_sample_strategy_args(draft: Draft, key: str, value: Any) -> None:
-    """How many of a batch are experts'."""
+    """The share of expert demonstrations in a batch."""
     rules = {"expert_data_ratio": move("algorithm.expert.ratio", float), "sft_dataset_name": accept()}
     given = read_mapping(value, key)
     if given and find_algorithm(draft) not in MIXTURES:
-        raise ConfigError(f"{key} cannot be honoured: a step trains what it sampled; see experience.replay")
-    walk(draft, rules, given, place=f"{key}.")
+        raise ConfigError(f"{key} is not supported: a step trains the rollouts it sampled; see experience.replay")
+    walk(draft, rules, given, parent=f"{key}.")
 
 
 def read_auxiliary_buffers(draft: Draft, key: str, value: Any) -> None:
-    """The data of experts; no other buffer is read."""
+    """The buffer of expert demonstrations; no other auxiliary buffer is supported."""
     expected = draft.find("algorithm.sample_strategy_args.sft_dataset_name", DEFAULT_DATASET)
     for name, section in read_mapping(value, key).items():
         if name != expected or find_algorithm(draft) not in MIXTURES:
-            raise ConfigError(f"{key}.{name} cannot be honoured: a step trains what it sampled; see algorithm.expert")
+            raise ConfigError(
+                f"{key}.{name} is not supported: a step trains the rollouts it sampled; see algorithm.expert"
+            )
         rules: dict[str, Rule] = {
             "name": accept(),
             "path": move("algorithm.expert.path"),
             "split": move("algorithm.expert.split"),
             "subset_name": move("algorithm.expert.name"),
-            "schema_type": allow("sft", reason="experts' data is conversations"),
+            "schema_type": allow("sft", reason="expert demonstrations are conversations"),
             "storage_type": allow("file", reason="conversations are read from files and from the hub"),
-            "format": accept("rows have `messages`, and perhaps `tools`"),
-            "total_epochs": accept("demonstrations are drawn for as long as the run lasts"),
+            "format": accept("rows must have `messages`, and may have `tools`"),
+            "total_epochs": accept("demonstrations are drawn in every step of the run"),
         }
-        walk(draft, rules, read_mapping(section, f"{key}.{name}"), place=f"{key}.{name}.")
+        walk(draft, rules, read_mapping(section, f"{key}.{name}"), parent=f"{key}.{name}.")

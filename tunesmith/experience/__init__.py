@@ -1,1 +1,1 @@
-"""What was sampled, as data: samples and their tries. No tensors here."""
+"""Rollout data: samples and tries, operators on groups, dynamic sampling, replay, files. No tensors."""

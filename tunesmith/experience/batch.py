@@ -1,4 +1,4 @@
-"""The groups of one step, filled up over rounds where some have zero advantage.
+"""The groups of one step, collected in one or several rounds.
 
 Dynamic sampling (Yu et al., 2025, section 3.2): tasks are drawn and run until the batch holds `num_groups` groups with
 non-zero advantage, or until `max_tasks` tasks have been run. Every group that was run is kept and counted.
@@ -15,33 +15,33 @@ from tunesmith.types import Group, RunAdvantage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
-    """How many groups a step needs, and how many tasks it may run for them."""
+    """Number of groups that a step needs, and the largest number of tasks that it runs to get them."""
 
     num_groups: int
     max_tasks: int
 
     @property
     def has_refill(self) -> bool:
-        """Groups with zero advantage are replaced by other tasks; otherwise they stay in the batch."""
+        """Whether groups with zero advantage are replaced by other tasks; otherwise they stay in the batch."""
         return self.max_tasks > self.num_groups
 
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """The groups of a step: all that were run, and those of them that train."""
+    """The groups of a step: all that were run, and the subset that trains."""
 
     size: BatchSize
     collected: list[Group] = field(default_factory=list)
-    """Every group as it was run."""
+    """Every group, before the operators."""
     groups: list[Group] = field(default_factory=list)
-    """The groups that train, as the operators left them."""
+    """The groups that train, after the operators."""
     positions: list[int] = field(default_factory=list)
     """Index in `collected` of each of `groups`."""
     has_advantage: list[bool] = field(default_factory=list)
     """Whether each of `groups` has a non-zero advantage."""
     _num_with_advantage: int = 0
     _rounds: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
-    """Number of groups and operators' metrics of each round."""
+    """Number of groups and operator metrics of each round."""
 
     @property
     def num_rounds(self) -> int:
@@ -49,7 +49,7 @@ class Batch:
 
     @property
     def num_missing(self) -> int:
-        """Tasks to run in the next round; 0 when the batch is full or its tasks are used up."""
+        """Number of tasks to run in the next round; 0 when the batch is full or `max_tasks` have been run."""
         if not self._rounds:
             return self.size.num_groups
         return max(min(self.size.num_groups - self._num_with_advantage, self.size.max_tasks - len(self.collected)), 0)
@@ -69,7 +69,7 @@ class Batch:
         *,
         has_advantage: Sequence[bool],
     ) -> None:
-        """Add the groups of one round, as they were run and as the operators left them."""
+        """Add the groups of one round: `groups` before and `kept` after the operators."""
         first = len(self.collected)
         for position, (group, is_trainable) in enumerate(zip(kept, has_advantage, strict=True), start=first):
             if is_trainable or (group.trajectories and not self.size.has_refill):
@@ -81,7 +81,8 @@ class Batch:
         self._rounds.append((len(groups), metrics))
 
     def compute_metrics(self) -> dict[str, float]:
-        """Operators' metrics, plain floats averaged over groups; counts of rounds, tasks, groups with an advantage."""
+        """Operator metrics merged over rounds (plain floats averaged over groups), and counts of rounds, tasks and
+        groups with an advantage."""
         merged = merge_metrics([metrics for _, metrics in self._rounds], weights=[size for size, _ in self._rounds])
         return merged | {
             "experience/num_rounds": float(len(self._rounds)),
@@ -90,7 +91,7 @@ class Batch:
         }
 
     def spread(self, advantages: Sequence[Sequence[RunAdvantage]]) -> list[list[RunAdvantage]]:
-        """Advantages of `groups` laid out as those of `collected`; None for trajectories that do not train."""
+        """Advantages of `groups` in the layout of `collected`; None for trajectories that do not train."""
         spread: list[list[RunAdvantage]] = [[None] * len(group.trajectories) for group in self.collected]
         for position, group, row in zip(self.positions, self.groups, advantages, strict=True):
             value_of = {run.run_index: value for run, value in zip(group.trajectories, row, strict=True)}

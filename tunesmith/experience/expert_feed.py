@@ -1,6 +1,6 @@
-"""Which expert demonstrations a step trains.
+"""Choice of the expert demonstrations that a step trains.
 
-The choice depends on the seed and the number of the step only, so a resumed run trains the same ones.
+It depends on the seed and the step number only, so a resumed run trains the same demonstrations.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tunesmith.types import Sample
 
 
 class ExpertFeed:
-    """Whole demonstrations, in a new order on each pass over them."""
+    """Iterates over whole demonstrations, reshuffled each epoch."""
 
     def __init__(self, demonstrations: Sequence[Sequence[Sample]], *, num_per_step: int, seed: int) -> None:
         self._demonstrations = demonstrations
@@ -21,11 +21,11 @@ class ExpertFeed:
         self._seed = seed
 
     def draw(self, step: int) -> list[Sample]:
-        """The samples of step 1, 2, ...; groups and trajectories count from 0."""
+        """The samples of step 1, 2, ...; group and trajectory indices count from 0."""
         first = (step - 1) * self._num_per_step
-        places = [divmod(place, len(self._demonstrations)) for place in range(first, first + self._num_per_step)]
-        orders = {epoch: self._shuffle(epoch) for epoch in {epoch for epoch, _ in places}}
-        drawn = [self._demonstrations[orders[epoch][offset]] for epoch, offset in places]
+        slots = [divmod(position, len(self._demonstrations)) for position in range(first, first + self._num_per_step)]
+        orders = {epoch: self._shuffle(epoch) for epoch in {epoch for epoch, _ in slots}}
+        drawn = [self._demonstrations[orders[epoch][offset]] for epoch, offset in slots]
         return [
             replace(sample, group_index=index, trajectory_index=index)
             for index, demonstration in enumerate(drawn)

@@ -1,10 +1,10 @@
-"""Operators on groups, between the judge and the advantages: they leave runs out, change rewards, or only count.
+"""Operators on groups, applied between the judge and the advantages: they filter runs, change rewards, or only count.
 
-An operator is a function `(groups, **args) -> (groups, numbers)` that gives back one group for each it got, in order,
-with fewer or changed trajectories; a group without trajectories teaches nothing. A run that is left out is in no
-statistic of its group. What happened is kept as it was: rollouts on disk and the selector's feedback come from before.
-Numbers are of one round of a batch: a plain float is averaged over the groups of all rounds, others say by their type
-in `metric` how they combine.
+An operator is a function `(groups, **args) -> (groups, metrics)` that returns one group per input group, in order, with
+fewer or changed trajectories; a group without trajectories does not train. A filtered run is excluded from the
+statistics of its group. Rollouts on disk and the selector's feedback use the groups before the operators.
+Metrics are those of one round of a batch: a plain float is averaged over the groups of all rounds; the types in
+`tunesmith.metric` define other ways to combine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STRICT_EPSILON = 1e-3
 
 
 class Shaping(TypedDict):
-    """One change of the reward: `reward <op_type> weight * metric`."""
+    """One reward shaping term: `reward <op_type> weight * metric`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[misc]
 
@@ -42,7 +42,7 @@ class Shaping(TypedDict):
 def pass_rate_calculator(
     groups: Sequence[Group], *, outcome_key: str | None = None
 ) -> tuple[list[Group], dict[str, float]]:
-    """Count how many tasks are neither solved nor failed by all their runs; groups stay as they are."""
+    """Measure the share of tasks that are neither solved nor failed by all their runs; groups are unchanged."""
     rates = [rate for rate in compute_pass_rates(groups, outcome_key) if rate is not None]
     if not rates:
         return list(groups), {}
@@ -64,14 +64,14 @@ def reward_filter(groups: Sequence[Group], *, threshold: float = 0.0) -> tuple[l
 
 
 def invalid_reward_filter(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-    """Keep runs whose reward is a finite number: failures, and what shaping made infinite, are left out."""
+    """Keep runs with a finite reward: failures and rewards that shaping made infinite are dropped."""
     return _keep_runs(groups, lambda run: run.reward is not None and math.isfinite(run.reward))
 
 
 def reward_std_filter(
     groups: Sequence[Group], *, threshold: NonNegativeFloat = 0.0
 ) -> tuple[list[Group], dict[str, float]]:
-    """Keep groups of two or more scored runs whose rewards deviate by more than `threshold` (population std)."""
+    """Keep groups of two or more scored runs whose reward standard deviation (population) exceeds `threshold`."""
 
     def has_spread(group: Group) -> bool:
         rewards = [run.reward for run in group.scored if run.reward is not None]
@@ -83,9 +83,9 @@ def reward_std_filter(
 def outcome_gate(
     groups: Sequence[Group], *, outcome_key: str | None = None, tolerance: NonNegativeFloat = 0.0
 ) -> tuple[list[Group], dict[str, float]]:
-    """Keep groups whose outcomes differ by more than `tolerance`: where all did alike, only shaping noise would train.
+    """Keep groups whose outcomes differ by more than `tolerance`; with equal outcomes only shaping noise would train.
 
-    A group with one scored run has nothing to compare with and stays.
+    A group with one scored run cannot be compared and is kept.
     """
 
     def differs(group: Group) -> bool:
@@ -100,8 +100,8 @@ def dapo_dynamic_sampling(
 ) -> tuple[list[Group], dict[str, float]]:
     """Keep groups in which some runs are correct and some are not (Yu et al., 2025, eq. 11).
 
-    A run is correct when its metric, `accuracy` where none is named, or its reward where it does not report that, is
-    above the threshold. With `experience.refill_budget` above 1 other tasks take the place of those left out.
+    A run is correct when its metric `metric_key` (default `accuracy`), or its reward when it does not report that
+    metric, exceeds the threshold. With `experience.refill_budget` above 1, other tasks replace the dropped groups.
     """
     key = "accuracy" if metric_key is None else metric_key
 
@@ -113,14 +113,13 @@ def dapo_dynamic_sampling(
 
 
 def mask_response_truncated(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-    """Do not train turns that were cut short by `max_tokens` or by the context; their run's reward counts as before."""
+    """Exclude turns truncated by `max_tokens` or by the context from training; the reward of their run still counts."""
     num_masked = 0
 
     def mask(run: Trajectory) -> Trajectory:
         nonlocal num_masked
-        is_cut = [turn.stop_reason in TRUNCATED for turn in run.turns]
-        num_masked += sum(is_cut)
-        turns = [replace(turn, is_trained=False) if cut else turn for turn, cut in zip(run.turns, is_cut, strict=True)]
+        num_masked += sum(turn.stop_reason in TRUNCATED for turn in run.turns)
+        turns = (replace(turn, is_trained=False) if turn.stop_reason in TRUNCATED else turn for turn in run.turns)
         return replace(run, turns=tuple(turns))
 
     masked = [replace(group, trajectories=tuple(map(mask, group.trajectories))) for group in groups]
@@ -130,9 +129,9 @@ def mask_response_truncated(groups: Sequence[Group]) -> tuple[list[Group], dict[
 def reward_shaping_mapper(
     groups: Sequence[Group], *, reward_shaping_configs: Annotated[list[Shaping], Field(min_length=1)]
 ) -> tuple[list[Group], dict[str, float]]:
-    """Change rewards by metrics that runs report; what cannot be applied is skipped and counted.
+    """Shape rewards with metrics that runs report.
 
-    That is a metric that the run does not report, and a division by zero.
+    A term whose metric the run does not report, or that divides by zero, is skipped and counted.
     """
     differences: list[float] = []
     num_skipped = 0
@@ -161,7 +160,7 @@ def reward_shaping_mapper(
 
 
 def compute_shaped(reward: float, value: float | None, shaping: Shaping) -> float | None:
-    """The reward after one change, or None where it cannot be applied."""
+    """The reward after one shaping term, or None if the term cannot be applied."""
     if value is None:
         return None
     amount = shaping["weight"] * value

@@ -1,7 +1,7 @@
-"""How well runs did their task: what selectors learn from, and what decides whether a group can teach.
+"""Outcomes of runs and pass rates of tasks, used by selectors and by operators that gate groups.
 
-An outcome is a metric that the workflow or the judge reports, or the judge's reward; shaping comes after it. A pass
-rate counts runs, however many model calls they made; failed runs are in none.
+An outcome is a metric reported by the workflow or the judge (`experience.outcome_key`), or the judge's reward before
+shaping. A pass rate is the mean over runs, independent of their number of model calls; failed runs are excluded.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def compute_outcome(run: Trajectory, outcome_key: str | None) -> float:
     if outcome_key not in run.metrics:
         reported = ", ".join(run.metrics) or "none"
         raise ConfigError(
-            f"outcome_key={outcome_key!r} is no metric of run {run.run_index} of task {run.task.task_id}, which "
+            f"outcome_key={outcome_key!r} is not a metric of run {run.run_index} of task {run.task.task_id}, which "
             f"reports {reported}: report it from the judge, or change experience.outcome_key"
         )
     return run.metrics[outcome_key]
 
 
 def compute_pass_rates(groups: Sequence[Group], outcome_key: str | None) -> list[float | None]:
-    """For each group the mean outcome of its scored runs, each clipped to [0, 1]; None without one."""
+    """Per group the mean outcome of its scored runs, each clipped to [0, 1]; None if no run is scored."""
     return [
         fmean(min(max(compute_outcome(run, outcome_key), 0.0), 1.0) for run in group.scored) if group.scored else None
         for group in groups

@@ -1,8 +1,8 @@
-"""Groups of earlier steps, trained again while they are fresh enough.
+"""Replay buffer: groups of earlier steps, trained again while their staleness is within `max_staleness`.
 
-Priority is the group's policy version minus `decay` for each time it was used, plus noise where that is asked for. The
-buffer's state names groups by step and place, with what operators changed of them; their turns are read back from the
-rollouts on disk. So it is small, and a run that resumes goes on with the same groups in the same order.
+Priority is the group's policy version minus `decay` per use, plus Gaussian noise of scale `sigma`. The buffer's state
+holds the step and position of each group and what operators changed in it; the turns are read back from the rollouts on
+disk. So the state is small, and a resumed run replays the same groups in the same order.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Entry:
 
     step: int
     position: int
-    """Its place among the groups that its step collected."""
+    """Index of the group in `Batch.collected` of its step."""
     policy_version: int
     group: Group
-    """As the operators left it."""
+    """After the operators."""
     num_uses: int = 0
 
 
 class ReplayBuffer:
-    """Keeps up to `capacity` groups and hands out those of highest priority."""
+    """Keeps up to `capacity` groups and draws those of highest priority."""
 
     def __init__(self, settings: ReplaySection, *, seed: int) -> None:
         self._settings = settings
@@ -45,7 +45,7 @@ class ReplayBuffer:
         return len(self._entries)
 
     def add(self, groups: Sequence[Group], positions: Sequence[int], *, step: int, policy_version: int) -> None:
-        """Take the groups that a step trained; over capacity, the lowest priorities go."""
+        """Add the groups that a step trained; beyond `capacity`, the lowest priorities are evicted."""
         if not self._settings.num_groups:
             return
         self._entries += [
@@ -56,7 +56,7 @@ class ReplayBuffer:
         del self._entries[self._settings.capacity :]
 
     def draw(self, *, policy_version: int) -> list[Group]:
-        """The groups of highest priority that are fresh enough, and count their use."""
+        """The `num_groups` groups of highest priority; older than `max_staleness` are evicted. Counts one use each."""
         oldest = policy_version - self._settings.max_staleness
         self._entries = [entry for entry in self._entries if entry.policy_version >= oldest]
         self._sort()
@@ -70,13 +70,13 @@ class ReplayBuffer:
         return {"entries": [describe_entry(entry) for entry in self._entries]}
 
     def load_state_dict(self, state: Mapping[str, Any], load_groups: LoadGroups) -> None:
-        """Read the groups of the steps that the state names."""
+        """Restore the entries; `load_groups` reads the groups of their steps."""
         steps = sorted({entry["step"] for entry in state["entries"]})
         collected = {step: load_groups(step) for step in steps}
         self._entries = [restore_entry(entry, collected[entry["step"]]) for entry in state["entries"]]
 
     def _sort(self) -> None:
-        """Highest priority first; among equals the newer step, then the earlier place."""
+        """Sort by priority, highest first; ties by newer step, then lower position."""
         self._entries.sort(key=lambda entry: (-self._compute_priority(entry), -entry.step, entry.position))
 
     def _compute_priority(self, entry: Entry) -> float:
@@ -88,7 +88,7 @@ class ReplayBuffer:
 
 
 def describe_entry(entry: Entry) -> dict[str, Any]:
-    """An entry in values that JSON knows, without turns."""
+    """An entry as JSON values, without turns."""
     return {
         "step": entry.step,
         "position": entry.position,
@@ -98,7 +98,7 @@ def describe_entry(entry: Entry) -> dict[str, Any]:
             {
                 "run_index": run.run_index,
                 "reward": run.reward,
-                "untrained_turns": [place for place, turn in enumerate(run.turns) if not turn.is_trained],
+                "untrained_turns": [index for index, turn in enumerate(run.turns) if not turn.is_trained],
             }
             for run in entry.group.trajectories
         ],
@@ -106,14 +106,14 @@ def describe_entry(entry: Entry) -> dict[str, Any]:
 
 
 def restore_entry(state: Mapping[str, Any], collected: Sequence[Group]) -> Entry:
-    """The inverse of `describe_entry`, with the turns of the group as it was collected."""
+    """The inverse of `describe_entry`; the turns come from the collected groups of the entry's step."""
     whole = collected[state["position"]]
     run_of = {run.run_index: run for run in whole.trajectories}
     runs = []
     for described in state["runs"]:
         run = run_of[described["run_index"]]
         untrained = set(described["untrained_turns"])
-        turns = tuple(replace(turn, is_trained=place not in untrained) for place, turn in enumerate(run.turns))
+        turns = tuple(replace(turn, is_trained=index not in untrained) for index, turn in enumerate(run.turns))
         runs.append(replace(run, reward=described["reward"], turns=turns))
     return Entry(
         step=state["step"],

@@ -1,10 +1,10 @@
-"""From recorded turns to samples.
+"""Merge recorded turns into samples.
 
 A turn extends an earlier one when its prompt begins with that turn's prompt and sampled tokens, token for token. Turns
-that extend each other become one sample. When several extend the same turn, the first goes on with its sample and each
-other starts a sample of its own in which the shared tokens are context. So every sampled token of a trajectory that
-trains is trained exactly once, and nothing else is. Turns that an operator took out of training stay as context.
-Text is never looked at.
+that extend each other become one sample. When several turns extend the same turn, the first continues its sample and
+each other starts a new sample in which the shared tokens are context. So every sampled token of a trajectory that
+trains is trained exactly once, and no other token is. Turns that an operator excluded from training stay as context.
+Only token ids are compared, never text.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tunesmith.types import DistributionSpan, Group, RunAdvantage, Sample, Traje
 def build_samples(
     groups: Sequence[Group], advantages: Sequence[Sequence[RunAdvantage]]
 ) -> tuple[list[Sample], dict[str, float]]:
-    """Samples of every trajectory that has an advantage, in order, and how many there are.
+    """Samples of every trajectory that has an advantage, in order, and their counts as metrics.
 
-    An advantage is of the whole trajectory, or of each of its turns.
+    An advantage is one number for the trajectory, or a tuple with one number per turn.
     `rollout/num_branches` counts samples beyond the first of each trajectory: retries, sub-agents, edited histories.
     """
     samples: list[Sample] = []
@@ -29,7 +29,7 @@ def build_samples(
         for trajectory, advantage in zip(group.trajectories, row, strict=True):
             if advantage is not None:
                 chains = [chain for chain in chain_turns(trajectory.turns) if any(turn.is_trained for turn in chain)]
-                advantage_of = _spread_advantage(trajectory, advantage)
+                advantage_of = _expand_advantage(trajectory, advantage)
                 samples += [_merge_turns(chain, advantage_of, group_index, trajectory_index) for chain in chains]
                 num_trained += 1
                 num_branches += max(len(chains) - 1, 0)
@@ -43,7 +43,7 @@ def build_samples(
 
 
 def add_experts(samples: Sequence[Sample], experts: Sequence[Sample]) -> list[Sample]:
-    """The samples of a step, then demonstrations, whose groups and trajectories are numbered after the step's own."""
+    """The samples of a step, then the demonstrations with group and trajectory indices continuing those of the step."""
     first_group = 1 + max((sample.group_index for sample in samples), default=-1)
     first_trajectory = 1 + max((sample.trajectory_index for sample in samples), default=-1)
     return [
@@ -60,9 +60,9 @@ def add_experts(samples: Sequence[Sample], experts: Sequence[Sample]) -> list[Sa
 
 
 def chain_turns(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Split turns into chains in which each extends the one before; turns that sampled nothing are left out.
+    """Split turns into chains in which each turn extends the one before; turns without sampled tokens are skipped.
 
-    A turn goes on from the longest earlier turn that it extends and that no other turn went on from already.
+    A turn is appended to the chain with the longest last turn among those that it extends.
     """
     chains: list[list[Turn]] = []
     for turn in turns:
@@ -85,8 +85,8 @@ def _extends(turn: Turn, earlier: Turn) -> bool:
     )
 
 
-def _spread_advantage(trajectory: Trajectory, advantage: float | tuple[float, ...]) -> dict[int, float]:
-    """The advantage of each turn, by the turn's identity."""
+def _expand_advantage(trajectory: Trajectory, advantage: float | tuple[float, ...]) -> dict[int, float]:
+    """The advantage of each turn, keyed by `id(turn)`."""
     num_turns = len(trajectory.turns)
     values = advantage if isinstance(advantage, tuple) else (advantage,) * num_turns
     return {id(turn): value for turn, value in zip(trajectory.turns, values, strict=True)}
@@ -95,7 +95,7 @@ def _spread_advantage(trajectory: Trajectory, advantage: float | tuple[float, ..
 def _merge_turns(
     chain: Sequence[Turn], advantage_of: dict[int, float], group_index: int, trajectory_index: int
 ) -> Sample:
-    """One sample whose tokens are those of the last turn; what each turn of the chain sampled is trained."""
+    """One sample with the tokens of the last turn; the tokens sampled by each trained turn of the chain are trained."""
     last = chain[-1]
     token_ids = last.prompt_ids + last.sampled_ids
     is_sampled = [False] * len(token_ids)

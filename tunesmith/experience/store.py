@@ -1,9 +1,9 @@
-"""Rollouts on disk: one Parquet file a step, one row a trajectory, exact in both directions.
+"""Rollouts on disk: one Parquet file per step, one row per trajectory, with an exact round trip.
 
-Turns are nested lists, so a file can be asked for lengths or logprobs without this package. A task's row is JSON text:
-what JSON does not know (dates, images) is kept as its text, tuples come back as lists. Text that is not valid Unicode
-(half of a surrogate pair) is stored with U+FFFD in its place; all else round-trips bit for bit. Pages have checksums.
-Steps of long runs are merged into files with a row group for each.
+Turns are nested lists, so any Parquet reader can query lengths or logprobs. A task's row is JSON text: values that are
+not JSON (dates, images) are stored as `str(value)`, tuples come back as lists. Text that is not valid Unicode (half of
+a surrogate pair) is stored with U+FFFD instead; everything else round-trips bit for bit. Parquet pages have checksums.
+Steps of long runs are merged into files with one row group per step.
 """
 
 from __future__ import annotations
@@ -74,29 +74,29 @@ def save_rollouts(
 ) -> None:
     """Write the trajectories of one step; `advantages[g][r]` belongs to `groups[g].trajectories[r]`.
 
-    Where turns have advantages of their own, the trajectory's is their mean.
+    With one advantage per turn, column `advantage` is their mean.
     """
     if advantages is None:
         advantages = [[None] * len(group.trajectories) for group in groups]
     rows = []
-    for index, (group, of_group) in enumerate(zip(groups, advantages, strict=True)):
+    for index, (group, group_advantages) in enumerate(zip(groups, advantages, strict=True)):
         assert group.trajectories, "a group has trajectories"
-        for trajectory, advantage in zip(group.trajectories, of_group, strict=True):
-            of_run = {"group_index": index, "baseline_reward": group.baseline_reward, "advantage": advantage}
+        for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True):
+            row = {"group_index": index, "baseline_reward": group.baseline_reward, "advantage": advantage}
             if isinstance(advantage, tuple):
-                of_run |= {"advantage": fmean(advantage or (0.0,)), "turn_advantages": advantage}
-            rows.append(of_run | build_row(trajectory))
+                row |= {"advantage": fmean(advantage or (0.0,)), "turn_advantages": advantage}
+            rows.append(row | build_row(trajectory))
     table = set_step(pa.Table.from_pylist(rows, schema=SCHEMA), parse_step(path))
     with open_atomic(path) as file:
         pq.write_table(table, file, **WRITING)
 
 
 def load_rollouts(path: Path) -> list[Group]:
-    """Read back the groups that `save_rollouts` wrote, also when their file has been merged with others."""
+    """Read the groups that `save_rollouts` wrote as `path`, also after the file has been merged with others."""
     table = load_table(path)
     groups = []
-    for _, of_group in groupby(table.to_pylist(), key=lambda row: row["group_index"]):
-        rows = list(of_group)
+    for _, group_rows in groupby(table.to_pylist(), key=lambda row: row["group_index"]):
+        rows = list(group_rows)
         trajectories = tuple(parse_row(row) for row in rows)
         baseline_reward = rows[0].get("baseline_reward")
         groups.append(Group(task=trajectories[0].task, trajectories=trajectories, baseline_reward=baseline_reward))
@@ -110,20 +110,20 @@ def check_rollouts(path: Path) -> None:
 
 def load_table(path: Path) -> pa.Table:
     """The rows that were saved as `path`."""
-    place, step = locate_step(path, ROLLOUT_STEPS.merged)
-    with storage_errors(place, "read"):
+    stored_path, step = locate_step(path, ROLLOUT_STEPS.merged)
+    with storage_errors(stored_path, "read"):
         try:
-            with place.open("rb") as file, pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-                check_format(place, parquet.schema_arrow)
+            with stored_path.open("rb") as file, pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+                check_format(stored_path, parquet.schema_arrow)
                 return parquet.read() if step is None else read_step(parquet, step)
         except pa.ArrowInvalid as error:
-            raise StorageError(f"cannot read {place}: it is not a Parquet file ({error})") from error
+            raise StorageError(f"cannot read {stored_path}: it is not a Parquet file ({error})") from error
 
 
 def check_format(path: Path, schema: pa.Schema) -> None:
     found = (schema.metadata or {}).get(b"tunesmith.rollouts", b"").decode()
     if found != FORMAT:
-        raise StorageError(f"cannot read {path}: rollouts of format {FORMAT} are expected, it has {found or 'none'}")
+        raise StorageError(f"cannot read {path}: expected rollouts of format {FORMAT}, found {found or 'none'}")
 
 
 def read_step(parquet: pq.ParquetFile, step: int) -> pa.Table:
@@ -139,7 +139,7 @@ def find_step(parquet: pq.ParquetFile, row_group: int) -> int:
 
 
 def merge_rollouts(target: Path, single: Mapping[int, Path]) -> None:
-    """Write one file with a row group for each step that has rows."""
+    """Write one file with one row group per step; steps without rows have none."""
     with open_atomic(target) as file, pq.ParquetWriter(file, SCHEMA, **WRITING) as writer:
         for step, path in sorted(single.items()):
             table = set_step(load_table(path), step)
@@ -147,8 +147,8 @@ def merge_rollouts(target: Path, single: Mapping[int, Path]) -> None:
                 writer.write_table(table, row_group_size=len(table))
 
 
-def cut_rollouts(source: Path, target: Path, last: int) -> None:
-    """Write a second file with the steps up to `last`."""
+def truncate_rollouts(source: Path, target: Path, last: int) -> None:
+    """Write the steps of `source` up to `last` to `target`."""
     with storage_errors(source, "read"), source.open("rb") as stored, open_atomic(target) as file:
         parquet = pq.ParquetFile(stored, page_checksum_verification=True)
         with pq.ParquetWriter(file, SCHEMA, **WRITING) as writer:
@@ -159,7 +159,7 @@ def cut_rollouts(source: Path, target: Path, last: int) -> None:
 
 
 def set_step(table: pa.Table, step: int | None) -> pa.Table:
-    """The columns of `SCHEMA`, empty where an older file lacks one, with the step's number."""
+    """The columns of `SCHEMA` with `step` set; columns that an older file lacks are null."""
     steps = pa.array([step] * len(table), type=pa.int32())
     columns = [
         steps
@@ -179,7 +179,7 @@ def parse_step(path: Path) -> int | None:
 
 
 def build_row(trajectory: Trajectory) -> dict[str, Any]:
-    """One trajectory as the columns of `SCHEMA`."""
+    """One trajectory as a row of `SCHEMA`."""
     task, failure = trajectory.task, trajectory.failure
     return {
         "run_index": trajectory.run_index,
@@ -248,8 +248,8 @@ def parse_turn(turn: dict[str, Any]) -> Turn:
 
 
 def clean_text(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair, which UTF-8 cannot hold."""
+    """The text with each lone surrogate, which UTF-8 cannot encode, replaced by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-ROLLOUT_STEPS = StepFormat(single="parquet", merged="parquet", merge=merge_rollouts, cut=cut_rollouts)
+ROLLOUT_STEPS = StepFormat(single="parquet", merged="parquet", merge=merge_rollouts, truncate=truncate_rollouts)

@@ -1,12 +1,12 @@
-"""A token tree over samples, as flat arrays: what samples have in common is there once.
+"""A token trie over samples, as flat arrays: shared prefixes are stored once.
 
-Nodes stand in depth-first order, so a subtree is a range: node k is an ancestor of node q, or q itself, exactly when
-k <= q < subtree_end[k], and a node's depth is its position in every sample that runs through it. A trained event is a
-sampled token of one sample: the node before it predicts it. Rollouts that sampled the same token in the same context
-share nodes and stay two events, each with its own advantage. A sample's last sampled token predicts nothing, so it and
-what follows it have no node.
+Nodes are in depth-first order, so a subtree is a range: node k is an ancestor of node q, or q itself, exactly when
+k <= q < subtree_end[k], and a node's depth is its position in every sample that contains it. An event is a sampled
+token of one sample, predicted by the node before it. Samples that sampled the same token in the same context share
+nodes but have one event each, with its own advantage. A sample's last sampled token predicts nothing, so it and the
+tokens after it have no node.
 
-Axes: T nodes, E trained events.
+Axes: T nodes, E events.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 from tunesmith.types import Sample
 
 EMPTY = np.zeros(0, dtype=np.int64)
-CODES: dict[type, str] = {bool: "?", np.int64: "q", np.float64: "d"}
-"""Of `struct`."""
+STRUCT_CODES: dict[type, str] = {bool: "?", np.int64: "q", np.float64: "d"}
+"""Numpy type -> format character of `struct`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trie:
-    """One root, or several side by side."""
+    """A trie with one root, or several concatenated ones."""
 
     token_ids_T: np.ndarray
     depth_T: np.ndarray
@@ -41,7 +41,7 @@ class Trie:
     time_E: np.ndarray
     """Position of the event's token in its sample."""
     num_flat_tokens: int
-    """Nodes there would be if nothing were shared."""
+    """Number of nodes without prefix sharing."""
 
     def __post_init__(self) -> None:
         assert len(self.token_ids_T) == len(self.depth_T) == len(self.subtree_end_T)
@@ -53,9 +53,10 @@ class Trie:
 
 
 def build_trie(samples: Sequence[Sample], indices: Sequence[int]) -> Trie:
-    """The tree over the samples that `indices` choose; samples that train nothing have no node.
+    """The trie over `samples[i]` for i in `indices`; samples without trained tokens have no node.
 
-    Paths are laid down in the order of their token ids, so each shares with the one before it all that it can share.
+    Paths are inserted in lexicographic order of their token ids, so the longest shared prefix of each path is shared
+    with the one inserted before it.
     """
     times = {index: np.flatnonzero(read_array(samples[index].is_sampled, bool)) for index in indices}
     paths = {index: _select_path(samples[index], times[index]) for index in indices}
@@ -87,7 +88,7 @@ def build_trie(samples: Sequence[Sample], indices: Sequence[int]) -> Trie:
 
 
 def concatenate_tries(tries: Sequence[Trie]) -> Trie:
-    """Tries side by side, as one."""
+    """Tries laid end to end as one."""
     starts = np.cumsum([0, *(trie.num_tokens for trie in tries)])[:-1].tolist()
     return Trie(
         token_ids_T=_concatenate([trie.token_ids_T for trie in tries]),
@@ -102,22 +103,22 @@ def concatenate_tries(tries: Sequence[Trie]) -> Trie:
 
 
 def read_array(values: Sequence[float | None] | np.ndarray, dtype: type) -> np.ndarray:
-    """One number for each value; None is NaN. Nobody may write to it.
+    """The values as a read-only array; None is NaN.
 
-    The interpreter packs plain numbers three times as fast as numpy reads them.
+    `struct.pack` converts a sequence of Python numbers three times as fast as numpy.
     """
     if isinstance(values, np.ndarray):
         return np.asarray(values, dtype=dtype)
     if len(values) == 0:
         return np.empty(0, dtype=dtype)
     try:
-        return np.frombuffer(struct.pack(f"{len(values)}{CODES[dtype]}", *values), dtype=dtype)
+        return np.frombuffer(struct.pack(f"{len(values)}{STRUCT_CODES[dtype]}", *values), dtype=dtype)
     except struct.error:  # a None
         return np.fromiter(values, dtype=dtype, count=len(values))
 
 
 def _select_path(sample: Sample, time_N: np.ndarray) -> tuple[int, ...]:
-    """The tokens that are needed to predict what the sample trains: all before its last sampled token."""
+    """The tokens needed to predict the sample's events: all before its last sampled token."""
     return sample.token_ids[: time_N[-1]] if len(time_N) else ()
 
 

@@ -1,1 +1,1 @@
-"""Judges: from a task and a response to a reward; None says that there is no verdict."""
+"""Judges: functions from a task and a response to a reward, or None if the response cannot be scored."""

@@ -1,7 +1,7 @@
-"""Whether the final answer is right: several ways of comparing it with `task["answer"]`, each from 0 to 1.
+"""Scores of the final answer: functions that compare it with `task["answer"]`, each from 0 to 1.
 
-One candidate is read from the last reply's content; reasoning, tool results and earlier replies say nothing. None says
-that the reference holds nothing to compare with, so that there is no verdict.
+One candidate is extracted from the content of the last reply; reasoning, tool results and earlier replies are ignored.
+A score of None means that the reference contains no answer to compare with.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ STATED = re.compile(r"\banswer\s*(?:is\s*:?|:)\s*(?P<answer>[^\n]+)", re.IGNOREC
 
 
 def match_numeric(task: Mapping[str, Any], transcript: Transcript) -> float | None:
-    """1.0 for the number or the expression of the reference: numbers compare exactly, the rest by math-verify."""
+    """1.0 if the answer equals the reference: numbers are compared exactly, other expressions by math-verify."""
     return score_numeric(transcript.answer, read_reference(task))
 
 
 def match_symbolic(task: Mapping[str, Any], transcript: Transcript) -> float | None:
-    """1.0 when math-verify finds answer and reference equal, numbers too."""
+    """1.0 if math-verify finds answer and reference equal, for numbers too."""
     return score_symbolic(transcript.answer, read_reference(task))
 
 
 def build_tolerant_match(tolerance: float) -> Callable[[Mapping[str, Any], Transcript], float | None]:
-    """1.0 for a number that is off by less than `tolerance` times the reference; no number is within none of zero."""
+    """A score of 1.0 for a relative error below `tolerance`; for a reference of zero, only zero matches."""
     limit = Fraction(str(tolerance))
 
     def match_within_tolerance(task: Mapping[str, Any], transcript: Transcript) -> float | None:
@@ -56,31 +56,31 @@ def build_tolerant_match(tolerance: float) -> Callable[[Mapping[str, Any], Trans
 
 
 def match_exact(task: Mapping[str, Any], transcript: Transcript) -> float | None:
-    """1.0 for the words of a reference, whatever case, punctuation and articles."""
+    """1.0 if the answer has the words of a reference, ignoring case, punctuation and articles."""
     references = list_references(task)
     answer = normalise(read_stated(transcript.answer))
     return max((float(answer == normalise(reference)) for reference in references), default=None)
 
 
 def score_f1(task: Mapping[str, Any], transcript: Transcript) -> float | None:
-    """Harmonic mean of precision and recall of the answer's words (Rajpurkar et al., 2016, arXiv:1606.05250).
+    """F1 of the answer's words: harmonic mean of precision and recall (Rajpurkar et al., 2016, arXiv:1606.05250).
 
-    The best over the references; the words are counted, so that repeating one gains nothing.
+    Words are compared as multisets, so repeating a word gains nothing. The maximum over the references.
     """
     answer = normalise(read_stated(transcript.answer)).split()
     return max((_compute_f1(answer, normalise(reference).split()) for reference in list_references(task)), default=None)
 
 
 def list_references(task: Mapping[str, Any]) -> list[str]:
-    """The answers that count as right: `task["answer"]`, a text or several; those without a word are left out."""
+    """The correct answers: `task["answer"]`, a text or a list of texts; those without words are skipped."""
     answer = task["answer"]
-    given = answer if isinstance(answer, Sequence) and not isinstance(answer, str) else [answer]
-    texts = [extract_marked(str(each)) or str(each) for each in given if each is not None]
+    answers = answer if isinstance(answer, Sequence) and not isinstance(answer, str) else [answer]
+    texts = [extract_marked(str(each)) or str(each) for each in answers if each is not None]
     return [text for text in texts if normalise(text)]
 
 
 def read_stated(text: str) -> str:
-    r"""What stands in `\boxed{}` or after `####`, else after the last "answer is", else the whole text."""
+    r"""The text in `\boxed{}` or after `####`, else after the last "answer is", else the whole text."""
     marked = extract_marked(text)
     if marked is not None:
         return marked

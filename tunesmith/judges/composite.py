@@ -1,9 +1,8 @@
-"""Rewards made of parts, each logged under its name, and the judges that run files name.
+"""Composite rewards: a weighted sum of parts, each logged as a metric, and the judges that run files name.
 
-`compose` adds up parts by their weights. A gate is the part that says whether the answer is right: where it is not, the
-other parts count less, so much less that nothing a wrong answer does can earn what any right answer gets. That is
-checked when the judge is built. A part without a verdict leaves the whole without one: a judge that failed is never a
-reward.
+`compose` builds a judge from parts. The gate is the part that scores correctness: for a wrong answer the weights of the
+other parts are reduced, so that every wrong answer gets less than any right answer. `compose` checks this inequality
+when it builds the judge. If a weighted part returns None (no score), the reward is None: a failure is not a reward.
 """
 
 from __future__ import annotations
@@ -23,29 +22,30 @@ SHARE_WHEN_WRONG = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RewardPart:
     """One part of a reward."""
 
     name: str
-    """Of its metric."""
+    """Name of its metric."""
     weight: float = 1.0
-    """Of its score in the reward; 0 measures without rewarding."""
+    """Weight of its score in the reward; with 0 the score is logged only."""
     score: Callable[..., Any]
-    """`score(task, transcript)`, or `async score(task, transcript, auxiliary_models)`; None means no verdict."""
+    """`score(task, transcript)`, or `async score(task, transcript, auxiliary_models)`; returns a score, or None if
+    there is none."""
     lowest: float = 0.0
-    """The least that it scores."""
+    """The lowest score it returns; the highest is 1."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight) or self.weight < 0:
             raise ValueError(f"the weight of part {self.name!r} is {self.weight}; it must be 0 or more")
 
 
-def compose(*parts: Part, gate: str | None = None, share_when_wrong: float = SHARE_WHEN_WRONG) -> JudgeType:
-    """A judge that gives the weighted sum of the parts, at least 0, and each part's score as a metric.
+def compose(*parts: RewardPart, gate: str | None = None, share_when_wrong: float = SHARE_WHEN_WRONG) -> JudgeType:
+    """Build a judge whose reward is the weighted sum of the parts, at least 0, with each part's score as a metric.
 
-    `gate` names the part that says whether the answer is right. At its score s the other parts count
-    `share_when_wrong + (1 - share_when_wrong) * s` of their weight. Raises ValueError where a wrong answer (s = 0)
-    could get as much as a right one (s = 1).
+    `gate` names the part that scores correctness. If its score is s, the weights of the other parts are multiplied by
+    `share_when_wrong + (1 - share_when_wrong) * s`. Raises ValueError if a wrong answer (s = 0) could get as much as a
+    right one (s = 1).
     """
     _check_names(parts)
     if gate is not None:
@@ -63,16 +63,16 @@ def compose(*parts: Part, gate: str | None = None, share_when_wrong: float = SHA
                 score = part.score(task, transcript)
             scores[part.name] = _check_score(part, score)
         metrics = {name: score for name, score in scores.items() if score is not None}
-        reward = _add_up(parts, metrics, gate=gate, share_when_wrong=share_when_wrong)
+        reward = _compute_reward(parts, metrics, gate=gate, share_when_wrong=share_when_wrong)
         return JudgeOutput(reward=reward, metrics=metrics)
 
     return judge
 
 
-def _add_up(
-    parts: tuple[Part, ...], scores: Mapping[str, float], *, gate: str | None, share_when_wrong: float
+def _compute_reward(
+    parts: tuple[RewardPart, ...], scores: Mapping[str, float], *, gate: str | None, share_when_wrong: float
 ) -> float | None:
-    """The reward; None where a part that is rewarded has no verdict."""
+    """The weighted sum; None if a part of non-zero weight, or the gate, has no score."""
     reward = 0.0
     for part in parts:
         if part.weight == 0:
@@ -86,7 +86,7 @@ def _add_up(
     return max(reward, 0.0)
 
 
-def _check_score(part: Part, score: Any) -> float | None:
+def _check_score(part: RewardPart, score: Any) -> float | None:
     if score is None:
         return None
     if not part.lowest <= score <= 1:
@@ -94,18 +94,18 @@ def _check_score(part: Part, score: Any) -> float | None:
     return float(score)
 
 
-def _check_names(parts: tuple[Part, ...]) -> None:
+def _check_names(parts: tuple[RewardPart, ...]) -> None:
     names = [part.name for part in parts]
     if len(set(names)) < len(names) or not any(part.weight for part in parts):
         raise ValueError(f"a judge needs parts of different names, one of them with a weight; got {names}")
 
 
-def _check_gate(parts: tuple[Part, ...], gate: str, share_when_wrong: float) -> None:
+def _check_gate(parts: tuple[RewardPart, ...], gate: str, share_when_wrong: float) -> None:
     weights = {part.name: part.weight for part in parts}
     if gate not in weights or not 0 <= share_when_wrong <= 1:
         raise ValueError(
-            f"gate={gate!r} must name one of the parts {list(weights)}, and share_when_wrong={share_when_wrong} be "
-            "from 0 to 1"
+            f"gate={gate!r} must name one of the parts {list(weights)}, and share_when_wrong={share_when_wrong} must "
+            "be from 0 to 1"
         )
     others = [part for part in parts if part.name != gate]
     best_wrong = share_when_wrong * sum(part.weight for part in others)
@@ -118,23 +118,25 @@ def _check_gate(parts: tuple[Part, ...], gate: str, share_when_wrong: float) -> 
 
 
 gsm8k_judge = compose(
-    Part(name="accuracy", weight=0.50, score=build_tolerant_match(0.01)),
-    Part(name="format", weight=0.20, score=score_format),
-    Part(name="reasoning", weight=0.20, score=score_reasoning),
-    Part(name="conciseness", weight=0.10, score=score_conciseness, lowest=-0.5),
-    Part(name="exact", weight=0.0, score=match_numeric),
+    RewardPart(name="accuracy", weight=0.50, score=build_tolerant_match(0.01)),
+    RewardPart(name="format", weight=0.20, score=score_format),
+    RewardPart(name="reasoning", weight=0.20, score=score_reasoning),
+    RewardPart(name="conciseness", weight=0.10, score=score_conciseness, lowest=-0.5),
+    RewardPart(name="exact", weight=0.0, score=match_numeric),
     gate="accuracy",
 )
-"""Accuracy within 1 %, format, reasoning, conciseness; `exact` says whether the number is the very one."""
+"""Accuracy within 1 %, format, reasoning, conciseness; `exact` measures whether the number is exactly equal."""
 
-numeric_judge = compose(Part(name="accuracy", score=match_numeric), Part(name="format", weight=0, score=score_format))
-"""1 for the right number; the form is measured and not rewarded."""
+numeric_judge = compose(
+    RewardPart(name="accuracy", score=match_numeric), RewardPart(name="format", weight=0, score=score_format)
+)
+"""1 for the right number; the format is measured, not rewarded."""
 
-math_verify_judge = compose(Part(name="accuracy", score=match_symbolic))
-"""1 for what math-verify finds equal to the reference."""
+math_verify_judge = compose(RewardPart(name="accuracy", score=match_symbolic))
+"""1 if math-verify finds the answer equal to the reference."""
 
-exact_judge = compose(Part(name="accuracy", score=match_exact))
-"""1 for the words of a reference."""
+exact_judge = compose(RewardPart(name="accuracy", score=match_exact))
+"""1 if the answer has the words of a reference."""
 
-f1_judge = compose(Part(name="f1", score=score_f1), Part(name="accuracy", weight=0, score=match_exact))
-"""Words in common with the best reference."""
+f1_judge = compose(RewardPart(name="f1", score=score_f1), RewardPart(name="accuracy", weight=0, score=match_exact))
+"""F1 of the answer's words with the best reference."""

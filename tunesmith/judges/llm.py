@@ -1,9 +1,8 @@
-"""A model as the judge: it reads question, reference and answer, and gives a score.
+"""LLM as a judge: a model reads question, reference and answer, and returns a score.
 
-The model is one of the run's `auxiliary_models`. A reply without a readable score, or one that was cut short, is no
-verdict, and so is a score whose scale is unclear: the run of the agent is then left out, never scored 0. The answer is
-quoted, so that it cannot end its own quotation; what it says inside is still read by a model, so reward it together
-with a part that cannot be talked to.
+The model is one of the run's `auxiliary_models`. A truncated reply, a reply without a parseable score, or a score of
+ambiguous scale gives None: the agent's run is then excluded from its group, not scored 0. The answer is quoted in tags
+that it cannot close. It may still try to persuade the model, so combine this score with a rule-based part.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from tunesmith.chat.client import create_chat_completion
-from tunesmith.judges.composite import Part, compose
+from tunesmith.judges.composite import RewardPart, compose
 from tunesmith.judges.transcript import Transcript
 
 AUXILIARY_NAME = "judge"
@@ -26,7 +25,7 @@ VERDICT_LINE = re.compile(
     rf"^{MARKS}(?:(?:my|the|final|overall|total)[ \t]+)*(?:score|grade|rating){MARKS}[:=\uff1a](.*)$",
     re.IGNORECASE | re.MULTILINE,
 )
-"""A line that gives a score; what it says is read by `VERDICT`."""
+"""A line that states a score; `VERDICT` parses the rest of the line."""
 VERDICT = re.compile(
     rf"{MARKS}(?P<number>\d+(?:\.\d+)?){MARKS}"
     rf"(?:(?P<percent>%)|(?:/|out[ \t]+of){MARKS}(?P<scale>\d+){MARKS})?(?:[ \t]*points?)?[.!]?{MARKS}",
@@ -53,9 +52,10 @@ Scorer = Callable[[Mapping[str, Any], Transcript, Mapping[str, Any]], Awaitable[
 
 
 def build_llm_score(*, auxiliary_model: str = AUXILIARY_NAME, prompt: str = PROMPT) -> Scorer:
-    """A part's score from 0 to 1 by the auxiliary model of that name.
+    """Build a score from 0 to 1 for a `RewardPart`, given by the auxiliary model of that name.
 
-    `prompt` may use {question}, {reference} and {answer}, and asks for a last line `Score: N` with N from 0 to 10.
+    `prompt` may contain {question}, {reference} and {answer}, and must ask for a last line `Score: N` with N from 0 to
+    10. An unreadable reply is requested once more.
     """
 
     async def score_by_model(
@@ -83,9 +83,9 @@ def build_llm_score(*, auxiliary_model: str = AUXILIARY_NAME, prompt: str = PROM
 
 
 def parse_score(reply: str) -> float | None:
-    """What the last line that gives a score says, from 0 to 1; None where it cannot be read without a guess.
+    """The score in the last line that states one, from 0 to 1; None if it is missing or ambiguous.
 
-    `7`, `7.5`, `7/10` and `70 %` are clear. `0.7` and `1.0` are not: they may be out of 1 or out of 10.
+    `7`, `7.5`, `7/10` and `70 %` are unambiguous. `0.7` and `1.0` are not: they may be out of 1 or out of 10.
     """
     lines = VERDICT_LINE.findall(reply)
     found = VERDICT.fullmatch(lines[-1].strip()) if lines else None
@@ -102,11 +102,11 @@ def parse_score(reply: str) -> float | None:
 
 
 def quote(text: str) -> str:
-    """Text that cannot end its quotation, cut where it is too long to be an answer."""
-    while QUOTE_TAG.search(text):  # removing a tag may make another
+    """The text without quotation tags, truncated to `MAX_QUOTED_CHARACTERS`."""
+    while QUOTE_TAG.search(text):  # removing a tag may form another one
         text = QUOTE_TAG.sub("", text)
     return text[:MAX_QUOTED_CHARACTERS]
 
 
-llm_judge = compose(Part(name="llm_score", score=build_llm_score()))
+llm_judge = compose(RewardPart(name="llm_score", score=build_llm_score()))
 """The score of `auxiliary_models.judge`."""

@@ -1,8 +1,8 @@
-r"""Numbers and closed expressions compared with a reference answer.
+r"""Compare numbers and closed expressions with a reference answer.
 
-One candidate is read from a response: its last `\boxed{}`, else what follows its last `####`, else its last "answer
-is", else its last number. Writing many numbers therefore gains nothing. Plain numbers are compared exactly; anything
-else goes to math-verify. A reference that holds no answer gives None: there is no verdict to be had.
+One candidate is extracted from a response: its last `\boxed{}`, else the text after its last `####`, else after its
+last "answer is", else its last number. Writing many numbers therefore gains nothing. Plain numbers are compared
+exactly; other expressions are compared by math-verify. A reference without an answer gives None (no score).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ DIGIT = re.compile(r"\d")
 STATED = re.compile(r"\banswer(?:\s+is|\s+to[^.\n]*?\s+is|\s*[:=])+\s*:?", re.IGNORECASE)
 SENTENCE_END = re.compile(r"\n|[.!?](?:\s|$)")
 MAX_EXPRESSION_CHARACTERS = 200
-"""Longer candidates are not handed to the algebra system."""
+"""Longer candidates are not passed to math-verify."""
 TIMEOUT_S = 2
 RELATIVE_TOLERANCE = Fraction(1, 10**9)
-"""Of numbers that are not whole; whole numbers are compared exactly."""
+"""Tolerance for numbers that are not whole; whole numbers are compared exactly."""
 
 
 async def judge_number(task: Mapping[str, Any], response: Any) -> JudgeOutput:
-    """Reward 1.0 when the response's final answer equals `task["answer"]`, else 0.0; ready for `tune()`."""
+    """Judge for `tune()`: reward 1.0 if the response's final answer equals `task["answer"]`, else 0.0."""
     score = score_numeric(read_text(response), read_reference(task))
     return JudgeOutput(reward=score, metrics=None if score is None else {"accuracy": score})
 
 
 def read_reference(task: Mapping[str, Any]) -> str:
-    """`task["answer"]` as text; one that is null holds nothing to compare with."""
+    """`task["answer"]` as text; empty if it is null."""
     answer = task["answer"]
     return "" if answer is None else str(answer)
 
 
 def score_numeric(text: str, answer: str) -> float | None:
-    """Tell whether `text` ends on `answer`; None if `answer` itself holds nothing to compare with."""
+    """1.0 if the final answer of `text` equals `answer`, else 0.0; None if `answer` contains no answer."""
     reference = extract_marked(answer) or answer.strip()
     candidate = extract_answer(text)
     reference_number = parse_number(reference)
@@ -55,7 +55,7 @@ def score_numeric(text: str, answer: str) -> float | None:
     if reference_number is not None and candidate_number is not None:
         return float(is_equal(candidate_number, reference_number))
     if reference_number is not None and not DIGIT.search(candidate):
-        return 0.0  # words, which the algebra system would read letter by letter, as a product
+        return 0.0  # words, which math-verify would parse as a product of letters
     reference_terms = _parse_expression(reference)
     if not reference_terms:
         return None
@@ -63,7 +63,7 @@ def score_numeric(text: str, answer: str) -> float | None:
 
 
 def score_symbolic(text: str, answer: str) -> float | None:
-    """As `score_numeric`, by math-verify alone."""
+    """As `score_numeric`, with math-verify for numbers too."""
     reference_terms = _parse_expression(extract_marked(answer) or answer.strip())
     if not reference_terms:
         return None
@@ -86,7 +86,7 @@ def read_text(response: Any) -> str:
 
 
 def extract_answer(text: str) -> str | None:
-    """The one answer that `text` ends on, as written, or None if it states none."""
+    """The final answer of `text` as written, or None if there is none."""
     text = text.replace("\N{MINUS SIGN}", "-")
     marked = extract_marked(text)
     if marked is not None:
@@ -101,7 +101,7 @@ def extract_answer(text: str) -> str | None:
 
 
 def extract_marked(text: str) -> str | None:
-    r"""What the last `\boxed{}` holds, else what follows the last `####` on its line; None without either."""
+    r"""The content of the last `\boxed{}`, else the text after the last `####` on its line; None without either."""
     start = text.rfind("\\boxed{")
     if start >= 0:
         boxed = _read_braces(text[start + len("\\boxed") :])
@@ -116,7 +116,7 @@ def extract_marked(text: str) -> str | None:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The value of a text that is one number, give or take a currency, a percent sign and a unit's full stop."""
+    """The value of a text that is one number; `$`, `*`, a percent sign and a final full stop are ignored."""
     bare = text.strip().strip("$*").rstrip(".%").replace("\\$", "").replace("\\%", "").strip()
     if not NUMBER.fullmatch(bare):
         return None
@@ -133,7 +133,7 @@ def is_equal(left: Fraction, right: Fraction) -> bool:
 
 
 def _find_last_number(text: str) -> str | None:
-    """The last match of `NUMBER`, which no space is part of: only the words at the end are searched."""
+    """The last match of `NUMBER`. A match contains no space, so words are searched from the end."""
     for word in reversed(text.split()):
         if DIGIT.search(word) and (numbers := NUMBER.findall(word)):
             return str(numbers[-1])
@@ -150,7 +150,7 @@ def _read_braces(text: str) -> str | None:
 
 
 def _parse_expression(text: str) -> list[Any]:
-    """Terms that math-verify reads in `text`; none when it is too long to be an answer."""
+    """Expressions that math-verify parses from `text`; empty if it is too long."""
     if len(text) > MAX_EXPRESSION_CHARACTERS:
         return []
     return parse(f"${text}$", parsing_timeout=_find_timeout())
@@ -162,5 +162,5 @@ def _is_equivalent(candidate: str, reference_terms: list[Any]) -> bool:
 
 
 def _find_timeout() -> int | None:
-    """math-verify interrupts itself by a signal, which only the main thread receives."""
+    """The timeout of math-verify; None outside the main thread, because it is implemented with a signal."""
     return TIMEOUT_S if threading.current_thread() is threading.main_thread() else None

@@ -1,7 +1,7 @@
-"""How an answer is given, apart from whether it is right: its form, its reasoning, its length.
+"""Style scores, independent of correctness: format, reasoning, conciseness.
 
-Each part is from 0 to 1, conciseness from -0.5, and is hard to get by going through the motions: tags without content,
-the same line again, the question again, calls that compute nothing or whose result is not used count as nothing.
+Each score is from 0 to 1, conciseness from -0.5. To resist reward hacking, empty tags, repeated lines, text copied from
+the question, and tool calls that compute nothing or whose result is not used do not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from tunesmith.chat.memo import memoize
 from tunesmith.judges.numeric import NUMBER, parse_number
-from tunesmith.judges.transcript import MARKUP, Call, Transcript
+from tunesmith.judges.transcript import MARKUP, ToolCallRecord, Transcript
 
 ANSWER_LINE = re.compile(r"####[ ]*\$?-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 WORD = re.compile(r"[^\W\d_]+")
@@ -26,29 +26,30 @@ NEUTRAL = re.compile(
     r"(?<![\d.])1(?:\.0*)?\s*\*\s*(?=[\d(])|(?<=[\d)])\s*(?:\*\*|[*/])\s*1(?:\.0*)?(?![\d.])"
     r"|(?<![\d.])0\s*\+\s*(?=[\d(])|(?<=[\d)])\s*[-+]\s*0(?:\.0*)?(?![\d.])"
 )
-"""Operations that change nothing: times one, over one, plus nothing."""
+"""Operations that do not change a value: multiplying or dividing by one, raising to the power one, adding or
+subtracting zero."""
 EQUATION = re.compile(r"(?<=[\d)%])\s{0,3}=\s{0,3}\$?-?[\d.]")
 MAX_TERM_CHARACTERS = 60
-"""Before an equals sign, where an operation is looked for."""
+"""Number of characters before an equals sign that are searched for an operation."""
 
 MIN_REASONING_CHARACTERS = 20
 MIN_REASONING_WORDS = 4
 MIN_STEPS = 2
 COPY_WORDS = 8
-"""A step of so many words that stands in the question was copied from it."""
+"""Steps of at least this many words that occur in the question count as copied."""
 SHORT_WORDS, LONG_WORDS = 300, 800
-NUM_KNOWN_QUESTIONS, MAX_QUESTION_CHARACTERS = 512, 4096
-"""Questions whose words are remembered, and how long they may be; a group asks the same one."""
-NUM_KNOWN_NUMBERS, MAX_NUMBER_CHARACTERS = 4096, 32
-"""Texts of numbers whose values are remembered, and how long they may be."""
+NUM_CACHED_QUESTIONS, MAX_QUESTION_CHARACTERS = 512, 4096
+"""Size of the cache of tokenized questions, which the runs of a group share, and the longest question cached."""
+NUM_CACHED_NUMBERS, MAX_NUMBER_CHARACTERS = 4096, 32
+"""Size of the cache of parsed numbers, and the longest text cached."""
 USED_TOLERANCE = 0.01
-"""A result is used where a number as near as this, relative to it, is written later."""
+"""A result counts as used if a later number is within this relative distance."""
 
 
 def score_format(task: Mapping[str, Any], transcript: Transcript) -> float:
-    """Half for reasoning in its tags, half for ending on one line `#### <number>` and nothing after it.
+    """0.5 for reasoning inside its tags, 0.5 for ending with exactly one line `#### <number>`.
 
-    Reasoning of a few letters gives half of its half. Tags that belong to nothing in what is said give 0.
+    Reasoning without substance scores 0.25 instead of 0.5. Stray tags in reasoning or content score 0 in total.
     """
     if any(MARKUP.search(part) for reply in transcript.replies for part in (reply.reasoning, reply.content)):
         return 0.0
@@ -63,9 +64,9 @@ def score_format(task: Mapping[str, Any], transcript: Transcript) -> float:
 
 
 def score_reasoning(task: Mapping[str, Any], transcript: Transcript) -> float:
-    """Half for two steps of reasoning, half for calculating: the share of the calls that do something.
+    """0.5 for two steps of reasoning, plus 0.5 times the share of useful tool calls; 0 without reasoning.
 
-    Without any call, an equation in the reasoning counts as calculating.
+    Without tool calls, an equation in the reasoning counts as a share of 1.
     """
     num_steps = count_steps(transcript.reasoning, question=str(task.get("question", "")))
     calculating = compute_useful_share(transcript)
@@ -75,58 +76,58 @@ def score_reasoning(task: Mapping[str, Any], transcript: Transcript) -> float:
 
 
 def score_conciseness(task: Mapping[str, Any], transcript: Transcript) -> float:
-    """1 for at most 300 words in all replies, 0 to 800, -0.5 for more; silence is not concise."""
+    """1 for at most 300 words in all replies, 0 up to 800, -0.5 above; 0 without an answer."""
     if transcript.num_words > LONG_WORDS:
         return -0.5
     return float(bool(transcript.answer) and transcript.num_words <= SHORT_WORDS)
 
 
 def has_substance(reasoning: str, *, question: str) -> bool:
-    """More than some letters, or than the question: four different words and terms, and twenty characters."""
-    own = "\n".join(list_own_pieces(reasoning, question=question))
-    said = {word.casefold() for word in WORD.findall(own)} | set(TERM.findall(own))
-    return len(own) >= MIN_REASONING_CHARACTERS and len(said) >= MIN_REASONING_WORDS
+    """Whether reasoning not copied from the question has 20 characters and 4 different words or terms."""
+    original = "\n".join(list_original_pieces(reasoning, question=question))
+    words = {word.casefold() for word in WORD.findall(original)} | set(TERM.findall(original))
+    return len(original) >= MIN_REASONING_CHARACTERS and len(words) >= MIN_REASONING_WORDS
 
 
 def count_steps(reasoning: str, *, question: str) -> int:
-    """Different lines and sentences of the model's own that hold two words or a term."""
+    """Number of different lines and sentences, not copied from the question, with two words or a term."""
     steps = set()
-    for piece in list_own_pieces(reasoning, question=question):
-        said = " ".join(TOKEN.findall(piece.casefold()))
-        if len(set(WORD.findall(said))) >= 2 or TERM.search(piece):
-            steps.add(said)
+    for piece in list_original_pieces(reasoning, question=question):
+        text = " ".join(TOKEN.findall(piece.casefold()))
+        if len(set(WORD.findall(text))) >= 2 or TERM.search(piece):
+            steps.add(text)
     return len(steps)
 
 
-@functools.lru_cache(maxsize=1)  # the parts of a reward ask for the same pieces
-def list_own_pieces(reasoning: str, *, question: str) -> tuple[str, ...]:
-    """Lines and sentences, less what is copied from the question, in one piece or chopped into several in a row."""
-    asked = _join_tokens(question)
+@functools.lru_cache(maxsize=1)  # several parts of a reward use the same pieces
+def list_original_pieces(reasoning: str, *, question: str) -> tuple[str, ...]:
+    """Lines and sentences without those copied from the question, also if a copy is split over consecutive pieces."""
+    question_tokens = _join_tokens(question)
     pieces = [piece.strip() for piece in STEP_END.split(reasoning)]
     words = [TOKEN.findall(piece.casefold()) for piece in pieces]
-    own, start = [], 0
+    original, start = [], 0
     while start < len(pieces):
         copied: list[str] = []
         end = start
-        while end < len(pieces) and f" {' '.join(copied + words[end])} " in asked:
+        while end < len(pieces) and f" {' '.join(copied + words[end])} " in question_tokens:
             copied += words[end]
             end += 1
         if len(copied) >= COPY_WORDS:
             start = end
             continue
         if words[start]:
-            own.append(pieces[start])
+            original.append(pieces[start])
         start += 1
-    return tuple(own)
+    return tuple(original)
 
 
-@memoize(max_entries=NUM_KNOWN_QUESTIONS, max_length=MAX_QUESTION_CHARACTERS)
+@memoize(max_entries=NUM_CACHED_QUESTIONS, max_length=MAX_QUESTION_CHARACTERS)
 def _join_tokens(question: str) -> str:
     return f" {' '.join(TOKEN.findall(question.casefold()))} "
 
 
 def has_equation(reasoning: str) -> bool:
-    """Whether something is computed before an equals sign, on the same line."""
+    """Whether an operation precedes an equals sign on the same line."""
     for found in EQUATION.finditer(reasoning):
         before = reasoning[max(0, found.start() - MAX_TERM_CHARACTERS) : found.start()]
         if is_operation(re.split(r"[=\n]", before)[-1]):
@@ -135,9 +136,9 @@ def has_equation(reasoning: str) -> bool:
 
 
 def compute_useful_share(transcript: Transcript) -> float | None:
-    """Of the tool calls, the share that compute something new, succeed, and whose result is used later; None if none.
+    """Share of tool calls that compute something new, succeed, and whose result occurs in a later reply.
 
-    A call that is alone with its run's only reply has no later; its result is used by nobody.
+    None without tool calls. A call in the last reply has no later reply, so its result is not used.
     """
     calls = transcript.calls
     if not calls:
@@ -155,12 +156,12 @@ def compute_useful_share(transcript: Transcript) -> float | None:
 
 
 def is_operation(expression: str) -> bool:
-    """Whether something is computed in it: an operation on numbers that can change them."""
+    """Whether an expression has an operation that can change a value."""
     return OPERATION.search(NEUTRAL.sub("", expression)) is not None
 
 
-def is_used(call: Call, later: Collection[Fraction | int]) -> bool:
-    """Whether the result is a number that is written later."""
+def is_used(call: ToolCallRecord, later: Collection[Fraction | int]) -> bool:
+    """Whether the result of a call is a number that occurs in `later`."""
     result = _parse_exact(call.result or "")
     if result is None or not later:
         return False
@@ -169,13 +170,13 @@ def is_used(call: Call, later: Collection[Fraction | int]) -> bool:
 
 
 def find_numbers(text: str) -> set[Fraction | int]:
-    """The numbers that are written in a text."""
+    """The numbers in a text."""
     numbers = map(_parse_exact, NUMBER.findall(text.replace("\\n", "\n")))
     return {number for number in numbers if number is not None}
 
 
-@memoize(max_entries=NUM_KNOWN_NUMBERS, max_length=MAX_NUMBER_CHARACTERS)
+@memoize(max_entries=NUM_CACHED_NUMBERS, max_length=MAX_NUMBER_CHARACTERS)
 def _parse_exact(text: str) -> Fraction | int | None:
-    """The value of a text that is one number; whole ones as integers, which compare fast."""
+    """The value of a text that is one number; whole numbers as int, which compares faster than Fraction."""
     number = parse_number(text)
     return number.numerator if number is not None and number.denominator == 1 else number

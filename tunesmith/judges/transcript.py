@@ -1,8 +1,8 @@
-"""What an agent said, as judges read it: replies with reasoning, content and tool calls, and the calls' results.
+"""Transcripts: the input of judges, made of replies with reasoning, content, tool calls and tool results.
 
-Only what the policy itself wrote is in a reply. A workflow may return a `Transcript`; whatever else it returns, text,
-a message or a list of messages, is read into one. Reasoning and calls that stand in text as tags are read as they are
-when a model is sampled, so a tag without content is no reasoning, and a malformed call stays content.
+A reply contains only text that the policy wrote. A workflow may return a `Transcript`; text, a message or a list of
+messages are converted to one. Reasoning and calls in tags are parsed as in sampled text, so an empty reasoning tag
+gives no reasoning, and a malformed call stays content.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from tunesmith.chat.parsers import ReplyParser
 from tunesmith.judges.numeric import read_text
 
 MARKUP = re.compile(r"</?(?:think|tool_call|tool_response)>")
-FAKED = re.compile(r"<(tool_call|tool_response)>.*?(?:</\1>|\Z)", re.DOTALL)
-"""Text that only looks like a call or a result."""
+FAKE_TOOL_TEXT = re.compile(r"<(tool_call|tool_response)>.*?(?:</\1>|\Z)", re.DOTALL)
+"""Text in content that only looks like a tool call or a tool result."""
 CHARACTERS_PER_WORD = 8
-"""A text of more than these counts as more words than it has spaces; prose stays below."""
+"""A text has at least one word per this many characters, so leaving out spaces gains nothing; prose has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One tool call of a reply."""
+class ToolCallRecord:
+    """One tool call of a reply, with its result."""
 
     name: str
     arguments: str
     """JSON text."""
     result: str | None = None
-    """What the tool said; None when it was not asked."""
+    """The tool's result; None if the tool was not called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +41,11 @@ class Reply:
 
     reasoning: str = ""
     content: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCallRecord, ...] = ()
 
     @property
     def text(self) -> str:
-        """All that the policy wrote."""
+        """Everything the policy wrote: reasoning, content and call arguments."""
         return "\n".join(part for part in (self.reasoning, self.content, *(c.arguments for c in self.calls)) if part)
 
 
@@ -56,7 +56,7 @@ class Transcript:
     replies: tuple[Reply, ...]
 
     @property
-    def calls(self) -> tuple[Call, ...]:
+    def calls(self) -> tuple[ToolCallRecord, ...]:
         return tuple(call for reply in self.replies for call in reply.calls)
 
     @property
@@ -66,33 +66,33 @@ class Transcript:
 
     @property
     def answer(self) -> str:
-        """What the last reply says to the user; empty when it reasons without end or calls a tool.
+        """Content of the last reply; empty if its reasoning never ends or it calls a tool.
 
-        Results of tools are not in it, nor what the policy makes look like one.
+        Tool results, and text of the policy that imitates one, are removed.
         """
         if not self.replies or self.replies[-1].calls:
             return ""
-        return FAKED.sub("", self.replies[-1].content).strip()
+        return FAKE_TOOL_TEXT.sub("", self.replies[-1].content).strip()
 
     @property
     def num_words(self) -> int:
-        """Words of all replies; a stretch without spaces counts as the words that it has room for."""
+        """Number of words in all replies, at least one per `CHARACTERS_PER_WORD` characters of a reply."""
         return sum(max(len(reply.text.split()), len(reply.text) // CHARACTERS_PER_WORD) for reply in self.replies)
 
     def get_text_content(self) -> str:
-        """The last reply's content, as AgentScope's messages call it."""
+        """Content of the last reply; named as in AgentScope's messages."""
         return self.replies[-1].content if self.replies else ""
 
 
 def build_transcript(messages: Sequence[Mapping[str, Any]]) -> Transcript:
-    """Read the assistant and tool messages of a conversation, in the form of a chat request."""
+    """Convert the assistant and tool messages of a conversation in chat completion format."""
     parsed = parse_messages(list(messages))
     results = {m.tool_call_id: m.content for m in parsed if m.role == "tool"}
     return Transcript(replies=tuple(_read_reply(m, results) for m in parsed if m.role == "assistant"))
 
 
 def read_transcript(response: Any) -> Transcript:
-    """The transcript of whatever a workflow returned."""
+    """Convert any response of a workflow to a transcript."""
     if isinstance(response, Transcript):
         return response
     if isinstance(response, Mapping) and "messages" in response:
@@ -103,13 +103,13 @@ def read_transcript(response: Any) -> Transcript:
 
 
 def _read_reply(message: Message, results: Mapping[str | None, str]) -> Reply:
-    """Split content that holds tags; calls that a client has read already are kept as they are."""
+    """Parse tags in the content; calls that are already structured are kept."""
     numbers = itertools.count()
     parser = ReplyParser(new_call_id=lambda: f"text{next(numbers)}", has_reasoning=True, has_tool_calls=True)
-    said = parser.parse(message.content)
-    calls = (*said.tool_calls, *message.tool_calls)
+    parsed = parser.parse(message.content)
+    calls = (*parsed.tool_calls, *message.tool_calls)
     return Reply(
-        reasoning="\n".join(part for part in (message.reasoning, said.reasoning) if part),
-        content=said.content,
-        calls=tuple(Call(name=c.name, arguments=c.arguments, result=results.get(c.call_id)) for c in calls),
+        reasoning="\n".join(part for part in (message.reasoning, parsed.reasoning) if part),
+        content=parsed.content,
+        calls=tuple(ToolCallRecord(name=c.name, arguments=c.arguments, result=results.get(c.call_id)) for c in calls),
     )

@@ -1,3 +1,3 @@
-"""Where a run's numbers go: metrics.jsonl, trackers, and the console."""
+"""Sinks of a run's metrics: metrics.jsonl, trackers, and the console."""
 
 from __future__ import annotations

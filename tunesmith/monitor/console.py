@@ -1,6 +1,6 @@
-"""What a run says on the terminal: live progress, and a line of key metrics a step.
+"""Console output of a run: a progress bar, and one line of key metrics per step.
 
-Everything goes to stderr, so that stdout keeps what a command returns. Without a terminal there are only the lines.
+Everything goes to stderr, so that stdout has only the result of a command. Without a terminal only lines are printed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ LINE_METRICS: Mapping[str, tuple[str, str]] = {
     "perf/rollout_s": ("rollout", "{:.1f} s"),
     "perf/train_s": ("train", "{:.1f} s"),
 }
-"""Metrics on a training step's line, with their short names, in order."""
+"""Metrics on the line of a training step, in order: name -> (label, format)."""
 
 PROGRESS_METRICS = ("rollout/reward_mean", "perf/sampled_tokens_per_s")
 NUM_TIMED_STEPS = 20
-"""The time to go is judged by so many steps."""
+"""The remaining time is estimated from the last `NUM_TIMED_STEPS` steps."""
 
 
 class ConsoleProgress:
-    """The terminal's part of a run of `total_steps`, of which `first_step` are done."""
+    """Console output of a run of `total_steps`, of which `first_step` are already done."""
 
     def __init__(
         self,
@@ -67,22 +67,22 @@ class ConsoleProgress:
             self._progress.start()
 
     def show_status(self, text: str) -> None:
-        """Say what the run is doing within its step; only live progress shows it."""
+        """Set the current activity in the progress bar; without one nothing is shown."""
         if self._progress is not None:
             self._progress.update(self._bar, status=text)
 
     def show_done(self, step: int, text: str) -> None:
-        """A step that is no training step ended."""
+        """Report the end of a step that has no training metrics."""
         if self._progress is not None:
             self._progress.update(self._bar, completed=step, status="")
         self.show_line(text)
 
     def show_line(self, text: str) -> None:
-        """Print a line above the progress."""
+        """Print a line above the progress bar."""
         self._console.print(text, markup=False)
 
     def show_train(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A training step ended."""
+        """Report the metrics of a training step."""
         self._ends.append((step, time.monotonic()))
         eta = f"eta {format_duration(self._compute_remaining_s(step))}"
         if self._progress is not None:
@@ -95,7 +95,7 @@ class ConsoleProgress:
             self.show_line("  ".join([f"step {step:{width}d}/{self._total_steps}", *shown, eta]))
 
     def show_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation ended."""
+        """Report the metrics of an evaluation."""
         shown = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()]
         self.show_line("  ".join([f"eval at step {step}", *shown]))
 
@@ -105,8 +105,8 @@ class ConsoleProgress:
 
     def _compute_remaining_s(self, step: int) -> float:
         first_step, first_time = self._ends[0]
-        seconds_a_step = (self._ends[-1][1] - first_time) / max(step - first_step, 1)
-        return seconds_a_step * max(self._total_steps - step, 0)
+        s_per_step = (self._ends[-1][1] - first_time) / max(step - first_step, 1)
+        return s_per_step * max(self._total_steps - step, 0)
 
 
 def format_metric(name: str, metrics: Mapping[str, float]) -> str:
@@ -115,7 +115,7 @@ def format_metric(name: str, metrics: Mapping[str, float]) -> str:
 
 
 def format_more(patterns: Sequence[str], metrics: Mapping[str, float]) -> list[str]:
-    """The metrics that the patterns name and the line does not show anyway; a pattern that names none is shown bare."""
+    """The metrics matching the patterns that the line does not show already; `-` for a pattern without a match."""
     shown: dict[str, str] = {}
     for pattern in patterns:
         found = [name for name in metrics if fnmatchcase(name, pattern)]

@@ -1,7 +1,7 @@
-"""metrics.jsonl: one JSON object a line, `{"step": 3, "kind": "train", "train/loss": 0.1, ...}`.
+"""metrics.jsonl: one JSON object per line, `{"step": 3, "kind": "train", "train/loss": 0.1, ...}`.
 
-A line is appended by one write and brought to the disk. A kill may leave half a line at the end, which readers skip and
-a resumed run removes together with all lines of steps that were not committed. A number that is not finite is null.
+A line is appended with one write and one fsync. A kill may leave an incomplete last line, which readers skip; a resumed
+run removes it together with the lines of uncommitted steps. Non-finite numbers are written as null.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tunesmith.storage import open_atomic, storage_errors
 
 Kind = Literal["train", "eval"]
 TIME_PREFIX = "perf/"
-"""Metrics that measure time, and nothing else, are named so: all others are equal in equal runs."""
+"""Prefix of metrics that depend on time, and of no others: all other metrics are equal in equal runs."""
 
 
 class MetricsFile:
-    """Appends to metrics.jsonl, after removing what lies past the last commit (all of it when there is none)."""
+    """Appends to metrics.jsonl, after removing lines past the last commit (all lines if there is none)."""
 
     def __init__(self, path: Path, *, committed_step: int | None) -> None:
         self._path = path
@@ -48,7 +48,7 @@ class MetricsFile:
 
 
 def load_metrics(path: Path, *, has_times: bool = True) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, none when there is no file; without times, equal runs give equal records."""
+    """The records of a metrics.jsonl, empty if there is no file; `has_times=False` leaves out `perf/` metrics."""
     if not path.exists():
         return []
     with storage_errors(path, "read"):

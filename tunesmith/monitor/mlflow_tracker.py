@@ -1,9 +1,9 @@
-"""MLflow: one run there for one run here, the project as its experiment.
+"""MLflow tracker: one MLflow run per run, with the project as its experiment.
 
 MLFLOW_TRACKING_URI names a server or a store; without it MLflow writes `mlflow.db` in the current folder, which
-`mlflow ui` shows. MLflow allows few characters in names: `@` becomes `_at_`, any other one `_`. It would keep two
-records of a step, so what a killed run logged after its last commit is not logged again. What a server does not take
-is kept and sent with the next step.
+`mlflow ui` shows. MLflow restricts the characters in metric names: `@` becomes `_at_`, any other illegal one `_`. It
+keeps duplicate records of a step, so steps that a killed run logged after its last commit are not logged again. Metrics
+that the server rejects are kept and sent with the next step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class MlflowTracker:
-    """A run of MLflow, by its client, which leaves the process's own active run alone."""
+    """Logs to an MLflow run through `MlflowClient`, which does not change the active run of the process."""
 
     def __init__(self, run: TrackedRun) -> None:
         self._pending: list[Metric] = []
@@ -37,7 +37,7 @@ class MlflowTracker:
         saved = load_run_id(run.root, "mlflow") if run.committed_step is not None else None
         try:
             self._client = MlflowClient()
-            self._run_id = self._begin(run) if saved is None else self._go_on(saved)
+            self._run_id = self._create_run(run) if saved is None else self._resume_run(saved)
         except MlflowException as error:
             raise ConfigError(
                 f"monitor.trackers: mlflow cannot start: {' '.join(str(error).split())[:500]} "
@@ -59,9 +59,9 @@ class MlflowTracker:
         try:
             self._client.set_terminated(self._run_id, status="FAILED" if is_failed else "FINISHED")
         except MlflowException as error:
-            logger.warning("mlflow was not told that the run ended: %s", error)
+            logger.warning("mlflow: the end of the run was not recorded: %s", error)
 
-    def _begin(self, run: TrackedRun) -> str:
+    def _create_run(self, run: TrackedRun) -> str:
         experiment = self._client.get_experiment_by_name(run.project)
         experiment_id = self._client.create_experiment(run.project) if experiment is None else experiment.experiment_id
         run_id: str = self._client.create_run(experiment_id, run_name=run.name).info.run_id
@@ -71,7 +71,7 @@ class MlflowTracker:
         save_run_id(run.root, "mlflow", run_id)
         return run_id
 
-    def _go_on(self, run_id: str) -> str:
+    def _resume_run(self, run_id: str) -> str:
         found = self._client.get_run(run_id)
         self._client.update_run(run_id, status="RUNNING")
         self._last_steps = {
@@ -82,15 +82,15 @@ class MlflowTracker:
 
     def _send(self) -> None:
         while self._pending:
-            some = self._pending[:MAX_METRICS_PER_CALL]
+            batch = self._pending[:MAX_METRICS_PER_CALL]
             try:
-                self._client.log_batch(self._run_id, metrics=some)
+                self._client.log_batch(self._run_id, metrics=batch)
             except MlflowException as error:
-                logger.warning("mlflow did not take %d metrics, to be sent again: %s", len(self._pending), error)
+                logger.warning("mlflow: %d metrics were rejected and will be resent: %s", len(self._pending), error)
                 return
-            del self._pending[: len(some)]
+            del self._pending[: len(batch)]
 
 
 def name_metric(name: str) -> str:
-    """A name that MLflow allows."""
+    """The metric name with characters that MLflow does not allow replaced."""
     return ILLEGAL.sub("_", name.replace("@", "_at_"))

@@ -1,4 +1,4 @@
-"""One `log` call a step, fanned out to metrics.jsonl, the trackers and the console under the same names."""
+"""The monitor: one `log` call per step, fanned out to metrics.jsonl, the trackers and the console."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tunesmith.storage import RunPaths
 
 
 class Monitor:
-    """The numbers of one run. `committed_step` is where it goes on, None when it begins anew.
+    """Logs the metrics of one run. A resumed run passes its `committed_step`; None is a new run.
 
-    `run_settings` are what trackers list as the run's hyperparameters. Trackers start here and may refuse to.
+    Trackers list `run_settings` as hyperparameters. They are started here; one that cannot start raises ConfigError.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Monitor:
             self._console.show_eval(step, metrics)
 
     def show_status(self, text: str) -> None:
-        """Say what the run is doing within its step; only a terminal shows it."""
+        """Show the current activity within a step, on a terminal only."""
         self._console.show_status(text)
 
     def show_line(self, text: str) -> None:
@@ -62,7 +62,7 @@ class Monitor:
         self._console.show_line(text)
 
     def close(self, *, is_failed: bool = False) -> None:
-        """Stop the display, finish the files, and tell trackers how the run ended."""
+        """Close the console, the trackers with the outcome of the run, and metrics.jsonl."""
         self._console.close()
         for tracker in self._trackers:
             tracker.close(is_failed=is_failed)

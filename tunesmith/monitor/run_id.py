@@ -1,4 +1,4 @@
-"""The id under which a tracker knows a run, kept in the run folder so that a resumed run goes on under it."""
+"""A tracker's id of a run, saved in the run folder so that a resumed run keeps it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tunesmith.storage import RunPaths, save_text, storage_errors
 
 
 def load_run_id(root: Path, tracker: str) -> str | None:
-    """The id that the run began with, None when this tracker has not seen it."""
+    """The saved id, None if the run has not used this tracker."""
     path = RunPaths(root).tracker_id(tracker)
     if not path.exists():
         return None
@@ -22,7 +22,7 @@ def save_run_id(root: Path, tracker: str, run_id: str) -> None:
 
 
 def choose_run_id(root: Path, tracker: str, *, is_resumed: bool) -> str:
-    """The id to go on under: the saved one when the run is resumed, else a new one, saved."""
+    """The saved id if the run is resumed and has one, else a new id, which is saved."""
     saved = load_run_id(root, tracker) if is_resumed else None
     if saved is not None:
         return saved

@@ -1,7 +1,7 @@
-"""SwanLab: one experiment there for one run here.
+"""SwanLab tracker: one SwanLab experiment per run.
 
-SWANLAB_MODE says whether it is online (the default, which needs a login), local, to be seen by `swanlab watch`, or
-offline, to be sent later by `swanlab sync`. SwanLab keeps its first record of a step.
+SWANLAB_MODE is online (the default, needs a login), local (shown by `swanlab watch`) or offline (uploaded later by
+`swanlab sync`). SwanLab keeps the first record of a step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tunesmith.storage import RunPaths, storage_errors
 
 
 class SwanlabTracker:
-    """An experiment of SwanLab whose files are in the run folder."""
+    """Logs to a SwanLab experiment whose files are in the run folder."""
 
     def __init__(self, run: TrackedRun) -> None:
         folder = RunPaths(run.root).monitor / "swanlab"

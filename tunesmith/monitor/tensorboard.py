@@ -1,7 +1,7 @@
-"""Metrics for TensorBoard, under their own names, by TensorBoard's own event writer.
+"""TensorBoard tracker, with TensorBoard's own event writer.
 
-A resumed run opens a new event file that begins with a session start at the first step to come; readers then drop what
-an earlier file holds from that step on, so curves show each step once.
+A resumed run opens a new event file that begins with a session start at the next step; readers then drop later steps of
+earlier files, so curves show each step once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tunesmith.storage import storage_errors
 
 
 class TensorBoardTracker:
-    """One event file for this process's part of the run."""
+    """Writes one event file per process."""
 
     def __init__(self, folder: Path, *, committed_step: int | None) -> None:
         self._folder = folder
@@ -39,6 +39,6 @@ class TensorBoardTracker:
             self._writer.flush()
 
     def close(self, *, is_failed: bool) -> None:
-        """Finish the file; TensorBoard does not tell whole runs from failed ones."""
+        """Close the file; TensorBoard has no status for failed runs."""
         with storage_errors(self._folder, "write"):
             self._writer.close()

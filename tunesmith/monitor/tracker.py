@@ -1,4 +1,4 @@
-"""What a tracker is, and what it needs to know of a run."""
+"""The interface of trackers, and the description of a run that they receive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Tracker(Protocol):
-    """Keeps metrics by step."""
+    """Logs metrics by step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -18,14 +18,14 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """A run as trackers see it."""
+    """The properties of a run that trackers need."""
 
     root: Path
-    """The run folder: its name is the run's, its parent's the project's."""
+    """The run folder, `<project>/<name>`."""
     committed_step: int | None = None
     """The step that a resumed run continues from; None for a new run."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Dotted key -> value, as trackers list hyperparameters."""
+    """Hyperparameters: dotted key -> value."""
 
     @property
     def project(self) -> str:

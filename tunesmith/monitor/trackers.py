@@ -1,8 +1,8 @@
-"""Trackers: places outside the run folder's own files that keep a run's metrics by step, and its settings.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow and SwanLab.
 
-Each gets every metric under the same name. TensorBoard writes into the run folder; where Weights & Biases, MLflow and
-SwanLab keep theirs is up to their own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI, SWANLAB_MODE). A run
-that is resumed goes on under the id that it began with, which the run folder keeps; one that begins anew gets another.
+Each receives every metric under the same name, and the run's settings. TensorBoard writes into the run folder; the
+others are configured by their own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI, SWANLAB_MODE). A resumed run
+keeps its tracker id, which is saved in the run folder; a new run gets a new one.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from tunesmith.monitor.tracker import TrackedRun, Tracker
 from tunesmith.storage import RunPaths
 
 EXTRAS: Mapping[str, str] = {"wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab"}
-"""Trackers that need a package of their own -> the extra that brings it; its module has the tracker's name."""
+"""Trackers with an optional dependency -> the extra that installs it; the module has the tracker's name."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise when the package of a tracker is not installed."""
+    """Raise ConfigError if the package of a tracker is not installed."""
     for name in names:
         if name in EXTRAS and importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"monitor.trackers: {name} is not installed; pip install 'tunesmith[{EXTRAS[name]}]', or leave it out"
+                f"monitor.trackers: {name} is not installed; pip install 'tunesmith[{EXTRAS[name]}]', or remove it"
             )
 
 
 def build_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
-    """Start the trackers; a login or a server that is missing is an error here."""
+    """Start the trackers; a missing login or server raises ConfigError and closes those already started."""
     started: dict[str, Tracker] = {}
     try:
         for name in names:
@@ -59,7 +59,7 @@ def build_tracker(name: str, run: TrackedRun) -> Tracker:
 
 
 def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted keys and text."""
+    """Nested settings as a flat mapping of dotted keys to text."""
     flat: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

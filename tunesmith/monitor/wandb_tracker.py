@@ -1,7 +1,7 @@
-"""Weights & Biases: one run there for one run here.
+"""Weights & Biases tracker: one W&B run per run.
 
-WANDB_MODE says whether it is online (the default, which needs a login) or offline, to be sent later by `wandb sync`.
-W&B keeps its first record of a step, so the steps that a killed run logged after its last commit stay as they were.
+WANDB_MODE is online (the default, needs a login) or offline (uploaded later by `wandb sync`). W&B keeps the first
+record of a step, so steps that a killed run logged after its last commit are not overwritten.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tunesmith.storage import RunPaths, storage_errors
 
 
 class WandbTracker:
-    """A run of W&B whose files are in the run folder."""
+    """Logs to a W&B run whose files are in the run folder."""
 
     def __init__(self, run: TrackedRun) -> None:
         folder = RunPaths(run.root).monitor

@@ -1,1 +1,1 @@
-"""Tasks: where they come from, in which order they are tried, and a generator of arithmetic problems."""
+"""Tasks: loading, operators, selectors, worked solutions, the contamination check, generated arithmetic problems."""

@@ -1,8 +1,8 @@
-"""Word problems of arithmetic, made from a seed: what the pocket model learns on.
+"""Generator of arithmetic word problems, the training data of the pocket model.
 
 A problem is a template filled with a name, a thing and whole numbers up to 999; its expression has one to three
-operations and every intermediate result is a whole number, zero or more. Whether a question is held out is a property
-of its text (a hash), so train and test sets are disjoint whatever their seeds and sizes.
+operations and every intermediate result is a non-negative whole number. A hash of the question decides whether it is
+held out, so train and test sets are disjoint for all seeds and sizes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Split = Literal["train", "test"]
 
 NAMES = ("Tom", "Ann", "Bob", "Eve", "Sam", "Mia", "Leo", "Zoe", "Max", "Ivy")
 THINGS = ("apples", "pens", "books", "coins", "cards", "shells", "eggs", "cups", "stamps", "balls")
-HELD_OUT_SHARE = 8
-"""One question in so many is held out."""
+HELD_OUT_RATIO = 8
+"""One question in `HELD_OUT_RATIO` is held out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A text with places for numbers a, b, c, d, and the expression that answers it."""
+    """A text with placeholders for the numbers a, b, c, d, and the expression of its answer."""
 
     text: str
     expression: str
@@ -114,7 +114,7 @@ OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 
 
 def build_problems(split: Split, *, num_problems: int, seed: int) -> list[Problem]:
-    """Make `num_problems` different problems of a split; the same seed gives the same ones."""
+    """Generate `num_problems` different problems of a split, deterministically from `seed`."""
     rng = random.Random(f"{split}-{seed}")
     problems: dict[str, Problem] = {}
     while len(problems) < num_problems:
@@ -125,23 +125,23 @@ def build_problems(split: Split, *, num_problems: int, seed: int) -> list[Proble
 
 
 def find_split(question: str) -> Split:
-    """Tell by its text alone whether a question is held out."""
+    """The split of a question, computed from a hash of its text."""
     digest = hashlib.sha256(question.encode("utf-8")).digest()
-    return "test" if digest[0] % HELD_OUT_SHARE == 0 else "train"
+    return "test" if digest[0] % HELD_OUT_RATIO == 0 else "train"
 
 
 def save_problems(folder: str | Path, *, num_train: int, num_test: int, seed: int) -> Path:
     """Write `train.jsonl` and `test.jsonl` into `folder`."""
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
     counts: dict[Split, int] = {"train": num_train, "test": num_test}
     for split, count in counts.items():
-        _save_jsonl(place / f"{split}.jsonl", build_problems(split, num_problems=count, seed=seed))
-    return place
+        _save_jsonl(path / f"{split}.jsonl", build_problems(split, num_problems=count, seed=seed))
+    return path
 
 
 def compute_answer(expression: str) -> int | None:
-    """The value of an expression, or None if a result on the way is negative or not whole."""
+    """The value of an expression, or None if an intermediate result is negative or not whole."""
     value = _compute_node(ast.parse(expression, mode="eval").body)
     return None if value is None else int(value)
 

@@ -1,9 +1,9 @@
-"""BOTS: each task's pass rate as a Beta posterior, and the tasks whose pass rate is nearest to a target come next.
+"""BOTS task selection: a Beta posterior over each task's pass rate; tasks nearest to a target pass rate are selected.
 
 After Shen et al., 2025, "BOTS: A Unified Framework for Bayesian Online Task Selection in LLM Reinforcement Finetuning"
-(arXiv:2510.26374). Feedback on the tasks of a step is explicit evidence; what it says of the model's capability, read
-off the reference models' pass rates, is implicit evidence for all other tasks. Old evidence decays, because the model
-changes. All of it is a few passes over arrays.
+(arXiv:2510.26374). Feedback on the tasks of a step is explicit evidence. It also gives an estimate of the model's
+capability relative to reference models, and the pass rates predicted from it are implicit evidence for all other tasks.
+Old evidence decays, because the model changes. Everything is vectorized over tasks.
 
 Axes: N tasks, J tasks with feedback, C candidates, K feature columns, B bins.
 """
@@ -18,35 +18,35 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from tunesmith.tasks.references import References
+from tunesmith.tasks.reference_pass_rates import ReferencePassRates
 from tunesmith.tasks.selector import Choice, Floats, Indices, Selection
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveCount = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-CAPABILITY_MEMORY = 0.9
-"""Share of the last capability in the next."""
-SURPRISE = 0.25
-"""Mean error of a step's predictions from which an adaptive rho is halved."""
+CAPABILITY_EMA_DECAY = 0.9
+"""Weight of the old value in the moving average of the capability."""
+HALVING_ERROR = 0.25
+"""Mean absolute prediction error of a step at or above which an adaptive rho is halved."""
 NUM_BINS = 10
 ARRAYS = {"alpha": "<f8", "beta": "<f8", "num_selected": "<i4", "num_selected_in_epoch": "<i4"}
 """The arrays of the state and their types, little-endian on every machine."""
 
 
 class BotsSelector:
-    """Beta(alpha, beta) of every task, and the capability and trust that carry evidence to tasks not tried.
+    """Beta(alpha, beta) posterior of every task, and the capability and rho that carry evidence to untried tasks.
 
     m            pseudo-counts of one feedback; about the number of runs of a task
-    lamb         share of old evidence that a step forgets; the posterior decays to the prior
-    rho          share of the pseudo-counts that predictions get, trusted less than feedback
-    adaptive_rho halve rho for good when predictions are off by 0.25 or more
-    target_reward  the pass rate looked for: 0.5 has most variance; higher suits models that learn from success
-    tau          temperature of the choice among scores; 0 takes the best
-    do_sample    Thompson sampling: score a draw from the posterior, so that little-known tasks get their chance
-    prior_count  pseudo-counts that the mean of the features is worth before any feedback; 0 is the uniform prior
-    max_repeats  most times a task is selected in one epoch (as many draws as there are tasks); None has no limit
-    max_candidates  with do_sample, at most about so many tasks, drawn anew each time, are looked at in a selection
+    lamb         share of old evidence forgotten per step; the posterior decays to the prior
+    rho          share of the pseudo-counts given to predictions instead of feedback
+    adaptive_rho halve rho permanently when the mean prediction error of a step is 0.25 or more
+    target_reward  the target pass rate: 0.5 has the largest variance; higher suits models that learn from success
+    tau          softmax temperature over scores; 0 takes the best
+    do_sample    Thompson sampling: score a draw from the posterior, so that uncertain tasks are explored
+    prior_count  pseudo-counts of the mean of the features in the prior; 0 is the uniform prior
+    max_repeats  largest number of selections of a task in one epoch (as many draws as tasks); None has no limit
+    max_candidates  with do_sample, about this many random tasks are scored in a selection, redrawn each time
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class BotsSelector:
         self._seed, self._m, self._lamb = seed, m, lamb
         self._adaptive_rho, self._target, self._tau, self._do_sample = adaptive_rho, target_reward, tau, do_sample
         self._max_repeats, self._max_candidates = max_repeats, max_candidates
-        self._references = References(features_NK)
+        self._references = ReferencePassRates(features_NK)
         expected_N = features_NK.mean(axis=1) if features_NK.shape[1] else np.zeros(self.num_tasks)
         strength = prior_count if features_NK.shape[1] else 0.0
         self._prior_alpha = 1.0 + strength * expected_N
@@ -82,46 +82,45 @@ class BotsSelector:
         self._num_selected = np.zeros(self.num_tasks, dtype=np.int32)
         self._num_selected_in_epoch = np.zeros(self.num_tasks, dtype=np.int32)
         self._choices: tuple[Choice, ...] = ()
-        self._awaited: list[int] = []
+        self._pending: list[int] = []
 
     def select(self, batch_size: int) -> list[int]:
-        """The tasks with the best scores, best first; different ones until there are no more.
+        """The tasks with the best scores, best first; a task repeats only when the batch exceeds the data set.
 
-        Tasks that were selected since the last feedback come last: nothing new is known of them.
+        Tasks selected since the last feedback come last, because no new evidence about them has arrived.
         """
         chosen: list[int] = []
         choices: list[Choice] = []
         while len(chosen) < batch_size:
             left_in_epoch = self.num_tasks - self.num_drawn % self.num_tasks
-            picked = self._select_within_epoch(min(batch_size - len(chosen), left_in_epoch), avoided=chosen)
+            picked = self._select_within_epoch(min(batch_size - len(chosen), left_in_epoch), excluded=chosen)
             choices += picked
             chosen += [choice.index for choice in picked]
         self._choices = tuple(choices)
-        self._awaited += chosen
+        self._pending += chosen
         return chosen
 
     def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> dict[str, float]:
-        """Update every posterior; a task that occurs twice counts once, with its mean."""
-        self._awaited = []
+        """Update every posterior; a task that occurs several times counts once, with its mean."""
+        self._pending = []
         if not len(indices):
             return self._compute_metrics()
         index_J, rate_J = average_repeated(indices, pass_rates)
-        located = self._references.locate(index_J, float(rate_J.mean()))
-        if located is not None:
-            old = located if self.capability is None else self.capability
-            self.capability = located if self.capability is None else _blend(old, located)
+        estimate = self._references.estimate_capability(index_J, float(rate_J.mean()))
+        if estimate is not None:
+            self.capability = estimate if self.capability is None else _update_average(self.capability, estimate)
         metrics = {"selector/feedback_mean": float(rate_J.mean()), "selector/num_feedback": float(len(index_J))}
         evidence_N = None if self.capability is None else self._references.predict(self.capability)
         if evidence_N is not None:
             error = float(np.abs(evidence_N[index_J] - rate_J).mean())
             metrics["selector/prediction_error"] = error
-            if self._adaptive_rho and error >= SURPRISE:
+            if self._adaptive_rho and error >= HALVING_ERROR:
                 self.rho *= 0.5
         self._update(index_J, rate_J, evidence_N)
         return metrics | self._compute_metrics()
 
     def explain(self) -> Selection:
-        """What the last `select` chose and why, and how the expected pass rates of all tasks are spread."""
+        """The choices of the last `select` with their reasons, and a histogram of expected pass rates of all tasks."""
         mean_N = self.alpha / (self.alpha + self.beta)
         bin_N = np.minimum((mean_N * NUM_BINS).astype(np.int64), NUM_BINS - 1)
         return Selection(
@@ -136,7 +135,7 @@ class BotsSelector:
             "num_drawn": self.num_drawn,
             "rho": self.rho,
             "capability": self.capability,
-            "awaited": self._awaited,
+            "awaited": self._pending,
             **{name: text.decode("ascii") for name, text in arrays.items()},
         }
 
@@ -144,10 +143,10 @@ class BotsSelector:
         for name, kind in ARRAYS.items():
             loaded = np.frombuffer(base64.b64decode(state[name]), dtype=kind)
             if len(loaded) != self.num_tasks:
-                raise ValueError(f"the selector's state is of {len(loaded)} tasks, the data set has {self.num_tasks}")
+                raise ValueError(f"the selector's state has {len(loaded)} tasks, the data set has {self.num_tasks}")
             self._array(name)[:] = loaded
         self.num_drawn, self.rho, self.capability = state["num_drawn"], state["rho"], state["capability"]
-        self._awaited = list(state["awaited"])
+        self._pending = list(state["awaited"])
 
     def _array(self, name: str) -> NDArray[Any]:
         return {
@@ -157,75 +156,81 @@ class BotsSelector:
             "num_selected_in_epoch": self._num_selected_in_epoch,
         }[name]
 
-    def _select_within_epoch(self, size: int, *, avoided: Sequence[int]) -> list[Choice]:
+    def _select_within_epoch(self, size: int, *, excluded: Sequence[int]) -> list[Choice]:
         rng = np.random.default_rng((self._seed, self.num_drawn))
         if self.num_drawn % self.num_tasks == 0:
             self._num_selected_in_epoch[:] = 0
-        candidate_C = self._find_candidates(size, avoided, rng)
-        everything = slice(None) if candidate_C is None else candidate_C
-        alpha_C, beta_C = self.alpha[everything], self.beta[everything]
+        candidate_C = self._find_candidates(size, excluded, rng)
+        selected_C = slice(None) if candidate_C is None else candidate_C
+        alpha_C, beta_C = self.alpha[selected_C], self.beta[selected_C]
         rate_C = rng.beta(alpha_C, beta_C) if self._do_sample else alpha_C / (alpha_C + beta_C)
         score_C = np.abs(rate_C - self._target)
         np.negative(score_C, out=score_C)
         if self._tau > 0:
             score_C /= self._tau
             score_C -= np.log(rng.standard_exponential(len(score_C)))
-        place_J = find_largest(score_C, size, rng)
-        index_J = place_J if candidate_C is None else candidate_C[place_J]
+        position_J = find_largest(score_C, size, rng)
+        index_J = position_J if candidate_C is None else candidate_C[position_J]
         self.num_drawn += size
         self._num_selected[index_J] += 1
         self._num_selected_in_epoch[index_J] += 1
-        return [self._explain_choice(int(i), float(rate)) for i, rate in zip(index_J, rate_C[place_J], strict=True)]
+        return [self._explain_choice(int(i), float(rate)) for i, rate in zip(index_J, rate_C[position_J], strict=True)]
 
-    def _find_candidates(self, size: int, avoided: Sequence[int], rng: np.random.Generator) -> Indices | None:
-        """Tasks that may be chosen, at least `size` of them; None says all of them."""
-        is_sampled = self._do_sample and self.num_tasks > self._max_candidates
-        if not is_sampled and self._max_repeats is None and not avoided and not self._awaited:
+    def _find_candidates(self, size: int, excluded: Sequence[int], rng: np.random.Generator) -> Indices | None:
+        """Tasks that may be selected, at least `size` of them; None means all tasks.
+
+        Excludes tasks without feedback since their last selection and tasks in `excluded` while enough others are left.
+        """
+        is_subsampled = self._do_sample and self.num_tasks > self._max_candidates
+        if not is_subsampled and self._max_repeats is None and not excluded and not self._pending:
             return None
         is_open_N = np.ones(self.num_tasks, dtype=bool)
         if self._max_repeats is not None:
             is_open_N = self._num_selected_in_epoch < self._max_repeats
-        for left_out in ([*self._awaited, *avoided], avoided):
-            fresh_N = is_open_N.copy()
-            fresh_N[list(left_out)] = False
-            if np.count_nonzero(fresh_N) >= size:
-                is_open_N = fresh_N
+        for indices in ([*self._pending, *excluded], excluded):
+            is_left_N = is_open_N.copy()
+            is_left_N[list(indices)] = False
+            if np.count_nonzero(is_left_N) >= size:
+                is_open_N = is_left_N
                 break
         num_open = np.count_nonzero(is_open_N)
-        assert num_open >= size, "an epoch has room for as many draws as there are tasks"
+        assert num_open >= size, "an epoch has as many draws as tasks"
         num_wanted = max(self._max_candidates, 4 * size)
-        if is_sampled and num_open > num_wanted:
+        if is_subsampled and num_open > num_wanted:
             drawn_N = is_open_N & (rng.random(self.num_tasks, dtype=np.float32) < num_wanted / num_open)
             if np.count_nonzero(drawn_N) >= size:
                 is_open_N = drawn_N
         return np.flatnonzero(is_open_N)
 
     def _update(self, index_J: Indices, rate_J: Floats, evidence_N: Floats | None) -> None:
-        """alpha <- (1 - lamb) alpha + lamb prior + m ((1 - rho) seen + rho predicted), and beta in mirror image."""
+        """alpha <- (1 - lamb) alpha + lamb prior + m ((1 - rho) observed + rho predicted); beta with 1 - pass rate.
+
+        `evidence_N` holds the predicted pass rates and is overwritten.
+        """
         keep, prior, predicted = 1.0 - self._lamb, self._lamb, self.rho * self._m
         self.alpha *= keep
         self.alpha += prior * self._prior_alpha
         self.beta *= keep
         self.beta += prior * self._prior_beta
-        seen = self._m - predicted
+        observed = self._m - predicted
         if evidence_N is None:
-            seen = self._m
+            observed = self._m
         else:
             evidence_N[index_J] = rate_J
             evidence_N *= predicted
             self.alpha += evidence_N
             self.beta -= evidence_N
             self.beta += predicted
-        self.alpha[index_J] += seen * rate_J
-        self.beta[index_J] += seen * (1.0 - rate_J)
+        self.alpha[index_J] += observed * rate_J
+        self.beta[index_J] += observed * (1.0 - rate_J)
 
     def _explain_choice(self, index: int, rate: float) -> Choice:
         alpha, beta = float(self.alpha[index]), float(self.beta[index])
-        what = "a draw from its posterior" if self._do_sample else "its expected pass rate"
-        among = "near" if self._tau == 0 else f"by chance (tau {self._tau:g}) near"
+        quantity = "pass rate drawn from the posterior" if self._do_sample else "expected pass rate"
+        how = "near" if self._tau == 0 else f"sampled with tau {self._tau:g} near"
         return Choice(
             index=index,
-            reason=f"{what}, {rate:.3f}, is {among} the target {self._target:g}",
+            reason=f"{quantity} {rate:.3f}, {how} the target {self._target:g}",
             numbers={
                 "alpha": alpha,
                 "beta": beta,
@@ -249,22 +254,22 @@ class BotsSelector:
 
 
 def average_repeated(indices: Sequence[int], pass_rates: Sequence[float]) -> tuple[Indices, Floats]:
-    """Each task once, with the mean of its pass rates, clipped to [0, 1]."""
+    """Unique tasks with the mean of their pass rates, each clipped to [0, 1]."""
     rates = np.asarray(pass_rates, dtype=np.float64)
     if not np.isfinite(rates).all():
         raise ValueError("a pass rate is not a number; leave tasks without scored runs out of the feedback")
-    index_J, place, count_J = np.unique(np.asarray(indices, dtype=np.int64), return_inverse=True, return_counts=True)
-    return index_J, np.bincount(place, weights=np.clip(rates, 0.0, 1.0)) / count_J
+    index_J, inverse, count_J = np.unique(np.asarray(indices, dtype=np.int64), return_inverse=True, return_counts=True)
+    return index_J, np.bincount(inverse, weights=np.clip(rates, 0.0, 1.0)) / count_J
 
 
 def find_largest(values: Floats, size: int, rng: np.random.Generator) -> Indices:
-    """Places of the `size` largest values, largest first; among equals at the border chance decides."""
-    border = np.partition(values, len(values) - size)[len(values) - size]
-    above = np.flatnonzero(values > border)
+    """Positions of the `size` largest values, largest first; ties at the smallest of them are broken at random."""
+    threshold = np.partition(values, len(values) - size)[len(values) - size]
+    above = np.flatnonzero(values > threshold)
     above = above[np.argsort(-values[above], kind="stable")]
-    equal = np.flatnonzero(values == border)
+    equal = np.flatnonzero(values == threshold)
     return np.concatenate([above, rng.choice(equal, size - len(above), replace=False)])
 
 
-def _blend(old: float, new: float) -> float:
-    return CAPABILITY_MEMORY * old + (1.0 - CAPABILITY_MEMORY) * new
+def _update_average(old: float, new: float) -> float:
+    return CAPABILITY_EMA_DECAY * old + (1.0 - CAPABILITY_EMA_DECAY) * new

@@ -1,8 +1,7 @@
-"""The gate between training and evaluation texts: what the evaluation asks must not have been trained on.
+"""Contamination check: finds training texts that overlap with evaluation texts.
 
-A training text is contaminated when it says the same as an evaluation text, or shares `ngram_words` words in a row
-with one, whatever case, spacing and punctuation. An evaluation text of fewer words counts whole, wherever it stands in
-a training text.
+A training text is contaminated when it has the same words as an evaluation text, or shares an n-gram of `ngram_words`
+words with one, ignoring case, spacing and punctuation. An evaluation text with fewer words counts as one n-gram.
 """
 
 from __future__ import annotations
@@ -17,37 +16,38 @@ WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """A training text that the evaluation set has, in whole or in part."""
+    """A training text that overlaps with an evaluation text."""
 
     train_index: int
     eval_index: int
     kind: Literal["exact", "ngram"]
     words: str
-    """The words that they share, or the whole text."""
+    """The shared n-gram, or the whole text if it is exact."""
 
 
 def find_overlaps(train: Sequence[str], evaluation: Sequence[str], *, ngram_words: int) -> list[Overlap]:
-    """At most one overlap for each training text, by its order; an exact one before one of n-grams."""
-    whole: dict[tuple[str, ...], int] = {}
-    parts: dict[tuple[str, ...], int] = {}
+    """At most one overlap per training text, in order; exact matches take precedence over n-grams."""
+    eval_texts: dict[tuple[str, ...], int] = {}
+    eval_ngrams: dict[tuple[str, ...], int] = {}
     for index, text in enumerate(evaluation):
         words = split_words(text)
         if words:
-            whole.setdefault(words, index)
+            eval_texts.setdefault(words, index)
             for gram in iter_ngrams(words, min(ngram_words, len(words))):
-                parts.setdefault(gram, index)
-    lengths = sorted({len(gram) for gram in parts}, reverse=True)
+                eval_ngrams.setdefault(gram, index)
+    lengths = sorted({len(gram) for gram in eval_ngrams}, reverse=True)
     overlaps = []
     for train_index, text in enumerate(train):
         words = split_words(text)
-        if words in whole:
-            found = Overlap(train_index=train_index, eval_index=whole[words], kind="exact", words=" ".join(words))
+        if words in eval_texts:
+            found = Overlap(train_index=train_index, eval_index=eval_texts[words], kind="exact", words=" ".join(words))
             overlaps.append(found)
             continue
         grams = (gram for length in lengths for gram in iter_ngrams(words, length))
-        shared = next((gram for gram in grams if gram in parts), None)
+        shared = next((gram for gram in grams if gram in eval_ngrams), None)
         if shared is not None:
-            found = Overlap(train_index=train_index, eval_index=parts[shared], kind="ngram", words=" ".join(shared))
+            eval_index = eval_ngrams[shared]
+            found = Overlap(train_index=train_index, eval_index=eval_index, kind="ngram", words=" ".join(shared))
             overlaps.append(found)
     return overlaps
 
@@ -58,6 +58,6 @@ def split_words(text: str) -> tuple[str, ...]:
 
 
 def iter_ngrams(words: Sequence[str], length: int) -> Iterator[tuple[str, ...]]:
-    """All stretches of so many words; none when there are fewer."""
+    """All n-grams of `length` words; none when there are fewer words."""
     for start in range(len(words) - length + 1):
         yield tuple(words[start : start + length])

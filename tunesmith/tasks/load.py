@@ -1,7 +1,7 @@
-"""Tasks from a folder, a file, a folder of `save_to_disk` or a hub id, read by Hugging Face `datasets`.
+"""Load tasks from a folder, a file, a folder of `save_to_disk` or a hub id with Hugging Face `datasets`.
 
-Everything that can be wrong with a data set is one `DataError` sentence, raised before a model loads. Rows stay plain
-dicts; the order of the file is the order of the tasks.
+Every problem with a data set is a `DataError` of one sentence, raised before a model loads. Rows stay plain dicts; the
+order of the file is the order of the tasks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tunesmith.types import Task
 
 FORMATS: Mapping[str, str] = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 SINGLE_SPLIT = "train"
-"""The name under which `datasets` reads a set that is not split."""
+"""The split name that `datasets` gives to a data set without splits."""
 SAVED_SET, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""What `save_to_disk` writes into the folder of a `Dataset`, and into that of a `DatasetDict`."""
+"""Marker files that `save_to_disk` writes into the folder of a `Dataset` and of a `DatasetDict`."""
 
 
 def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
-    """Read all rows as tasks `<name>/<row index>` and check that they have what the section requires."""
+    """Read all rows as tasks `<name>/<row index>` and check that they have the required fields."""
     rows = load_rows(dataset.path, name=dataset.name, split=dataset.split)
     if not rows:
         raise DataError(f"the data set {dataset.path!r} (split {dataset.split!r}) has no rows")
@@ -37,7 +37,7 @@ def load_tasks(dataset: DatasetSection, *, name: str) -> list[Task]:
 
 
 def load_rows(path: str, *, name: str | None, split: str | None) -> list[dict[str, Any]]:
-    """Read a split whole."""
+    """Read all rows of a split."""
     return _read(path, name=name, split=split, num_rows=None)
 
 
@@ -47,36 +47,37 @@ def load_preview(path: str, *, name: str | None, split: str | None, num_rows: in
 
 
 def check_required_fields(rows: Sequence[Mapping[str, Any]], fields: Sequence[str], *, path: str) -> None:
-    """Refuse rows that lack a field; `datasets` fills gaps with None, so None counts as lacking."""
+    """Refuse rows that lack a field; `datasets` fills missing fields with None, so None counts as missing."""
     for index, row in enumerate(rows):
         for field in fields:
             if row.get(field) is None:
                 raise DataError(
-                    f"row {index} of {path!r} {describe_gap(row, field)}. Mend the data or change required_fields"
+                    f"row {index} of {path!r} {describe_missing_field(row, field)}. Fix the data or change "
+                    "required_fields"
                 )
 
 
-def describe_gap(row: Mapping[str, Any], field: str) -> str:
-    """What a row has in place of a field; `datasets` fills fields that only other rows have with None."""
+def describe_missing_field(row: Mapping[str, Any], field: str) -> str:
+    """Why a field is missing: absent, or None because `datasets` fills in fields that only other rows have."""
     if field in row:
-        return f"has no {field!r}: its value is empty (null, or left out of this row)"
+        return f"has no {field!r}: its value is empty (null, or not in this row)"
     return f"has no {field!r}; its fields are {', '.join(sorted(row))}"
 
 
 def _read(path: str, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
-    """The first rows of a split, read one after another, or all of it."""
+    """The first `num_rows` rows of a split, streamed, or all rows if it is None."""
     check_data_path(path)
-    place = Path(path).expanduser()
-    if is_saved(place):
-        return _read_saved(place, name=name, split=split, num_rows=num_rows)
-    if place.is_file():
-        arguments = _describe_file(place, name=name, split=split)
+    source = Path(path).expanduser()
+    if is_saved(source):
+        return _read_saved(source, name=name, split=split, num_rows=num_rows)
+    if source.is_file():
+        arguments = _describe_file(source, name=name, split=split)
     else:
-        arguments = {"path": str(place) if place.exists() else path, "name": name}
+        arguments = {"path": str(source) if source.exists() else path, "name": name}
     try:
         with reachable_or_offline(path):
             loaded = load_dataset(**arguments, streaming=num_rows is not None)
-            rows = _choose_split(loaded, split, path=path, is_file=place.is_file())
+            rows = _choose_split(loaded, split, path=path, is_file=source.is_file())
             return list(itertools.islice(rows, num_rows))
     except DataError:
         raise
@@ -86,55 +87,55 @@ def _read(path: str, *, name: str | None, split: str | None, num_rows: int | Non
         raise _explain(path, split, error) from error
 
 
-def is_saved(place: Path) -> bool:
+def is_saved(source: Path) -> bool:
     """Whether `save_to_disk` of `datasets` wrote the folder."""
-    return any((place / file).is_file() for file in (SAVED_SET, SAVED_SPLITS))
+    return any((source / file).is_file() for file in (SAVED_SET, SAVED_SPLITS))
 
 
-def _read_saved(place: Path, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
-    """Rows of a folder that `save_to_disk` wrote: a `DatasetDict` has splits, a `Dataset` is one whatever it is called.
+def _read_saved(source: Path, *, name: str | None, split: str | None, num_rows: int | None) -> list[dict[str, Any]]:
+    """Rows of a folder written by `save_to_disk`: a `DatasetDict` has splits, a `Dataset` is a single split.
 
-    The rows are memory-mapped, so a preview reads no more than it shows.
+    The rows are memory-mapped, so a preview reads only what it shows.
     """
     if name is not None:
-        raise DataError(f"name {name!r} has no effect: the folder {str(place)!r} is one set; leave name out")
+        raise DataError(f"name {name!r} has no effect: the folder {str(source)!r} has no configurations; remove name")
     try:
-        loaded = load_from_disk(str(place))
+        loaded = load_from_disk(str(source))
         if isinstance(loaded, Dataset):
-            rows = _check_saved_split(loaded, split, place)
+            rows = _check_saved_split(loaded, split, source)
         else:
-            rows = _choose_split(loaded, split, path=str(place), is_file=False)
+            rows = _choose_split(loaded, split, path=str(source), is_file=False)
         return list(itertools.islice(rows, num_rows))
     except DataError:
         raise
     except (OSError, ValueError, TypeError, KeyError, DatasetsError) as error:
-        raise _explain(str(place), split, error) from error
+        raise _explain(str(source), split, error) from error
 
 
-def _check_saved_split(saved: Dataset, split: str | None, place: Path) -> Dataset:
-    """The saved set, unless the split that is asked for is another one."""
-    known = {None, SINGLE_SPLIT, place.name, None if saved.split is None else str(saved.split)}
+def _check_saved_split(saved: Dataset, split: str | None, source: Path) -> Dataset:
+    """The saved data set; DataError if `split` is neither `train`, the folder's name nor the saved split's name."""
+    known = {None, SINGLE_SPLIT, source.name, None if saved.split is None else str(saved.split)}
     if split not in known:
         raise DataError(
-            f"split {split!r}: the folder {str(place)!r} is one split; set split to {SINGLE_SPLIT!r}, or give another "
+            f"split {split!r}: the folder {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give another "
             "folder"
         )
     return saved
 
 
-def _describe_file(place: Path, *, name: str | None, split: str | None) -> dict[str, Any]:
-    """Arguments of `load_dataset` for one file, which is one split whatever it is called."""
-    if place.suffix not in FORMATS:
-        raise DataError(f"{str(place)!r} is not a data set file; allowed endings: {', '.join(FORMATS)}")
-    if place.stat().st_size == 0:
-        raise DataError(f"the data set {str(place)!r} has no rows")
-    if split not in {None, SINGLE_SPLIT, place.stem}:
+def _describe_file(source: Path, *, name: str | None, split: str | None) -> dict[str, Any]:
+    """Arguments of `load_dataset` for one file, which is a single split."""
+    if source.suffix not in FORMATS:
+        raise DataError(f"{str(source)!r} is not a data set file; allowed endings: {', '.join(FORMATS)}")
+    if source.stat().st_size == 0:
+        raise DataError(f"the data set {str(source)!r} has no rows")
+    if split not in {None, SINGLE_SPLIT, source.stem}:
         raise DataError(
-            f"split {split!r}: the file {str(place)!r} is one split; set split to {SINGLE_SPLIT!r}, or give its folder"
+            f"split {split!r}: the file {str(source)!r} is one split; set split to {SINGLE_SPLIT!r}, or give its folder"
         )
     if name is not None:
-        raise DataError(f"name {name!r} has no effect: the file {str(place)!r} is one set; leave name out")
-    return {"path": FORMATS[place.suffix], "data_files": {SINGLE_SPLIT: str(place)}}
+        raise DataError(f"name {name!r} has no effect: the file {str(source)!r} has no configurations; remove name")
+    return {"path": FORMATS[source.suffix], "data_files": {SINGLE_SPLIT: str(source)}}
 
 
 def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, *, path: str, is_file: bool) -> Any:
@@ -150,7 +151,7 @@ def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, 
 def _explain(path: str, split: str | None, error: Exception) -> DataError:
     if not Path(path).expanduser().exists():
         return MissingDataError(
-            f"the data set {path!r} is no folder or file here, and {describe_miss()}; "
+            f"the data set {path!r} is not a local folder or file, and {describe_miss()}; "
             "or give a folder or a file as its path"
         )
     reason = " ".join(str(error.__cause__ or error).split())

@@ -1,8 +1,8 @@
-"""Several data sets as one: which set the next task comes from; which task of it, its own selector says.
+"""A selector over several data sets: it chooses the set of each draw; the set's own selector chooses the task.
 
 Without weights the sets are mixed by size: each epoch is a shuffled list in which every set occurs as often as it has
-tasks. With weights, every stretch of draws holds each set in proportion, to within one task. Positions count over all
-sets, one after the other.
+tasks. With weights, the number of draws from each set is proportional to its weight, to within one task, after any
+number of draws. Indices run over the concatenation of all sets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Mixture:
             self._shares = given / given.sum()
         self._seed = seed
         self._num_drawn_of = np.zeros(len(self._names), dtype=np.int64)
-        self._last_turns: set[int] = set()
+        self._last_sets: set[int] = set()
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
 
@@ -47,50 +47,54 @@ class Mixture:
         return int(self._num_drawn_of.sum())
 
     def select(self, batch_size: int) -> list[int]:
-        """Positions in the order in which the sets take turns."""
-        turns = [self._take_turn() for _ in range(batch_size)]
-        self._last_turns = set(turns)
+        """The next task indices, in the order in which their sets are drawn."""
+        sets = [self._draw_set() for _ in range(batch_size)]
+        self._last_sets = set(sets)
         drawn = {
-            turn: iter(draw_indices(self._selector(turn), count, num_tasks=int(self._sizes[turn])))
-            for turn, count in Counter(turns).items()
+            number: iter(draw_indices(self._selector(number), count, num_tasks=int(self._sizes[number])))
+            for number, count in Counter(sets).items()
         }
-        return [self._first[turn] + next(drawn[turn]) for turn in turns]
+        return [self._first[number] + next(drawn[number]) for number in sets]
 
-    def _take_turn(self) -> int:
-        """The number of the set that the next draw comes from, and count the draw."""
+    def _draw_set(self) -> int:
+        """Choose the set of the next draw and count the draw."""
         if self._shares is None:
-            turn = self._find_by_size(self.num_drawn)
+            number = self._find_by_size(self.num_drawn)
         else:
-            turn = int(np.argmax(self._shares * (self.num_drawn + 1) - self._num_drawn_of))
-        self._num_drawn_of[turn] += 1
-        return turn
+            number = int(np.argmax(self._shares * (self.num_drawn + 1) - self._num_drawn_of))
+        self._num_drawn_of[number] += 1
+        return number
 
     def _find_by_size(self, position: int) -> int:
-        epoch, place = divmod(position, self._first[-1])
+        epoch, offset = divmod(position, self._first[-1])
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.repeat(np.arange(len(self._sizes)), self._sizes)
             np.random.default_rng(self._seed + epoch).shuffle(self._order)
-        return int(self._order[place])
+        return int(self._order[offset])
 
     def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> dict[str, float]:
-        """Tell each selector of its own tasks; its metrics carry the set's name."""
+        """Pass each selector the feedback on its own tasks; its metrics get the set's name as a suffix."""
         metrics: dict[str, float] = {}
-        given = list(zip(indices, pass_rates, strict=True))
-        for turn, name in enumerate(self._names):
-            start, end = self._first[turn], self._first[turn + 1]
-            own = [(index - start, rate) for index, rate in given if start <= index < end]
-            told = self._selector(turn).feedback([index for index, _ in own], [rate for _, rate in own])
-            metrics |= {f"{key}/{name}": value for key, value in (told or {}).items()}
+        rated = list(zip(indices, pass_rates, strict=True))
+        for number, name in enumerate(self._names):
+            start, end = self._first[number], self._first[number + 1]
+            own = [(index - start, rate) for index, rate in rated if start <= index < end]
+            set_metrics = self._selector(number).feedback([index for index, _ in own], [rate for _, rate in own])
+            metrics |= {f"{key}/{name}": value for key, value in (set_metrics or {}).items()}
         return metrics
 
     def explain(self) -> Selection:
-        """The words of those selectors that were asked last and give any."""
-        told = [(turn, self._selector(turn)) for turn in sorted(self._last_turns)]
-        parts = [(turn, one.explain()) for turn, one in told if isinstance(one, ExplainingSelector)]
+        """The merged explanations of the selectors that took part in the last `select` and can explain it."""
+        selectors = [(number, self._selector(number)) for number in sorted(self._last_sets)]
+        parts = [(number, each.explain()) for number, each in selectors if isinstance(each, ExplainingSelector)]
         choices = [
-            replace(choice, index=self._first[turn] + choice.index) for turn, part in parts for choice in part.choices
+            replace(choice, index=self._first[number] + choice.index)
+            for number, part in parts
+            for choice in part.choices
         ]
-        summary = {f"{key}/{self._names[turn]}": value for turn, part in parts for key, value in part.summary.items()}
+        summary = {
+            f"{key}/{self._names[number]}": value for number, part in parts for key, value in part.summary.items()
+        }
         histogram = tuple(int(sum(column)) for column in zip(*(part.histogram for _, part in parts), strict=True))
         return Selection(choices=tuple(choices), summary=summary, histogram=histogram)
 
@@ -105,5 +109,5 @@ class Mixture:
         for name, selector in self._selectors.items():
             selector.load_state_dict(state["selectors"][name])
 
-    def _selector(self, turn: int) -> Selector:
-        return self._selectors[self._names[turn]]
+    def _selector(self, number: int) -> Selector:
+        return self._selectors[self._names[number]]

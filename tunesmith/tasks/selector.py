@@ -1,8 +1,8 @@
-"""Which tasks come next: batches of positions in a list of N tasks.
+"""Selectors choose the tasks of the next step: batches of indices into a list of N tasks.
 
-A selector hears the pass rates of what it selected before it is asked again, and its state is what JSON knows, so a run
-that resumes selects what it would have selected. The selectors here do not listen: they are functions of the seed and
-of how many tasks were drawn. They see of the tasks their features alone, one row a task.
+A selector receives the pass rates of the selected tasks before it selects again. Its state is JSON, so a resumed run
+makes the same selections. The selectors in this file ignore feedback: their choices depend on the seed and the number
+of tasks drawn. They receive the features of the tasks only, one row per task.
 
 Axes: N tasks, K feature columns.
 """
@@ -24,23 +24,23 @@ Indices = NDArray[np.int64]
 
 
 class Selector(Protocol):
-    """What a run needs of a selector, built in or the user's own."""
+    """Interface of selectors, built in or user-defined."""
 
     def select(self, batch_size: int) -> list[int]:
-        """The positions of the next tasks."""
+        """Indices of the next tasks."""
         ...
 
     def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> Mapping[str, float] | None:
-        """Hear how tasks went, each from 0 to 1; tasks of which no run has a score are left out. Returns metrics, if
-        there are any."""
+        """Receive the pass rates of tasks, each from 0 to 1; tasks without a scored run are omitted. Returns metrics or
+        None."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """All that decides what comes next, in values that JSON knows."""
+        """Everything that determines the next selections, as JSON values."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the state returned by `state_dict`."""
         ...
 
 
@@ -51,42 +51,42 @@ class Choice:
     index: int
     reason: str
     numbers: Mapping[str, float]
-    """What the reason rests on."""
+    """The values that the reason refers to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What was selected last, and the belief about all tasks at that moment."""
+    """The last selection, and a summary of the selector's estimates for all tasks at that moment."""
 
     choices: tuple[Choice, ...]
     summary: Mapping[str, float]
     histogram: tuple[int, ...]
-    """Tasks by expected pass rate, in equal bins from 0 to 1."""
+    """Number of tasks per bin of expected pass rate, in equal bins from 0 to 1."""
 
 
 def draw_indices(selector: Selector, size: int, *, num_tasks: int) -> list[int]:
-    """The next positions, as plain numbers; a ConfigError where a user's selector does not keep to the protocol."""
-    given = selector.select(size)
+    """The next `size` indices as ints; ConfigError if a custom selector violates the interface."""
+    selected = selector.select(size)
     try:
-        indices = [operator.index(index) for index in given]
+        indices = [operator.index(index) for index in selected]
     except TypeError:
         indices = []
     if len(indices) != size or not all(0 <= index < num_tasks for index in indices):
-        raise ConfigError(f"the selector was asked for {size} positions from 0 to {num_tasks - 1} and gave {given!r}")
+        raise ConfigError(f"the selector must return {size} indices from 0 to {num_tasks - 1}, got {selected!r}")
     return indices
 
 
 @runtime_checkable
 class ExplainingSelector(Selector, Protocol):
-    """A selector that can say why; its words go to the run's `selection` folder."""
+    """A selector that explains its choices; explanations are saved in the run's `selection` folder."""
 
     def explain(self) -> Selection:
-        """What the last `select` did."""
+        """The choices of the last `select` and their reasons."""
         ...
 
 
 class OrderedSelector:
-    """Serves an order of all tasks, made for each epoch; a batch may straddle the end of one."""
+    """Iterates over all tasks in an order built per epoch; a batch may cross the end of an epoch."""
 
     def __init__(self, num_tasks: int, build_order: Callable[[int], Indices]) -> None:
         if num_tasks < 1:
@@ -98,13 +98,13 @@ class OrderedSelector:
         self._order_N: Indices = np.empty(0, dtype=np.int64)
 
     def select(self, batch_size: int) -> list[int]:
-        """The next `batch_size` positions; begins anew at the end of the data set."""
+        """The next `batch_size` indices; wraps around at the end of the data set."""
         indices = [self._find_index(self.num_drawn + offset) for offset in range(batch_size)]
         self.num_drawn += batch_size
         return indices
 
     def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> dict[str, float]:
-        """The order does not depend on how tasks go."""
+        """Ignored: the order is fixed."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,38 +114,38 @@ class OrderedSelector:
         self.num_drawn = state["num_drawn"]
 
     def _find_index(self, position: int) -> int:
-        epoch, place = divmod(position, self.num_tasks)
+        epoch, offset = divmod(position, self.num_tasks)
         if epoch != self._epoch:
             self._epoch, self._order_N = epoch, self._build_order(epoch)
-        return int(self._order_N[place])
+        return int(self._order_N[offset])
 
 
 def build_sequential(features_NK: Floats, *, seed: int) -> OrderedSelector:
-    """The data set's order, again in each epoch."""
+    """The data set's order in every epoch."""
     order_N = np.arange(len(features_NK))
     return OrderedSelector(len(features_NK), lambda epoch: order_N)
 
 
 def build_shuffle(features_NK: Floats, *, seed: int) -> OrderedSelector:
-    """An order shuffled anew in each epoch: every task once."""
+    """Every task once per epoch, reshuffled each epoch."""
     num_tasks = len(features_NK)
     return OrderedSelector(num_tasks, lambda epoch: np.random.default_rng(seed + epoch).permutation(num_tasks))
 
 
 def build_easy_to_hard(features_NK: Floats, *, seed: int) -> OrderedSelector:
-    """From the highest feature to the lowest: a feature is a pass rate, so the easiest task comes first.
+    """Sorted by feature, highest first: a feature is a pass rate, so the easiest task comes first.
 
-    Later columns break ties of earlier ones; after them the task that is later in the data set comes first.
+    Ties are broken by later columns, then by position in the data set, last first.
     """
     order_N = np.lexsort(features_NK.T[::-1])[::-1]
     return OrderedSelector(len(features_NK), lambda epoch: order_N)
 
 
 class RandomSelector:
-    """Tasks drawn at random, each batch independent of the others.
+    """Tasks drawn uniformly at random, independently for each batch.
 
-    A task comes at most once in a batch; with `replace` each draw is independent of all others. A batch larger than
-    the data set holds every task before it holds one again.
+    Within a batch tasks are drawn without replacement, unless `replace` is set. A batch larger than the data set
+    contains every task before one repeats.
     """
 
     def __init__(self, features_NK: Floats, *, seed: int, replace: bool = False) -> None:
@@ -166,7 +166,7 @@ class RandomSelector:
         return drawn
 
     def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> dict[str, float]:
-        """Chance does not listen."""
+        """Ignored: draws are independent of results."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

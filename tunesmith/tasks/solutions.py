@@ -1,9 +1,9 @@
-"""Worked solutions as GSM8K writes them, cut at their calculations.
+"""Parse worked solutions in GSM8K format into texts and calculations.
 
 In: `Natalia sold 48/2 = <<48/2=24>>24 clips in May. ...\\n#### 72`. Out: the texts around the calculations, the
 calculations, and the final answer as a plain number. Marked calculations are those between `<<` and `>>`; plain ones
-are equations that the text writes without a mark. Expressions are spelled as the calculator reads them; whether they
-are right is not decided here.
+are equations in the text without marks. Expressions are normalised to the calculator's syntax; whether they are correct
+is not checked here.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PLAIN = re.compile(
     rf"(?P<result>\$?-?(?:\d+\s+\d+/\d+|(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?|\.\d+))"
     rf"(?![\w%(]|[.,]\d|{OPERATOR}[\d$(.])"
 )
-"""An equation of numbers; a number before a parenthesis multiplies it."""
-IS_GOING_ON = re.compile(rf"[\w%)]{OPERATOR}\Z|\d\s+\Z")
-"""What comes before a plain equation when its first operand is but the end of a longer term."""
+"""An equation of numbers; a number directly before a parenthesis is a factor."""
+INSIDE_TERM = re.compile(rf"[\w%)]{OPERATOR}\Z|\d\s+\Z")
+"""Text before a plain equation whose first operand is only the end of a longer term."""
 CURRENCIES = "$\u20ac\u00a3"
-SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = (
+REPLACEMENTS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"[$\u20ac\u00a3]"), ""),
     (re.compile(r"(?<=\d),(?=\d{3})"), ""),
     (re.compile(r"\u00d7|(?<=[\d)%\s.])[xX](?=[\d(\s.])"), "*"),
@@ -43,11 +43,11 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<=\D)\s+|\s+(?=\D)|^\+"), ""),
     (re.compile(r"\((\d*\.?\d+)\)"), r"\1"),
 )
-"""How people write terms -> how the calculator reads them, in this order."""
+"""Written notation -> calculator syntax, applied in this order."""
 
 
 class SolutionError(ValueError):
-    """A solution cannot be read; `reason` is a word for counting."""
+    """A solution that cannot be parsed; `reason` is the name under which it is counted."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -56,31 +56,31 @@ class SolutionError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calculation:
-    """One calculation, spelled for the calculator."""
+    """One calculation in the calculator's syntax."""
 
     expression: str
     result: str
-    """As the solution states it."""
+    """The result as stated in the solution."""
     is_marked: bool
 
     @property
     def has_operation(self) -> bool:
-        """False where nothing is computed, as in `<<12=12>>`."""
+        """False if nothing is computed, as in `<<12=12>>`."""
         return re.search(r"[\d.)][-+*/]", self.expression) is not None
 
     @property
     def is_balanced(self) -> bool:
-        """False where a plain equation was cut out of the middle of a term."""
+        """Whether parentheses match; False if a plain equation was cut out of the middle of a term."""
         depths = list(accumulate((c == "(") - (c == ")") for c in self.expression))
         return min(depths) >= 0 and depths[-1] == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A solution cut at its calculations: text 0, calculation 0, text 1, ... and the last text."""
+    """A solution split at its calculations: text 0, calculation 0, text 1, ..., last text."""
 
     texts: tuple[str, ...]
-    """One more than there are calculations; a text begins with the result of the calculation before it."""
+    """One more than calculations; a text begins with the result of the calculation before it."""
     calculations: tuple[Calculation, ...]
     answer: str
     """A plain number, without commas and currency."""
@@ -89,7 +89,7 @@ class Solution:
         assert len(self.texts) == len(self.calculations) + 1
 
     def join(self, index: int) -> Solution:
-        """The solution with calculation `index` left in the text."""
+        """The solution with calculation `index` removed and the texts around it joined."""
         before, after = self.texts[:index], self.texts[index + 2 :]
         joined = f"{self.texts[index]} {self.texts[index + 1]}"
         rest = self.calculations[:index] + self.calculations[index + 1 :]
@@ -97,19 +97,19 @@ class Solution:
 
 
 def parse_solution(text: str) -> Solution:
-    """Cut a solution; raises SolutionError with the reason `no_answer`, `unreadable_answer` or `unreadable_mark`."""
+    """Parse a solution; raises SolutionError with reason `no_answer`, `unreadable_answer` or `unreadable_mark`."""
     body, mark, ending = text.rpartition(ANSWER_MARK)
     if not mark:
         raise SolutionError("no_answer", f"the solution has no {ANSWER_MARK}")
     texts, calculations = [""], list[Calculation]()
     for index, piece in enumerate(MARKED.split(body)):
         if index % 2 == 0:
-            plain_texts, plain = _cut_plain(piece)
+            plain_texts, plain = _split_plain(piece)
             texts[-1] += plain_texts[0]
             texts += plain_texts[1:]
             calculations += plain
         else:
-            calculations.append(_read_mark(piece))
+            calculations.append(_parse_mark(piece))
             texts.append("")
     return Solution(texts=_clean(texts), calculations=tuple(calculations), answer=normalise_answer(ending))
 
@@ -123,14 +123,14 @@ def normalise_answer(text: str) -> str:
 
 
 def normalise_expression(text: str) -> str:
-    """A term as the calculator reads it."""
+    """A term in the calculator's syntax."""
     text = text.strip()
-    for pattern, spelling in SPELLINGS:
-        text = pattern.sub(spelling, text)
+    for pattern, replacement in REPLACEMENTS:
+        text = pattern.sub(replacement, text)
     return text
 
 
-def _read_mark(inside: str) -> Calculation:
+def _parse_mark(inside: str) -> Calculation:
     expression, equals, result = inside.rpartition("=")
     expression = expression.partition("=")[0]  # `<<5*2=10=10>>` states its result twice
     if not equals or not expression.strip() or not result.strip():
@@ -138,11 +138,11 @@ def _read_mark(inside: str) -> Calculation:
     return Calculation(expression=normalise_expression(expression), result=normalise_expression(result), is_marked=True)
 
 
-def _cut_plain(text: str) -> tuple[list[str], list[Calculation]]:
-    """Cut a text before the result of each equation in it."""
+def _split_plain(text: str) -> tuple[list[str], list[Calculation]]:
+    """Split a text before the result of each plain equation."""
     texts, calculations, start = [], [], 0
     for found in PLAIN.finditer(text):
-        if IS_GOING_ON.search(text[: found.start()]):
+        if INSIDE_TERM.search(text[: found.start()]):
             continue
         texts.append(text[start : found.start("result")])
         start = found.start("result")
@@ -152,7 +152,7 @@ def _cut_plain(text: str) -> tuple[list[str], list[Calculation]]:
 
 
 def _clean(texts: list[str]) -> tuple[str, ...]:
-    """One line a line, and a currency sign before a result goes with the result."""
+    """Collapse spaces and empty lines, and move a currency sign before a result to the text that begins with it."""
     cleaned, currency = [], ""
     for text in texts:
         lines = (" ".join(line.split()) for line in (currency + text).split("\n"))

@@ -1,7 +1,7 @@
-"""The one place where selectors and operators on tasks have names.
+"""The tables of selectors and operators on tasks by name.
 
-A selector of ours is built from the features of its tasks; a user's own from the tasks themselves:
-`build(tasks, *, seed, **args)`, and `feature_keys` too if it takes them. Arguments are checked by the signature.
+A built-in selector is built from the features of its tasks; a custom one from the tasks themselves:
+`build(tasks, *, seed, **args)`, with `feature_keys` if it takes them. Arguments are checked against the signature.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from tunesmith.tasks.selector import (
 )
 from tunesmith.types import Task
 
-GIVEN_TO_SELECTORS = ("seed", "feature_keys")
+RESERVED_ARGUMENTS = ("seed", "feature_keys")
+"""Arguments of selectors that come from the section itself, not from its `args`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectorEntry:
-    """A line of the table."""
+    """A built-in selector and the number of feature columns it takes."""
 
     build: Callable[..., Selector]
-    """Takes the features of the tasks, one row a task, and `seed`."""
+    """Takes the features of the tasks, one row per task, and `seed`."""
     min_features: int = 0
     max_features: float = 0
 
@@ -69,7 +70,7 @@ TASK_OPERATORS: dict[str, TaskOperator] = {
 
 
 def build_selector(section: SelectorSection, tasks: Sequence[Task], *, seed: int, load: LoadFunction) -> Selector:
-    """The selector that a section names; `seed` is the run's, used where the section has none."""
+    """Build the selector of a section; `seed` is the run's seed, used if the section has none."""
     name, keys = section.selector_type, section.feature_keys
     seed = seed if section.seed is None else section.seed
     where = f"the arguments of selector {name!r}"
@@ -80,7 +81,7 @@ def build_selector(section: SelectorSection, tasks: Sequence[Task], *, seed: int
     if not entry.min_features <= len(keys) <= entry.max_features:
         needed = f"at least {entry.min_features}" if entry.max_features else "none"
         raise ConfigError(f"selector {name!r} takes {needed} of feature_keys, got {list(keys)}")
-    build = bind_arguments(entry.build, section.args, where=where, reserved=GIVEN_TO_SELECTORS)
+    build = bind_arguments(entry.build, section.args, where=where, reserved=RESERVED_ARGUMENTS)
     selector: Selector = build(load_features(tasks, keys), seed=seed)
     return selector
 
@@ -88,20 +89,21 @@ def build_selector(section: SelectorSection, tasks: Sequence[Task], *, seed: int
 def build_own_selector(
     build: Callable[..., Any], tasks: Sequence[Task], *, section: SelectorSection, seed: int
 ) -> Selector:
-    """Call a user's class or function, and check that what it makes is a selector."""
+    """Call a user's class or function and check that the result is a selector."""
     name = section.selector_type
     bound = bind_arguments(
-        build, section.args, where=f"the arguments of selector {name!r}", reserved=GIVEN_TO_SELECTORS
+        build, section.args, where=f"the arguments of selector {name!r}", reserved=RESERVED_ARGUMENTS
     )
-    given: dict[str, Any] = {"seed": seed, "feature_keys": section.feature_keys}
-    taken = find_keywords(build)
-    if section.feature_keys and "feature_keys" not in taken:
-        raise ConfigError(f"selector {name!r} does not take feature_keys: leave them out, or give it that keyword")
-    return check_selector(bound(tasks, **{key: value for key, value in given.items() if key in taken}), name=name)
+    available: dict[str, Any] = {"seed": seed, "feature_keys": section.feature_keys}
+    accepted = find_keywords(build)
+    if section.feature_keys and "feature_keys" not in accepted:
+        raise ConfigError(f"selector {name!r} does not take feature_keys: remove them, or add that keyword to it")
+    arguments = {key: value for key, value in available.items() if key in accepted}
+    return check_selector(bound(tasks, **arguments), name=name)
 
 
 def check_selector(selector: Any, *, name: str) -> Selector:
-    """Refuse an object that lacks a method of `Selector`, or whose state a checkpoint could not hold."""
+    """Refuse an object that lacks a method of `Selector` or whose state is not JSON."""
     methods = ("select", "feedback", "state_dict", "load_state_dict")
     missing = [method for method in methods if not callable(getattr(selector, method, None))]
     if missing:
@@ -109,21 +111,21 @@ def check_selector(selector: Any, *, name: str) -> Selector:
     try:
         json.dumps(selector.state_dict())
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"selector {name!r}: its state_dict is not of values that JSON knows: {error}") from error
+        raise ConfigError(f"selector {name!r}: its state_dict cannot be saved as JSON: {error}") from error
     checked: Selector = selector
     return checked
 
 
 def load_features(tasks: Sequence[Task], keys: Sequence[str]) -> Floats:
-    """The pass rates of reference models in the tasks' rows, one column a key."""
+    """The features in the tasks' rows (pass rates of reference models), one column per key."""
     features_NK = np.empty((len(tasks), len(keys)))
     for row, task in enumerate(tasks):
         for column, key in enumerate(keys):
             value = task.row.get(key)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise DataError(
-                    f"task {task.task_id} has {key}={value!r}, and a feature is a pass rate from 0 to 1; its fields "
-                    f"are {', '.join(map(str, task.row))}. Mend the data or change task_selector.feature_keys"
+                    f"task {task.task_id} has {key}={value!r}, but a feature must be a pass rate from 0 to 1; its "
+                    f"fields are {', '.join(map(str, task.row))}. Fix the data or change task_selector.feature_keys"
                 )
             features_NK[row, column] = value
     return features_NK
@@ -132,21 +134,21 @@ def load_features(tasks: Sequence[Task], keys: Sequence[str]) -> Floats:
 def apply_task_operators(
     tasks: Sequence[Task], sections: Sequence[OperatorSection], *, load: LoadFunction
 ) -> tuple[list[Task], dict[str, float]]:
-    """Run the operators in turn; what they count goes under `tasks/<operator>/`."""
+    """Apply the operators in order; their metrics are named `tasks/<operator>/<metric>`."""
     kept = list(tasks)
     metrics: dict[str, float] = {}
     for section in sections:
         operator = find_function(section.name, TASK_OPERATORS, load=load, where="operator on tasks")
         bound = bind_arguments(operator, section.args, where=f"the arguments of operator {section.name!r}")
-        kept, counted = bound(kept)
-        metrics |= {f"tasks/{section.name}/{key}": value for key, value in counted.items()}
+        kept, operator_metrics = bound(kept)
+        metrics |= {f"tasks/{section.name}/{key}": value for key, value in operator_metrics.items()}
         if not kept:
             raise DataError(f"operator {section.name!r} left no tasks; loosen its arguments {dict(section.args)}")
     return kept, metrics
 
 
 def compute_weights(weights: Mapping[str, float | None]) -> dict[str, float] | None:
-    """Weights of a mixture, or None where it goes by size; some without a weight are an error."""
+    """Weights of a mixture, or None to mix by size; weights for only some of the sets are an error."""
     given = {name: weight for name, weight in weights.items() if weight is not None}
     if given and len(given) < len(weights):
         missing = [name for name in weights if name not in given]

@@ -39,7 +39,7 @@ class TaskFeed:
         return dict(self.selector.feedback([index for index, _ in known], [rate for _, rate in known]) or {})
 
     def save_selection(self, path: Path) -> None:
-        """Write the choices of this step and their reasons, for selectors that explain them."""
+        """Write the choices of this step and their reasons, if the selector explains them."""
         selections, self._selections = self._selections, []
         choices = [
             asdict(choice) | {"task_id": self.tasks[choice.index].task_id}

@@ -1,1 +1,1 @@
-"""Tools that agents call: plain functions from text to text; what the model did wrong comes back as an observation."""
+"""Tools for agents: functions from text to text that report the model's errors as observations."""

@@ -1,7 +1,7 @@
-"""A calculator for agents: text in, text out, exact, and safe on whatever a model writes.
+"""A calculator tool: text in, text out, exact, and safe on any input.
 
-The expression is parsed, never evaluated as code. Arithmetic is rational, so 0.1 + 0.2 is 0.3. Its length, nesting,
-exponents and digits are bounded, which bounds its time. An expression that is malformed or asks too much gives one
+The expression is parsed, never evaluated as code. Arithmetic is rational, so 0.1 + 0.2 is 0.3. Length, nesting,
+exponents and digits are bounded, which bounds the run time. For a malformed or too large expression the result is one
 sentence that begins with "Error:", for the model to read.
 """
 
@@ -17,15 +17,15 @@ from fractions import Fraction
 from typing import Any
 
 MAX_CHARACTERS = 500
-NUM_KNOWN_RESULTS = 4096
-"""Results that are remembered: runs on one question often compute the same."""
+NUM_CACHED_RESULTS = 4096
+"""Size of the result cache: runs on one question often compute the same expressions."""
 MAX_DEPTH = 50
 MAX_EXPONENT = 1000
 MAX_BITS = 512
-"""Of a numerator or a denominator: about 154 digits."""
+"""Largest size of a numerator or a denominator: about 154 digits."""
 NUM_SIGNIFICANT_DIGITS = 10
 MAX_SHOWN_CHARACTERS = 60
-"""Of an expression that an error quotes."""
+"""Longest expression that an error message quotes."""
 
 SYNTAX = "write numbers with + - * / // % ** and parentheses"
 CALCULATOR_TOOL: Mapping[str, Any] = {
@@ -42,13 +42,13 @@ CALCULATOR_TOOL: Mapping[str, Any] = {
         },
     },
 }
-"""The calculator as requests offer it to a model; `answer_call` answers its calls."""
+"""The tool schema for chat requests; `answer_call` executes the model's calls."""
 
 SIGNS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-", "$": ""})
-"""What people write for an operator; a currency sign says nothing here."""
+"""Typographic operators -> ASCII; currency signs are removed."""
 GROUPED_DIGITS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 FOREIGN = re.compile(r"[^\W\d_]\w*|[^\d.+\-*/%()\s_]", re.ASCII)
-"""A word or a sign that arithmetic on numbers has no use for."""
+"""A word or a sign that is not part of an arithmetic expression."""
 EXPONENT = re.compile(r"(?<=[\d.])[eE](?=[-+]?\d)")
 BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -61,7 +61,7 @@ BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 
 class ExpressionError(ValueError):
-    """The expression cannot be computed; the message is for whoever wrote it."""
+    """The expression cannot be computed; the message tells its author why."""
 
 
 def answer_call(name: str, arguments: str) -> str:
@@ -92,8 +92,8 @@ def calculate(expression: str) -> str:
         `str`:
             The result, or a sentence that begins with "Error:".
     """
-    is_kept = isinstance(expression, str) and len(expression) <= MAX_CHARACTERS
-    return _recall(expression) if is_kept else _calculate(expression)
+    is_cached = isinstance(expression, str) and len(expression) <= MAX_CHARACTERS
+    return _calculate_cached(expression) if is_cached else _calculate(expression)
 
 
 def _calculate(expression: str) -> str:
@@ -103,7 +103,7 @@ def _calculate(expression: str) -> str:
         return f"Error: {error}"
 
 
-_recall = functools.lru_cache(maxsize=NUM_KNOWN_RESULTS)(_calculate)
+_calculate_cached = functools.lru_cache(maxsize=NUM_CACHED_RESULTS)(_calculate)
 
 
 def compute_expression(expression: str) -> Fraction:
@@ -126,7 +126,7 @@ def compute_expression(expression: str) -> Fraction:
 
 
 def format_number(value: Fraction) -> str:
-    """Whole numbers without a point, others to ten significant digits."""
+    """Whole numbers without a decimal point, others with ten significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
     try:
@@ -136,7 +136,7 @@ def format_number(value: Fraction) -> str:
 
 
 def _check_words(text: str) -> None:
-    """Refuse names, calls, strings, lists, commas: nothing of Python but arithmetic is parsed."""
+    """Refuse names, calls, strings, lists, commas: only arithmetic reaches the Python parser."""
     found = FOREIGN.search(EXPONENT.sub("0", text))
     if found is not None:
         hint = "; write * for x" if found.group() in "xX" else ""
@@ -160,12 +160,12 @@ def _compute(node: ast.expr, text: str, *, depth: int) -> Fraction:
 
 
 def _quote(node: ast.expr, text: str) -> str:
-    """The part of a one-line text that a node stands for; columns count bytes, and the text is ASCII by now."""
+    """The source of a node. Columns of `ast` count bytes; `text` is one line of ASCII at this point."""
     return text[node.col_offset : node.end_col_offset]
 
 
 def _read_number(literal: str) -> Fraction:
-    """Digits are read as they are; an exponent goes through a float, which bounds it."""
+    """Parse a literal: digits exactly, scientific notation through a float, which bounds the exponent."""
     try:
         if not re.search("[eE]", literal):
             return Fraction(literal.replace("_", "").rstrip("."))

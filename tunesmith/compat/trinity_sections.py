@@ -1,4 +1,4 @@
-"""The parts of a Trinity-RFT file that are more than one value: task sets, operators, losses, helpers, the buffer."""
+"""Rules for nested sections of a Trinity-RFT file: task sets, LoRA, operators, replay buffer, auxiliary models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunesmith.compat.trinity_draft import (
-    ONE_HELPER_ENGINE,
+    ONE_AUXILIARY_ENGINE,
     Draft,
     Rule,
     accept,
@@ -23,16 +23,15 @@ from tunesmith.errors import ConfigError
 ADAPTER = "agentscope_workflow_adapter_v1"
 
 LORA_DEFAULTS: dict[str, Any] = {"lora_rank": 32, "lora_alpha": 32, "target_modules": "all-linear"}
-"""What an adapter has there where the file does not say."""
+"""Trinity-RFT's defaults of an adapter."""
 
-RowRules = dict[str, str]
-TASKSET_KEYS: RowRules = {"path": "path", "split": "split", "subset_name": "name"}
-"""Keys of a task set that are fields of our data set section."""
+TASKSET_KEYS: dict[str, str] = {"path": "path", "split": "split", "subset_name": "name"}
+"""Key of a task set -> field of our data set section."""
 SAMPLING_KEYS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_tokens"}
 
 
 def read_taskset(draft: Draft, key: str, value: Any) -> None:
-    """The one training set."""
+    """The training set."""
     if value is None:
         return
     draft.values["train_dataset"] = read_one_set(draft, key, read_mapping(value, key), is_evaluation=False)
@@ -42,7 +41,7 @@ def read_tasksets(draft: Draft, key: str, value: Any) -> None:
     """Several training sets, mixed by size."""
     sets = [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
     if sets and "train_dataset" in draft.values:
-        raise ConfigError(f"{key} and taskset are both given: name every set in tasksets")
+        raise ConfigError(f"{key} and taskset are both set: put every set into tasksets")
     if len(sets) == 1:
         draft.values["train_dataset"] = read_one_set(draft, f"{key}[0]", sets[0], is_evaluation=False)
     elif sets:
@@ -61,13 +60,13 @@ def name_sets(draft: Draft, key: str, sets: list[Mapping[str, Any]], *, is_evalu
     for number, each in enumerate(sets):
         name = str(each.get("name") or f"taskset_{number}")
         if name in named:
-            raise ConfigError(f"{key}[{number}].name={name!r}: another set has that name")
+            raise ConfigError(f"{key}[{number}].name={name!r}: another set has the same name")
         named[name] = read_one_set(draft, f"{key}[{number}]", each, is_evaluation=is_evaluation)
     return named
 
 
 def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluation: bool) -> dict[str, Any]:
-    """A data set section; what a set says of sampling and of repeats goes to the sections that hold it."""
+    """A data set section; the set's sampling parameters and repeats are set in the sections that have them."""
     section: dict[str, Any] = {}
 
     def keep(target: str) -> Rule:
@@ -79,10 +78,10 @@ def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluat
 
     def keep_selector(draft: Draft, key: str, value: Any) -> None:
         if "task_selector" in section:
-            raise ConfigError(f"{key}: task_selector and data_selector mean the same; give one")
+            raise ConfigError(f"{key}: task_selector and data_selector are the same key; set one of them")
         section["task_selector"] = read_selector(read_mapping(value, key), key)
 
-    no_selector = allow_neutral("an evaluation tries every task once; leave the selector out")
+    no_selector = allow_neutral("an evaluation runs every task once; remove the selector")
     rules: dict[str, Rule] = {
         "name": accept(),
         "storage_type": allow("file", reason="tasks are read from files and from the hub; export the table to jsonl"),
@@ -90,7 +89,7 @@ def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluat
         "rollout_args": read_evaluation_sampling if is_evaluation else read_sampling,
         "workflow_args": allow_neutral("the workflow is your function; bind its arguments there (functools.partial)"),
         "reward_fn_args": allow_neutral("the judge is your function; bind its arguments there (functools.partial)"),
-        "format": accept("workflows and judges get the row as it is"),
+        "format": accept("workflows and judges receive the whole row unchanged"),
         "default_workflow_type": allow(ADAPTER, reason="give the workflow as a function, workflow: module:function"),
         "default_reward_fn_type": allow_neutral("give the judge as a function, judge: module:function"),
         "task_selector": no_selector if is_evaluation else keep_selector,
@@ -98,12 +97,12 @@ def read_one_set(draft: Draft, key: str, given: Mapping[str, Any], *, is_evaluat
         "enable_progress_bar": accept(),
         **{name: keep(target) for name, target in TASKSET_KEYS.items()},
     }
-    walk(draft, rules, given, place=f"{key}.")
+    walk(draft, rules, given, parent=f"{key}.")
     return section
 
 
 def read_selector(given: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Our selector section; names and arguments are the same, and are checked where the selector is built."""
+    """Our selector section; names and arguments are the same and are checked when the selector is built."""
     names = {"selector_type": "selector_type", "seed": "seed", "feature_keys": "feature_keys", "kwargs": "args"}
     unknown = [name for name in given if name not in names]
     if unknown:
@@ -112,7 +111,7 @@ def read_selector(given: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def read_lora_configs(draft: Draft, key: str, value: Any) -> None:
-    """The one adapter that is trained in place of the weights."""
+    """The LoRA adapter that is trained instead of the weights."""
     adapters = [read_mapping(each, f"{key}[{number}]") for number, each in enumerate(read_list(value, key))]
     if len(adapters) > 1:
         raise ConfigError(f"{key}: one adapter is trained, got {len(adapters)}")
@@ -122,15 +121,15 @@ def read_lora_configs(draft: Draft, key: str, value: Any) -> None:
             "lora_rank": move("model.lora.r"),
             "lora_alpha": move("model.lora.alpha"),
             "target_modules": move("model.lora.target_modules"),
-            "lora_dtype": allow("auto", reason="an adapter has the type of the activations; see model.dtype"),
+            "lora_dtype": allow("auto", reason="an adapter has the dtype of the activations; see model.dtype"),
             "exclude_modules": allow_neutral("list the layers that get an adapter in target_modules"),
-            "path": allow_neutral("an adapter is trained on when model_path names its folder"),
+            "path": allow_neutral("to continue training an adapter, set model_path to its folder"),
         }
-        walk(draft, rules, {**LORA_DEFAULTS, **adapter}, place=f"{key}[0].")
+        walk(draft, rules, {**LORA_DEFAULTS, **adapter}, parent=f"{key}[0].")
 
 
 def read_sampling(draft: Draft, key: str, value: Any) -> None:
-    """How training rollouts are sampled; it overrides what the model section says."""
+    """Sampling parameters of training rollouts; they override the model section."""
     for name, given in read_mapping(value, key).items():
         if name == "n" and given in (None, 1):
             continue
@@ -138,7 +137,7 @@ def read_sampling(draft: Draft, key: str, value: Any) -> None:
             continue
         if name not in SAMPLING_KEYS:
             raise ConfigError(
-                f"{key}.{name} cannot be honoured: a request samples one answer, by {list(SAMPLING_KEYS)}"
+                f"{key}.{name} is not supported: a request samples one answer, with {', '.join(SAMPLING_KEYS)}"
             )
         if given is not None:
             given = max(given, 0) if name == "top_k" else given
@@ -146,19 +145,19 @@ def read_sampling(draft: Draft, key: str, value: Any) -> None:
 
 
 def read_evaluation_sampling(draft: Draft, key: str, value: Any) -> None:
-    """Evaluations have a temperature of their own; the rest is the model's."""
+    """Sampling parameters of evaluations: a separate temperature; the others must equal the model's."""
     for name, given in read_mapping(value, key).items():
         if name == "temperature":
             draft.set("evaluation.temperature", given, source=f"{key}.{name}")
         elif name != "logprobs" and given != draft.find(f"model.{name}", given):
             raise ConfigError(
-                f"{key}.{name}={given!r} cannot be honoured: evaluations differ from training in temperature alone; "
-                f"set model.{name}"
+                f"{key}.{name}={given!r} is not supported: evaluations have only a separate temperature; set "
+                f"model.{name}"
             )
 
 
 def read_operators(draft: Draft, key: str, value: Any) -> None:
-    """The chain of operators on experience; names and arguments are checked where the chain is built."""
+    """The chain of experience operators; names and arguments are checked when the chain is built."""
     operators = []
     for number, each in enumerate(read_list(value, key)):
         given = read_mapping(each, f"{key}[{number}]")
@@ -167,17 +166,18 @@ def read_operators(draft: Draft, key: str, value: Any) -> None:
             raise ConfigError(f"{key}[{number}] must have a name and may have args, got {dict(given)}")
         if given["name"] == "data_juicer":
             raise ConfigError(
-                f"{key}[{number}].name='data_juicer' cannot be honoured: no Data-Juicer service is used; nearest are "
-                "train_dataset.operators (deduplicate, length_filter, quality_score, priority_order)"
+                f"{key}[{number}].name='data_juicer' is not supported: Tunesmith has no Data-Juicer service; nearest "
+                "are train_dataset.operators (deduplicate, length_filter, quality_score, priority_order)"
             )
         operators.append({"name": given["name"], "args": dict(given.get("args") or {})})
     draft.set("experience.operators", operators, source=key)
 
 
 def read_replay(draft: Draft, key: str, value: Any) -> None:
-    """Without a cool-down Trinity's buffer only prefers fresh experience, and here all experience is fresh.
+    """The replay buffer; only with a cool-down is experience trained again.
 
-    With one, experience is trained again: as many groups of earlier steps as a step has of its own.
+    Without `reuse_cooldown_time`, Trinity-RFT's buffer only orders fresh experience, and here all experience is fresh.
+    With it, each step replays as many groups of earlier steps as it has new ones.
     """
     given = read_mapping(value, key)
     unknown = [n for n in given if n not in ("enable", "priority_fn", "reuse_cooldown_time", "priority_fn_args")]
@@ -186,11 +186,14 @@ def read_replay(draft: Draft, key: str, value: Any) -> None:
     if not given.get("enable"):
         return
     if given.get("reuse_cooldown_time") is None:
-        draft.notes.append(f"{key}.enable=True: every step trains the experience that it sampled, and only that")
+        draft.notes.append(
+            f"{key}.enable=True has no effect without reuse_cooldown_time: every step trains the experience that it "
+            "sampled, and only that"
+        )
         return
-    allow(
-        "linear_decay", "decay_limit_randomization", reason="a priority is linear_decay or decay_limit_randomization"
-    )(draft, f"{key}.priority_fn", given.get("priority_fn"))
+    allow("linear_decay", "decay_limit_randomization", reason="use linear_decay or decay_limit_randomization")(
+        draft, f"{key}.priority_fn", given.get("priority_fn")
+    )
     num_groups = draft.find("buffer.batch_size", AlgorithmSection().batch_size)
     draft.set("experience.replay.num_groups", num_groups, source=key)
     draft.set("experience.replay.capacity", max(ReplaySection().capacity, num_groups), source=key)
@@ -202,13 +205,13 @@ def read_replay(draft: Draft, key: str, value: Any) -> None:
 
 
 def read_auxiliary_models(draft: Draft, key: str, value: Any) -> None:
-    """Helpers by name; each has a path of its own, and its own sampling."""
+    """Auxiliary models by name, each with its own path and sampling parameters."""
     models: dict[str, Any] = {}
     for number, each in enumerate(read_list(value, key)):
         given = read_mapping(each, f"{key}[{number}]")
         name, path = given.get("name"), given.get("model_path")
         if not name or not path or name in models:
-            raise ConfigError(f"{key}[{number}] needs a name of its own and a model_path, got {dict(given)}")
+            raise ConfigError(f"{key}[{number}] needs a name that is unique and a model_path, got {dict(given)}")
         models[str(name)] = read_auxiliary(draft, f"{key}[{number}]", given)
     if models:
         draft.values["auxiliary_models"] = models
@@ -224,12 +227,12 @@ def read_auxiliary(draft: Draft, key: str, given: Mapping[str, Any]) -> dict[str
     rules |= {name: accept() for name in ("name", "enable_openai_api", "enable_history", "enable_auto_tool_choice")}
     rules |= {name: accept() for name in ("enforce_eager", "enable_prefix_caching", "seed", "gpu_memory_utilization")}
     rules |= {
-        "engine_num": accept(ONE_HELPER_ENGINE, silent=(1,)),
+        "engine_num": accept(ONE_AUXILIARY_ENGINE, silent=(1,)),
         "tensor_parallel_size": allow(
-            1, reason=f"{ONE_HELPER_ENGINE}; serve a large model elsewhere and name its base_url"
+            1, reason=f"{ONE_AUXILIARY_ENGINE}; for a large model start a server and set base_url"
         ),
-        "dtype": allow("auto", "bfloat16", "float32", reason="a helper has the type that suits the device"),
+        "dtype": allow("auto", "bfloat16", "float32", reason="the dtype of an auxiliary model is chosen by the device"),
         "engine_type": accept(),
     }
-    walk(draft, rules, given, place=f"{key}.")
+    walk(draft, rules, given, parent=f"{key}.")
     return {kept[name]: value for name, value in given.items() if name in kept and value is not None}
