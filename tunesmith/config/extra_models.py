@@ -1,4 +1,4 @@
-"""What some algorithms need besides the policy: a critic, a teacher, demonstrations of experts."""
+"""Knobs of the critic, the teacher and the expert demonstrations that some algorithms need."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from tunesmith.config.section import LearningRate, Section
 
 
 class CriticSection(Section):
-    """The model that predicts how a run will end, with weights and an optimizer of its own."""
+    """The value model of ppo, with its own weights and optimizer."""
 
     path: str | None = None
-    """Model whose body the critic starts from, with the policy's vocabulary; None takes the policy's own."""
+    """Model that initializes the critic's body; it must have the policy's vocabulary. null uses the policy's model."""
     learning_rate: LearningRate = 1e-5
-    """Constant learning rate of the critic's AdamW."""
+    """Learning rate of the critic's AdamW; constant."""
     warmup_steps: int = Field(default=0, ge=0)
-    """First steps in which the critic learns and the policy stays as it is; raise it where a critic that knows nothing
-    yet spoils a good policy."""
+    """Initial steps that train only the critic; raise it if an untrained critic degrades a good policy."""
     num_epochs: int = Field(default=1, ge=1)
-    """Updates of the critic for each update of the policy, on the same tokens."""
+    """Critic updates per policy update, on the same tokens."""
     clip_range: float | None = Field(default=0.2, gt=0)
-    """How far a value may move from what it was before the critic's first update on its tokens before it stops pulling;
-    it acts from the second of `num_epochs` on. None does not clip."""
+    """Value clipping: maximum change of a value from the one before the critic's first update on its tokens. It only
+    acts from the second of `num_epochs` on. null disables clipping."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients of the critic of larger norm are scaled down to it."""
+    """Maximum gradient norm of the critic; larger gradients are scaled down."""
 
     @model_validator(mode="after")
     def _check_clip_range(self) -> CriticSection:
@@ -34,21 +33,21 @@ class CriticSection(Section):
 
 
 class TeacherSection(Section):
-    """The model that is imitated; it is never trained."""
+    """The frozen model that distillation imitates."""
 
     path: str
     """Folder or hub id of a causal language model with the policy's vocabulary."""
 
 
 class ExpertSection(Section):
-    """Conversations of experts that are trained beside the policy's own."""
+    """Expert demonstrations that are mixed into each update."""
 
     path: str
-    """Folder of jsonl, json, csv or parquet files, one such file, or a hub id; rows have `messages` and perhaps
-    `tools`."""
+    """Folder of jsonl, json, csv or parquet files, one such file, or a hub id; rows have `messages` and
+    optionally `tools`."""
     name: str | None = None
-    """Configuration of a data set that has several."""
+    """Configuration (subset) of a data set that has several."""
     split: str | None = "train"
-    """Which split to read."""
+    """Split to read."""
     ratio: float = Field(default=0.5, gt=0, lt=1)
-    """Share of demonstrations among the sequences of a step, when every rollout of it trains."""
+    """Share of demonstrations among the sequences of a step in which every rollout is trained."""

@@ -16,7 +16,7 @@ from datasets.exceptions import DatasetsError
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError, MissingDataError
-from tunesmith.hub import describe_miss, reachable_or_offline
+from tunesmith.hub import describe_hub_failure, offline_if_unreachable
 from tunesmith.tasks.data_path import check_data_path
 from tunesmith.types import Task
 
@@ -74,7 +74,7 @@ def _read(path: str, *, name: str | None, split: str | None, num_rows: int | Non
     else:
         arguments = {"path": str(place) if place.exists() else path, "name": name}
     try:
-        with reachable_or_offline(path):
+        with offline_if_unreachable(path):
             loaded = load_dataset(**arguments, streaming=num_rows is not None)
             rows = _choose_split(loaded, split, path=path, is_file=place.is_file())
             return list(itertools.islice(rows, num_rows))
@@ -150,7 +150,7 @@ def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, 
 def _explain(path: str, split: str | None, error: Exception) -> DataError:
     if not Path(path).expanduser().exists():
         return MissingDataError(
-            f"the data set {path!r} is no folder or file here, and {describe_miss()}; "
+            f"the data set {path!r} is no folder or file here, and {describe_hub_failure()}; "
             "or give a folder or a file as its path"
         )
     reason = " ".join(str(error.__cause__ or error).split())

@@ -17,7 +17,7 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
 from tunesmith.experience.samples import build_samples
 from tunesmith.judges.composite import gsm8k_judge
-from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.data.conversations import ConversationReader
 from tunesmith.pipeline.prepare.calculator_agent import (
     MALFORMED_CALL,
     SYSTEM_PROMPT,
@@ -144,7 +144,7 @@ def test_it_is_a_workflow():
 def test_demonstrations_have_the_tokens_of_the_agents_own_runs(template, style):
     tokenizer = build_chat_tokenizer(template)
     messages = build_messages(TASK["question"], check_calculations(parse_solution(SOLUTION)), style=style)
-    (sample,) = DemonstrationReader(tokenizer).read([{"messages": messages, "tools": list(TOOLS)}], max_model_len=10**6)
+    (sample,) = ConversationReader(tokenizer).read([{"messages": messages, "tools": list(TOOLS)}], max_model_len=10**6)
     trained = cut_replies(sample)
     rest = list(trained)
     output, turns, _ = run(template=template, script=lambda *request: rest.pop(0))
@@ -160,7 +160,7 @@ def test_demonstrations_have_the_tokens_of_the_agents_own_runs(template, style):
 def test_only_replies_train():
     tokenizer = build_chat_tokenizer(CHATML)
     messages = build_messages(TASK["question"], check_calculations(parse_solution(SOLUTION)), style="all")
-    (sample,) = DemonstrationReader(tokenizer).read([{"messages": messages, "tools": list(TOOLS)}], max_model_len=10**6)
+    (sample,) = ConversationReader(tokenizer).read([{"messages": messages, "tools": list(TOOLS)}], max_model_len=10**6)
     assert [tokenizer.decode(ids) for ids in cut_replies(sample)] == [
         f"<think>\nIn May she sold 48/2 =\n</think>\n{write_call('48/2')}<|im_end|>",
         f"<think>\n24 clips.\nShe sold 48+24 =\n</think>\n{write_call('48+24')}<|im_end|>",

@@ -1,4 +1,4 @@
-"""Fewer tasks than a batch: a step tries tasks several times, each time as a group of its own."""
+"""Fewer tasks than the batch size: a step repeats tasks, each repetition as its own group."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_two_tasks_fill_a_batch_of_five(run, capsys):
     )
     assert [len(group.trajectories) for group in groups] == [3] * 5
     sampled = {tuple(turn.sampled_ids for turn in run.turns) for group in groups for run in group.trajectories}
-    assert len(sampled) > 6, "every repetition samples anew"
+    assert len(sampled) > 6, "every repetition is sampled independently"
     assert result.metrics["rollout/num_trajectories"] == 15
 
 
-def test_a_step_with_repeated_tasks_is_selected_fed_back_and_resumed(run):
+def test_repeated_tasks_are_selected_fed_back_and_resumed(run):
     overrides = ("experience.refill_budget=2", "experience.replay.num_groups=2")
     whole = run(*overrides, name="whole", selector=BOTS, total_steps=3)
     killed = run(*overrides, name="killed", selector=BOTS, total_steps=3)

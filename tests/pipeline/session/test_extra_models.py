@@ -1,4 +1,4 @@
-"""Companions of the policy have residuals of the type that its own have."""
+"""Reference, teacher and critic have the residual dtype of the policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def build_section(path: str, residual_dtype: str) -> ModelSection:
 
 
 @pytest.mark.parametrize(("residual_dtype", "expected"), [("model", torch.bfloat16), ("float32", torch.float32)])
-def test_policy_reference_teacher_and_critic_have_residuals_of_one_type(pocket_folder, residual_dtype, expected):
+def test_policy_reference_teacher_and_critic_have_one_residual_dtype(pocket_folder, residual_dtype, expected):
     section = build_section(pocket_folder, residual_dtype)
     policy = load_section_model(section)
     assert read_residual_types(policy.get_decoder()) == {expected}
@@ -35,7 +35,7 @@ def test_policy_reference_teacher_and_critic_have_residuals_of_one_type(pocket_f
         assert all(read_residual_types(other) == {expected} for other in others)
 
 
-def test_a_companion_that_cannot_have_them_is_refused_before_it_loads(pocket_folder, tmp_path):
+def test_a_critic_without_float32_residuals_is_refused_before_it_loads(pocket_folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(pocket_folder)
     tokenizer.save_pretrained(tmp_path)
     Olmo2Config(

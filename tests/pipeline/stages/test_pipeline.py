@@ -288,12 +288,12 @@ def test_only_settings_that_may_change_in_a_run_let_it_go_on(copied):
 
 
 def test_two_commands_do_not_write_one_pipeline(place):
-    from tunesmith.pipeline.session.run_folder import take_lock
+    from tunesmith.pipeline.session.run_folder import acquire_lock
     from tunesmith.storage import RunPaths
 
     (place / "out").mkdir()
-    with take_lock(RunPaths(place / "out")):
-        assert "is being written by process" in run(expected_status=1)
+    with acquire_lock(RunPaths(place / "out")):
+        assert "is locked by process" in run(expected_status=1)
 
 
 def test_a_stage_that_is_needed_and_not_done_is_named(place):

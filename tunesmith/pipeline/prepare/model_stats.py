@@ -12,7 +12,7 @@ from tunesmith.config import AlgorithmSection, DatasetSection, PassRateSection, 
 from tunesmith.errors import DataError
 from tunesmith.judges.composite import numeric_judge
 from tunesmith.model.load import load_tokenizer
-from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.data.conversations import ConversationReader
 from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
 from tunesmith.pipeline.prepare.calculator_agent import calculator_agent
 from tunesmith.pipeline.prepare.folder import format_lines, hash_json
@@ -37,15 +37,15 @@ class Length:
     """Above 1 where the template renders a conversation's past differently, so that it is several sequences."""
 
 
-def load_reader(section: TokensSection) -> DemonstrationReader:
+def load_reader(section: TokensSection) -> ConversationReader:
     """The tokenizer that counts; no weights are read."""
     tokenizer = load_tokenizer(
         section.model, chat_template=section.chat_template, trust_remote_code=section.trust_remote_code
     )
-    return DemonstrationReader(tokenizer)
+    return ConversationReader(tokenizer)
 
 
-def measure_length(reader: DemonstrationReader, row: Mapping[str, Any]) -> Length:
+def measure_length(reader: ConversationReader, row: Mapping[str, Any]) -> Length:
     """Read a row as fine-tuning reads it."""
     samples = reader.read([row], max_model_len=UNBOUNDED)
     return Length(
@@ -56,7 +56,7 @@ def measure_length(reader: DemonstrationReader, row: Mapping[str, Any]) -> Lengt
 
 
 def drop_long_rows(
-    candidates: Sequence[Candidate], section: TokensSection, reader: DemonstrationReader, style: Style, losses: Losses
+    candidates: Sequence[Candidate], section: TokensSection, reader: ConversationReader, style: Style, losses: Losses
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """The candidates that the model has room for, and the lengths of these."""
     kept, lengths = [], []

@@ -18,7 +18,7 @@ from typing import Any
 
 from tunesmith.config import ParaphraseSection, PrepareSection, SourceSection
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.data.conversations import ConversationReader
 from tunesmith.pipeline.prepare.folder import (
     EVALUATION,
     PARAPHRASES,
@@ -121,7 +121,7 @@ def refine(
     evaluation: Sequence[Candidate] | None,
     settings: PrepareSection,
     *,
-    reader: DemonstrationReader | None,
+    reader: ConversationReader | None,
     work: Path,
     losses: Losses,
 ) -> tuple[list[Candidate], dict[str, Any]]:
@@ -149,7 +149,7 @@ def refine(
     return candidates, report
 
 
-def check_settings(settings: PrepareSection) -> DemonstrationReader | None:
+def check_settings(settings: PrepareSection) -> ConversationReader | None:
     """Find what is wrong with models and keys before data is read; returns the reader that counts tokens."""
     if settings.paraphrase is not None:
         check_key(settings.paraphrase)

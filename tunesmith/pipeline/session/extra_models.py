@@ -1,7 +1,7 @@
-"""The models beside the policy that an algorithm needs: checked before any weights are read, then loaded.
+"""The reference, teacher and critic that an algorithm needs: checked before any weights are read, then loaded.
 
-The reference is a frozen copy of the starting model, the teacher a frozen model of its own; the critic learns. All are
-on the policy's device and in its type.
+The reference is a frozen copy of the starting model, the teacher another frozen model; the critic is trained. All have
+the policy's device and dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tunesmith.model.value_model import ValueModel, load_value_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompanionModels:
-    """What the trainer is given besides the policy; None where the algorithm needs none."""
+    """The models that the trainer receives besides the policy; None where the algorithm does not need one."""
 
     reference: PreTrainedModel | None = None
     teacher: PreTrainedModel | None = None
@@ -34,7 +34,8 @@ class CompanionModels:
 
 
 def check_companions(algorithm: Algorithm, section: AlgorithmSection, model: ModelSection) -> None:
-    """Raise where the section lacks what the algorithm needs, gives what it does not, or names an unfit model."""
+    """Raise if the section lacks a model that the algorithm needs, has one that it does not use, or one that is
+    unfit."""
     for key, need, given in (("teacher", "teacher", section.teacher), ("expert", "experts", section.expert)):
         if need in algorithm.needs and given is None:
             raise ConfigError(f"algorithm_type={algorithm.name!r} needs algorithm.{key}.path")
@@ -52,7 +53,7 @@ def check_companions(algorithm: Algorithm, section: AlgorithmSection, model: Mod
 
 
 def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
-    """Refuse a model that would read the policy's token ids as other tokens, or that is too short."""
+    """Raise if the model maps token ids to other tokens than the policy, or has too few embeddings or positions."""
     own = load_section_tokenizer(model).get_vocab()
     try:
         config = check_model(path, max_model_len=model.max_model_len, trust_remote_code=model.trust_remote_code)
@@ -63,7 +64,7 @@ def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
     differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
     if differing:
         raise ConfigError(
-            f"{knob}={path!r} has another vocabulary than model.path={model.path!r}: {len(differing)} tokens differ, "
+            f"{knob}={path!r} and model.path={model.path!r} differ in vocabulary: {len(differing)} tokens differ, "
             f"such as {differing[0]!r}; choose a model of the same family"
         )
     num_embeddings = config.get_text_config().vocab_size
@@ -74,14 +75,14 @@ def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
 
 
 def load_other_tokenizer(path: str, model: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer beside another model; its chat template is of no account."""
+    """The tokenizer stored with another model; its own chat template is not used."""
     return load_tokenizer(path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code)
 
 
 def load_companions(
     algorithm: Algorithm, section: AlgorithmSection, model: ModelSection, *, policy: PreTrainedModel
 ) -> CompanionModels:
-    """Load what the algorithm needs."""
+    """Load the models that the algorithm needs."""
     has_wide_residuals = model.residual_dtype == "float32"
     teacher = critic = None
     if section.teacher is not None:
@@ -107,7 +108,7 @@ def load_companions(
 
 
 def load_reference(model: ModelSection, *, policy: PreTrainedModel) -> PreTrainedModel:
-    """The starting model again, frozen; where an adapter is trained, the policy, of which the base is scored."""
+    """A frozen copy of the starting model; with an adapter, the policy itself, scored with the adapter switched off."""
     if model.lora is not None:
         return policy
     return load_model(
