@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,7 @@ def find_circle(package: str) -> list[str]:
     def visit(child: str, path: list[str]) -> list[str]:
         if child in path:
             circle = [*path[path.index(child) :], child]
-            return [arrows[one][other] for one, other in zip(circle, circle[1:], strict=False)]
+            return [arrows[one][other] for one, other in pairwise(circle)]
         if child in done:
             return []
         for sink in arrows.get(child, {}):

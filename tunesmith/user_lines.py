@@ -17,7 +17,7 @@ from typing import Any
 Line = tuple[CodeType, int]
 """A function's code and the number of the line in its file."""
 
-PACKAGE = f"{Path(__file__).resolve().parent.parent}/"
+PACKAGE = f"{Path(__file__).resolve().parent}/"
 PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
 TYPED_IN = ("<stdin>", "<ipython")

@@ -107,7 +107,13 @@ def run_ours(data: dict[str, torch.Tensor], **section) -> tuple[float, torch.Ten
             sequence_log_ratios_N=None if ratios is None else torch.from_numpy(ratios),
         )
     ).losses_N
-    kept, _ = compute_correction_weights(scores, scores.old_logprobs_E, algorithm.correction, is_weighted=False)
+    kept, _ = compute_correction_weights(
+        scores,
+        scores.old_logprobs_E,
+        algorithm.correction,
+        first_logprobs_E=scores.old_logprobs_E,
+        is_weighted=False,
+    )
     losses = losses * torch.from_numpy(terms.weights_E * kept)
     if section.kl_coef:
         losses = losses + section.kl_coef * compute_kl(

@@ -34,8 +34,8 @@ def test_cosine_falls_from_the_peak_towards_the_floor():
 
 
 def test_steps_beyond_the_last_stay_at_the_floor():
-    section = TrainerSection(learning_rate=2.0, schedule="cosine", min_lr_ratio=0.25)
-    assert compute_learning_rate(section, step=9, num_total_steps=4) == 0.5
+    section = TrainerSection(learning_rate=0.2, schedule="cosine", min_lr_ratio=0.25)
+    assert compute_learning_rate(section, step=9, num_total_steps=4) == 0.05
 
 
 def test_warmup_may_outlast_the_run():

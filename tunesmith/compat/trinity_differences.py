@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.compat.trinity_algorithms import DEFAULT_KL_COEF, find_algorithm
 from tunesmith.compat.trinity_draft import Draft, read_mapping
 from tunesmith.config import AlgorithmSection, EvaluationSection, RolloutSection, RunConfig, TrainerSection
@@ -100,6 +99,8 @@ def _note_forms(draft: Draft, name: str) -> None:
 
 
 def _note_aggregation(draft: Draft, name: str) -> None:
+    from tunesmith.algorithms.table import ALGORITHMS  # imports torch, which run files of our own do without
+
     own = ALGORITHMS[name].aggregation if name in ALGORITHMS else "token-mean"
     given = _section(draft, "algorithm").get("loss_aggregation")
     if given is None and own not in ("token-mean", "sum"):

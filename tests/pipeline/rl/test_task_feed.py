@@ -23,7 +23,7 @@ from tunesmith.experience.store import load_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
 
 PLAIN = ("rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192")
-RECIPE = Path(__file__).parent.parent.parent / "recipes" / "data_augment"
+RECIPE = Path(__file__).parents[3] / "recipes" / "data_augment"
 
 
 async def ask(task, model):
