@@ -104,10 +104,7 @@ def test_file_that_is_no_model(tmp_path):
 
 def test_hub_id_that_cannot_be_had(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ModelError,
-        match="is no folder here, and it was not found in the cache of the hub",
-    ):
+    with pytest.raises(ModelError, match="is no folder here, and it was not found in the cache of the hub"):
         check_model("nobody/no-such-model", max_model_len=16)
 
 

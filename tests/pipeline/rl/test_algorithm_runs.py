@@ -140,7 +140,7 @@ def test_a_failed_greedy_run_excludes_its_group(run):
     assert metrics["train/num_trained_tokens"] == 0
 
 
-def test_the_policy_as_its_own_teacher_gives_zero_loss(run, pocket_folder):
+def test_the_policy_as_its_own_teacher_has_zero_kl(run, pocket_folder):
     result = run("on_policy_distill", f"algorithm.teacher.path={pocket_folder}", "total_steps=1")
     assert result.metrics["distillation/reverse_kl"] == pytest.approx(0, abs=1e-5)
     assert result.metrics["train/grad_norm"] < 1e-3
@@ -168,7 +168,7 @@ def test_experts_are_mixed_in_their_ratio(run, tmp_path):
         ("ppo", ["algorithm.terms_args.lambda=1"], ConfigError, "unknown argument 'lambda'.*did you mean 'lam'"),
         ("jsd", ["algorithm.teacher.path=nowhere/x/y"], ModelError, "algorithm.teacher.path: .*no such folder"),
         ("mix", ["algorithm.expert.path=nowhere.jsonl"], DataError, "nowhere"),
-        ("dpo", [], ConfigError, "does not learn from rewards"),
+        ("dpo", [], ConfigError, "does not train on rewards"),
         ("dpo", ["algorithm.loss_aggregation=token-mean"], ConfigError, "weighs its tokens itself"),
     ],
 )

@@ -76,7 +76,7 @@ def test_repeated_tasks_are_selected_fed_back_and_resumed(run):
     chosen = json.loads((whole.folder / "selection/step_000001.json").read_text())["choices"]
     groups = load_rollouts(whole.folder / "rollouts/step_000001.parquet")
     assert [choice["task_id"] for choice in chosen] == [group.task.task_id for group in groups]
-    assert read_metrics(whole)[0]["selector/num_feedback"] == 2, "each task is heard of once, with its mean"
+    assert read_metrics(whole)[0]["selector/num_feedback"] == 2, "each task gets one feedback value, its mean"
     assert killed.num_steps == 3
     resumed = run(*overrides, "resume_from_step=1", name="killed", selector=BOTS, total_steps=3, is_resumed=True)
     assert read_metrics(resumed) == read_metrics(whole)

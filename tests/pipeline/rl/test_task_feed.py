@@ -104,15 +104,15 @@ class LastFirst:
     """A user's selector: from the last task to the first; it stores the feedback."""
 
     def __init__(self, tasks, *, seed):
-        self.next, self.heard = len(tasks) - 1, []
+        self.next, self.received = len(tasks) - 1, []
 
     def select(self, batch_size):
         self.next -= batch_size
         return [self.next + offset + 1 for offset in range(batch_size)][::-1]
 
     def feedback(self, indices, pass_rates):
-        self.heard += list(zip(indices, pass_rates, strict=True))
-        return {"mine/heard": float(len(self.heard))}
+        self.received += list(zip(indices, pass_rates, strict=True))
+        return {"mine/num_received": float(len(self.received))}
 
     def state_dict(self):
         return {"next": self.next}
@@ -126,7 +126,7 @@ def test_a_users_selector_may_be_a_class_an_object_or_a_path(run, data, kind):
     given = {"class": LastFirst, "object": LastFirst(range(8), seed=0), "path": f"{__name__}:LastFirst"}[kind]
     result = run(train_dataset=DatasetConfig(path=data, total_steps=2, task_selector=given))
     assert [read_tasks(result, step) for step in (1, 2)] == [[7, 6], [5, 4]]
-    assert result.metrics["mine/heard"] == 4
+    assert result.metrics["mine/num_received"] == 4
     assert "LastFirst" in (result.folder / "config.yaml").read_text()
 
 

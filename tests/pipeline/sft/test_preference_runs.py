@@ -286,7 +286,7 @@ def test_a_pipeline_has_a_stage_for_preferences(folder, tmp_path):
         ("dpo", {"terms_args": {"betta": 0.2}}, "unknown argument 'betta'.*did you mean 'beta'"),
         ("dpo", {"terms_args": {"beta": 0.0}}, "beta=0.0"),
         ("dpo", {"terms_args": {"desirable_weight": 1.0}}, "unknown argument 'desirable_weight'"),
-        ("kto", {"max_rows_per_batch": 1}, "max_rows_per_batch=1: kto compares"),
+        ("kto", {"max_rows_per_batch": 1}, "max_rows_per_batch=1: kto pairs"),
         ("dpo", {"trainer": {"num_minibatches": 2}}, "num_minibatches has no effect"),
     ],
 )

@@ -40,9 +40,9 @@ def check_companions(algorithm: Algorithm, section: AlgorithmSection, model: Mod
         if need in algorithm.needs and given is None:
             raise ConfigError(f"algorithm_type={algorithm.name!r} needs algorithm.{key}.path")
         if need not in algorithm.needs and given is not None:
-            raise ConfigError(f"algorithm.{key} has no effect with algorithm_type={algorithm.name!r}: leave it out")
+            raise ConfigError(f"algorithm.{key} has no effect with algorithm_type={algorithm.name!r}: remove it")
     if "values" not in algorithm.needs and section.critic != CriticSection():
-        raise ConfigError(f"algorithm.critic has no effect with algorithm_type={algorithm.name!r}: leave it out")
+        raise ConfigError(f"algorithm.critic has no effect with algorithm_type={algorithm.name!r}: remove it")
     others = {
         "algorithm.teacher.path": None if section.teacher is None else section.teacher.path,
         "algorithm.critic.path": section.critic.path,

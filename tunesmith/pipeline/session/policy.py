@@ -66,7 +66,7 @@ def check_trained_model(section: ModelSection, trainer: TrainerSection) -> None:
     is_quantized = section.lora is not None and section.lora.quantization != "none"
     is_wide = resolve_dtype(section.dtype, device) == torch.float32
     if trainer.has_row_graphs and (device.type == "cpu" or is_quantized or is_wide):
-        raise ConfigError("trainer.has_row_graphs needs a GPU and unquantized 16-bit weights: leave it out")
+        raise ConfigError("trainer.has_row_graphs needs a GPU and unquantized 16-bit weights: remove it")
 
 
 def load_policy(
