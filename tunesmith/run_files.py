@@ -98,7 +98,9 @@ def format_schema(stage: str) -> str:
 def format_options(stage: str) -> str:
     """Every key of a command's file: one line with type and default, one with the description."""
     listed = describe_options(find_stage(stage))
-    return "\n".join(f"{each.key}: {each.type} = {each.default}\n    {each.description}" for each in listed)
+    return "\n".join(
+        f"{each.key}: {each.type} = {each.default}\n    {' '.join(each.description.split())}" for each in listed
+    )
 
 
 def collect_overrides(overrides: list[str] | None, *, workflow: str | None, judge: str | None) -> list[str]:

@@ -96,7 +96,7 @@ def test_labels_set_the_sign_of_the_advantage(tokenizer):
         {"prompt": "What is 6 * 7?", "completion": "It is 42.", "label": True},
         {"messages": TALK, "completion": [say("It is 13.")], "label": 0},
     ]
-    assert describe(tokenizer, read(tokenizer, *rows, kind="judgements")) == [
+    assert describe(tokenizer, read(tokenizer, *rows, kind="labels")) == [
         ("It is 42.<|im_end|>", {1.0}, (0, 0)),
         ("It is 13.<|im_end|>", {-1.0}, (1, 1)),
     ]
@@ -104,7 +104,7 @@ def test_labels_set_the_sign_of_the_advantage(tokenizer):
 
 def test_probes_are_the_next_rows_completion_after_each_prompt(tokenizer):
     rows = [{"prompt": f"{n} apples?", "completion": f"I see {n}.", "label": n % 2 == 0} for n in range(3)]
-    samples = read(tokenizer, *rows, kind="judgements")
+    samples = read(tokenizer, *rows, kind="labels")
     probes = add_probes(samples, max_model_len=256)[3:]
     assert describe(tokenizer, probes) == [
         ("I see 1.<|im_end|>", {0.0}, (0, 3)),
@@ -144,9 +144,9 @@ def test_invalid_pairs_are_refused(tokenizer, row, message):
 @pytest.mark.parametrize("label", [None, "yes", 2, 0.5, []])
 def test_a_label_must_be_true_or_false(tokenizer, label):
     with pytest.raises(DataError, match=r"row 0\.label must be true or false"):
-        read(tokenizer, {"prompt": "a", "completion": "b", "label": label}, kind="judgements")
+        read(tokenizer, {"prompt": "a", "completion": "b", "label": label}, kind="labels")
     with pytest.raises(DataError, match="row 0 has no completion"):
-        read(tokenizer, PAIR, kind="judgements")
+        read(tokenizer, PAIR, kind="labels")
 
 
 def test_a_pair_that_is_too_long_is_dropped_whole(tokenizer):
@@ -156,11 +156,11 @@ def test_a_pair_that_is_too_long_is_dropped_whole(tokenizer):
 
 
 PAIRS = [{"prompt": f"{n} apples?", "chosen": f"I see {n}.", "rejected": f"No {n}."} for n in range(8)]
-JUDGEMENTS = [
+LABELED_ROWS = [
     {"prompt": f"{n} apples?", "completion": f"I see {n}." if n % 2 else f"No {n}.", "label": n % 2 == 1}
     for n in range(8)
 ]
-ROWS = {"dpo": PAIRS, "kto": JUDGEMENTS}
+ROWS = {"dpo": PAIRS, "kto": LABELED_ROWS}
 
 
 @pytest.fixture

@@ -38,8 +38,8 @@ def load_conversation_rows(section: ConversationDataSection) -> list[Row]:
 
 def find_jsonl_file(path: str, split: str | None) -> Path | None:
     """The JSON Lines file at a path, or of the split in a folder; None if there is none."""
-    place = Path(path).expanduser()
-    file = place if place.suffix == ".jsonl" else place / f"{split}.jsonl"
+    root = Path(path).expanduser()
+    file = root if root.suffix == ".jsonl" else root / f"{split}.jsonl"
     return file if file.is_file() else None
 
 

@@ -32,7 +32,7 @@ class PreferenceReader:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        kind: Literal["pairs", "judgements"],
+        kind: Literal["pairs", "labels"],
         enable_thinking: bool | None = None,
         split_special_tokens: bool = True,
     ) -> None:
@@ -49,7 +49,7 @@ class PreferenceReader:
         groups, advantages = [], []
         for index, row in enumerate(rows):
             where = f"row {index}"
-            conversations = read_pair(row, where) if self._kind == "pairs" else [read_judgement(row, where)]
+            conversations = read_pair(row, where) if self._kind == "pairs" else [read_labeled_completion(row, where)]
             task = Task(task_id=f"preferences/{index}", index=index, row=row)
             runs = tuple(
                 Trajectory(
@@ -81,7 +81,7 @@ def read_pair(row: Row, where: str) -> list[tuple[Messages, float]]:
     return [(exclude_replies(prompt) + chosen, LABELS[True]), (exclude_replies(prompt) + rejected, LABELS[False])]
 
 
-def read_judgement(row: Row, where: str) -> tuple[Messages, float]:
+def read_labeled_completion(row: Row, where: str) -> tuple[Messages, float]:
     """The conversation, with 1 or -1."""
     completion, prompt, label = read_completion(row, "completion", where), read_prompt(row, where), row.get("label")
     if prompt is None:

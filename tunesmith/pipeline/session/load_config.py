@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -265,6 +265,8 @@ def describe_type(annotation: Any) -> str:
     origin, parts = get_origin(annotation), get_args(annotation)
     if annotation is type(None):
         return "null"
+    if origin is Annotated:
+        return describe_type(parts[0])
     if origin is Literal:
         return "|".join(str(part) for part in parts)
     if origin in (Union, UnionType):

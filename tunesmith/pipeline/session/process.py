@@ -55,10 +55,8 @@ def exit_despite_threads(ending: SystemExit) -> None:
     """Return once no user thread is running; after `EXIT_GRACE_S` exit the process despite running threads."""
     if threading.active_count() == 1:
         return
-    from tunesmith.engine.event_loop.shutdown import (
-        describe_thread,
-        find_busy_threads,
-    )  # imports asyncio, which --help does not need
+    # imports asyncio, which --help does not need
+    from tunesmith.engine.event_loop.shutdown import describe_thread, find_busy_threads
 
     deadline = time.monotonic() + EXIT_GRACE_S
     while find_busy_threads() and time.monotonic() < deadline:

@@ -37,7 +37,7 @@ def run_preference(config: PreferenceConfig, *, out_dir: Path) -> OfflineResult:
 def build_preference_plan(config: PreferenceConfig) -> OfflinePlan:
     """Run every check that needs no weights, and read the rows; KTO batches get their mismatched pairs (probes)."""
     is_kto = config.algorithm_type == "kto"
-    plan = build_plan(config, partial(PreferenceReader, kind="judgements" if is_kto else "pairs"))
+    plan = build_plan(config, partial(PreferenceReader, kind="labels" if is_kto else "pairs"))
     if not is_kto:
         return plan
     add = partial(add_probes, max_model_len=config.model.max_model_len)
