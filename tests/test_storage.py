@@ -47,7 +47,7 @@ def test_json_round_trips_floats_and_any_text(tmp_path):
 
 def test_unreadable_json_is_a_storage_error(tmp_path):
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(StorageError, match="it is not valid JSON"):
+    with pytest.raises(StorageError, match="it is not JSON"):
         load_json(tmp_path / "a.json")
     with pytest.raises(StorageError, match="No such file"):
         load_json(tmp_path / "b.json")

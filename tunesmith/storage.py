@@ -138,7 +138,7 @@ def load_json(path: Path) -> Any:
     try:
         return json.loads(text.decode())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise StorageError(f"cannot read {path}: it is not valid JSON ({error})") from error
+        raise StorageError(f"cannot read {path}: it is not JSON ({error})") from error
 
 
 def load_json_lines(path: Path) -> list[Any]:
@@ -148,7 +148,7 @@ def load_json_lines(path: Path) -> list[Any]:
     try:
         return [json.loads(line) for line in lines if line.strip()]
     except json.JSONDecodeError as error:
-        raise StorageError(f"cannot read {path}: it has a line that is not valid JSON ({error})") from error
+        raise StorageError(f"cannot read {path}: a line of it is not JSON ({error})") from error
 
 
 def compute_checksum(path: Path) -> str:

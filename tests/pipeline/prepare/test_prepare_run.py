@@ -338,7 +338,7 @@ def test_a_row_without_its_answer_is_named(prepare, data):
         ({"style": "some"}, "style must be 'all' or 'last', got 'some'"),
         ({"contamination": {"ngram_words": 9}}, "contamination has no effect without eval_data"),
         ({"pass_rate": {"models": {}}}, "pass_rate.models"),
-        ({"pass_rate": {"models": {"a b": {"path": "x"}}}}, "models.a b must be letters"),
+        ({"pass_rate": {"models": {"a b": {"path": "x"}}}}, "models.a b must consist of letters"),
         ({"paraphrase": {"model": "m"}}, "paraphrase.base_url is required"),
     ],
 )

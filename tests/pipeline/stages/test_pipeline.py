@@ -315,8 +315,8 @@ def test_a_stage_that_is_needed_and_not_done_is_named(place):
         ),
         (["stages.rl.algorithm.group_size=many"], "stages.rl.algorithm.group_size must be a valid integer"),
         (["stages.rl.name=mine"], "stages.rl: name cannot be set"),
-        (["stages.more.path=x"], "stages.more names no kind; kind must be one of prepare, sft, rl, eval, export"),
-        (["stages.more.kind=train"], "stages.more is of kind 'train'"),
+        (["stages.more.path=x"], "stages.more has no kind; kind must be one of prepare, sft, rl, eval, export"),
+        (["stages.more.kind=train"], "stages.more has the kind 'train'"),
         (["stages.eval.judge=tunesmith.judges.composite:gsm8k_jugde"], "stages.eval: judge="),
         (["stages.make.function=maker.py:mak"], "stages.make: function="),
         (["stages.rl.eval_datasets.x.path=none.jsonl"], "stages.rl: "),
@@ -391,9 +391,9 @@ def test_a_record_that_is_damaged_is_named(copied):
 
 
 def test_names_of_stages_are_names_of_folders():
-    with pytest.raises(ConfigError, match="cannot name a stage"):
+    with pytest.raises(ConfigError, match="is not a valid stage name"):
         load_pipeline_of({"stages": {"kind": "function", "function": "a:b"}})
-    with pytest.raises(ConfigError, match="cannot name a stage"):
+    with pytest.raises(ConfigError, match="is not a valid stage name"):
         load_pipeline_of({"../x": {"kind": "function", "function": "a:b"}})
 
 
