@@ -23,11 +23,11 @@ import torch
 from peer_trl_sft import PeerRun, run_trl_sft
 from report import publish
 
-from tunesmith.config import FinetuneConfig
+from tunesmith.config import SftConfig
 from tunesmith.model.checkpoint import save_model_files
 from tunesmith.model.load import load_section_model, load_section_tokenizer
 from tunesmith.pipeline.session.load_config import build_section
-from tunesmith.pipeline.sft.plan import FinetunePlan, build_plan
+from tunesmith.pipeline.sft.plan import OfflinePlan, build_plan
 from tunesmith.pipeline.sft.train import run_sft
 from tunesmith.storage import load_json_lines
 
@@ -58,7 +58,7 @@ def write_rows(arguments: argparse.Namespace, folder: Path) -> Path:
     return path
 
 
-def build_settings(arguments: argparse.Namespace, rows: Path) -> FinetuneConfig:
+def build_settings(arguments: argparse.Namespace, rows: Path) -> SftConfig:
     """One epoch in the order of the file, `rows_per_batch` rows an update."""
     model: dict[str, Any] = {
         "path": arguments.model,
@@ -69,7 +69,7 @@ def build_settings(arguments: argparse.Namespace, rows: Path) -> FinetuneConfig:
     if arguments.mode != "full":
         model["lora"] = {"quantization": "nf4" if arguments.mode == "qlora" else "none"}
     return build_section(
-        FinetuneConfig,
+        SftConfig,
         {
             "model": model,
             "train_dataset": {"path": str(rows)},
@@ -89,7 +89,7 @@ def build_settings(arguments: argparse.Namespace, rows: Path) -> FinetuneConfig:
     )
 
 
-def save_start(config: FinetuneConfig, folder: Path) -> str | None:
+def save_start(config: SftConfig, folder: Path) -> str | None:
     """The adapter that both begin with; None where whole weights train."""
     if config.model.lora is None:
         return None
@@ -99,14 +99,14 @@ def save_start(config: FinetuneConfig, folder: Path) -> str | None:
     return str(place)
 
 
-def run_ours(arguments: argparse.Namespace, config: FinetuneConfig, plan: FinetunePlan, folder: Path) -> Timing:
+def run_ours(arguments: argparse.Namespace, config: SftConfig, plan: OfflinePlan, folder: Path) -> Timing:
     run_sft(config, out_dir=folder / "ours")
     rows = load_json_lines(folder / "ours" / "metrics.jsonl")
     return measure(arguments, plan, [row["perf/train_s"] for row in rows], [row["train/loss"] for row in rows])
 
 
 def run_peers(
-    arguments: argparse.Namespace, config: FinetuneConfig, plan: FinetunePlan, start: str | None
+    arguments: argparse.Namespace, config: SftConfig, plan: OfflinePlan, start: str | None
 ) -> dict[str, Timing]:
     """Run TRL with each requested micro-batch size, padded and optionally padding-free; on a GPU in both dtypes."""
     if importlib.util.find_spec("trl") is None:
@@ -142,7 +142,7 @@ def run_peers(
     return peers
 
 
-def measure(arguments: argparse.Namespace, plan: FinetunePlan, seconds: list[float], losses: list[float]) -> Timing:
+def measure(arguments: argparse.Namespace, plan: OfflinePlan, seconds: list[float], losses: list[float]) -> Timing:
     """Tokens a second over the steps after the warm-up."""
     assert len(seconds) == len(losses) == len(plan.batches)
     lengths = [sum(len(sample.token_ids) for sample in batch) for batch in plan.batches]

@@ -1,4 +1,4 @@
-"""Functions by name, and their arguments checked by their signatures."""
+"""Looking up functions by name, and validating arguments against signatures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from tunesmith.arguments import bind_arguments, find_function, name_nearest
+from tunesmith.arguments import bind_arguments, find_function, suggest_name
 from tunesmith.errors import ConfigError
 
 
@@ -39,15 +39,15 @@ def test_arguments_are_bound_to_functions_classes_and_callables():
         ({"factor": -1.0}, "factor=-1.0 in scale: Input should be greater than 0"),
         ({"offset": 1.0}, "scale needs the argument 'factor'"),
         ({"factor": 1.0, "value": 2}, "unknown argument 'value'"),
-        ({"factor": 1.0, "offset": float("nan")}, "offset=nan in scale: nan is no number"),
+        ({"factor": 1.0, "offset": float("nan")}, "offset=nan in scale: NaN is not a number"),
     ],
 )
-def test_what_does_not_fit_the_signature_is_named(args, message):
+def test_arguments_that_do_not_match_the_signature_are_named(args, message):
     with pytest.raises(ConfigError, match=message):
         bind_arguments(scale, args, where="scale")
 
 
-def test_reserved_arguments_are_not_the_users():
+def test_reserved_arguments_cannot_be_set():
     with pytest.raises(ConfigError, match="unknown argument 'offset'"):
         bind_arguments(scale, {"factor": 1.0, "offset": 1.0}, where="scale", reserved=["offset"])
 
@@ -60,9 +60,9 @@ def test_an_annotation_that_cannot_be_resolved_is_named():
         bind_arguments(broken, {"size": 1}, where="broken")
 
 
-def test_what_has_no_signature_is_named():
+def test_objects_without_a_signature_are_refused():
     for thing in (42, dict):
-        with pytest.raises(ConfigError, match="is no function or class of your own"):
+        with pytest.raises(ConfigError, match="is not a user-defined function or class"):
             bind_arguments(thing, {}, where="thing")
 
 
@@ -73,7 +73,7 @@ def test_names_come_from_the_table_or_are_loaded():
         find_function("scal", {"scale": scale}, load={}.__getitem__, where="operator")
 
 
-def test_the_nearest_name_is_offered_or_all_of_them():
-    assert name_nearest("alpa", ["alpha", "beta"]) == "did you mean 'alpha'?"
-    assert name_nearest("zzz", ["alpha", "beta"]) == "known: alpha, beta"
-    assert name_nearest("zzz", []) == "it takes none"
+def test_the_nearest_name_is_suggested_or_all_are_listed():
+    assert suggest_name("alpa", ["alpha", "beta"]) == "did you mean 'alpha'?"
+    assert suggest_name("zzz", ["alpha", "beta"]) == "known: alpha, beta"
+    assert suggest_name("zzz", []) == "it takes none"

@@ -10,11 +10,11 @@ from tunesmith.config import (
     AuxiliaryModelSection,
     CriticSection,
     EngineSection,
-    FinetuneConfig,
-    FinetuneTrainerSection,
     PreferenceConfig,
     RunConfig,
     Section,
+    SftConfig,
+    SftTrainerSection,
     TrainerSection,
 )
 from tunesmith.errors import ConfigError
@@ -27,13 +27,13 @@ def iter_sections(section: type[Section] = Section):
         yield from iter_sections(inner)
 
 
-def test_only_the_model_must_be_named():
+def test_only_the_model_path_is_required():
     config = RunConfig.model_validate({"model": {"path": "m"}})
     assert config.model.path == "m"
     assert config.train_dataset is None
 
 
-def test_every_knob_has_a_sentence():
+def test_every_knob_has_a_description():
     bare = [f"{s.__name__}.{name}" for s in iter_sections() for name, f in s.model_fields.items() if not f.description]
     sections = {field for section in iter_sections() for field in section.model_fields}
     holders = {"model", "train_dataset", "auxiliary_models", "algorithm", "engine", "rollout", "trainer", "evaluation"}
@@ -41,7 +41,7 @@ def test_every_knob_has_a_sentence():
     assert {name.split(".")[1] for name in bare} <= holders | {"monitor"}
 
 
-def test_unknown_keys_are_errors_that_name_the_nearest():
+def test_the_error_of_an_unknown_key_suggests_the_nearest_key():
     with pytest.raises(ValidationError, match="unknown key batchsize: did you mean 'batch_size'"):
         AlgorithmSection.model_validate({"batchsize": 3})
 
@@ -54,32 +54,32 @@ def test_unknown_keys_are_errors_that_name_the_nearest():
         (AuxiliaryModelSection, {"path": "m", "api_key_env": "KEY"}, "api_key_env has no effect without base_url"),
         (AuxiliaryModelSection, {"path": "m", "base_url": "u", "tool_call_parser": "none"}, "tool_call_parser has no"),
         (CriticSection, {"clip_range": 0.1}, "clip_range=0.1 has no effect with num_epochs=1"),
-        (FinetuneTrainerSection, {"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_steps=2 and warmup_ratio=0.1"),
+        (SftTrainerSection, {"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_steps=2 and warmup_ratio=0.1"),
         (TrainerSection, {"warmup_steps": 2, "warmup_ratio": 0.1}, "warmup_steps=2 and warmup_ratio=0.1"),
         (RunConfig, {"model": {"path": "m", "lora": {"dropout": 0.1}}}, "model.lora.dropout=0.1 is for supervised"),
         (
             PreferenceConfig,
             {"model": {"path": "m", "lora": {"dropout": 0.1}}, "train_dataset": {"path": "d"}},
-            "model.lora.dropout=0.1 is for supervised fine-tuning: preferences compare",
+            "model.lora.dropout=0.1 is for supervised fine-tuning: preference training compares",
         ),
         (
-            FinetuneConfig,
+            SftConfig,
             {"model": {"path": "m", "lora": {}}, "train_dataset": {"path": "d"}, "evaluation_interval_steps": 5},
             "evaluation_interval_steps=5 has no effect without held-out rows",
         ),
     ],
 )
-def test_a_knob_that_would_do_nothing_is_refused(section, values, message):
+def test_a_knob_without_effect_is_refused(section, values, message):
     with pytest.raises(ValidationError, match=message):
         section.model_validate(values)
 
 
-def test_sections_cannot_be_changed():
+def test_sections_are_frozen():
     with pytest.raises(ValidationError):
         AlgorithmSection().batch_size = 3
 
 
-def test_a_default_is_valid():
+def test_defaults_are_valid():
     for section in iter_sections():
         required = [name for name, field in section.model_fields.items() if field.is_required()]
         if not required:
@@ -92,19 +92,19 @@ def test_a_default_is_valid():
         ("trainer.learning_rate=.inf", "trainer.learning_rate must be less than or equal to 1"),
         ("trainer.learning_rate=1e30", "trainer.learning_rate must be less than or equal to 1, got 1e.30"),
         ("algorithm.critic.learning_rate=1e30", "learning_rate must be less than or equal to 1"),
-        ("model.temperature=1e-39", "model.temperature: a temperature is 0, which is greedy, or at least 1e-05"),
+        ("model.temperature=1e-39", "model.temperature: a temperature must be 0 .greedy. or at least 1e-05"),
         ("model.temperature=.inf", "model.temperature must be a finite number"),
-        ("evaluation.temperature=1e-39", "evaluation.temperature: a temperature is 0"),
+        ("evaluation.temperature=1e-39", "evaluation.temperature: a temperature must be 0"),
         ("num_cpu_threads=10000", "num_cpu_threads must be less than or equal to 1024"),
         ('name="two\\nlines"', r"name='two.nlines' names a folder: it must be one line"),
         ('project="bell\\a"', r"project='bell.x07' names a folder: it must be one line"),
     ],
 )
-def test_values_that_can_only_fail_later_are_refused(override, message):
+def test_values_that_would_fail_later_are_refused(override, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, [override], values={"model": {"path": "m"}})
 
 
-def test_greedy_and_cold_sampling_are_allowed():
+def test_zero_and_low_temperatures_are_allowed():
     for temperature in (0, 1e-5, 0.01):
         assert load_config(None, values={"model": {"path": "m", "temperature": temperature}})

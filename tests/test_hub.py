@@ -1,4 +1,4 @@
-"""Names of the hub and paths, and a hub that does not answer."""
+"""Hub ids and paths, and an unreachable hub."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def closed_hub(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", CLOSED)
     hub.probe.cache_clear()
     yield
-    assert not huggingface_hub.constants.HF_HUB_OFFLINE  # as it was
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE  # restored
     hub.probe.cache_clear()
 
 
-def test_paths_are_told_from_names_of_the_hub(tmp_path, monkeypatch):
+def test_paths_are_distinguished_from_hub_ids(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     paths = [
@@ -53,7 +53,7 @@ def test_paths_are_told_from_names_of_the_hub(tmp_path, monkeypatch):
     assert [name for name in names if hub.is_path_like(name)] == []
 
 
-def test_a_hub_that_does_not_answer_is_named_at_once(closed_hub):
+def test_an_unreachable_hub_is_reported_without_retries(closed_hub):
     started = time.monotonic()
     for work in (
         lambda: load_rows("nobody/no-such-set", name=None, split="train"),
@@ -66,7 +66,7 @@ def test_a_hub_that_does_not_answer_is_named_at_once(closed_hub):
     assert time.monotonic() - started < 15  # retries take 23 s for each of the three
 
 
-def test_what_looks_like_a_path_never_asks_the_hub(closed_hub):
+def test_paths_cause_no_hub_request(closed_hub):
     with pytest.raises(MissingDataError, match="'task.jsonl' does not exist"):
         load_rows("task.jsonl", name=None, split="train")
     with pytest.raises(ModelError, match="no such folder"):

@@ -34,7 +34,10 @@ def test_a_lost_device_ends_the_process_at_once_with_status_1_and_its_message():
     result = run("CUDA error: device-side assert triggered")
     assert result.returncode == 1
     assert result.stdout == "before the failure\n"
-    assert "device-side assert triggered; the device is lost to this process: start the run again" in result.stderr
+    assert (
+        "device-side assert triggered; the device can no longer be used by this process: restart the run"
+        in result.stderr
+    )
 
 
 def test_other_failures_exit_normally():

@@ -1,4 +1,4 @@
-"""Errors that need no model are found before torch and its like are imported, and so is the first line of a run."""
+"""Errors that need no model, and the first line of a run, come before torch and other slow imports."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tune", "rum.yaml"], "there is no config file rum.yaml"),
-        (["sft", "rum.yaml", "--out", "x"], "there is no config file rum.yaml"),
+        (["tune", "rum.yaml"], "config file rum.yaml does not exist"),
+        (["sft", "rum.yaml", "--out", "x"], "config file rum.yaml does not exist"),
         (["tune", "run.yaml", "--set", "trainer.learning_rat=1"], "did you mean 'learning_rate'"),
         (["tune", "run.yaml", "--set", "trainer.learning_rate=-1"], "trainer.learning_rate must be greater than 0"),
         (["tune", "run.yaml", "--epochs", "3"], "No such option"),
@@ -54,7 +54,7 @@ def folder(tmp_path):
         (["eval", "run.yaml", "--set", "eval_datasets.test.path=./none"], "'./none' does not exist"),
     ],
 )
-def test_errors_that_need_no_model_import_nothing_heavy(folder, arguments, message):
+def test_errors_that_need_no_model_import_no_slow_library(folder, arguments, message):
     result = run(folder, *arguments)
     assert result.returncode != 0
     assert message in result.stderr
@@ -70,13 +70,13 @@ def test_a_syntax_error_of_the_workflow_is_one_sentence_with_its_line(folder):
     assert "heavy: []" in result.stdout
 
 
-def test_the_first_line_of_a_run_comes_before_anything_heavy(folder):
+def test_the_first_line_of_a_run_comes_before_slow_imports(folder):
     result = run(folder, "tune", "run.yaml")
     assert result.stderr.splitlines()[0] == "tune: run.yaml is valid, loading libraries"
     assert result.returncode == 1  # the model's config is empty
     assert "'torch'" in result.stdout
 
 
-def test_a_run_without_progress_says_nothing_first(folder):
+def test_a_run_without_progress_prints_no_first_line(folder):
     result = run(folder, "tune", "run.yaml", "--set", "monitor.has_progress=false")
     assert "loading libraries" not in result.stderr

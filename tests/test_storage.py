@@ -21,7 +21,7 @@ from tunesmith.storage import (
 )
 
 
-def test_a_file_is_replaced_whole(tmp_path):
+def test_a_file_is_replaced_atomically(tmp_path):
     path = tmp_path / "deep" / "a.txt"
     save_text(path, "one")
     save_text(path, "two")
@@ -41,7 +41,7 @@ def test_a_failed_write_keeps_the_old_file_only(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_json_keeps_floats_and_any_text_exactly(tmp_path):
+def test_json_round_trips_floats_and_any_text(tmp_path):
     value = {"a": [0.1 + 0.2, 1e-320, -0.0], "b": None, "c": "\u00fc\U0001f600 \ud83d"}
     save_json(tmp_path / "a.json", value)
     assert load_json(tmp_path / "a.json") == value
@@ -55,7 +55,7 @@ def test_unreadable_json_is_a_storage_error(tmp_path):
         load_json(tmp_path / "b.json")
 
 
-def test_json_lines_hold_any_text(tmp_path):
+def test_json_lines_may_contain_any_text(tmp_path):
     rows = [{"text": "one\u2028two\u0085three"}, {"text": "four"}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
     assert load_json_lines(tmp_path / "a.jsonl") == rows
@@ -63,19 +63,19 @@ def test_json_lines_hold_any_text(tmp_path):
         load_json_lines(tmp_path / "b.jsonl")
 
 
-def test_a_write_without_room_is_refused_before_it_begins(tmp_path):
+def test_a_write_without_enough_disk_space_is_refused_before_it_starts(tmp_path):
     check_free_space(tmp_path, 1)
     with pytest.raises(StorageError, match=r"about 1073741824.00 GiB \(1152921504606846976 bytes\)"):
         check_free_space(tmp_path, 2**60)
 
 
-def test_a_removed_tree_is_gone_under_every_name(tmp_path):
+def test_removing_a_tree_leaves_no_temporary_folder(tmp_path):
     save_text(tmp_path / "global_step_1" / "a" / "b", "x")
     remove_tree(tmp_path / "global_step_1")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_of_a_run(tmp_path):
+def test_file_names_of_a_run(tmp_path):
     paths = RunPaths(tmp_path)
     assert paths.rollouts(12) == tmp_path / "rollouts" / "step_000012.parquet"
     assert paths.evaluation(20) == tmp_path / "eval" / "step_000020.json"

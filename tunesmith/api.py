@@ -27,7 +27,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.pipeline.eval.compare import run_comparison, run_eval
 from tunesmith.pipeline.eval.comparison import Comparison
 from tunesmith.pipeline.eval.pass_rates import PassRates, measure_pass_rates
-from tunesmith.pipeline.rl.load_tasks import OwnParts
+from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
 from tunesmith.pipeline.session.load_function import load_functions
 from tunesmith.pipeline.session.policy import BuildModel
@@ -106,11 +106,11 @@ def tune(
     if model is None and config_path is None and not any(each.startswith("model.path=") for each in overrides):
         raise ConfigError("model is missing: give tune() a TunerModelConfig, or a config_path that sets model.path")
     config = load_run_file(config_path, overrides, values=given)
-    own = OwnParts(selectors=collect_own_selectors(train_dataset), operators=tuple(operators))
+    custom = CustomComponents(selectors=collect_own_selectors(train_dataset), operators=tuple(operators))
     build_model = choose_chat_model(config)
     with agent_output(is_shown=config.rollout.has_agent_output):
         return run_outside_of_loops(
-            lambda: run_tuning(config, workflow=workflow_func, judge=judge_func, build_model=build_model, own=own)
+            lambda: run_tuning(config, workflow=workflow_func, judge=judge_func, build_model=build_model, custom=custom)
         )
 
 

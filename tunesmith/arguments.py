@@ -1,8 +1,8 @@
-"""Functions chosen by name in a file, and their arguments.
+"""Look up functions by the name in a config, and validate their arguments.
 
-A table maps names to functions; the arguments a user may give are a function's keyword-only parameters, with their
-types, ranges and defaults. What is not known, is missing or has another type is a ConfigError that names the nearest
-known name.
+A table maps names to functions. The arguments that a user may set are a function's keyword-only parameters, with their
+types, ranges and defaults. Unknown names, missing arguments and values of another type raise ConfigError; for unknown
+names it suggests the nearest known one.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from pydantic import TypeAdapter, ValidationError
 from tunesmith.errors import ConfigError
 
 LoadFunction = Callable[[str], Callable[..., Any]]
-"""Finds what a user named as `module:function` or `file.py:function`."""
+"""Imports the function that a user named as `module:function` or `file.py:function`."""
 
 
 def find_function(
     name: str, table: Mapping[str, Callable[..., Any]], *, load: LoadFunction, where: str
 ) -> Callable[..., Any]:
-    """The table's function of that name, or the user's own where the name is a path."""
+    """The table's function of that name, or a user function if the name is a path."""
     if name in table:
         return table[name]
     if ":" in name or "." in name:
         return load(name)
     raise ConfigError(
-        f"unknown {where} {name!r}: {name_nearest(name, list(table))}, or name your own as module:function"
+        f"unknown {where} {name!r}: {suggest_name(name, list(table))}, or set your own as module:function"
     )
 
 
 def bind_arguments(
     function: Callable[..., Any], args: Mapping[str, Any], *, where: str, reserved: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """Check the arguments against the function's keywords and their types, then bind them.
+    """Validate the arguments against the function's keyword-only parameters, then bind them.
 
-    `reserved` keywords are given by the caller later and are none of the user's business.
+    `reserved` keywords are passed by the caller later and cannot be set by the user.
     """
     hints = _find_hints(function, where=where)
     parameters = [p for p in find_keywords(function).values() if p.name not in reserved]
@@ -48,13 +48,13 @@ def bind_arguments(
     bound = {}
     for name, value in args.items():
         if name not in known:
-            raise ConfigError(f"unknown argument {name!r} in {where}: {name_nearest(name, known)}")
+            raise ConfigError(f"unknown argument {name!r} in {where}: {suggest_name(name, known)}")
         try:
             bound[name] = TypeAdapter(hints.get(name, Any)).validate_python(value, strict=True)
         except ValidationError as error:
             raise ConfigError(f"{name}={value!r} in {where}: {error.errors()[0]['msg']}") from error
         if has_nan(value):
-            raise ConfigError(f"{name}={value!r} in {where}: nan is no number")
+            raise ConfigError(f"{name}={value!r} in {where}: NaN is not a number")
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in args]
     if missing:
         raise ConfigError(f"{where} needs the argument {missing[0]!r}")
@@ -66,12 +66,12 @@ def find_keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{function!r} is no function or class of your own: {error}") from error
+        raise ConfigError(f"{function!r} is not a user-defined function or class: {error}") from error
     return {name: parameter for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 def has_nan(value: Any) -> bool:
-    """Whether a number in plain values, however nested, is not a number."""
+    """Whether plain, possibly nested values contain a NaN."""
     if isinstance(value, Mapping):
         return any(map(has_nan, value.values()))
     if isinstance(value, list | tuple):
@@ -79,8 +79,8 @@ def has_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def name_nearest(name: str, known: Sequence[str]) -> str:
-    """A clause that helps whoever mistyped a name."""
+def suggest_name(name: str, known: Sequence[str]) -> str:
+    """A clause that suggests the nearest known name, or lists all of them."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"

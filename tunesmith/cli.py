@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunesmith.pipeline.session.process import leave_threads_behind, run_guarded
+from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
 
 if TYPE_CHECKING:
-    from tunesmith.pipeline.sft.train import FinetuneResult
+    from tunesmith.pipeline.sft.train import OfflineResult
 
 app = typer.Typer(
     name="tunesmith",
@@ -44,7 +44,7 @@ Judge = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors and of failed rollouts.")]
 
 
-def print_training_result(result: FinetuneResult, label: str) -> None:
+def print_training_result(result: OfflineResult, label: str) -> None:
     """Print steps, losses and the output folder of `sft` or `prefer`."""
     typer.echo(f"{result.num_steps} steps on {result.num_rows} rows, loss {result.loss:.4f}")
     if result.eval_loss is not None:
@@ -74,7 +74,7 @@ def tune(
         chosen += ["continue_from_checkpoint=true"] if resume or resume_from is not None else []
         chosen += [] if resume_from is None else [f"resume_from_step={resume_from}"]
         settings = run_files.load_run_file(config, chosen)
-        run_files.begin("tune", settings, f"{config} is valid, loading libraries")
+        run_files.check_and_announce("tune", settings, f"{config} is valid, loading libraries")
         from tunesmith.api import run_config
 
         result = run_config(settings)
@@ -115,7 +115,7 @@ def prepare_data(
             config, overrides or [], data=data, data_name=data_name, eval_data=eval_data, eval_name=eval_name,
             style=style, paraphrase=paraphrase, pass_rate=pass_rate or [], samples=samples, max_rows=max_rows,
         )  # fmt: skip
-        run_files.begin("prepare", settings, f"loading libraries and {settings.data.path}")
+        run_files.check_and_announce("prepare", settings, f"loading libraries and {settings.data.path}")
         from tunesmith.pipeline.prepare.run import format_summary, run_prepare
 
         report = run_prepare(settings, out_dir=Path(out))
@@ -136,8 +136,8 @@ def finetune(
     def work() -> None:
         from tunesmith import run_files
 
-        settings = run_files.load_finetune_file(config, overrides or [])
-        run_files.begin("sft", settings, f"{config} is valid, loading libraries")
+        settings = run_files.load_sft_file(config, overrides or [])
+        run_files.check_and_announce("sft", settings, f"{config} is valid, loading libraries")
         from tunesmith.pipeline.sft.train import run_sft
 
         print_training_result(run_sft(settings, out_dir=Path(out)), "fine-tuned model")
@@ -158,7 +158,7 @@ def learn_preferences(
         from tunesmith import run_files
 
         settings = run_files.load_preference_file(config, overrides or [])
-        run_files.begin("prefer", settings, f"{config} is valid, loading libraries")
+        run_files.check_and_announce("prefer", settings, f"{config} is valid, loading libraries")
         from tunesmith.pipeline.sft.preference import run_preference
 
         print_training_result(run_preference(settings, out_dir=Path(out)), "trained model")
@@ -196,7 +196,7 @@ def evaluate(
         chosen += [f"{key}={value}" for key, value in options.items() if value is not None]
         models = run_files.collect_models(model or [])
         settings = run_files.load_eval_file(config, chosen)
-        run_files.begin("eval", settings, f"{config} is valid, loading libraries", has_models=False)
+        run_files.check_and_announce("eval", settings, f"{config} is valid, loading libraries", has_models=False)
         from tunesmith.api import evaluate_config
         from tunesmith.pipeline.eval.comparison_table import format_comparison
 
@@ -262,7 +262,7 @@ def measure_pass_rate(
         chosen = run_files.collect_overrides(overrides, workflow=workflow, judge=judge)
         chosen += [] if model is None else [f"model.path={model}"]
         settings = run_files.load_run_file(config, chosen)
-        run_files.begin("pass-rate", settings, f"{config} is valid, loading libraries")
+        run_files.check_and_announce("pass-rate", settings, f"{config} is valid, loading libraries")
         from tunesmith.api import measure_config
 
         result = measure_config(settings, field=field, num_runs=runs, out=out)
@@ -342,7 +342,7 @@ def export_model(
 
         given = {"path": model, "formats": formats, "gguf_types": gguf_types, "name": name}
         settings = run_files.load_export_settings(given, overrides or [])
-        run_files.begin("export", settings, f"loading libraries and {model}")
+        run_files.check_and_announce("export", settings, f"loading libraries and {model}")
         from tunesmith.pipeline.export.run import run_export
 
         report = run_export(settings, out_dir=Path(out))
@@ -379,7 +379,7 @@ def main() -> None:
     try:
         app()
     except SystemExit as ending:
-        leave_threads_behind(ending)
+        exit_despite_threads(ending)
         raise
 
 

@@ -1,7 +1,7 @@
-"""Errors that end a command with one sentence for the user.
+"""Errors whose message is printed to the user when a command fails.
 
-Input errors are `ValueError`s that say what came, what is allowed and which knob to turn. The classes here name the
-other boundaries a run can fail at; the command line prints their message and exits non-zero.
+Input errors are `ValueError`s that state the value, what is allowed and which knob to change. The classes name the
+boundary at which a run failed; the command line prints their message and exits with a non-zero status.
 """
 
 from __future__ import annotations
@@ -9,32 +9,34 @@ from __future__ import annotations
 import os
 from types import FrameType
 
-LOST_DEVICE_ADVICE = "the device is lost to this process: start the run again, and it goes on from its last checkpoint"
-"""Part of every message about it."""
+LOST_DEVICE_ADVICE = (
+    "the device can no longer be used by this process: restart the run to resume from its last checkpoint"
+)
+"""Part of every error message about a lost device."""
 
 
 class TunesmithError(Exception):
-    """A run cannot go on; the message says why and what to change."""
+    """A run cannot continue; the message states the cause and what to change."""
 
 
 class ConfigError(TunesmithError, ValueError):
-    """A setting is unknown, impossible or inconsistent."""
+    """A setting is unknown, invalid or inconsistent with others."""
 
 
 class DataError(TunesmithError, ValueError):
-    """A data set is missing, empty, or lacks what the workflow needs."""
+    """A data set is missing, empty, or lacks required fields."""
 
 
 class MissingDataError(DataError, OSError):
-    """There is nothing where a data set should be."""
+    """A data set does not exist."""
 
 
 class ModelError(TunesmithError, ValueError):
-    """A model or tokenizer cannot be loaded, or cannot do what the run asks of it."""
+    """A model or tokenizer cannot be loaded, or does not support the settings of the run."""
 
 
 class RolloutError(TunesmithError, RuntimeError):
-    """Too many rollouts of a step failed; the message holds the first causes."""
+    """Too many rollouts of a step failed; the message lists the first causes."""
 
 
 class TrainingError(TunesmithError, RuntimeError):
@@ -42,14 +44,14 @@ class TrainingError(TunesmithError, RuntimeError):
 
 
 class StorageError(TunesmithError, OSError):
-    """A run folder cannot be written or read; nothing already written was changed."""
+    """A file or run folder cannot be written or read; existing files are unchanged."""
 
 
 class EngineError(TunesmithError, RuntimeError):
-    """The sampler cannot finish a request: its step failed, or the model's logits are not finite."""
+    """The engine cannot finish a request: a step failed, or the model's logits are not finite."""
 
 
-def end_on_signal(number: int, frame: FrameType | None) -> None:
-    """A signal handler that ends the command as a failed one, with the status that a shell gives for the signal."""
-    os.write(2, b"tunesmith: SIGTERM: ending\n")
+def exit_on_signal(number: int, frame: FrameType | None) -> None:
+    """Signal handler that exits with the shell's status for the signal, 128 + number."""
+    os.write(2, b"tunesmith: SIGTERM: exiting\n")
     raise SystemExit(128 + number)

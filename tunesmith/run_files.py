@@ -1,7 +1,7 @@
-"""The file of each command, read and checked before anything heavy is imported.
+"""Read and validate the file of each command before slow imports.
 
-torch, transformers and datasets take seconds to import. Whatever is wrong with a file, an override or a path is found
-here without them, and the first line of a run is printed before they load.
+torch, transformers and datasets take seconds to import. Errors in files, overrides and paths are found here without
+them, and the first console line of a run is printed before they are imported.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import (
     AuxiliaryModelSection,
+    ConversationDataSection,
     DatasetSection,
-    DemonstrationSection,
     EvalConfig,
     ExpertSection,
     ExportSection,
-    FinetuneConfig,
     ModelSection,
     PreferenceConfig,
     PrepareSection,
     RunConfig,
     Section,
+    SftConfig,
     SourceSection,
 )
 from tunesmith.model.source.resolve import find_model
@@ -49,9 +49,9 @@ logger = logging.getLogger(__name__)
 def load_run_file(
     path: str | Path | None, overrides: Sequence[str] = (), *, values: Mapping[str, Any] | None = None
 ) -> RunConfig:
-    """Read a run file of ours, or one of Trinity-RFT's, whose keys are translated or refused one by one."""
-    if path is not None and is_trinity_file(foreign := load_values(path)):
-        translation = translate_trinity_file(foreign)
+    """Read a run file, or a Trinity-RFT file, whose keys are translated or refused one by one."""
+    if path is not None and is_trinity_file(trinity_values := load_values(path)):
+        translation = translate_trinity_file(trinity_values)
         for note in translation.notes:
             logger.warning("%s: %s", path, note)
         return load_config(None, overrides, values=values, base=translation.values)
@@ -59,14 +59,14 @@ def load_run_file(
 
 
 def load_eval_file(path: str, overrides: Sequence[str] = ()) -> RunConfig | EvalConfig:
-    """A run file, or a file that names models itself."""
+    """Read a run file, or an evaluation file with `models`."""
     if "models" in load_values(path):
         return load_section(EvalConfig, path, overrides)
     return load_run_file(path, overrides)
 
 
-def load_finetune_file(path: str, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    return load_section(FinetuneConfig, path, overrides)
+def load_sft_file(path: str, overrides: Sequence[str] = ()) -> SftConfig:
+    return load_section(SftConfig, path, overrides)
 
 
 def load_preference_file(path: str, overrides: Sequence[str] = ()) -> PreferenceConfig:
@@ -74,18 +74,18 @@ def load_preference_file(path: str, overrides: Sequence[str] = ()) -> Preference
 
 
 def load_prepare_file(path: str | None, overrides: Sequence[str], **flags: Any) -> PrepareSection:
-    """A preparation file, or none, with the values of flags over it."""
+    """Read a preparation file, if any, and apply the values of command-line flags."""
     return load_section(PrepareSection, path, overrides, values=collect_values(**flags))
 
 
 def load_export_settings(given: Mapping[str, Any], overrides: Sequence[str]) -> ExportSection:
-    """What flags and overrides say of an export; None was not given."""
+    """The export section of command-line flags and overrides; flags that are None are unset."""
     values = {key: value for key, value in given.items() if value is not None}
     return load_section(ExportSection, None, overrides, values=values)
 
 
 def format_config(stage: str, path: str | None, overrides: Sequence[str]) -> str:
-    """The resolved file of a stage as YAML."""
+    """The resolved config of a command's file as YAML."""
     if stage == "tune":
         return dump_config(load_run_file(path, overrides))
     return dump_config(load_section(find_stage(stage), path, overrides))
@@ -96,9 +96,11 @@ def format_schema(stage: str) -> str:
 
 
 def format_options(stage: str) -> str:
-    """Every key of a stage's file, two lines each."""
+    """Every key of a command's file: one line with type and default, one with the description."""
     listed = describe_options(find_stage(stage))
-    return "\n".join(f"{each.key}: {each.type} = {each.default}\n    {each.description}" for each in listed)
+    return "\n".join(
+        f"{each.key}: {each.type} = {each.default}\n    {' '.join(each.description.split())}" for each in listed
+    )
 
 
 def collect_overrides(overrides: list[str] | None, *, workflow: str | None, judge: str | None) -> list[str]:
@@ -107,21 +109,21 @@ def collect_overrides(overrides: list[str] | None, *, workflow: str | None, judg
 
 
 def collect_models(given: list[str]) -> dict[str, str]:
-    """Label -> path; what has no label, or is a path with an equals sign, is its own label."""
+    """Label -> path; a path without a label, or an existing path that contains '=', is its own label."""
     models: dict[str, str] = {}
     for each in given:
         label, equals, path = each.partition("=")
         if not equals or "/" in label or Path(each).exists():
             label = path = each
         if label in models:
-            raise ValueError(f"--model names {label!r} twice; give each model a label of its own, as LABEL=PATH")
+            raise ValueError(f"--model has the label {label!r} twice; use distinct labels, as LABEL=PATH")
         models[label] = path
     return models
 
 
-def check_places(config: Section, *, has_models: bool = True) -> None:
-    """Refuse model paths, data paths and files of functions where there is nothing; evaluations find models by rules of
-    their own (`has_models`)."""
+def check_paths(config: Section, *, has_models: bool = True) -> None:
+    """Raise if model paths, data paths or files of functions do not exist. Evaluations resolve models differently and
+    pass `has_models=False`."""
     for section in iter_sections(config):
         match section:
             case ModelSection() if has_models:
@@ -130,7 +132,7 @@ def check_places(config: Section, *, has_models: bool = True) -> None:
                 find_model(section.path)
             case DatasetSection() | SourceSection() | ExpertSection():
                 check_data_path(section.path)
-            case DemonstrationSection():
+            case ConversationDataSection():
                 for path in [section.path] if isinstance(section.path, str) else section.path:
                     check_data_path(path)
     if isinstance(config, RunConfig | EvalConfig):
@@ -141,7 +143,7 @@ def check_places(config: Section, *, has_models: bool = True) -> None:
 
 
 def iter_sections(value: Any) -> Iterator[Section]:
-    """A section and all that it holds."""
+    """A section and all nested sections."""
     if isinstance(value, Section):
         yield value
         for name in type(value).model_fields:
@@ -151,8 +153,8 @@ def iter_sections(value: Any) -> Iterator[Section]:
             yield from iter_sections(inner)
 
 
-def begin(command: str, config: Section, subject: str, *, has_models: bool = True) -> None:
-    """Check the places, then print the first line of a command on stderr; `has_progress` turns the line off."""
-    check_places(config, has_models=has_models)
+def check_and_announce(command: str, config: Section, subject: str, *, has_models: bool = True) -> None:
+    """Check paths, then print the first line of a command on stderr unless `has_progress` is false."""
+    check_paths(config, has_models=has_models)
     if getattr(getattr(config, "monitor", config), "has_progress", True):
         print(f"{command}: {subject}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""The names of a run's files, and writing files so that a reader sees the old one or the new one whole.
+"""File names of a run folder, and atomic writes: readers see the complete old or the complete new file.
 
-A file is written under a temporary name beside its place, flushed to the disk, then renamed; so a kill at any moment
-leaves either version and perhaps a temporary file, whose name ends in `.tmp-<pid>`. Whatever the operating system
-refuses becomes a `StorageError` of one sentence.
+A file is written to a temporary name in the same folder, synced to disk, then renamed. A kill at any moment leaves one
+of the two versions and possibly a temporary file, whose name ends in `.tmp-<pid>`. Errors of the operating system
+become a `StorageError` of one sentence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """Where the files of one run are."""
+    """Paths of the files in a run folder."""
 
     root: Path
 
@@ -78,12 +78,12 @@ class RunPaths:
 
     @property
     def last_commit(self) -> Path:
-        """The newest step that has had a checkpoint."""
+        """File that records the newest step that had a checkpoint."""
         return self.root / "last_commit.json"
 
 
 def parse_checkpoint_step(folder: Path) -> int:
-    """The step in a checkpoint folder's name."""
+    """The step number in the name of a checkpoint folder."""
     match = CHECKPOINT.fullmatch(folder.name)
     if match is None:
         raise ValueError(f"{folder} is not named global_step_<number>")
@@ -92,7 +92,7 @@ def parse_checkpoint_step(folder: Path) -> int:
 
 @contextmanager
 def storage_errors(path: Path, action: str) -> Iterator[None]:
-    """Turn the operating system's errors while we `action` (write, read, ...) `path` into one sentence."""
+    """Convert OSErrors of the block into a StorageError; `action` is a verb such as write or read."""
     try:
         yield
     except StorageError:
@@ -104,7 +104,7 @@ def storage_errors(path: Path, action: str) -> Iterator[None]:
 
 @contextmanager
 def open_atomic(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of `path` when the block ends well, and leaves no trace when it fails."""
+    """Open a temporary file that replaces `path` if the block succeeds and is removed if it raises."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     with storage_errors(path, "write"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,13 +121,13 @@ def open_atomic(path: Path) -> Iterator[BinaryIO]:
 
 
 def save_text(path: Path, text: str) -> None:
-    """Write a text file whole, as UTF-8; half a surrogate pair becomes its escape, as JSON writes it."""
+    """Write a UTF-8 text file atomically; lone surrogates are escaped, as in JSON."""
     with open_atomic(path) as file:
         file.write(text.encode(errors="backslashreplace"))
 
 
 def save_json(path: Path, value: Any) -> None:
-    """Write a JSON file whole."""
+    """Write a JSON file atomically."""
     save_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -142,7 +142,7 @@ def load_json(path: Path) -> Any:
 
 
 def load_json_lines(path: Path) -> list[Any]:
-    """Read a JSON Lines file; a text may hold the characters that Unicode, but not JSON, ends a line with."""
+    """Read a JSON Lines file; only \\n separates lines, as text may contain other Unicode line separators."""
     with storage_errors(path, "read"):
         lines = path.read_text(encoding="utf-8").split("\n")
     try:
@@ -152,7 +152,7 @@ def load_json_lines(path: Path) -> list[Any]:
 
 
 def compute_checksum(path: Path) -> str:
-    """CRC-32 of a file in hexadecimal: it finds damage, not forgery, at several GiB a second."""
+    """CRC-32 of a file in hexadecimal; detects damage, not tampering, at several GiB per second."""
     checksum = 0
     with storage_errors(path, "read"), path.open("rb") as file:
         while chunk := file.read(CHECKSUM_CHUNK_BYTES):
@@ -161,7 +161,7 @@ def compute_checksum(path: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to the disk."""
+    """Sync a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -170,7 +170,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Bring a folder and all that is in it to the disk, as files that others may read as the umask allows."""
+    """Sync a folder and its contents to disk, and give files the permissions of the umask."""
     umask = os.umask(0)
     os.umask(umask)
     for parent, _, names in os.walk(folder, topdown=False):
@@ -183,7 +183,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def check_free_space(folder: Path, num_bytes: int) -> None:
-    """Refuse to begin a write of about `num_bytes` for which `folder` has no room."""
+    """Raise StorageError if the disk of `folder` has less than `num_bytes` of free space."""
     with storage_errors(folder, "measure"):
         free = shutil.disk_usage(folder).free
     if free < num_bytes:
@@ -195,10 +195,10 @@ def check_free_space(folder: Path, num_bytes: int) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder; a kill on the way leaves no part of it under its own name."""
-    doomed = folder if TEMPORARY.search(folder.name) else folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    """Remove a folder; an interrupted removal leaves no partial folder under the original name."""
+    temporary = folder if TEMPORARY.search(folder.name) else folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     with storage_errors(folder, "remove"):
-        if doomed != folder:
-            shutil.rmtree(doomed, ignore_errors=True)
-            folder.rename(doomed)
-        shutil.rmtree(doomed)
+        if temporary != folder:
+            shutil.rmtree(temporary, ignore_errors=True)
+            folder.rename(temporary)
+        shutil.rmtree(temporary)

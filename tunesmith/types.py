@@ -1,8 +1,8 @@
-"""The nouns that travel between rooms.
+"""Records that are passed between packages.
 
-`Task -> (workflow, judge) -> Trajectory -> Group -> advantages -> Sample`. Every record is frozen; tensors are born
-later, in the trainer. A token trains only if `is_sampled` says that the policy sampled it. `None` is unknown; `0.0` is
-a measured zero. A failed trajectory has a `Failure` and no reward.
+`Task -> (workflow, judge) -> Trajectory -> Group -> advantages -> Sample`. All records are frozen and hold no tensors;
+the trainer creates those. A token is trained only if the policy sampled it (`is_sampled`). `None` means unknown, `0.0`
+is a measured zero. A failed trajectory has a `Failure` and no reward.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pydantic import BaseModel, ConfigDict
 
 StopReason = Literal["eos", "stop", "length", "context", "deadline", "cancelled"]
 """Why a turn ended: an end-of-sequence token, a stop string or stop token, `max_tokens`, the model's context, the
-request's deadline, or the client going away."""
+request's deadline, or a client disconnect."""
 
 FailureWhere = Literal["workflow", "judge", "timeout", "engine"]
 
 
 class WorkflowOutput(BaseModel):
-    """What a workflow returns. `reward` is ignored when a judge is given."""
+    """Return value of a workflow. `reward` is ignored if the run has a judge."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
@@ -31,7 +31,7 @@ class WorkflowOutput(BaseModel):
 
 
 class JudgeOutput(BaseModel):
-    """What a judge returns. `reward` must be given; None says that there is no verdict, and the run is left out."""
+    """Return value of a judge. `reward` is required; None means no verdict, which excludes the run from training."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -55,30 +55,30 @@ class Task:
 
 
 MIN_TEMPERATURE = 1e-5
-"""Below it, other than exactly 0, logits over the temperature leave the range of float32."""
+"""Smallest temperature besides 0; below it, logits divided by the temperature overflow float32."""
 MAX_REWARD = 1e9
-"""Largest magnitude of a reward: sums of squares of much larger ones leave the range of float32."""
+"""Largest magnitude of a reward; sums of squares of much larger ones overflow float32."""
 MAX_METRIC = 1e100
-"""Largest magnitude of a metric: sums of squares of much larger ones leave the range of float64."""
+"""Largest magnitude of a metric; sums of squares of much larger ones overflow float64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """The distribution one token is sampled from: logits + bias, over temperature, truncated, renormalised.
+    """The distribution that a token is sampled from: logits plus bias, divided by temperature, truncated, renormalized.
 
     `temperature=0` is greedy decoding; its logprobs are those of the untempered softmax over the whole vocabulary.
-    After tempering come top-k, then top-p, then min-p, the last two on what is left, renormalised. Tokens of equal
-    logit share their fate.
+    After the temperature, top-k, top-p and min-p are applied in this order, the last two to the renormalized remainder.
+    Tokens with equal logits are kept or dropped together.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all."""
     min_p: float = 0.0
-    """Drop tokens less likely than `min_p` times the likeliest one."""
+    """Drop tokens with less than `min_p` times the probability of the most likely one."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of token id and what is added to its logit."""
+    """Pairs of token id and the value added to its logit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +89,11 @@ class Sampling:
     max_tokens: int
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Ends the completion besides the model's own end-of-sequence ids."""
+    """Token ids that end the completion, besides the model's end-of-sequence ids."""
     seed: int = 0
-    """With the token's position it fixes every draw, whatever else is in the batch."""
+    """Seed and token position determine every draw, independent of the batch."""
     ignore_eos: bool = False
-    """For benchmarks of fixed length."""
+    """Continue after end-of-sequence ids, for benchmarks of fixed length."""
     deadline_s: float | None = None
     """Seconds from the request's arrival after which it ends with stop reason `deadline`."""
 
@@ -107,19 +107,19 @@ class Completion:
     policy_versions: tuple[int, ...]
     stop_reason: StopReason
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values came from the prefix cache."""
+    """Prompt tokens reused from the prefix cache."""
 
     def __post_init__(self) -> None:
         assert len(self.sampled_ids) == len(self.logprobs) == len(self.policy_versions)
 
 
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
-"""Called in the event loop with the ids and logprobs of tokens as they are sampled, one or a block of them at a time,
-in order, before `generate` returns."""
+"""Called in the event loop with the ids and logprobs of tokens as they are sampled, one or several at a time, in order,
+before `generate` returns."""
 
 
 class Engine(Protocol):
-    """The sampler as rollouts see it."""
+    """Interface of the sampling engine for rollouts."""
 
     async def generate(
         self,
@@ -129,10 +129,10 @@ class Engine(Protocol):
         order: tuple[int, ...] = (),
         on_tokens: OnTokens | None = None,
     ) -> Completion:
-        """Sample one completion. Requests that wait together are admitted by ascending `order`.
+        """Sample one completion. Queued requests are admitted in ascending `order`.
 
-        Cancelling the awaiting task cancels the request. A prompt that leaves no room in the model's context returns
-        no token and stop reason `context`.
+        Cancelling the awaiting task cancels the request. A prompt that fills the model's context returns no token and
+        stop reason `context`.
         """
         ...
 
@@ -141,7 +141,7 @@ class Engine(Protocol):
         ...
 
     def resume(self, policy_version: int) -> None:
-        """Sample on with the weights as they are now; no key or value of another version is read again."""
+        """Continue sampling with the current weights; cached keys and values of other versions are dropped."""
         ...
 
     @property
@@ -162,12 +162,12 @@ class Turn:
     prompt_ids: tuple[int, ...]
     sampled_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each sampled token under `distribution`, natural log."""
+    """Logprob of each sampled token under `distribution`, natural log."""
     policy_versions: tuple[int, ...]
     distribution: Distribution
     stop_reason: StopReason
     is_trained: bool = True
-    """False where an operator took what the turn sampled out of training; it stays as context of later turns."""
+    """False if an operator excluded the turn's sampled tokens from training; they remain context of later turns."""
 
     def __post_init__(self) -> None:
         assert len(self.sampled_ids) == len(self.logprobs) == len(self.policy_versions)
@@ -175,12 +175,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a trajectory has no reward: the boundary that was crossed and the cause."""
+    """Why a trajectory has no reward: the boundary at which it failed, and the cause."""
 
     where: FailureWhere
     message: str
     line: str | None = field(default=None, compare=False)
-    """The line of user code that raised, waited or blocked, as `file.py:12 in function`; None is unknown."""
+    """The line of user code that raised, waited or blocked, as `file.py:12 in function`; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ class Trajectory:
     duration_s: float = 0.0
 
     def __post_init__(self) -> None:
-        assert (self.reward is None) == (self.failure is not None), "a trajectory has a reward or a failure, never both"
+        assert (self.reward is None) == (self.failure is not None), "a trajectory has either a reward or a failure"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ class Group:
     task: Task
     trajectories: tuple[Trajectory, ...]
     baseline_reward: float | None = None
-    """Reward of a greedy run that is none of `trajectories`; None where there was none, or where it failed."""
+    """Reward of an additional greedy run, not among `trajectories`; None if there was none or it failed."""
 
     @property
     def scored(self) -> tuple[Trajectory, ...]:
@@ -215,7 +215,7 @@ class Group:
 
 
 RunAdvantage = float | tuple[float, ...] | None
-"""The advantage of a run, or of each of its turns; None does not train."""
+"""The advantage of a trajectory, or of each of its turns; None excludes it from training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,24 +229,24 @@ class DistributionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Turns of one trajectory merged while each prompt extends the last one token for token."""
+    """Turns of one trajectory, merged while each prompt extends the previous turn token for token."""
 
     token_ids: tuple[int, ...]
     is_sampled: tuple[bool, ...]
-    """True where the policy sampled the token and this sample is the one that trains it."""
+    """True if the policy sampled the token and this sample trains it."""
     logprobs: tuple[float, ...]
-    """The sampler's logprob of each sampled token; 0.0 elsewhere and never read there."""
+    """The sampler's logprob of each sampled token; 0.0 and unused elsewhere."""
     advantages: tuple[float, ...]
-    """The advantage of each sampled token; 0.0 elsewhere and never read there."""
+    """The advantage of each sampled token; 0.0 and unused elsewhere."""
     policy_versions: tuple[int | None, ...]
     distribution_spans: tuple[DistributionSpan, ...]
     """In order, without overlap; tokens in no span are scored untempered."""
     group_index: int
-    """Which group of the batch; samples of one group share prefixes."""
+    """Index of the group in the batch; samples of one group share prefixes."""
     trajectory_index: int
-    """Which trajectory of the batch, counted over all groups; samples of one trajectory share it."""
+    """Index of the trajectory in the batch, over all groups; samples of one trajectory share it."""
     is_expert: bool = False
-    """The tokens that train were given by an expert, not sampled: they have no sampler's logprob."""
+    """True if the trained tokens come from an expert demonstration: they have no sampler logprob."""
 
     def __post_init__(self) -> None:
         lengths = {

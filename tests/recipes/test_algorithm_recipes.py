@@ -9,7 +9,7 @@ import yaml
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
-from tunesmith.config import FinetuneConfig, PreferenceConfig
+from tunesmith.config import PreferenceConfig, SftConfig
 from tunesmith.pipeline.session.load_config import load_config, load_section
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes" / "algorithms").glob("*.yaml"))
@@ -28,5 +28,5 @@ def test_a_recipe_loads_as_its_algorithm(path, monkeypatch):
         assert resolve_algorithm(config.algorithm).name == path.stem
         assert config.model.path == "demo/sft/model"
     else:
-        kind = PreferenceConfig if path.stem in ("dpo", "kto") else FinetuneConfig
+        kind = PreferenceConfig if path.stem in ("dpo", "kto") else SftConfig
         assert load_section(kind, path).algorithm_type == path.stem

@@ -11,7 +11,7 @@ import pytest
 
 from tunesmith.config import PrepareSection
 from tunesmith.model.load import load_tokenizer
-from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.data.conversations import ConversationReader
 from tunesmith.pipeline.prepare.run import run_prepare
 from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
 
@@ -62,5 +62,5 @@ def test_the_judge_accepts_only_the_exact_number(pocket):
 def test_the_tokenizer_encodes_conversations_in_few_tokens(pocket):
     _, place, report = pocket
     rows = [json.loads(line) for line in report.train_path.read_text().splitlines()]
-    samples = DemonstrationReader(load_tokenizer(str(place / "base/model"))).read(rows, max_model_len=512)
+    samples = ConversationReader(load_tokenizer(str(place / "base/model"))).read(rows, max_model_len=512)
     assert max(len(sample.token_ids) for sample in samples) < 140

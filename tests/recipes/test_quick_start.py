@@ -13,11 +13,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tunesmith.config import (
-    DemonstrationSection,
-    FinetuneConfig,
-    FinetuneTrainerSection,
+    ConversationDataSection,
     ModelSection,
     MonitorSection,
+    SftConfig,
+    SftTrainerSection,
 )
 from tunesmith.pipeline.session.load_config import load_config
 from tunesmith.pipeline.session.load_function import load_function
@@ -45,12 +45,12 @@ def brief_model(pocket_folder, tmp_path_factory):
     ]
     place = tmp_path_factory.mktemp("brief")
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    config = FinetuneConfig(
+    config = SftConfig(
         model=ModelSection(path=str(pocket_folder), max_model_len=512, device="cpu", dtype="float32"),
-        train_dataset=DemonstrationSection(path=str(place / "rows.jsonl")),
+        train_dataset=ConversationDataSection(path=str(place / "rows.jsonl")),
         num_epochs=8,
         max_tokens_per_batch=512,
-        trainer=FinetuneTrainerSection(learning_rate=5e-3, schedule="constant", warmup_ratio=0),
+        trainer=SftTrainerSection(learning_rate=5e-3, schedule="constant", warmup_ratio=0),
         monitor=MonitorSection(trackers=(), has_progress=False),
     )
     return run_sft(config, out_dir=place / "sft").folder

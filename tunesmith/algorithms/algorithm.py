@@ -15,7 +15,7 @@ from tunesmith.algorithms.kl import KlEstimator
 from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.scores import BatchScores, Need, TokenTerms, keep_advantages
 from tunesmith.algorithms.table import ALGORITHMS, GROUP_RELATIVE_ADVANTAGES, ZERO_AT_EQUAL_REWARDS
-from tunesmith.arguments import bind_arguments, name_nearest
+from tunesmith.arguments import bind_arguments, suggest_name
 from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection
 from tunesmith.errors import ConfigError
 from tunesmith.types import Group
@@ -57,7 +57,7 @@ def resolve_algorithm(section: AlgorithmSection) -> Algorithm:
     """Look up the algorithm and bind its arguments; an unknown name is a ConfigError with the nearest known name."""
     name = section.algorithm_type
     if name not in ALGORITHMS:
-        raise ConfigError(f"unknown algorithm_type {name!r}: {name_nearest(name, list(ALGORITHMS))}")
+        raise ConfigError(f"unknown algorithm_type {name!r}: {suggest_name(name, list(ALGORITHMS))}")
     entry = ALGORITHMS[name]
     compute_advantages = None
     if entry.compute_advantages is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunesmith.arguments import name_nearest
+from tunesmith.arguments import suggest_name
 from tunesmith.errors import ConfigError
 
 SHARED_WEIGHTS = "sampler and trainer share one set of weights, so every step samples with the newest policy"
@@ -102,7 +102,7 @@ def _walk(draft: Draft, rules: Mapping[str, Rule], values: Mapping[str, Any], *,
             if value is not None:
                 _walk(draft, rules, read_mapping(value, whole), parent=parent, prefix=f"{key}.")
         else:
-            raise ConfigError(f"{whole} is not a known key: {name_nearest(str(name), list_names(rules, prefix))}")
+            raise ConfigError(f"{whole} is not a known key: {suggest_name(str(name), list_names(rules, prefix))}")
 
 
 def list_names(rules: Collection[str], prefix: str) -> list[str]:

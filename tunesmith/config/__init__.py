@@ -1,4 +1,5 @@
-"""Every knob, once: `run.py` holds those of training runs, the other files those of the stages around them."""
+"""Config classes: `run.py` for reinforcement-learning runs, the other files for their sections and for other
+commands."""
 
 from __future__ import annotations
 
@@ -7,12 +8,6 @@ from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
 from tunesmith.config.export import ExportSection
 from tunesmith.config.extra_models import CriticSection, ExpertSection, TeacherSection
-from tunesmith.config.finetune import (
-    DemonstrationSection,
-    FinetuneConfig,
-    FinetuneTrainerSection,
-    OfflineConfig,
-)
 from tunesmith.config.lora import LoraSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedModelSection
 from tunesmith.config.pipeline import FunctionStage, PipelineConfig
@@ -20,11 +15,11 @@ from tunesmith.config.preference import PreferenceConfig, PreferenceTrainerSecti
 from tunesmith.config.prepare import (
     ContaminationSection,
     ParaphraseSection,
+    PassRateModelSection,
     PassRateSection,
     PrepareSection,
     SourceSection,
     TokensSection,
-    TriedModelSection,
 )
 from tunesmith.config.run import (
     AlgorithmSection,
@@ -39,24 +34,28 @@ from tunesmith.config.run import (
     TrainerSection,
 )
 from tunesmith.config.section import Section
+from tunesmith.config.sft import (
+    ConversationDataSection,
+    OfflineConfig,
+    SftConfig,
+    SftTrainerSection,
+)
 
 __all__ = [
     "AdaptiveKlSection",
     "AlgorithmSection",
     "AuxiliaryModelSection",
     "ContaminationSection",
+    "ConversationDataSection",
     "CorrectionSection",
     "CriticSection",
     "DatasetSection",
-    "DemonstrationSection",
     "EngineSection",
     "EvalConfig",
     "EvaluationSection",
     "ExperienceSection",
     "ExpertSection",
     "ExportSection",
-    "FinetuneConfig",
-    "FinetuneTrainerSection",
     "FunctionStage",
     "HeldOutSection",
     "LoraSection",
@@ -66,6 +65,7 @@ __all__ = [
     "OfflineConfig",
     "OperatorSection",
     "ParaphraseSection",
+    "PassRateModelSection",
     "PassRateSection",
     "PipelineConfig",
     "PreferenceConfig",
@@ -77,9 +77,10 @@ __all__ = [
     "Section",
     "SelectorSection",
     "ServedModelSection",
+    "SftConfig",
+    "SftTrainerSection",
     "SourceSection",
     "TeacherSection",
     "TokensSection",
     "TrainerSection",
-    "TriedModelSection",
 ]

@@ -1,4 +1,4 @@
-"""Corrections of importance weights, and the coefficient of the KL that follows a target."""
+"""Knobs of off-policy correction and of the adaptive KL coefficient."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tunesmith.config.section import Section
 
 
 class MaskSection(Section):
-    """Tokens that do not train because the step's first policy and the sampler disagree on them."""
+    """Masks tokens whose importance weight (policy at the start of the step over sampler) is out of bounds."""
 
     level: Literal["token", "sequence", "geometric"]
-    """What is compared with the limits: each token's importance weight, the product over its sequence, or the
-    geometric mean over its sequence."""
+    """Importance weight compared with the limits: of each token, the product over its sequence, or the geometric mean
+    over its sequence."""
     low: float = Field(ge=0)
-    """Smaller importance weights are masked; about 0.5 for tokens, 0.999 for geometric means of a large model."""
+    """Lower limit; about 0.5 for tokens, 0.999 for geometric means of a large model."""
     high: float = Field(gt=0)
-    """Larger importance weights are masked; about 5 for tokens, 1.001 for geometric means of a large model."""
+    """Upper limit; about 5 for tokens, 1.001 for geometric means of a large model."""
 
     @model_validator(mode="after")
     def _check_order(self) -> MaskSection:
@@ -28,26 +28,25 @@ class MaskSection(Section):
 
 
 class CorrectionSection(Section):
-    """What is done about tokens that another policy sampled than the one that the step begins with."""
+    """Correction for tokens that were not sampled by the policy at the start of the step."""
 
     importance: Literal["auto", "none", "token", "sequence"] = "auto"
-    """Multiply losses by truncated importance weights, of tokens or of whole sequences; costs one forward more a step.
-    auto does so for tokens, in steps that train groups of older policy versions, for algorithms made for data of the
-    newest."""
+    """Multiply losses by truncated importance weights, per token or per sequence; costs one extra forward per step.
+    auto uses token weights for on-policy algorithms in steps that train replayed groups."""
     cap: float = Field(default=2.0, ge=1)
-    """Importance weights are truncated to this, where there are any: with `importance` token or sequence, or with auto
-    and `experience.replay.num_groups`; elsewhere another value than the default is an error."""
+    """Upper bound of importance weights. Only used with `importance` token or sequence, or with auto and
+    `experience.replay.num_groups` above 0; otherwise setting it is an error."""
     mask: MaskSection | None = None
-    """Leave tokens whose importance weight is out of bounds out of the policy's loss; None keeps all."""
+    """Exclude tokens whose importance weight is out of bounds from the policy loss; null keeps all."""
     negative_sequence_delta: float | None = Field(default=None, ge=0)
-    """Leave tokens of negative advantage out where the mean log-ratio of sampler and policy over their sequence is
-    above this, about 0.1; None keeps all."""
+    """Exclude tokens with negative advantage if the mean log-ratio of sampler to policy over their sequence exceeds
+    this; 0.1 is usual. null keeps all."""
 
 
 class AdaptiveKlSection(Section):
-    """Follow a target with the coefficient of the KL."""
+    """Adapts the KL coefficient so that the KL approaches a target."""
 
     target: float = Field(gt=0)
-    """Mean KL to the starting model, in nats a token, that the coefficient is steered to."""
+    """Target of the mean KL to the starting model, in nats per token."""
     horizon: int = Field(default=10000, ge=1)
-    """Trajectories over which a coefficient that is off would at most change by a fifth of itself."""
+    """Trajectories over which the coefficient changes by at most 20 %; lower it to react faster."""

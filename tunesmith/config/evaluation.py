@@ -1,4 +1,4 @@
-"""Every knob of an evaluation of several models side by side (`tunesmith eval` on a file that names `models`)."""
+"""Knobs of evaluating several models side by side (`tunesmith eval` with a file that has `models`)."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from tunesmith.config.section import NumThreads, Section
 
 
 class EvalConfig(Section):
-    """Which models are tried on which held-out tasks, in which agent, and how they are sampled."""
+    """Models, held-out tasks, agent and sampling of an evaluation."""
 
     models: dict[str, str] = Field(min_length=1)
-    """Label -> folder, hub id, adapter, or run folder (its last checkpoint), in the order of the table; every later
-    model is compared with every earlier one."""
+    """Label -> model folder, hub id, adapter, or run folder (its last checkpoint), in table order; each model is
+    compared with all earlier ones."""
     workflow: str
-    """The agent, as `module:function` or `file.py:function`."""
+    """Agent, as `module:function` or `file.py:function`."""
     judge: str | None = None
-    """The judge, in the same form; None takes the reward from the workflow."""
+    """Judge, in the same form; null uses the workflow's reward."""
     eval_datasets: dict[str, DatasetSection] = Field(min_length=1)
     """Held-out task sets by name."""
     model: ServedModelSection = ServedModelSection()
-    """How every model is loaded and sampled."""
+    """Loading and sampling of every model."""
     auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
-    """Models that help workflow and judge."""
+    """Models that workflow and judge may call, by name."""
     evaluation: HeldOutSection = HeldOutSection()
-    """How often each task is tried, and how."""
+    """Number of runs per task, and their sampling."""
     outcome_key: str | None = None
-    """Metric of 0 or 1 that says whether a run passed, for pass@k; None takes the reward."""
+    """Metric (0 or 1) that decides whether a run passed, for pass@k; null uses the reward."""
     has_plot: bool = False
-    """Draw the table too; needs the extra `plot`."""
+    """Also write the table as comparison.png; needs the extra `plot`."""
     engine: EngineSection = EngineSection()
     """The sampler."""
     rollout: RolloutSection = RolloutSection()
-    """How workflows run."""
+    """Execution of workflows."""
     seed: int = Field(default=42, ge=0)
-    """Fixes every token that is sampled, and the resamples of the intervals."""
+    """Seed of sampling and of the bootstrap intervals."""
     num_cpu_threads: NumThreads = 1
-    """Threads of torch's CPU kernels; on small virtual machines two are slower than one, on large ones try more."""
+    """Threads of torch's CPU kernels. On small virtual machines 2 are slower than 1; on machines with many cores try
+    more."""
     has_progress: bool = True
     """Show live progress on the console."""
 
@@ -57,7 +58,7 @@ class EvalConfig(Section):
         return self
 
     def to_run_config(self) -> RunConfig:
-        """The run file of which this is the evaluation, for the first of the models."""
+        """The equivalent run config for the first model."""
         return RunConfig(
             model=ModelSection(path=next(iter(self.models.values())), **self.model.model_dump()),
             workflow=self.workflow,

@@ -1,4 +1,4 @@
-"""Every knob of what happens to groups between the judge and the trainer."""
+"""Knobs of operators on groups, refills and replay: everything between judge and trainer."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ from tunesmith.config.section import Section
 
 
 class OperatorSection(Section):
-    """One operator of a chain."""
+    """One operator of a chain, with its arguments."""
 
     name: str
-    """A name from the table of operators, or your own as `module:function`."""
+    """Name of a built-in operator, or your own as `module:function`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments that differ from the operator's defaults; unknown ones are errors."""
+    """Arguments of the operator that differ from its defaults."""
 
 
 class ReplaySection(Section):
-    """Training again on groups of earlier steps."""
+    """Replay of groups from earlier steps."""
 
     num_groups: int = Field(default=0, ge=0)
-    """Groups of earlier steps that each step trains too; raise it where rollouts cost more than training. Their losses
-    are multiplied by truncated importance weights unless `algorithm.correction` says otherwise."""
+    """Replayed groups per step, 0 for none; raise it if rollouts take longer than training. Their losses are multiplied
+    by truncated importance weights unless `algorithm.correction` is set otherwise."""
     capacity: int = Field(default=1024, ge=1)
-    """Groups kept; the one of lowest priority goes first."""
+    """Groups kept in the buffer; the one with the lowest priority is evicted first."""
     max_staleness: int = Field(default=4, ge=1)
-    """A group sampled more policy versions ago is forgotten."""
+    """Maximum age of a group in policy versions; older groups are evicted. Lower it to stay closer to on-policy."""
     max_uses: int = Field(default=3, ge=1)
-    """Most times a group is trained again."""
+    """Maximum number of times a group is replayed."""
     decay: float = Field(default=2.0, ge=0)
-    """Priority is the group's policy version minus this for each time it was trained again."""
+    """Amount by which each replay lowers a group's priority, which starts at its policy version."""
     sigma: float = Field(default=0.0, ge=0)
-    """Standard deviation of noise on the priority, which lets older groups in."""
+    """Standard deviation of noise added to priorities; raise it to replay older groups too."""
 
     @model_validator(mode="after")
     def _check_use(self) -> ReplaySection:
         if self.num_groups == 0 and self != ReplaySection.model_construct():
-            raise ValueError("has no effect with num_groups=0: set num_groups, or leave the rest out")
+            raise ValueError("has no effect with num_groups=0: set num_groups, or remove the other keys")
         if self.capacity < self.num_groups:
             raise ValueError(f"capacity={self.capacity} is less than num_groups={self.num_groups}")
         return self
 
 
 class ExperienceSection(Section):
-    """What happens to groups between the judge and the trainer."""
+    """Processing of groups between judge and trainer."""
 
     operators: tuple[OperatorSection, ...] = ()
-    """Applied to the groups of a step, in order: pass_rate_calculator, reward_filter, reward_std_filter, outcome_gate,
-    dapo_dynamic_sampling, mask_response_truncated, reward_shaping_mapper, invalid_reward_filter."""
+    """Operators on the groups of a step, applied in order: pass_rate_calculator, reward_filter, reward_std_filter,
+    outcome_gate, dapo_dynamic_sampling, mask_response_truncated, reward_shaping_mapper, invalid_reward_filter."""
     outcome_key: str | None = None
-    """Metric that says from 0 to 1 how well a run did, for selectors, gates and dapo_dynamic_sampling; None takes
-    the judge's reward."""
+    """Metric from 0 to 1 that selectors, outcome_gate and dapo_dynamic_sampling use as a run's outcome; null uses the
+    judge's reward."""
     refill_budget: float = Field(default=1.0, ge=1)
-    """Tasks that a step may try, as a multiple of the batch size; above 1, groups that teach nothing are replaced."""
+    """Maximum number of tasks tried per step, as a multiple of the batch size; above 1, groups with zero advantage are
+    replaced by new ones."""
     replay: ReplaySection = ReplaySection()
-    """Training again on groups of earlier steps."""
+    """Replay of groups from earlier steps."""

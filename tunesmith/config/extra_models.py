@@ -1,4 +1,4 @@
-"""Knobs of the critic, the teacher and expert demonstrations, which some algorithms need besides the policy."""
+"""Knobs of the critic, the teacher and the expert demonstrations that some algorithms need."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from tunesmith.config.section import LearningRate, Section
 
 
 class CriticSection(Section):
-    """The value model of ppo, with weights and an optimizer of its own."""
+    """The value model of ppo, with its own weights and optimizer."""
 
     path: str | None = None
-    """Model whose body initialises the critic, with the policy's vocabulary; None takes the policy's starting model."""
+    """Model that initializes the critic's body; it must have the policy's vocabulary. null uses the policy's model."""
     learning_rate: LearningRate = 1e-5
-    """Constant learning rate of the critic's AdamW."""
+    """Learning rate of the critic's AdamW; constant."""
     warmup_steps: int = Field(default=0, ge=0)
-    """First steps in which only the critic is updated; raise it if an untrained critic degrades a good policy."""
+    """Initial steps that train only the critic; raise it if an untrained critic degrades a good policy."""
     num_epochs: int = Field(default=1, ge=1)
-    """Updates of the critic per update of the policy, on the same tokens."""
+    """Critic updates per policy update, on the same tokens."""
     clip_range: float | None = Field(default=0.2, gt=0)
-    """Range around the value before the critic's first update on the same tokens, outside of which the value loss is
-    clipped; it acts from the second of `num_epochs` on. None does not clip."""
+    """Value clipping: maximum change of a value from the one before the critic's first update on its tokens. It only
+    acts from the second of `num_epochs` on. null disables clipping."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradient norm to which the critic's gradients are clipped."""
+    """Maximum gradient norm of the critic; larger gradients are scaled down."""
 
     @model_validator(mode="after")
     def _check_clip_range(self) -> CriticSection:
@@ -33,21 +33,21 @@ class CriticSection(Section):
 
 
 class TeacherSection(Section):
-    """The frozen model whose logprobs the policy is trained towards."""
+    """The frozen model that distillation imitates."""
 
     path: str
     """Folder or hub id of a causal language model with the policy's vocabulary."""
 
 
 class ExpertSection(Section):
-    """Expert demonstrations that are trained together with the policy's own runs."""
+    """Expert demonstrations that are mixed into each update."""
 
     path: str
-    """Folder of jsonl, json, csv or parquet files, one such file, or a hub id; rows have `messages` and optionally
-    `tools`."""
+    """Folder of jsonl, json, csv or parquet files, one such file, or a hub id; rows have `messages` and
+    optionally `tools`."""
     name: str | None = None
-    """Configuration name of a data set that has several."""
+    """Configuration (subset) of a data set that has several."""
     split: str | None = "train"
-    """Split of the data set."""
+    """Split to read."""
     ratio: float = Field(default=0.5, gt=0, lt=1)
     """Share of demonstrations among the sequences of a step in which every rollout is trained."""

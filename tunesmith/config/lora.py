@@ -1,4 +1,4 @@
-"""Every knob of an adapter."""
+"""Knobs of a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from tunesmith.config.section import Section
 
 
 class LoraSection(Section):
-    """A low-rank adapter (LoRA; Hu et al., 2021) that is trained while the weights under it stay as they are."""
+    """A low-rank adapter (LoRA; Hu et al., 2021) trained on frozen base weights."""
 
     r: int = Field(default=16, ge=1)
-    """Rank; raise it where an adapter learns too little. An adapter that is loaded has its own."""
+    """Rank; raise it if the adapter underfits. A loaded adapter keeps its own."""
     alpha: float = Field(default=32.0, gt=0)
-    """What the adapter adds is scaled by alpha / r. An adapter that is loaded has its own."""
+    """The adapter's output is scaled by alpha / r. A loaded adapter keeps its own."""
     target_modules: Literal["attention", "all-linear"] | tuple[str, ...] = "attention"
-    """Layers that get one: the projections of attention, all linear layers but the head, or a list of layer names."""
+    """Layers to adapt: attention (its projections), all-linear (all linear layers but the head), or a list of layer
+    names."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the adapter's inputs that training zeroes at random; raise it (0.05) against overfitting. Supervised
-    fine-tuning only: reinforcement learning trains the function that it samples from."""
+    """Dropout probability on the adapter's inputs; raise it (0.05) against overfitting. Supervised fine-tuning only:
+    reinforcement learning must train the function that it samples from."""
     quantization: Literal["none", "nf4"] = "none"
-    """How the weights under it are held: nf4 takes 4 bits for each, doubly quantised (QLoRA; Dettmers et al., 2023)."""
+    """Storage of the base weights: nf4 uses 4 bits each with double quantization (QLoRA; Dettmers et al., 2023). Set it
+    if the base does not fit in memory."""
     seed: int = Field(default=0, ge=0)
-    """Fixes the first values of a new adapter, which change nothing before it is trained."""
+    """Seed of a new adapter's initialization. A new adapter's output is zero."""
 
 
 def refuse_dropout(lora: LoraSection | None, reason: str) -> None:
-    """Raise a ValueError where training must compute what is computed outside of it, and dropout is asked for."""
+    """Raise ValueError if dropout is set for training whose forward must match forwards outside of it."""
     if lora is not None and lora.dropout > 0:
         raise ValueError(f"model.lora.dropout={lora.dropout:g} is for supervised fine-tuning: {reason}; set it to 0")

@@ -1,7 +1,7 @@
-"""Every knob of a pipeline (`tunesmith run`): its stages, in order, each with the knobs of its own command.
+"""Knobs of a pipeline (`tunesmith run`): its stages in order, each with the knobs of its command.
 
-A stage names what an earlier one made as `stage:NAME`, the model that it left, or `stage:NAME/FILE`, a file or folder
-that it wrote. So whatever depends on what is known before anything runs.
+A stage refers to the result of an earlier one as `stage:NAME` (its model) or `stage:NAME/FILE` (a file or folder that
+it wrote), so all dependencies are known before the first stage runs.
 """
 
 from __future__ import annotations
@@ -13,79 +13,79 @@ from pydantic import Field, field_validator, model_validator
 
 from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.export import ExportSection
-from tunesmith.config.finetune import FinetuneConfig
 from tunesmith.config.preference import PreferenceConfig
 from tunesmith.config.prepare import PrepareSection
 from tunesmith.config.run import RunConfig
 from tunesmith.config.section import Section
+from tunesmith.config.sft import SftConfig
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 RESERVED_NAMES = ("stages",)
-OWN_KEYS = ("project", "name", "checkpoint_root_dir", "continue_from_checkpoint")
-"""Knobs of a training run that the pipeline sets."""
+MANAGED_KEYS = ("project", "name", "checkpoint_root_dir", "continue_from_checkpoint")
+"""Knobs of a run that the pipeline sets itself."""
 
 
 class PrepareStage(PrepareSection):
-    """Data into conversations, as `tunesmith prepare` does; writes train.jsonl and eval.jsonl."""
+    """Data preparation, as `tunesmith prepare`; writes train.jsonl and eval.jsonl."""
 
     kind: Literal["prepare"]
-    """What the stage does; the stage's own name where it is one of the kinds."""
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
-class SftStage(FinetuneConfig):
-    """Fine-tuning, as `tunesmith sft` does; leaves a model."""
+class SftStage(SftConfig):
+    """Supervised fine-tuning, as `tunesmith sft`; its result is a model."""
 
     kind: Literal["sft"]
-    """As above."""
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
 class PreferStage(PreferenceConfig):
-    """Learning from preferences, as `tunesmith prefer` does; leaves a model."""
+    """Preference training, as `tunesmith prefer`; its result is a model."""
 
     kind: Literal["prefer"]
-    """As above."""
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
 class RlStage(RunConfig):
-    """Reinforcement learning, as `tunesmith tune` does; leaves a model."""
+    """Reinforcement learning, as `tunesmith tune`; its result is a model."""
 
     kind: Literal["rl"]
-    """As above."""
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
     @model_validator(mode="after")
     def _check_place(self) -> RlStage:
-        given = [key for key in OWN_KEYS if key in self.model_fields_set]
+        given = [key for key in MANAGED_KEYS if key in self.model_fields_set]
         if given:
             raise ValueError(
-                f"{', '.join(given)} cannot be set: where the run is, and that it goes on, is the pipeline's"
+                f"{', '.join(given)} cannot be set here: the pipeline chooses the run folder and resumes the run"
             )
         return self
 
 
 class EvalStage(EvalConfig):
-    """Models side by side, as `tunesmith eval` does; writes comparison.json and comparison.md."""
+    """Evaluation of models side by side, as `tunesmith eval`; writes comparison.json and comparison.md."""
 
     kind: Literal["eval"]
-    """As above."""
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
 class ExportStage(ExportSection):
-    """A model for others, as `tunesmith export` does; leaves a model where `formats` holds hf."""
+    """Export, as `tunesmith export`; its result is a model if `formats` contains hf."""
 
     kind: Literal["export"]
-    """As above."""
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
 class FunctionStage(Section):
-    """A step of your own: a function of a folder, which it fills."""
+    """A user function that writes its results to a folder."""
 
     kind: Literal["function"]
-    """As above."""
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
     function: str
-    """`module:function` or `file.py:function`, called as `function(out_dir, **args)` with a new folder; may return a
-    mapping of names to numbers or words for the report."""
+    """Function, as `module:function` or `file.py:function`, called as `function(out_dir, **args)` with a new folder. It
+    may return a mapping of names to numbers or strings for the report."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments besides the folder."""
+    """Keyword arguments of the function."""
 
 
 Stage = Annotated[
@@ -96,14 +96,14 @@ KINDS = ("prepare", "sft", "rl", "eval", "export", "prefer", "function")
 
 
 class PipelineConfig(Section):
-    """Stages in order, and the folder in which they leave what they make."""
+    """Stages in order, and the folder of their results."""
 
     folder: str
-    """Folder of the pipeline, one subfolder a stage; the same command goes on in it."""
+    """Folder of the pipeline, with one subfolder per stage; repeating the command resumes in it."""
     variables: dict[str, Any] = Field(default_factory=dict)
-    """Values of your own, to be written once and read anywhere as `${variables.NAME}`."""
+    """User-defined values, referred to as `${variables.NAME}`."""
     stages: dict[str, Stage] = Field(min_length=1)
-    """Name -> stage. A stage called prepare, sft, prefer, rl, eval or export is of that kind; others say their
+    """Name -> stage, in order. A stage named prepare, sft, prefer, rl, eval or export has that kind; others set
     `kind`."""
 
     @model_validator(mode="before")
@@ -118,7 +118,7 @@ class PipelineConfig(Section):
         }
         for name, stage in named.items():
             if isinstance(stage, dict) and stage.get("kind") not in KINDS:
-                given = "names no kind" if "kind" not in stage else f"is of kind {stage['kind']!r}"
+                given = "has no kind" if "kind" not in stage else f"has the kind {stage['kind']!r}"
                 raise ValueError(f"stages.{name} {given}; kind must be one of {', '.join(KINDS)}")
         return values | {"stages": named}
 
@@ -127,5 +127,7 @@ class PipelineConfig(Section):
     def _check_names(cls, stages: dict[str, Stage]) -> dict[str, Stage]:
         for name in stages:
             if not STAGE_NAME.fullmatch(name) or name in RESERVED_NAMES:
-                raise ValueError(f"{name!r} cannot name a stage: use letters, digits, '_' and '-', and not 'stages'")
+                raise ValueError(
+                    f"{name!r} is not a valid stage name: use letters, digits, '_' and '-', and not 'stages'"
+                )
         return stages

@@ -1,7 +1,8 @@
-"""Every knob of a run, once: type, default, unit, and one sentence on when to change it.
+"""Knobs of a reinforcement-learning run: type, default, effect, unit, and when to change them.
 
-A run file is one `RunConfig`. Unknown keys are errors that name the nearest known one. Validators check and raise;
-they repair nothing and touch neither disk nor network. Components get their own section, never the whole.
+A run file is one `RunConfig`. Unknown keys are errors that suggest the nearest known key. Validators only check and
+raise; they correct no value and access neither disk nor network. A component receives its section, not the whole
+config.
 """
 
 from __future__ import annotations
@@ -19,186 +20,192 @@ from tunesmith.config.section import LearningRate, NumThreads, Section, Temperat
 
 
 class SelectorSection(Section):
-    """Which tasks of a data set come next."""
+    """Order in which the tasks of a data set are chosen."""
 
     selector_type: str = "shuffle"
-    """sequential, shuffle, random, offline_easy2hard, difficulty_based (BOTS), or your own as `module:function`."""
+    """Selector: sequential, shuffle, random, offline_easy2hard, difficulty_based (BOTS), or your own as
+    `module:function`."""
     seed: int | None = Field(default=None, ge=0)
-    """Fixes what is drawn; None takes the run's."""
+    """Random seed of the selector; null uses the run's seed."""
     feature_keys: tuple[str, ...] = ()
-    """Fields with pass rates of reference models, from 0 to 1, for offline_easy2hard and difficulty_based."""
+    """Row fields with pass rates of reference models, from 0 to 1, for offline_easy2hard and difficulty_based."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the selector that differ from its defaults; unknown ones are errors."""
+    """Arguments of the selector that differ from its defaults."""
 
 
 class DatasetSection(Section):
-    """Where tasks come from."""
+    """A data set of tasks."""
 
     path: str
-    """Folder of jsonl, json, csv or parquet files, one such file, a folder that `save_to_disk` wrote, or a hub id."""
+    """Folder of jsonl, json, csv or parquet files, one such file, a folder written by `save_to_disk`, or a hub id."""
     name: str | None = None
-    """Configuration of a data set that has several."""
+    """Configuration (subset) of a data set that has several."""
     split: str | None = "train"
-    """Which split to read."""
+    """Split to read."""
     required_fields: tuple[str, ...] = ()
     """Fields that every row must have; checked before the model loads."""
     operators: tuple[OperatorSection, ...] = ()
-    """Applied once to the tasks, in order: deduplicate, length_filter, quality_score, difficulty_score, priority_order,
-    paraphrase."""
+    """Operators applied once to the tasks, in order: deduplicate, length_filter, quality_score, difficulty_score,
+    priority_order, paraphrase."""
     task_selector: SelectorSection = SelectorSection()
-    """How training tasks are selected; evaluations try all tasks."""
+    """Selection of training tasks; evaluations run all tasks."""
     weight: float | None = Field(default=None, gt=0)
-    """Share of this set among several training sets; None everywhere mixes them by size."""
+    """Relative share of this set among several training sets; null in all of them mixes by size."""
 
 
 class AlgorithmSection(Section):
-    """How rewards become advantages and advantages become a loss."""
+    """Advantages, loss, KL and batch size."""
 
     algorithm_type: str = "multi_step_grpo"
-    """Name in the table of algorithms; `tunesmith config --algorithms` lists them."""
+    """Algorithm; `tunesmith config --algorithms` lists the names and their arguments."""
     group_size: int = Field(default=8, ge=1)
-    """Rollouts of each task in a step; one is enough only for algorithms that do not compare the runs of a task."""
+    """Rollouts per task in a step; 1 suffices only for algorithms that do not compare rollouts of a task. Raise it if
+    many groups have equal rewards."""
     batch_size: int = Field(default=32, ge=1)
-    """Tasks in a step."""
+    """Tasks per step; raise it for less noisy updates."""
     advantage_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the advantage function that differ from its defaults; unknown ones are errors."""
+    """Arguments of the advantage function that differ from its defaults."""
     loss_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the loss function that differ from its defaults; unknown ones are errors."""
+    """Arguments of the loss function that differ from its defaults."""
     terms_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the function between the two, which looks at whole sequences (returns, pairs, sequence ratios), that
-    differ from its defaults; unknown ones are errors."""
+    """Arguments of the function that computes per-sequence terms (returns, preference pairs, sequence ratios) between
+    scoring and loss, if they differ from its defaults."""
     loss_aggregation: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = None
-    """How token losses are weighed in the batch's loss; None takes the algorithm's own."""
+    """Weighting of token losses in the batch loss; null uses the algorithm's default."""
     norm_length: int | None = Field(default=None, ge=1)
-    """Tokens that seq-mean-token-sum-norm (dr_grpo) divides the sum over a sequence by; set it to the longest answer
-    you expect, so that another context does not scale the loss. None takes `model.max_model_len`."""
+    """Divisor, in tokens, of a sequence's summed loss in seq-mean-token-sum-norm (dr_grpo). Set it to the longest
+    expected answer, so that the loss scale does not depend on the context length. null uses `model.max_model_len`."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the starting model; above 0 a second copy of the model is kept for reference, or with
-    `model.lora` none: the weights under the adapter are the reference."""
+    """Coefficient of the KL to the starting model; raise it if the policy drifts too far. Above 0 a frozen copy of the
+    model is loaded, except with `model.lora`, where the base weights are the reference."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "corrected_k3"] = "k2"
-    """Estimator of that KL (Schulman, 2020); corrected_k3 weighs k3 by the ratio of policy and sampler."""
+    """Estimator of the KL (Schulman, 2020); corrected_k3 weights k3 by the ratio of policy to sampler."""
     kl_adaptive: AdaptiveKlSection | None = None
-    """Steer `kl_coef`, which is then where it begins, towards a KL; None keeps it."""
+    """Adapt the KL coefficient, starting from `kl_coef`, to reach a target KL; null keeps it constant."""
     correction: CorrectionSection = CorrectionSection()
-    """Importance weights and masks of tokens that another policy sampled."""
+    """Importance weights and masks for off-policy tokens."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of an entropy bonus; raise it a little (0.001) when answers become alike too early."""
+    """Coefficient of the entropy bonus; raise it slightly (0.001) if answers lose diversity too early."""
     critic: CriticSection = CriticSection()
-    """The critic of ppo."""
+    """Critic of ppo."""
     teacher: TeacherSection | None = None
-    """Whom on_policy_distill and jsd imitate."""
+    """Teacher model of on_policy_distill and jsd."""
     expert: ExpertSection | None = None
-    """Demonstrations that mix and mix_chord train beside the policy's own runs."""
+    """Expert demonstrations of mix and mix_chord."""
 
 
 class EngineSection(Section):
-    """The sampler: how much it holds at once."""
+    """The sampling engine: batch sizes, KV cache and GPU execution."""
 
     page_size: int = Field(default=16, ge=1)
-    """Tokens in one page of the key-value cache."""
+    """Tokens per KV-cache block."""
     max_num_seqs: int = Field(default=256, ge=1)
-    """Most requests decoded at once."""
+    """Maximum number of requests decoded at once; the others wait."""
     max_batched_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens in one forward; longer prompts are prefilled in chunks. None takes 4096, on a GPU 16384."""
+    """Maximum tokens per forward; longer prompts are prefilled in chunks. null uses 4096 on a CPU and 16384 on a
+    GPU."""
     kv_cache_tokens: int | None = Field(default=None, ge=1)
-    """Tokens the key-value cache holds; None takes `kv_cache_gib` worth."""
+    """Capacity of the KV cache in tokens; null derives it from `kv_cache_gib`."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """Memory of the key-value cache in GiB when `kv_cache_tokens` is not given. None takes 2 on a CPU, and on a GPU
-    what training leaves, at most what `max_num_seqs` requests of the full context need."""
+    """Size of the KV cache in GiB, if `kv_cache_tokens` is not set. null uses 2 on a CPU, and on a GPU the memory that
+    training leaves free, at most the need of `max_num_seqs` requests with full context."""
     max_waiting: int = Field(default=4096, ge=1)
-    """Requests that may queue; further callers wait their turn before they queue."""
+    """Maximum number of queued requests; further callers wait until the queue has space."""
     has_prefix_cache: bool = True
-    """Reuse keys and values of prompts that begin alike."""
+    """Reuse keys and values of shared prompt prefixes."""
     has_packed_weights: bool = True
-    """On a CPU in float32, sample from a second copy of the weights in a faster layout; turn off to save memory."""
+    """On a CPU in float32, sample from a second copy of the weights in a faster layout. Disable it to save memory."""
     cuda_decode: Literal["graphs", "compiled", "eager"] = "compiled"
-    """How a GPU runs the model: compiled traces its layers, runs them in fewer and larger steps, and replays captured
-    steps; graphs only replays; eager does neither, for debugging."""
+    """Decoding on a GPU. compiled: fused layers replayed as CUDA graphs; graphs: CUDA graphs without fusion; eager:
+    neither, for debugging."""
     decode_block: int = Field(default=16, ge=1, le=64)
-    """On a GPU, tokens decoded between two looks of the host; lower it when most answers are very short."""
+    """On a GPU, decode steps per host synchronization; lower it if most answers are very short."""
 
     @model_validator(mode="after")
     def _check_cache(self) -> Self:
         if self.kv_cache_tokens is not None and self.kv_cache_gib is not None:
-            raise ValueError("kv_cache_tokens and kv_cache_gib are both given: one of them says how large the cache is")
+            raise ValueError("kv_cache_tokens and kv_cache_gib are both given: set only one of them")
         return self
 
 
 class RolloutSection(Section):
-    """How workflows run."""
+    """Execution of workflows and judges."""
 
     timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds one workflow with its judge may take before the run of the task counts as failed."""
+    """Time limit in seconds of one workflow run with its judge; a run that exceeds it has failed."""
     max_concurrency: int = Field(default=256, ge=1)
-    """Workflows in flight at once; so many threads there are for what they hand to `asyncio.to_thread`."""
+    """Maximum number of concurrent workflows; also the number of threads for `asyncio.to_thread`."""
     thread_patience_s: float = Field(default=0.03, ge=0)
-    """Mean seconds for which the engine waits for the calls of one function in threads, so that what is sampled on a
-    CPU does not depend on when they end; functions that take longer are not waited for. 0 never waits; raise it where
-    runs with slower tools must repeat."""
+    """Mean duration in seconds up to which the engine waits for a function's calls in threads, so that sampling on a
+    CPU does not depend on their timing; slower functions are not waited for. 0 never waits. Raise it if runs with
+    slower tools must be reproducible."""
     http_port: int | None = Field(default=None, ge=0, le=65535)
-    """Also serve the models on this port of 127.0.0.1, 0 for a free one, while workflows run: then `model.base_url` and
-    `model.api_key` reach a run's own model from any process and language."""
+    """Port of 127.0.0.1 on which the models are also served over HTTP while workflows run, 0 for any free port. Set it
+    for agents in other processes or languages; they use `model.base_url` and `model.api_key`."""
     max_body_mib: float = Field(default=8.0, gt=0)
-    """MiB of the largest request that is read over HTTP; larger ones get a 413."""
+    """Maximum size of an HTTP request in MiB; larger ones get status 413."""
     chat_model: Literal["auto", "agentscope", "openai"] = "auto"
-    """What workflows get as `model`: AgentScope's OpenAIChatModel, or one that returns OpenAI completions; auto takes
-    AgentScope's where it is installed."""
+    """Type of a workflow's `model` argument: AgentScope's OpenAIChatModel, or a callable that returns OpenAI
+    completions; auto uses AgentScope's if it is installed."""
     has_agent_output: bool = False
-    """Let AgentScope's agents print every message to the console; without it their printing is off during the run."""
+    """Let AgentScope's agents print every message to the console; by default their printing is disabled during the
+    run."""
     max_failure_rate: float = Field(default=0.5, ge=0, le=1)
-    """The run stops with the first causes when a larger share of a step's trajectories failed."""
+    """Maximum share of failed trajectories in a step; above it the run stops and reports the first causes."""
 
 
 class TrainerSection(Section):
-    """How a batch of samples becomes an update."""
+    """Optimizer, memory and speed of training."""
 
     learning_rate: LearningRate = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW; adapters need a higher one (1e-5 to 1e-4)."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
-    """The same as a share of all steps, rounded up; give it or `warmup_steps`."""
+    """Warm-up as a share of all steps, rounded up; set either this or `warmup_steps`."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after the warm-up."""
+    """Learning rate schedule after the warm-up."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where the cosine ends, as a share of the peak."""
+    """Final learning rate of the cosine schedule, as a share of the peak."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay; norms and biases are exempt."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay rates of the two moments."""
+    """AdamW's decay rates of the first and second moment."""
     epsilon: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon."""
+    """AdamW's epsilon, added to the denominator."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients of larger norm are scaled down to it."""
+    """Maximum gradient norm; larger gradients are scaled down."""
     num_minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps made of one batch, each on whole groups; above 1 the later ones are off-policy and clipped."""
+    """Optimizer steps per batch, each on whole groups; above 1 the later ones are off-policy and clipped."""
     max_tokens_per_row: int = Field(default=16384, ge=1)
-    """Tokens packed into one forward and backward; lower it when training runs out of memory."""
+    """Tokens packed into one forward and backward; lower it if training runs out of memory."""
     logprob_chunk_tokens: int | None = Field(default=None, ge=1)
-    """Positions whose logits are held at once; the result is the same. None takes as many as 0.6 GB of logits hold on a
-    GPU, and 1024 on a CPU."""
+    """Positions whose logits are materialized at once; lower it to save memory, the result is the same. null uses as
+    many as fit in 0.6 GB on a GPU, and 1024 on a CPU."""
     has_gradient_checkpointing: bool = False
-    """Keep only layer inputs and compute the rest again in the backward: less memory, about a third more time."""
+    """Store only layer inputs and recompute activations in the backward pass: less memory, about a third more time."""
     has_compiled_layers: bool = True
-    """On a GPU, fuse what lies between matrix products: faster, after half a minute of compiling that later runs find
-    done; turn it off for runs of a few steps."""
+    """On a GPU, compile and fuse the operations between matrix products. Compiling takes half a minute and is cached
+    for later runs; disable it for runs of a few steps."""
     has_row_graphs: bool | None = None
-    """Launch rows of like sizes at once, as CUDA graphs; the gradient is the same. None does so for models of less than
-    0.4e9 parameters, for which the host otherwise bounds training. Gradients (4 bytes a trained parameter) and the
-    largest row keep their memory meanwhile."""
+    """Launch rows of similar sizes as CUDA graphs; the gradient is the same. null enables it for models below 0.4e9
+    parameters, whose training is otherwise host-bound. It keeps the memory of gradients (4 bytes per trained parameter)
+    and of the largest row allocated."""
     has_prefix_sharing: bool = True
-    """Compute what samples of a group share once; the gradient is the same."""
+    """Compute shared prefixes of a group's samples only once; the gradient is the same."""
     mismatch_warn: float = Field(default=1e-2, gt=0)
-    """Mean KL between sampler and trainer above which a warning is printed."""
+    """Mean KL between sampler and trainer, in nats per token, above which a warning is printed."""
     mismatch_stop: float = Field(default=1.0, gt=0)
-    """Mean KL between sampler and trainer above which the run stops."""
+    """Mean KL between sampler and trainer, in nats per token, above which the run stops."""
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         if self.warmup_steps > 0 and self.warmup_ratio not in (0, type(self).model_fields["warmup_ratio"].default):
-            raise ValueError(f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: give one of them")
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: set only one of them"
+            )
         if self.schedule == "constant" and self.min_lr_ratio > 0:
             raise ValueError(f"min_lr_ratio={self.min_lr_ratio} has no effect with schedule=constant: set it to cosine")
         return self
@@ -206,23 +213,23 @@ class TrainerSection(Section):
     @model_validator(mode="after")
     def _check_row_graphs(self) -> Self:
         if self.has_row_graphs and (self.has_gradient_checkpointing or not self.has_compiled_layers):
-            raise ValueError("has_row_graphs needs has_compiled_layers, and no has_gradient_checkpointing")
+            raise ValueError("has_row_graphs needs has_compiled_layers=true and has_gradient_checkpointing=false")
         return self
 
 
 class HeldOutSection(Section):
-    """How held-out tasks are tried."""
+    """Runs of held-out tasks."""
 
     num_samples: int = Field(default=1, ge=1)
-    """Rollouts of each held-out task."""
+    """Rollouts per held-out task; raise it for narrower intervals and pass@k."""
     temperature: Temperature | None = None
-    """Sampling temperature of evaluations; None takes the model's."""
+    """Sampling temperature of evaluations; null uses the model's."""
     max_tasks: int | None = Field(default=None, ge=1)
-    """Only the first so many held-out tasks; None takes all."""
+    """Maximum number of held-out tasks per set, the first ones; null uses all."""
 
 
 class EvaluationSection(HeldOutSection):
-    """When and how held-out tasks are tried in the course of a run."""
+    """Evaluation during a run."""
 
     interval_steps: int = Field(default=100, ge=0)
     """Steps between evaluations; 0 evaluates only at the end."""
@@ -231,63 +238,66 @@ class EvaluationSection(HeldOutSection):
 
 
 class MonitorSection(Section):
-    """Where metrics go besides the console and metrics.jsonl."""
+    """Trackers and console output; metrics.jsonl is always written."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab"], ...] = ("tensorboard",)
-    """Trackers that get every metric under the same name, several at once if you like; all but the first need the
-    extra of their name."""
+    """Experiment trackers that receive every metric under its name; all but tensorboard need the extra of the same
+    name."""
     has_progress: bool = True
     """Show live progress on the console."""
     log_interval_steps: int = Field(default=1, ge=1)
     """Steps between console lines."""
     console_metrics: tuple[str, ...] = ()
-    """More metrics on a step's console line, by name or pattern: `rollout/accuracy/mean`, `rollout/*/mean`."""
+    """Additional metrics on the console line of a step, by name or pattern: `rollout/accuracy/mean`,
+    `rollout/*/mean`."""
 
 
 class RunConfig(Section):
-    """One run: what is trained, on what, how, and where the results go."""
+    """A reinforcement-learning run: model, tasks, agent, algorithm and output folder."""
 
     project: str = "AgentScope"
-    """First folder under the checkpoint root."""
+    """Folder under `checkpoint_root_dir` that groups runs."""
     name: str | None = None
-    """Second folder; None makes Experiment-<YYYYmmddHHMMSS>."""
+    """Folder of the run, under `project`; null creates Experiment-<YYYYmmddHHMMSS>."""
     checkpoint_root_dir: str = "./checkpoints"
-    """Folder of all runs."""
+    """Root folder of all projects and runs."""
     seed: int = Field(default=42, ge=0)
-    """Fixes task order and every sampled token on a CPU."""
+    """Random seed of task order and sampling; on a CPU, equal seeds give equal runs."""
     workflow: str | None = None
-    """The agent, as `module:function` or `file.py:function`; the command line needs it, `tune()` takes the function."""
+    """Agent, as `module:function` or `file.py:function`; required on the command line, while `tune()` takes the
+    function."""
     judge: str | None = None
-    """The judge, in the same form; None takes the reward from the workflow."""
+    """Judge, in the same form; null uses the workflow's reward."""
     num_cpu_threads: NumThreads = 1
-    """Threads of torch's CPU kernels; on small virtual machines two are slower than one, on large ones try more."""
+    """Threads of torch's CPU kernels. On small virtual machines 2 are slower than 1; on machines with many cores try
+    more."""
     continue_from_checkpoint: bool = False
-    """Go on from the last commit of the run folder with this name; without one, start anew."""
+    """Resume the run of this name from its last checkpoint; without a checkpoint, start from the beginning."""
     resume_from_step: int | None = Field(default=None, ge=0)
-    """Resume from the checkpoint of this step, 0 from the beginning, where the newest one is damaged or not wanted;
-    what was made after it is moved to `old-<time>/` in the run folder. None resumes from the newest."""
+    """Step to resume from, 0 for the beginning; null uses the newest checkpoint. Set it if the newest checkpoint is
+    damaged or unwanted; files of later steps are moved to `old-<time>/` in the run folder."""
     total_epochs: int = Field(default=1, ge=1)
     """Passes over the training tasks."""
     total_steps: int | None = Field(default=None, ge=1)
-    """Steps of the run; overrides `total_epochs`."""
+    """Number of steps; overrides `total_epochs`."""
     save_interval_steps: int = Field(default=100, ge=1)
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int | None = Field(default=None, ge=1)
-    """Checkpoints kept on disk, the newest ones; None keeps all."""
+    """Number of newest checkpoints kept on disk; null keeps all."""
     steps_per_file: int = Field(default=100, ge=1)
-    """Steps whose rollouts are merged into one Parquet file, and whose selections into one file of JSON lines, once a
-    checkpoint has committed them, so that long runs leave few files; 1 keeps one file a step."""
+    """Committed steps whose rollouts are merged into one Parquet file, and whose selections into one JSON Lines file,
+    to bound the number of files; 1 keeps one file per step."""
     model: ModelSection
     auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
     train_dataset: DatasetSection | None = None
     """Training tasks."""
     train_datasets: dict[str, DatasetSection] = Field(default_factory=dict)
-    """Several training sets by name, in place of `train_dataset`; their tasks are mixed."""
+    """Several training sets by name, instead of `train_dataset`; their tasks are mixed."""
     eval_datasets: dict[str, DatasetSection] = Field(default_factory=dict)
-    """Held-out task sets by the name their metrics carry."""
+    """Held-out task sets; the name becomes part of their metrics' names."""
     algorithm: AlgorithmSection = AlgorithmSection()
     experience: ExperienceSection = ExperienceSection()
-    """What happens to groups between the judge and the trainer."""
+    """Processing of groups between judge and trainer."""
     engine: EngineSection = EngineSection()
     rollout: RolloutSection = RolloutSection()
     trainer: TrainerSection = TrainerSection()
@@ -313,9 +323,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_training_sets(self) -> RunConfig:
         if self.train_dataset is not None and self.train_datasets:
-            raise ValueError("train_dataset and train_datasets are both given: name every set in train_datasets")
+            raise ValueError("train_dataset and train_datasets are both given: put every set in train_datasets")
         if self.train_dataset is not None and self.train_dataset.weight is not None:
-            raise ValueError("train_dataset.weight has no effect on a single set; name several in train_datasets")
+            raise ValueError("train_dataset.weight has no effect on a single set; list several in train_datasets")
         return self
 
     @model_validator(mode="after")
@@ -328,7 +338,7 @@ class RunConfig(Section):
         for name, dataset in self.eval_datasets.items():
             for key in ("task_selector", "weight", "operators"):
                 if getattr(dataset, key) != DatasetSection.model_fields[key].default:
-                    raise ValueError(f"eval_datasets.{name}.{key} has no effect: evaluations try every task as it is")
+                    raise ValueError(f"eval_datasets.{name}.{key} has no effect: evaluations run every task unchanged")
         return self
 
     @model_validator(mode="after")
@@ -343,5 +353,5 @@ class RunConfig(Section):
 
     @property
     def training_sets(self) -> dict[str, DatasetSection]:
-        """The training sets by the name their tasks carry."""
+        """The training sets by the name used in their tasks' ids."""
         return self.train_datasets if self.train_dataset is None else {"train": self.train_dataset}

@@ -1,4 +1,4 @@
-"""What all sections of configuration share."""
+"""Base class and field types shared by all config sections."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tunesmith.types import MIN_TEMPERATURE
 
 
 def check_temperature(value: float) -> float:
-    """Refuse temperatures that float32 cannot divide by."""
+    """Raise for a temperature too small to divide by in float32."""
     if 0 < value < MIN_TEMPERATURE:
-        raise ValueError(f"a temperature is 0, which is greedy, or at least {MIN_TEMPERATURE:g}; got {value:g}")
+        raise ValueError(f"a temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}; got {value:g}")
     return value
 
 
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(check_temperature)]
 LearningRate = Annotated[float, Field(gt=0, le=1)]
-"""AdamW moves a weight by about the learning rate a step, so more than 1 destroys any model."""
+"""AdamW changes a weight by about the learning rate per step, so values above 1 destroy any model."""
 NumThreads = Annotated[int, Field(ge=1, le=1024)]
 
 
 class Section(BaseModel):
-    """A group of knobs that refuses unknown keys and names the nearest known one."""
+    """A group of knobs; an unknown key is an error that suggests the nearest known key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

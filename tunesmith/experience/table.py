@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunesmith.arguments import LoadFunction, bind_arguments, find_function, find_keywords, name_nearest
+from tunesmith.arguments import LoadFunction, bind_arguments, find_function, find_keywords, suggest_name
 from tunesmith.config import ExperienceSection
 from tunesmith.errors import ConfigError
 from tunesmith.experience.operators import (
@@ -117,7 +117,7 @@ def check_reported(operator: BoundOperator, groups: Sequence[Group]) -> None:
     operator.unreported.difference_update(reported)
     if runs and operator.unreported:
         metric = min(operator.unreported)
-        nearest = name_nearest(metric, reported) if reported else "they report none"
+        nearest = suggest_name(metric, reported) if reported else "they report none"
         raise ConfigError(
             f"operator {operator.name!r} uses the metric {metric!r}, which none of {len(runs)} runs reports "
             f"({nearest}): report it from the workflow or the judge, or change experience.operators"

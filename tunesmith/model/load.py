@@ -28,7 +28,7 @@ from transformers import (
 
 from tunesmith.config import LoraSection, ModelSection
 from tunesmith.errors import ModelError
-from tunesmith.hub import reachable_or_offline
+from tunesmith.hub import offline_if_unreachable
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.model.forward.attention import use_plan_attention
@@ -82,7 +82,7 @@ def load_config(path: str, *, trust_remote_code: bool = False, base_path: str | 
     """Read a model's configuration without its weights."""
     source = find_model(path, base_path)
     try:
-        with reachable_or_offline(source.name_or_path):
+        with offline_if_unreachable(source.name_or_path):
             return AutoConfig.from_pretrained(source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs)
     except LOAD_ERRORS as error:
         raise explain_load_error(path, source, error) from error
@@ -109,7 +109,7 @@ def load_tokenizer(
     if source.adapter is not None and (source.adapter.folder / "tokenizer_config.json").is_file():
         source = ModelSource(name_or_path=str(source.adapter.folder))
     try:
-        with reachable_or_offline(source.name_or_path):
+        with offline_if_unreachable(source.name_or_path):
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 source.name_or_path, trust_remote_code=trust_remote_code, **source.kwargs
             )
@@ -181,7 +181,7 @@ def load_model(
 
         quantization = {"quantization_config": build_quantization(dtype), "device_map": {"": device}}
     try:
-        with hidden_progress_bars(), reachable_or_offline(source.name_or_path):
+        with hidden_progress_bars(), offline_if_unreachable(source.name_or_path):
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 source.name_or_path,
                 dtype=dtype,

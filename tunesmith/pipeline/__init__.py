@@ -1,1 +1,1 @@
-"""Stages a user starts: each checks its input first, then loads what is heavy, then works."""
+"""Implementations of the commands: each checks its input first, then imports and loads, then runs."""

@@ -16,7 +16,7 @@ from datasets.exceptions import DatasetsError
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import DataError, MissingDataError
-from tunesmith.hub import describe_miss, reachable_or_offline
+from tunesmith.hub import describe_hub_failure, offline_if_unreachable
 from tunesmith.tasks.data_path import check_data_path
 from tunesmith.types import Task
 
@@ -75,7 +75,7 @@ def _read(path: str, *, name: str | None, split: str | None, num_rows: int | Non
     else:
         arguments = {"path": str(source) if source.exists() else path, "name": name}
     try:
-        with reachable_or_offline(path):
+        with offline_if_unreachable(path):
             loaded = load_dataset(**arguments, streaming=num_rows is not None)
             rows = _choose_split(loaded, split, path=path, is_file=source.is_file())
             return list(itertools.islice(rows, num_rows))
@@ -151,7 +151,7 @@ def _choose_split(loaded: DatasetDict | IterableDatasetDict, split: str | None, 
 def _explain(path: str, split: str | None, error: Exception) -> DataError:
     if not Path(path).expanduser().exists():
         return MissingDataError(
-            f"the data set {path!r} is not a local folder or file, and {describe_miss()}; "
+            f"the data set {path!r} is not a local folder or file, and {describe_hub_failure()}; "
             "or give a folder or a file as its path"
         )
     reason = " ".join(str(error.__cause__ or error).split())

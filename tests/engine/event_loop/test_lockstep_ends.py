@@ -79,13 +79,13 @@ def test_a_process_exits_while_a_thread_still_runs() -> None:
         from tunesmith.pipeline.session import process
         process.EXIT_GRACE_S = 0.1
         threading.Thread(target=time.sleep, args=(1000,), name="mine").start()
-        process.leave_threads_behind(SystemExit(0))
+        process.exit_despite_threads(SystemExit(0))
     """
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == 0
-    assert "ending although user code still runs: thread mine" in ended.stderr
+    assert "exiting while user code is still running: thread mine" in ended.stderr
 
 
 def test_stopping_the_loop_raises_in_user_code() -> None:

@@ -10,7 +10,7 @@ from tunesmith.api import build_agentscope_chat_model
 from tunesmith.experience.store import load_rollouts
 from tunesmith.judges.numeric import read_text
 from tunesmith.model.load import load_tokenizer
-from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.data.conversations import ConversationReader
 from tunesmith.pipeline.demo.run import DemoSettings, run_demo
 from tunesmith.tasks.arithmetic import build_problems
 
@@ -52,7 +52,7 @@ def test_demonstrations_start_with_the_agents_prompt(demo):
 
     _, root = demo
     tokenizer = load_tokenizer(str(root / "base"))
-    reader = DemonstrationReader(tokenizer)
+    reader = ConversationReader(tokenizer)
     problems = {problem.question: problem for problem in build_problems("train", num_problems=12, seed=0)}
     rollouts = load_rollouts(root / "pocket" / "rl" / "rollouts" / "step_000001.parquet")
     for group in rollouts:

@@ -199,7 +199,7 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path):
     with pytest.raises(StorageError, match="not a complete checkpoint"):
         run_export(ExportSection(path=str(checkpoint)), out_dir=tmp_path / "out")
     checkpoint.rename(tmp_path / "run" / "global_step_1.tmp-77")
-    with pytest.raises(ModelError, match="what a killed write left"):
+    with pytest.raises(ModelError, match="left from an interrupted write"):
         run_export(ExportSection(path=str(tmp_path / "run" / "global_step_1.tmp-77")), out_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -311,7 +311,7 @@ def test_a_name_that_llama_cpp_misreads_is_refused(source, tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("model.gguf", "is a GGUF file already"),
+        ("model.gguf", "is a GGUF file"),
         ("nowhere/at/all/here", "there is no such folder"),
         (".", "holds no model: give a folder with config.json"),
     ],
@@ -327,10 +327,10 @@ def test_paths_without_a_model_are_refused(path, message, tmp_path, monkeypatch)
     [
         ({"formats": []}, "formats"),
         ({"formats": ["onnx"]}, "must be 'hf', 'adapter' or 'gguf'"),
-        ({"formats": ["hf", "hf"]}, "names one of them twice"),
-        ({"gguf_types": ["f16"]}, "gguf_types has no effect unless formats holds gguf"),
-        ({"name": "a/b"}, "name='a/b' must be letters"),
-        ({"license": " "}, "license=' ' must be one line"),
+        ({"formats": ["hf", "hf"]}, "has a duplicate"),
+        ({"gguf_types": ["f16"]}, "gguf_types has no effect unless formats contains gguf"),
+        ({"name": "a/b"}, "name='a/b' must consist of letters"),
+        ({"license": " "}, "license=' ' must be one non-empty line"),
         ({"gguf_type": ["f16"]}, "did you mean 'gguf_types'?"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny
-from tunesmith.config import ExportSection, FinetuneConfig, LoraSection, RunConfig
+from tunesmith.config import ExportSection, LoraSection, RunConfig, SftConfig
 from tunesmith.model.checkpoint import save_checkpoint
 from tunesmith.model.load import load_model
 from tunesmith.monitor.metrics_file import MetricsFile
@@ -91,7 +91,7 @@ def test_the_card_of_a_fine_tuned_model_has_its_losses(tmp_path):
         "num_epochs": 3,
     }
     save_tiny("smollm", root / "model")
-    (root / "config.yaml").write_text(dump_config(build_section(FinetuneConfig, values)), encoding="utf-8")
+    (root / "config.yaml").write_text(dump_config(build_section(SftConfig, values)), encoding="utf-8")
     metrics = MetricsFile(root / "metrics.jsonl", committed_step=None)
     metrics.append(1, "train", {"train/loss": 2.0})
     metrics.append(1, "eval", {"eval/loss": 1.25})

@@ -17,7 +17,7 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
 from tunesmith.experience.samples import build_samples
 from tunesmith.judges.composite import gsm8k_judge
-from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.data.conversations import ConversationReader
 from tunesmith.pipeline.prepare.calculator_agent import (
     MALFORMED_CALL,
     SYSTEM_PROMPT,
@@ -144,7 +144,7 @@ def test_the_agent_has_the_signature_of_a_workflow():
 def test_demonstrations_have_the_tokens_of_the_agents_rollouts(template, style):
     tokenizer = build_chat_tokenizer(template)
     messages = build_messages(TASK["question"], check_calculations(parse_solution(SOLUTION)), style=style)
-    (sample,) = DemonstrationReader(tokenizer).read([{"messages": messages, "tools": list(TOOLS)}], max_model_len=10**6)
+    (sample,) = ConversationReader(tokenizer).read([{"messages": messages, "tools": list(TOOLS)}], max_model_len=10**6)
     trained = list_trained_spans(sample)
     remaining = list(trained)
     output, turns, _ = run(template=template, script=lambda *request: remaining.pop(0))
@@ -160,7 +160,7 @@ def test_demonstrations_have_the_tokens_of_the_agents_rollouts(template, style):
 def test_only_assistant_tokens_are_trained():
     tokenizer = build_chat_tokenizer(CHATML)
     messages = build_messages(TASK["question"], check_calculations(parse_solution(SOLUTION)), style="all")
-    (sample,) = DemonstrationReader(tokenizer).read([{"messages": messages, "tools": list(TOOLS)}], max_model_len=10**6)
+    (sample,) = ConversationReader(tokenizer).read([{"messages": messages, "tools": list(TOOLS)}], max_model_len=10**6)
     assert [tokenizer.decode(ids) for ids in list_trained_spans(sample)] == [
         f"<think>\nIn May she sold 48/2 =\n</think>\n{write_call('48/2')}<|im_end|>",
         f"<think>\n24 clips.\nShe sold 48+24 =\n</think>\n{write_call('48+24')}<|im_end|>",

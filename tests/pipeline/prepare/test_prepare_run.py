@@ -14,8 +14,8 @@ from tunesmith.cli import app
 from tunesmith.config import PrepareSection
 from tunesmith.errors import ConfigError, DataError, ModelError, StorageError
 from tunesmith.model.load import load_tokenizer
-from tunesmith.pipeline.data.conversation_rows import read_lines
-from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.data.conversation_rows import load_jsonl
+from tunesmith.pipeline.data.conversations import ConversationReader
 from tunesmith.pipeline.eval import pass_rates
 from tunesmith.pipeline.prepare.flags import collect_values
 from tunesmith.pipeline.prepare.run import run_prepare
@@ -69,7 +69,7 @@ def test_verified_rows_are_kept_and_others_counted_by_reason(prepare, tmp_path):
         "num_valid": 2,
         "means": {"exact": 1.0, "format": 1.0, "reasoning": 1.0, "conciseness": 1.0},
     }
-    first, second = read_lines(report.train_path)
+    first, second = load_jsonl(report.train_path)
     assert (first["answer"], first["num_steps"], first["source_index"], first["is_verified"]) == ("6", 2, 0, True)
     assert [call["function"]["arguments"] for m in second["messages"] for call in m.get("tool_calls", [])] == [
         {"expression": "3*2"},
@@ -81,9 +81,9 @@ def test_verified_rows_are_kept_and_others_counted_by_reason(prepare, tmp_path):
 
 def test_prepared_rows_load_as_demonstrations_and_as_tasks(prepare, pocket_folder):
     report = prepare(eval_data={"path": str(prepare(out="other").folder.parent / "data")})
-    reader = DemonstrationReader(load_tokenizer(pocket_folder))
+    reader = ConversationReader(load_tokenizer(pocket_folder))
     for path in (report.train_path, report.eval_path):
-        assert reader.read(read_lines(path), max_model_len=10**6)
+        assert reader.read(load_jsonl(path), max_model_len=10**6)
     (row, _) = load_rows(str(report.folder), name=None, split="train")
     assert {"question", "answer", "num_steps", "messages"} <= row.keys()
 
@@ -92,13 +92,13 @@ def test_every_evaluation_row_with_an_answer_is_kept(prepare, data):
     report = prepare(eval_data={"path": str(data)})
     assert report.num_eval == 1
     assert report.content["eval"]["num_unverified"] == 1
-    (row,) = read_lines(report.eval_path)
+    (row,) = load_jsonl(report.eval_path)
     assert (row["answer"], row["is_verified"]) == ("2", False)
     assert [message["role"] for message in row["messages"]] == ["system", "user", "assistant"]
 
 
 def test_style_last_has_one_call_per_conversation(prepare):
-    rows = read_lines(prepare(style="last").train_path)
+    rows = load_jsonl(prepare(style="last").train_path)
     assert [sum(len(m.get("tool_calls", [])) for m in row["messages"]) for row in rows] == [1, 1]
     assert [row["num_steps"] for row in rows] == [2, 2]
 
@@ -161,7 +161,7 @@ def test_every_pass_rate_model_gets_a_column(prepare, pocket_folder, monkeypatch
         "engine": {"kv_cache_tokens": 8192},
     }
     report = prepare(pass_rate=pass_rate)
-    rows = read_lines(report.train_path)
+    rows = load_jsonl(report.train_path)
     assert [(row["small_pass_rate"], row["large_pass_rate"]) for row in rows] == [(0.0, 0.0)] * 2
     assert report.content["pass_rate"]["small_pass_rate"] == {"mean": 0.0}
 
@@ -231,7 +231,7 @@ def test_paraphrases_follow_their_row_and_are_requested_once(prepare, rewriter, 
     handler, url = rewriter
     values = {"paraphrase": {"base_url": url, "model": "m"}}
     report = prepare(**values)
-    rows = read_lines(report.train_path)
+    rows = load_jsonl(report.train_path)
     assert [(row["source_index"], row["paraphrase"]) for row in rows] == [(0, None), (0, 0), (2, None), (2, 0)]
     assert rows[1]["question"].startswith("Tell me") and rows[1]["messages"][1]["content"] == rows[1]["question"]
     assert rows[1]["messages"][2:] == rows[0]["messages"][2:]
@@ -342,7 +342,7 @@ def test_a_row_without_an_answer_is_named(prepare, data):
         ({"style": "some"}, "style must be 'all' or 'last', got 'some'"),
         ({"contamination": {"ngram_words": 9}}, "contamination has no effect without eval_data"),
         ({"pass_rate": {"models": {}}}, "pass_rate.models"),
-        ({"pass_rate": {"models": {"a b": {"path": "x"}}}}, "models.a b must be letters"),
+        ({"pass_rate": {"models": {"a b": {"path": "x"}}}}, "models.a b must consist of letters"),
         ({"paraphrase": {"model": "m"}}, "paraphrase.base_url is required"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Reinforcement learning of an adapter, from end to end: new, loaded, merged, stopped and gone on with."""
+"""Reinforcement learning of an adapter, end to end: new, loaded, merged, stopped and resumed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_adapter_is_sampled_trained_and_saved_without_merging(run, pocket_fol
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pocket_folder), result.checkpoint)
 
 
-def test_a_stopped_adapter_run_goes_on_to_the_same_numbers(run):
+def test_a_stopped_adapter_run_resumes_to_the_same_metrics(run):
     whole = run(LORA, name="whole", steps=3)
     run(LORA, name="parts", steps=2)
     parts = run(LORA, "continue_from_checkpoint=true", name="parts", steps=3)
@@ -77,7 +77,7 @@ def test_a_stopped_adapter_run_goes_on_to_the_same_numbers(run):
     assert all((one[name] == other[name]).all() for name in one)
 
 
-def test_training_goes_on_from_an_adapter_or_from_its_merged_weights(run):
+def test_training_continues_from_an_adapter_or_from_its_merged_weights(run):
     start = run(LORA, name="start").checkpoint
     again = run("model.lora={}", path=start, name="again", steps=1).checkpoint
     before, after = load_file(start / WEIGHTS), load_file(again / WEIGHTS)

@@ -1,4 +1,4 @@
-"""Runs of algorithms that need more than rewards: a critic, a teacher, experts, greedy baselines; what is refused."""
+"""Runs of algorithms that need a critic, a teacher, experts or greedy baselines, and the settings they refuse."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def teacher(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", EXTRA_SETTINGS)
-def test_a_run_that_was_stopped_goes_on_to_the_same_numbers(run, tmp_path, teacher, name):
+def test_a_stopped_run_resumes_to_the_same_metrics(run, tmp_path, teacher, name):
     extra = [each.format(experts=tmp_path / "experts.jsonl", teacher=teacher) for each in EXTRA_SETTINGS[name]]
     whole = run(name, *extra, "name=whole", "total_steps=3")
     run(name, *extra, "name=cut", "total_steps=2")
@@ -106,7 +106,7 @@ def test_ppo_reports_its_critic_and_saves_it(run):
     assert not any(name.startswith("head.") for name in read_weights(result.checkpoint))
 
 
-def test_remax_compares_with_one_greedy_run_that_counts_nowhere_else(run):
+def test_the_greedy_run_of_remax_is_only_a_baseline(run):
     result = run("remax", "total_steps=1", "algorithm.group_size=2")
     (metrics,) = read_metrics(result.folder)
     assert metrics["rollout/num_trajectories"] == 4
@@ -124,7 +124,7 @@ def test_remax_works_with_groups_of_one(run):
     assert run("remax", "algorithm.group_size=1").metrics["train/num_trained_tokens"] > 0
 
 
-def test_a_greedy_run_that_fails_leaves_its_group_out(run):
+def test_a_failed_greedy_run_excludes_its_group(run):
     calls = {}
 
     async def judge(task, response):
@@ -140,7 +140,7 @@ def test_a_greedy_run_that_fails_leaves_its_group_out(run):
     assert metrics["train/num_trained_tokens"] == 0
 
 
-def test_a_teacher_that_is_the_policy_teaches_nothing(run, pocket_folder):
+def test_the_policy_as_its_own_teacher_has_zero_kl(run, pocket_folder):
     result = run("on_policy_distill", f"algorithm.teacher.path={pocket_folder}", "total_steps=1")
     assert result.metrics["distillation/reverse_kl"] == pytest.approx(0, abs=1e-5)
     assert result.metrics["train/grad_norm"] < 1e-3
@@ -168,11 +168,13 @@ def test_experts_are_mixed_in_their_ratio(run, tmp_path):
         ("ppo", ["algorithm.terms_args.lambda=1"], ConfigError, "unknown argument 'lambda'.*did you mean 'lam'"),
         ("jsd", ["algorithm.teacher.path=nowhere/x/y"], ModelError, "algorithm.teacher.path: .*no such folder"),
         ("mix", ["algorithm.expert.path=nowhere.jsonl"], DataError, "nowhere"),
-        ("dpo", [], ConfigError, "does not learn from rewards"),
-        ("dpo", ["algorithm.loss_aggregation=token-mean"], ConfigError, "loss_aggregation has no effect with 'dpo'"),
+        ("dpo", [], ConfigError, "does not train on rewards"),
+        ("dpo", ["algorithm.loss_aggregation=token-mean"], ConfigError, "weighs its tokens itself"),
     ],
 )
-def test_what_is_missing_or_has_no_effect_is_said_before_a_model_loads(run, tmp_path, name, overrides, error, message):
+def test_missing_and_ineffective_settings_are_refused_before_a_model_loads(
+    run, tmp_path, name, overrides, error, message
+):
     with pytest.raises(error, match=message):
         run(name, *overrides)
     assert not (tmp_path / "runs").exists()

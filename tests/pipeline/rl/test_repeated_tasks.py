@@ -1,4 +1,4 @@
-"""Fewer tasks than a batch: a step tries tasks several times, each time as a group of its own."""
+"""Fewer tasks than the batch size: a step repeats tasks, each repetition as its own group."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ def test_two_tasks_fill_a_batch_of_five(run, capsys):
     )
     assert [len(group.trajectories) for group in groups] == [3] * 5
     sampled = {tuple(turn.sampled_ids for turn in run.turns) for group in groups for run in group.trajectories}
-    assert len(sampled) > 6, "every repetition samples anew"
+    assert len(sampled) > 6, "every repetition is sampled independently"
     assert result.metrics["rollout/num_trajectories"] == 15
 
 
-def test_a_step_with_repeated_tasks_is_selected_fed_back_and_resumed(run):
+def test_repeated_tasks_are_selected_fed_back_and_resumed(run):
     overrides = ("experience.refill_budget=2", "experience.replay.num_groups=2")
     whole = run(*overrides, name="whole", selector=BOTS, total_steps=3)
     killed = run(*overrides, name="killed", selector=BOTS, total_steps=3)
     chosen = json.loads((whole.folder / "selection/step_000001.json").read_text())["choices"]
     groups = load_rollouts(whole.folder / "rollouts/step_000001.parquet")
     assert [choice["task_id"] for choice in chosen] == [group.task.task_id for group in groups]
-    assert read_metrics(whole)[0]["selector/num_feedback"] == 2, "each task is heard of once, with its mean"
+    assert read_metrics(whole)[0]["selector/num_feedback"] == 2, "each task gets one feedback value, its mean"
     assert killed.num_steps == 3
     resumed = run(*overrides, "resume_from_step=1", name="killed", selector=BOTS, total_steps=3, is_resumed=True)
     assert read_metrics(resumed) == read_metrics(whole)

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on to the same metrics and the same weights, bit for bit on a CPU."""
+"""A killed run resumes to the same metrics and weights, bit for bit on a CPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def workplace(tmp_path_factory):
     zygote.close()
 
 
-def test_killed_runs_end_like_one_that_was_never_killed(workplace):
+def test_killed_runs_end_like_an_uninterrupted_one(workplace):
     folder, zygote = workplace
     assert zygote.run(["tune", "run.yaml", "--set", "name=whole"]) == 0, (folder / "zygote.log").read_text()
     rng = random.Random(0)
@@ -83,7 +83,7 @@ def test_killed_runs_end_like_one_that_was_never_killed(workplace):
         status = zygote.run(["tune", "run.yaml", "--resume", "--set", "name=killed"], kill_after_s=kill_after_s)
         if status == 0 and num_killed >= NUM_KILLS:
             break
-        if status == 0:  # it was quicker than the kill: begin another life
+        if status == 0:  # it finished before the kill: start over
             assert_same_run(folder / "runs/AgentScope/whole", folder / "runs/AgentScope/killed")
             subprocess.run(["rm", "-r", str(folder / "runs/AgentScope/killed")], check=True)
             continue
@@ -104,7 +104,7 @@ def assert_same_run(whole: Path, killed: Path) -> None:
         assert [[t.turns for t in g.trajectories] for g in one] == [[t.turns for t in g.trajectories] for g in other]
 
 
-def test_a_finished_run_resumes_to_nothing_more_and_a_used_name_is_refused(workplace):
+def test_resuming_a_finished_run_does_nothing_and_a_used_name_is_refused(workplace):
     folder, zygote = workplace
     arguments = ["tune", "run.yaml", "--set", "name=again", "--set", "total_steps=2"]
     assert zygote.run(arguments) == 0

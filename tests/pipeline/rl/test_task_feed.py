@@ -1,4 +1,4 @@
-"""What feeds a run: selectors that hear back, several data sets, operators, refills, and going on after a stop."""
+"""Task selection in runs: feedback to selectors, several data sets, operators, refills, and resuming."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def ask(task, model):
 
 
 async def judge_parity(task, response):
-    """Tasks below 2 are always solved, those above 5 never, the rest by chance."""
+    """Tasks below 2 are always solved, those above 5 never, the others at random."""
     by_chance = float(sum(map(ord, response)) % 2)
     solved = 1.0 if task["number"] < 2 else 0.0 if task["number"] > 5 else by_chance
     return JudgeOutput(reward=solved, metrics={"length": float(len(response))})
@@ -77,7 +77,7 @@ def read_tasks(result, step):
     return [group.task.index for group in load_rollouts(result.folder / f"rollouts/step_{step:06d}.parquet")]
 
 
-def test_a_selector_from_python_decides_hears_back_and_says_why(run, data):
+def test_a_python_selector_chooses_receives_feedback_and_reports_reasons(run, data):
     selector = TaskSelectorConfig(
         selector_type="difficulty_based",
         feature_keys=["easy"],
@@ -91,7 +91,7 @@ def test_a_selector_from_python_decides_hears_back_and_says_why(run, data):
     assert "near the target 1" in told["choices"][0]["reason"] and sum(told["histogram"]) == 8
 
 
-def test_a_dict_and_a_name_are_understood(run, data):
+def test_a_selector_may_be_a_dict_or_a_name(run, data):
     chosen = {"selector_type": "sequential"}
     first = run(train_dataset=DatasetConfig(path=data, total_steps=2, task_selector=chosen))
     assert [read_tasks(first, step) for step in (1, 2)] == [[0, 1], [2, 3]]
@@ -101,18 +101,18 @@ def test_a_dict_and_a_name_are_understood(run, data):
 
 
 class LastFirst:
-    """A user's selector: from the last task to the first; it remembers what it heard."""
+    """A user's selector: from the last task to the first; it stores the feedback."""
 
     def __init__(self, tasks, *, seed):
-        self.next, self.heard = len(tasks) - 1, []
+        self.next, self.received = len(tasks) - 1, []
 
     def select(self, batch_size):
         self.next -= batch_size
         return [self.next + offset + 1 for offset in range(batch_size)][::-1]
 
     def feedback(self, indices, pass_rates):
-        self.heard += list(zip(indices, pass_rates, strict=True))
-        return {"mine/heard": float(len(self.heard))}
+        self.received += list(zip(indices, pass_rates, strict=True))
+        return {"mine/num_received": float(len(self.received))}
 
     def state_dict(self):
         return {"next": self.next}
@@ -122,11 +122,11 @@ class LastFirst:
 
 
 @pytest.mark.parametrize("kind", ["class", "object", "path"])
-def test_a_users_selector_comes_as_a_class_an_object_or_a_path(run, data, kind):
+def test_a_users_selector_may_be_a_class_an_object_or_a_path(run, data, kind):
     given = {"class": LastFirst, "object": LastFirst(range(8), seed=0), "path": f"{__name__}:LastFirst"}[kind]
     result = run(train_dataset=DatasetConfig(path=data, total_steps=2, task_selector=given))
     assert [read_tasks(result, step) for step in (1, 2)] == [[7, 6], [5, 4]]
-    assert result.metrics["mine/heard"] == 4
+    assert result.metrics["mine/num_received"] == 4
     assert "LastFirst" in (result.folder / "config.yaml").read_text()
 
 
@@ -142,7 +142,7 @@ def test_several_training_sets_are_mixed_by_weight(run, data):
     )
 
 
-def test_operators_on_tasks_say_what_they_counted(run, capfd):
+def test_operators_on_tasks_report_their_counts(run, capfd):
     result = run(
         "train_dataset.operators=[{name: difficulty_score, args: {feature_keys: [easy]}}, "
         "{name: priority_order, args: {weights: {difficulty_score: 1.0}, top_k: 4}}]",
@@ -152,7 +152,7 @@ def test_operators_on_tasks_say_what_they_counted(run, capfd):
     assert "tasks/priority_order/num_removed 4" in "".join(capfd.readouterr())
 
 
-def test_operators_filter_what_trains_and_rollouts_keep_what_happened(run):
+def test_operators_filter_training_groups_but_not_saved_rollouts(run):
     result = run(
         "experience.operators=[{name: dapo_dynamic_sampling}]",
         "train_dataset.task_selector.selector_type=sequential",
@@ -162,8 +162,8 @@ def test_operators_filter_what_trains_and_rollouts_keep_what_happened(run):
     assert read_tasks(result, 1) == [0, 1]
 
 
-def test_shaping_by_a_metric_of_the_judge_changes_what_trains_and_not_what_is_kept(run):
-    """Rewards that are all alike teach nothing; with a bonus of 2 for each second run they do."""
+def test_reward_shaping_changes_training_but_not_saved_rollouts(run):
+    """Equal rewards have zero advantage; a bonus of 2 for every second run changes that."""
     numbers = itertools.count()
 
     async def judge(task, response):
@@ -189,7 +189,7 @@ def test_shaping_by_a_metric_of_the_judge_changes_what_trains_and_not_what_is_ke
         "{name: dapo_dynamic_sampling, args: {metric_key: lengt}}",
     ],
 )
-def test_a_metric_that_no_run_reports_ends_the_run_with_its_name(run, operator):
+def test_an_unreported_metric_stops_the_run_with_its_name(run, operator):
     with pytest.raises(ConfigError, match="'lengt', which none of 4 runs reports .did you mean 'length'"):
         run(f"experience.operators=[{operator}]")
 
@@ -203,7 +203,7 @@ def test_an_operator_may_be_an_object(run):
     assert result.metrics["train/num_updates"] == 0
 
 
-def test_groups_that_teach_nothing_are_replaced_within_the_budget(run):
+def test_groups_with_zero_advantage_are_replaced_within_the_budget(run):
     result = run("experience.refill_budget=4", "train_dataset.task_selector.selector_type=sequential", "total_steps=1")
     metrics = read_metrics(result)[0]
     tried = read_tasks(result, 1)
@@ -244,7 +244,7 @@ def test_groups_that_teach_nothing_are_replaced_within_the_budget(run):
         (("train_datasets.b.path=d",), ConfigError, "train_dataset and train_datasets are both given"),
     ],
 )
-def test_bad_input_is_refused_before_a_model_loads(run, monkeypatch, overrides, error, message):
+def test_invalid_input_is_refused_before_a_model_loads(run, monkeypatch, overrides, error, message):
     def fail(*args, **kwargs):
         raise AssertionError("a model was loaded before the input was checked")
 
@@ -253,7 +253,7 @@ def test_bad_input_is_refused_before_a_model_loads(run, monkeypatch, overrides, 
         run(*overrides)
 
 
-def test_a_run_that_stops_and_goes_on_selects_refills_and_replays_as_one_that_did_not(run, data):
+def test_a_resumed_run_selects_refills_and_replays_like_an_uninterrupted_one(run, data):
     shaping = "{stats_key: length, op_type: ADD, weight: 0.1}"
     settings = (
         "train_dataset.task_selector.selector_type=difficulty_based",

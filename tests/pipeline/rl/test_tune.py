@@ -1,4 +1,4 @@
-"""`tune()` from end to end on the untrained pocket model: what is honoured, what is refused, what is left on disk."""
+"""`tune()` end to end on the untrained pocket model: settings, errors, and files on disk."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read_turns(result, step=1):
     return [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
 
 
-def test_a_run_leaves_what_it_promises(run, tmp_path):
+def test_a_run_writes_its_documented_files(run, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     result = run(eval_dataset=DatasetConfig(path=str(tmp_path / "data"), split="test"), project_name="p")
@@ -95,7 +95,7 @@ def test_a_run_leaves_what_it_promises(run, tmp_path):
     assert LINE_METRICS.keys() <= result.metrics.keys()
 
 
-def test_sampling_settings_are_honoured(run, pocket_folder):
+def test_sampling_settings_are_applied(run, pocket_folder):
     model = TunerModelConfig(model_path=pocket_folder, max_model_len=128, max_tokens=3, temperature=0.7, top_p=0.8)
     turns = read_turns(run(model=model))
     assert {(turn.distribution.temperature, turn.distribution.top_p) for turn in turns} == {(0.7, 0.8)}
@@ -112,7 +112,7 @@ def test_without_a_judge_the_workflow_gives_the_reward(run):
     assert result.metrics["rollout/half/mean"] == 0.5
 
 
-def test_failed_rollouts_are_counted_and_are_no_reward(run):
+def test_failed_rollouts_are_counted_and_have_no_reward(run):
     async def workflow(task, model, logger):
         output = await ask(task, model)
         if task["question"].startswith("Tom has 0"):
@@ -139,7 +139,7 @@ def test_a_run_in_which_most_rollouts_fail_raises_and_names_the_cause(run):
         run(workflow_func=workflow)
 
 
-def test_failures_are_told_with_their_line_and_kept_also_of_a_step_that_stops_the_run(run, tmp_path, capsys):
+def test_failures_are_printed_with_their_line_and_saved_even_if_the_run_stops(run, tmp_path, capsys):
     def use_the_tool(number):
         raise RuntimeError(f"the tool broke\nover {number}")
 
@@ -194,7 +194,7 @@ async def switch_gradients_off_in_a_task(task, model):
     "workflow",
     [ask_without_gradients, ask_in_inference_mode, switch_gradients_off, switch_gradients_off_in_a_task],
 )
-def test_torchs_modes_in_user_code_change_nothing_of_training(run, workflow):
+def test_torch_modes_set_by_user_code_do_not_affect_training(run, workflow):
     expected = run(experiment_name="plain")
     found = run(workflow_func=workflow)
     assert expected.metrics["train/grad_norm"] > 0
@@ -204,7 +204,7 @@ def test_torchs_modes_in_user_code_change_nothing_of_training(run, workflow):
     assert torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
 
 
-def test_a_run_returns_though_user_code_keeps_a_thread(run, caplog, monkeypatch):
+def test_a_run_returns_while_a_user_thread_is_running(run, caplog, monkeypatch):
     monkeypatch.setattr(leftovers, "GRACE_S", 0.1)
     release = threading.Event()
 
@@ -218,7 +218,7 @@ def test_a_run_returns_though_user_code_keeps_a_thread(run, caplog, monkeypatch)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_and_says_how_it_goes_on(run, data, capsys, number):
+def test_a_signal_ends_a_run_with_advice_on_resuming(run, data, capsys, number):
     async def workflow(task, model):
         if due:
             os.kill(os.getpid(), due.pop())
@@ -230,7 +230,7 @@ def test_a_signal_ends_a_run_and_says_how_it_goes_on(run, data, capsys, number):
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
         longer = DatasetConfig(path=data, total_steps=2)
         run(workflow_func=workflow, train_dataset=longer, continue_from_checkpoint=True)
-    assert re.search(r"the last checkpoint is .*global_step_1: the same command with --resume", capsys.readouterr().err)
+    assert re.search(r"the last checkpoint is .*global_step_1: to resume from it, .* --resume", capsys.readouterr().err)
 
 
 def test_a_workflow_that_hangs_ends_at_its_deadline(run):
@@ -242,7 +242,7 @@ def test_a_workflow_that_hangs_ends_at_its_deadline(run):
 
 
 async def chat_on(task, model):
-    """Ask until the prompt itself no longer fits."""
+    """Call the model until the prompt no longer fits the context."""
     messages = [{"role": "user", "content": task["question"]}]
     for _ in range(20):
         completion = await model(messages)
@@ -253,7 +253,7 @@ async def chat_on(task, model):
     raise AssertionError("a context of 64 tokens held 20 turns")
 
 
-def test_a_full_context_ends_a_turn_and_not_the_run(run, pocket_folder):
+def test_a_full_context_ends_the_turn_but_not_the_run(run, pocket_folder):
     async def chatter(task, model):
         with pytest.raises(openai.BadRequestError) as caught:
             await chat_on(task, model)
@@ -267,7 +267,7 @@ def test_a_full_context_ends_a_turn_and_not_the_run(run, pocket_folder):
     assert result.metrics["rollout/num_overlong"] == 8
 
 
-def test_an_agent_that_goes_on_when_its_context_is_full_has_failed(run, pocket_folder):
+def test_calling_the_model_with_a_full_context_is_a_failure(run, pocket_folder):
     model = TunerModelConfig(model_path=pocket_folder, max_model_len=64, max_tokens=30)
     with pytest.raises(RolloutError, match=r"maximum context length is 64 tokens.* raise model\.max_model_len"):
         run(workflow_func=chat_on, judge_func=None, model=model)
@@ -300,7 +300,7 @@ def test_a_workflow_may_be_a_partial_a_method_or_an_object(run):
         assert result.metrics["rollout/num_failed"] == 0
 
 
-def test_what_a_run_prints_of_its_result_is_short(run, data):
+def test_the_repr_of_a_result_is_short(run, data):
     result = run(eval_dataset=DatasetConfig(path=data, split="test"))
     assert len(str(result)) < 1000
     assert "mean=" in str(result) and "num_steps=1" in str(result)
@@ -325,8 +325,8 @@ def test_kl_keeps_a_reference_model_and_reports_zero_before_the_first_update(run
     assert result.metrics["train/kl"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_groups_trained_again_are_corrected_and_no_mismatch(run, data):
-    """The second step's replayed groups are of another policy; what the newest sampled is still scored alike."""
+def test_replayed_groups_are_corrected_and_excluded_from_the_mismatch_check(run, data):
+    """Groups replayed in step 2 are off-policy; those of the newest policy version still match."""
     overrides = ("experience.replay.num_groups=2", "trainer.learning_rate=0.03", "trainer.mismatch_stop=1e-3")
     result = run(*overrides, train_dataset=DatasetConfig(path=data, total_steps=2))
     first, second = read_metrics(result)
@@ -336,7 +336,7 @@ def test_groups_trained_again_are_corrected_and_no_mismatch(run, data):
     assert second["mismatch/max_log_ratio"] < 1e-4
 
 
-def test_turns_may_have_advantages_of_their_own(run):
+def test_advantages_may_differ_between_turns(run):
     async def workflow(task, model):
         first = await ask(task, model)
         return await ask({"question": f"{task['question']} {first.response}"}, model)
@@ -348,7 +348,7 @@ def test_turns_may_have_advantages_of_their_own(run):
     assert all(len(row) == 2 for row in advantages) and any(first != second for first, second in advantages)
 
 
-def test_a_second_run_of_one_name_is_refused_and_continued_on_request(run, data):
+def test_a_used_name_is_refused_unless_the_run_is_resumed(run, data):
     first = run()
     with pytest.raises(ConfigError, match="continue_from_checkpoint"):
         run()
@@ -393,7 +393,7 @@ async def greedy_arguments(task, model, **rest):
         ({}, ("trainer.has_row_graphs=true", "trainer.has_compiled_layers=false"), ConfigError, "has_compiled_layers"),
     ],
 )
-def test_bad_input_is_one_clear_error_before_a_model_loads(run, monkeypatch, arguments, overrides, error, message):
+def test_invalid_input_is_one_sentence_before_a_model_loads(run, monkeypatch, arguments, overrides, error, message):
     refuse_before_loading(monkeypatch)
     with pytest.raises(error, match=message):
         run(*overrides, **arguments)
@@ -420,7 +420,7 @@ def test_a_tokenizer_without_chat_template_is_refused(run, monkeypatch, tmp_path
         run(model=TunerModelConfig(model_path=str(bare), max_model_len=64))
 
 
-def test_the_run_folder_is_made_where_it_is_promised(run, tmp_path, monkeypatch):
+def test_the_run_folder_is_created_at_the_configured_path(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run("checkpoint_root_dir=./checkpoints", experiment_name=None)
     assert result.folder.parent == Path(tmp_path / "checkpoints/AgentScope")

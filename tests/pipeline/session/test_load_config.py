@@ -29,7 +29,7 @@ def fault_of(values: dict) -> str:
     return str(caught.value)
 
 
-def test_a_file_sets_what_it_names_and_leaves_defaults(tmp_path):
+def test_keys_missing_from_a_file_keep_their_defaults(tmp_path):
     config = load_config(write(tmp_path, "model: {path: some/model}\ntrainer: {learning_rate: 1e-6}\nname: first\n"))
     assert config.model.path == "some/model"
     assert config.trainer.learning_rate == 1e-6
@@ -44,7 +44,7 @@ def test_overrides_win_over_the_file_and_need_no_file(tmp_path):
     assert load_config(None, ["model.path=b", "eval_datasets.test.path=d"]).eval_datasets["test"].path == "d"
 
 
-def test_an_empty_mapping_empties_what_the_file_says(tmp_path):
+def test_an_empty_mapping_replaces_the_mapping_of_the_file(tmp_path):
     path = write(tmp_path, "model: {path: a, lora: {r: 4}}\neval_datasets: {a: {path: d}}\n")
     config = load_config(path, ["eval_datasets={}", "model.lora={}"])
     assert config.eval_datasets == {}
@@ -55,20 +55,20 @@ def test_an_empty_mapping_empties_what_the_file_says(tmp_path):
     assert list(merged.eval_datasets) == ["a", "b"]
 
 
-def test_environment_variables_and_other_keys_are_filled_in(tmp_path, monkeypatch):
+def test_environment_variables_and_other_keys_are_interpolated(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNESMITH_TEST_MODEL", "from/env")
     model, project = "'${oc.env:TUNESMITH_TEST_MODEL,x}'", "'${oc.env:TUNESMITH_TEST_NONE,y}'"
     config = load_config(write(tmp_path, f"model: {{path: {model}}}\nproject: {project}\nname: ${{project}}\n"))
     assert (config.model.path, config.project, config.name) == ("from/env", "y", "y")
 
 
-def test_a_variable_that_is_not_set_is_named(tmp_path):
+def test_an_unset_variable_is_named(tmp_path):
     path = write(tmp_path, "model: {path: '${oc.env:TUNESMITH_TEST_NONE}'}\n")
     with pytest.raises(ConfigError, match=r"^model\.path: .*TUNESMITH_TEST_NONE"):
         load_config(path)
 
 
-def test_an_unknown_key_names_itself_and_its_nearest_neighbour():
+def test_the_error_of_an_unknown_key_suggests_the_nearest_key():
     assert fault_of({"algorithm": {"grop_size": 8}}) == (
         "algorithm.grop_size is not a known key: did you mean 'group_size'?"
     )
@@ -79,7 +79,7 @@ def test_an_unknown_key_names_itself_and_its_nearest_neighbour():
     )
 
 
-def test_a_value_out_of_range_names_its_key_what_came_and_what_is_allowed():
+def test_the_error_of_a_value_names_key_value_and_allowed_range():
     assert fault_of({"algorithm": {"group_size": 0}}) == (
         "algorithm.group_size must be greater than or equal to 1, got 0"
     )
@@ -90,13 +90,13 @@ def test_a_value_out_of_range_names_its_key_what_came_and_what_is_allowed():
     assert fault_of({"engine": "fast"}) == "engine must be a mapping of keys to values, got 'fast'"
 
 
-def test_what_is_missing_is_named():
+def test_a_missing_key_is_named():
     with pytest.raises(ConfigError, match=r"^model is required$"):
         build_config({})
     assert fault_of({"train_dataset": {"split": "test"}}) == "train_dataset.path is required"
 
 
-def test_several_faults_are_said_at_once():
+def test_all_errors_are_reported_at_once():
     assert fault_of({"seed": -1, "engine": {"page_size": 0}}).count("must be") == 2
 
 
@@ -104,20 +104,20 @@ def test_several_faults_are_said_at_once():
     ("text", "message"),
     [("- a\n- b\n", "must hold a mapping"), ("a: [1\n", "is not YAML"), ("project: ${b\n", "project: ")],
 )
-def test_a_file_that_is_no_run_file_is_refused(tmp_path, text, message):
+def test_a_file_that_is_not_a_run_file_is_refused(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load_config(write(tmp_path, text))
 
 
-def test_a_file_that_is_not_there_or_is_a_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"there is no config file .*none\.yaml"):
+def test_a_missing_file_or_a_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"config file .*none\.yaml does not exist"):
         load_config(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="cannot read the config file"):
         load_config(tmp_path)
 
 
 @pytest.mark.parametrize("override", ["seed", "=3", "model=[1", "model.path.deep=1"])
-def test_an_override_that_cannot_be_applied_is_refused(tmp_path, override):
+def test_an_invalid_override_is_refused(tmp_path, override):
     with pytest.raises(ConfigError):
         load_config(write(tmp_path, "model: {path: m}\n"), [override])
 
@@ -136,7 +136,7 @@ def test_a_dumped_config_reads_back_equal(tmp_path):
     assert load_config(write(tmp_path, dump_config(config))) == config
 
 
-def test_every_knob_is_listed_once_with_a_sentence():
+def test_every_knob_is_listed_once_with_a_description():
     options = {option.key: option for option in describe_options()}
     assert len(options) == len(describe_options())
     assert options["algorithm.group_size"].type == "int"
@@ -164,6 +164,6 @@ def test_the_file_of_every_stage_has_options_and_a_schema(stage):
     assert all(option.description for option in describe_options(kind))
 
 
-def test_an_unknown_stage_names_those_there_are():
+def test_the_error_of_an_unknown_stage_lists_the_known_ones():
     with pytest.raises(ConfigError, match="stage 'train': allowed are tune, prepare, sft"):
         find_stage("train")

@@ -1,4 +1,4 @@
-"""Workflows and judges by path."""
+"""Loading workflows and judges by module or file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.load_function import load_function
 
 
-def test_a_function_loads_from_a_file_and_its_neighbours_can_be_imported(tmp_path):
+def test_a_function_loads_from_a_file_that_imports_a_neighbor(tmp_path):
     (tmp_path / "neighbour_of_flow.py").write_text("VALUE = 7\n")
     (tmp_path / "flow.py").write_text("from neighbour_of_flow import VALUE\ndef run():\n    return VALUE\n")
     assert load_function(f"{tmp_path}/flow.py:run", knob="workflow")() == 7
@@ -27,13 +27,13 @@ def test_a_function_loads_from_a_module():
         ("json:no_such_function", "no function 'no_such_function'"),
     ],
 )
-def test_what_is_not_there_is_named(spec, message):
+def test_a_missing_module_file_or_function_is_named(spec, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_function(spec, knob="workflow")
     assert "workflow" in str(caught.value)
 
 
-def test_a_file_runs_once_whoever_names_it(tmp_path, monkeypatch):
+def test_a_file_named_several_times_runs_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "flow_and_judge.py").write_text(
         "import pathlib\n"
@@ -59,7 +59,7 @@ def test_a_file_that_another_imported_by_name_does_not_run_again(tmp_path):
     assert load_function(f"{tmp_path}/imported_first.py:judge", knob="judge")(solve())
 
 
-def test_a_file_that_changed_runs_again(tmp_path):
+def test_a_changed_file_runs_again(tmp_path):
     path = tmp_path / "changing_flow.py"
     path.write_text("def run(): return 1\n")
     assert load_function(f"{path}:run", knob="workflow")() == 1
@@ -67,7 +67,7 @@ def test_a_file_that_changed_runs_again(tmp_path):
     assert load_function(f"{path}:run", knob="workflow")() == "another"
 
 
-def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path):
+def test_files_with_the_same_name_in_two_folders_are_two_modules(tmp_path):
     for number in (1, 2):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "same_name.py").write_text(f"def run(): return {number}\n")
@@ -84,7 +84,7 @@ def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path):
         ("raise SystemExit\n", r"broken.py, line 1: SystemExit"),
     ],
 )
-def test_code_that_cannot_be_imported_is_one_sentence_with_its_line(text, message, tmp_path):
+def test_an_import_error_is_one_sentence_with_file_and_line(text, message, tmp_path):
     (tmp_path / "broken.py").write_text(text)
     with pytest.raises(ConfigError, match=f"workflow: .* cannot be imported: .*{message}"):
         load_function(f"{tmp_path}/broken.py:run", knob="workflow")

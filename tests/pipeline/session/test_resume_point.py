@@ -1,4 +1,4 @@
-"""Runs that go back to an earlier checkpoint, end to end: they make the same numbers again and delete nothing."""
+"""Runs resumed from an earlier checkpoint, end to end: the same metrics, and no file is deleted."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import shutil
 import pytest
 
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
-from tunesmith.config import FinetuneConfig
+from tunesmith.config import SftConfig
 from tunesmith.errors import StorageError, TunesmithError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.checkpoint import new_folder
 from tunesmith.monitor.metrics_file import load_metrics
-from tunesmith.pipeline.sft.folder import open_finetune_folder
+from tunesmith.pipeline.sft.folder import open_offline_folder
 
 NUM_STEPS = 4
 
@@ -52,7 +52,7 @@ def run(tmp_path, pocket_folder):
     return call
 
 
-def test_a_damaged_checkpoint_is_gone_back_from_and_the_numbers_come_again(run, capsys):
+def test_resuming_before_a_damaged_checkpoint_reproduces_the_metrics(run, capsys):
     whole = run()
     before = load_metrics(whole.folder / "metrics.jsonl", has_times=False)
     assert {path.name for path in (whole.folder / "rollouts").iterdir()} == {
@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_is_gone_back_from_and_the_numbers_come_again(run, 
     again = run("resume_from_step=3", continue_from_checkpoint=True)
     assert load_metrics(again.folder / "metrics.jsonl", has_times=False) == before
     (old,) = again.folder.glob("old-*")
-    assert f"resumed from step 3: what was made after it has been moved to {old}" in capsys.readouterr().err
+    assert f"resumed from step 3; files of later steps were moved to {old}" in capsys.readouterr().err
     assert (old / "global_step_4").is_dir()
     for step in range(1, NUM_STEPS + 1):
         name = f"rollouts/step_{step:06d}.parquet"
@@ -80,21 +80,21 @@ def test_a_damaged_checkpoint_is_gone_back_from_and_the_numbers_come_again(run, 
             ]
 
 
-def test_a_run_whose_checkpoints_are_gone_begins_anew_only_when_told(run):
+def test_a_run_without_its_checkpoints_restarts_only_with_step_0(run):
     whole = run()
     for checkpoint in whole.folder.glob("global_step_*"):
         shutil.rmtree(checkpoint)
     with pytest.raises(StorageError, match=r"global_step_4 is missing or not complete; .*--resume-from 0"):
         run(continue_from_checkpoint=True)
     assert len(load_metrics(whole.folder / "metrics.jsonl")) == NUM_STEPS
-    anew = run("resume_from_step=0", continue_from_checkpoint=True)
-    (old,) = anew.folder.glob("old-*")
-    for root in (anew.folder, old):
+    restarted = run("resume_from_step=0", continue_from_checkpoint=True)
+    (old,) = restarted.folder.glob("old-*")
+    for root in (restarted.folder, old):
         assert len(load_metrics(root / "metrics.jsonl")) == NUM_STEPS
         assert list((root / "monitor/tensorboard").iterdir())
 
 
-def test_a_failed_model_load_leaves_the_name_free(run, tmp_path, pocket_folder):
+def test_a_failed_model_load_removes_the_run_folder(run, tmp_path, pocket_folder):
     broken = tmp_path / "broken"
     shutil.copytree(pocket_folder, broken)
     (broken / "model.safetensors").write_bytes(b"no weights")
@@ -104,17 +104,17 @@ def test_a_failed_model_load_leaves_the_name_free(run, tmp_path, pocket_folder):
     assert run().num_steps == NUM_STEPS
 
 
-def test_a_fine_tuning_names_the_checkpoint_before_a_damaged_one(tmp_path):
-    config = FinetuneConfig.model_validate(
+def test_sft_names_the_checkpoint_before_a_damaged_one(tmp_path):
+    config = SftConfig.model_validate(
         {"model": {"path": "m"}, "train_dataset": {"path": "d"}, "trainer": {"learning_rate": 1e-5}}
     )
-    with open_finetune_folder(config, tmp_path / "sft"):
+    with open_offline_folder(config, tmp_path / "sft"):
         for step in (2, 4):
             with new_folder(tmp_path / f"sft/global_step_{step}", {"step": step}) as temporary:
                 (temporary / "weights").write_text(f"weights of {step}")
     (tmp_path / "sft/global_step_4/weights").write_text("weights of 5")
-    with pytest.raises(StorageError, match=r"is damaged.*move global_step_4 out of .* to go on from global_step_2"):
-        open_finetune_folder(config, tmp_path / "sft")
+    with pytest.raises(StorageError, match=r"is damaged.*move global_step_4 out of .* to resume from global_step_2"):
+        open_offline_folder(config, tmp_path / "sft")
     (tmp_path / "sft/global_step_4").rename(tmp_path / "aside")
-    with open_finetune_folder(config, tmp_path / "sft") as folder:
+    with open_offline_folder(config, tmp_path / "sft") as folder:
         assert folder.committed_step == 2

@@ -34,7 +34,7 @@ def commit(paths: RunPaths, step: int, *, replayed: tuple[int, ...] = ()) -> Non
 
 
 def log_steps(paths: RunPaths, last: int) -> None:
-    """What a run writes besides checkpoints."""
+    """Write the files that a run writes besides checkpoints."""
     for step in range(1, last + 1):
         save_rollouts(paths.rollouts(step), [])
         save_json(paths.selection(step), {"choices": [step]})
@@ -71,7 +71,7 @@ def test_a_run_without_a_name_is_named_by_the_time(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "..", "a/b"])
 def test_a_name_is_one_folder(tmp_path, name):
-    with pytest.raises(ConfigError, match="name must be the name of one folder"):
+    with pytest.raises(ConfigError, match="name must be a single folder name"):
         resolve_run_root(build_config(tmp_path, name=name))
 
 
@@ -89,7 +89,7 @@ def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path):
     assert (tmp_path / "p" / "first" / "config.yaml").read_text() == before
 
 
-def test_resuming_goes_on_from_the_last_commit_and_forgets_what_came_after(tmp_path):
+def test_a_run_resumes_from_its_last_commit_and_deletes_later_files(tmp_path):
     with open_run_folder(build_config(tmp_path)) as run:
         paths = run.paths
     for step in (2, 4):
@@ -110,7 +110,7 @@ def test_resuming_goes_on_from_the_last_commit_and_forgets_what_came_after(tmp_p
     assert not (paths.root / "global_step_6.tmp-99").exists()
 
 
-def test_resuming_without_a_commit_starts_anew(tmp_path):
+def test_resuming_without_a_commit_starts_from_the_beginning(tmp_path):
     with open_run_folder(build_config(tmp_path)) as run:
         save_text(run.paths.rollouts(1), "x")
     with open_run_folder(build_config(tmp_path, continue_from_checkpoint=True, seed=1)) as run:
@@ -140,7 +140,7 @@ def test_missing_checkpoints_are_an_error_that_removes_nothing(tmp_path, committ
     if not has_record:
         committed.last_commit.unlink()
     before = list_tree(committed.root)
-    with pytest.raises(StorageError, match=r"global_step_\d is missing.*restore it, or begin anew.*--resume-from 0"):
+    with pytest.raises(StorageError, match=r"global_step_\d is missing.*restore it, or restart.*--resume-from 0"):
         resume(tmp_path, save_interval_steps=2)
     assert list_tree(committed.root) == before
 
@@ -153,7 +153,7 @@ def test_a_missing_newest_checkpoint_names_the_newest_there_is(tmp_path, committ
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", RUN_STATE])
-def test_damage_of_equal_size_names_the_newest_step_that_is_whole(tmp_path, committed, name):
+def test_damage_of_equal_size_names_the_newest_complete_step(tmp_path, committed, name):
     damage(committed.checkpoint(6) / name)
     damage(committed.checkpoint(4) / name)
     before = list_tree(committed.root)
@@ -163,7 +163,7 @@ def test_damage_of_equal_size_names_the_newest_step_that_is_whole(tmp_path, comm
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
-def test_a_damaged_replay_file_names_the_newest_step_that_needs_it_not(tmp_path, is_gone):
+def test_a_damaged_replay_file_names_the_newest_step_that_does_not_need_it(tmp_path, is_gone):
     with open_run_folder(build_config(tmp_path)) as run:
         log_steps(run.paths, 4)
         commit(run.paths, 2, replayed=(1,))
@@ -176,31 +176,31 @@ def test_a_damaged_replay_file_names_the_newest_step_that_needs_it_not(tmp_path,
         resume(tmp_path)
 
 
-def test_a_chosen_step_sets_aside_what_came_after_it(tmp_path, committed):
+def test_resuming_from_a_chosen_step_archives_later_steps(tmp_path, committed):
     damage(committed.checkpoint(6) / "model.safetensors")
     with resume(tmp_path, save_interval_steps=2, resume_from_step=2) as run:
         assert run.committed_step == 2
         assert load_config(run.paths.config).resume_from_step is None
     kept = {"global_step_2", "rollouts/step_000002.parquet", "selection/step_000002.json", "eval/step_000002.json"}
     moved = {"global_step_4", "global_step_6", "rollouts/step_000003.parquet", "eval/step_000006.json"}
-    assert all((run.paths.root / name).exists() and not (run.old / name).exists() for name in kept)
-    assert all((run.old / name).exists() and not (run.paths.root / name).exists() for name in moved)
-    assert len((run.old / "metrics.jsonl").read_text().splitlines()) == 6
-    with resume(tmp_path, save_interval_steps=2) as run:  # later resumes go on from there
-        assert (run.committed_step, run.old) == (2, None)
+    assert all((run.paths.root / name).exists() and not (run.archive / name).exists() for name in kept)
+    assert all((run.archive / name).exists() and not (run.paths.root / name).exists() for name in moved)
+    assert len((run.archive / "metrics.jsonl").read_text().splitlines()) == 6
+    with resume(tmp_path, save_interval_steps=2) as run:  # the next resume uses that step
+        assert (run.committed_step, run.archive) == (2, None)
 
 
-def test_beginning_anew_sets_everything_aside(tmp_path, committed):
+def test_restarting_from_step_0_archives_everything(tmp_path, committed):
     save_text(committed.tensorboard / "events", "x")
     before = set(list_tree(committed.root)) - {"run.lock"}
     with resume(tmp_path, save_interval_steps=2, resume_from_step=0) as run:
         assert run.committed_step is None
-        assert before <= set(list_tree(run.old))
+        assert before <= set(list_tree(run.archive))
         assert {path.name for path in run.paths.root.iterdir() if path.is_file()} == {"config.yaml", "run.lock"}
 
 
-def test_setting_aside_may_be_interrupted_anywhere(tmp_path, committed, monkeypatch):
-    """Whatever move fails, the next attempt ends with every file in its place or in one that was set aside."""
+def test_archiving_may_be_interrupted_anywhere(tmp_path, committed, monkeypatch):
+    """Whichever move fails, after the next attempt every file is in its folder or in an archive."""
     names = {path for path in list_tree(committed.root) if path.startswith(("global_step", "rollouts", "eval"))}
     rename, calls = Path.rename, 0
 
@@ -219,21 +219,21 @@ def test_setting_aside_may_be_interrupted_anywhere(tmp_path, committed, monkeypa
             continue
         break
     else:
-        pytest.fail("it never came to an end")
+        pytest.fail("no attempt succeeded")
     found = {re.sub(r"^old-[\d-]+/", "", path) for path in list_tree(committed.root)}
     assert names <= found
     assert not committed.checkpoint(4).exists()
 
 
-def test_a_chosen_step_must_be_there(tmp_path, committed):
-    with pytest.raises(ConfigError, match=r"no checkpoint of that step; it has 2, 4, 6, and 0 begins anew"):
+def test_a_chosen_step_must_exist(tmp_path, committed):
+    with pytest.raises(ConfigError, match=r"no checkpoint of that step; it has 2, 4, 6; 0 restarts from the beginning"):
         resume(tmp_path, save_interval_steps=2, resume_from_step=3)
     with pytest.raises(ValueError, match="resume_from_step=2 has no effect without continue_from_checkpoint"):
         build_config(tmp_path, resume_from_step=2)
 
 
 def test_an_old_folder_is_resumed(tmp_path):
-    """Without checksums, without a record of the last commit, with rollouts of steps without their number."""
+    """It has no checksums, no record of the last commit, and no step numbers in its rollouts."""
     with open_run_folder(build_config(tmp_path, save_interval_steps=2)) as run:
         log_steps(run.paths, 5)
     for step in (2, 4):
@@ -246,7 +246,7 @@ def test_an_old_folder_is_resumed(tmp_path):
         assert not run.paths.rollouts(5).exists()
 
 
-def test_a_run_that_fails_before_its_first_step_leaves_its_name_free(tmp_path):
+def test_a_run_that_fails_before_its_first_step_removes_its_folder(tmp_path):
     with pytest.raises(ValueError, match="no model"), open_run_folder(build_config(tmp_path)) as run:
         save_text(run.paths.metrics, "")
         save_text(run.paths.tensorboard / "events", "x")
@@ -256,13 +256,13 @@ def test_a_run_that_fails_before_its_first_step_leaves_its_name_free(tmp_path):
         pass
 
 
-def test_a_run_that_is_killed_before_its_first_step_leaves_its_name_free(tmp_path):
+def test_the_name_of_a_run_killed_before_its_first_step_is_reusable(tmp_path):
     run = open_run_folder(build_config(tmp_path))
     save_json(run.paths.evaluation(0), {})
     save_text(run.paths.metrics, '{"step": 0, "kind": "eval"}\n')
     run.lock.close()
     with open_run_folder(build_config(tmp_path, seed=1)) as run:
-        assert (run.old / "eval/step_000000.json").exists()
+        assert (run.archive / "eval/step_000000.json").exists()
         assert load_config(run.paths.config).seed == 1
 
 
@@ -286,7 +286,7 @@ def test_runs_without_a_name_never_share_a_folder(tmp_path):
         run.close()
 
 
-def test_a_resumed_run_may_end_later_but_not_be_another(tmp_path):
+def test_a_resumed_run_may_change_its_length_but_not_its_training_settings(tmp_path):
     with open_run_folder(build_config(tmp_path, total_steps=4)) as run:
         commit(run.paths, 4)
     free = {"continue_from_checkpoint": True, "total_steps": 8, "monitor": {"trackers": []}, "save_interval_steps": 2}
@@ -304,10 +304,10 @@ def test_a_resumed_run_may_end_later_but_not_be_another(tmp_path):
     assert "total_steps" not in str(caught.value)
 
 
-def test_only_one_process_writes_a_run(tmp_path):
+def test_only_one_process_opens_a_run_folder(tmp_path):
     config = build_config(tmp_path)
     resumed = build_config(tmp_path, continue_from_checkpoint=True)
-    with open_run_folder(config), pytest.raises(StorageError, match=f"is being written by process {os.getpid()}"):
+    with open_run_folder(config), pytest.raises(StorageError, match=f"is locked by process {os.getpid()}"):
         open_run_folder(resumed)
     open_run_folder(resumed).close()
 

@@ -1,4 +1,4 @@
-"""Preferences: what of a row trains and which way, runs that fit, stopped runs that go on to the same weights."""
+"""Preferences: the trained tokens of a row and their sign, training runs, and resuming to the same weights."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read(tokenizer, *rows, kind="pairs", **options):
 
 
 def describe(tokenizer, samples):
-    """What each sample trains, which way, and where it belongs."""
+    """Trained text, advantage and group of each sample."""
     return [
         (
             tokenizer.decode([i for i, m in zip(sample.token_ids, sample.is_sampled, strict=True) if m]),
@@ -74,7 +74,7 @@ def say(content):
         {"chosen": [*TALK, say("It is 42.")], "rejected": [*TALK, say("It is 13.")]},
     ],
 )
-def test_a_pair_trains_what_differs_and_nothing_before_it(tokenizer, row):
+def test_only_the_completions_of_a_pair_are_trained(tokenizer, row):
     samples = read(tokenizer, row)
     assert describe(tokenizer, samples) == [
         ("It is 42.<|im_end|>", {1.0}, (0, 0)),
@@ -85,18 +85,18 @@ def test_a_pair_trains_what_differs_and_nothing_before_it(tokenizer, row):
     assert tokenizer.decode(list(samples[0].token_ids)) == expected.removesuffix("\n")
 
 
-def test_completions_of_several_turns_train_all_of_the_assistants(tokenizer):
+def test_all_assistant_messages_of_a_completion_are_trained(tokenizer):
     chosen = [say("Let me see."), {"role": "user", "content": "Well?"}, say("It is 42.")]
     samples = read(tokenizer, {"prompt": "What is 6 * 7?", "chosen": chosen, "rejected": "No."})
     assert describe(tokenizer, samples)[0][0] == "Let me see.<|im_end|>It is 42.<|im_end|>"
 
 
-def test_judgements_pull_towards_and_away(tokenizer):
+def test_labels_set_the_sign_of_the_advantage(tokenizer):
     rows = [
         {"prompt": "What is 6 * 7?", "completion": "It is 42.", "label": True},
         {"messages": TALK, "completion": [say("It is 13.")], "label": 0},
     ]
-    assert describe(tokenizer, read(tokenizer, *rows, kind="judgements")) == [
+    assert describe(tokenizer, read(tokenizer, *rows, kind="labels")) == [
         ("It is 42.<|im_end|>", {1.0}, (0, 0)),
         ("It is 13.<|im_end|>", {-1.0}, (1, 1)),
     ]
@@ -104,7 +104,7 @@ def test_judgements_pull_towards_and_away(tokenizer):
 
 def test_probes_are_the_next_rows_completion_after_each_prompt(tokenizer):
     rows = [{"prompt": f"{n} apples?", "completion": f"I see {n}.", "label": n % 2 == 0} for n in range(3)]
-    samples = read(tokenizer, *rows, kind="judgements")
+    samples = read(tokenizer, *rows, kind="labels")
     probes = add_probes(samples, max_model_len=256)[3:]
     assert describe(tokenizer, probes) == [
         ("I see 1.<|im_end|>", {0.0}, (0, 3)),
@@ -125,28 +125,28 @@ def test_probes_are_the_next_rows_completion_after_each_prompt(tokenizer):
     [
         ({"chosen": "a", "rejected": "b"}, "row 1 has no prompt"),
         ({"prompt": "a", "chosen": "b"}, "row 1 has no rejected"),
-        ({"prompt": "a", "messages": ASK, "chosen": "b", "rejected": "c"}, "prompt and messages: give one"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the same, so there is nothing to prefer"),
+        ({"prompt": "a", "messages": ASK, "chosen": "b", "rejected": "c"}, "both prompt and messages: keep one"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "row 1.chosen must be text, a message or a list"),
         ({"prompt": [], "chosen": "b", "rejected": "c"}, "row 1.prompt must be text"),
-        ({"prompt": "a", "chosen": "", "rejected": "c"}, "row 1: messages.1. is an empty assistant turn"),
-        ({"chosen": [*ASK, say("a")], "rejected": [*TALK, say("b")]}, "must begin alike"),
-        ({"chosen": [*ASK, say("a")], "rejected": ASK}, "must begin alike"),
-        ({"prompt": "x", "chosen": [*ASK, say("a")], "rejected": [*ASK, say("b")]}, "does not go on from the prompt"),
+        ({"prompt": "a", "chosen": "", "rejected": "c"}, "row 1: messages.1. is an empty assistant message"),
+        ({"chosen": [*ASK, say("a")], "rejected": [*TALK, say("b")]}, "must share a prefix"),
+        ({"chosen": [*ASK, say("a")], "rejected": ASK}, "must share a prefix"),
+        ({"prompt": "x", "chosen": [*ASK, say("a")], "rejected": [*ASK, say("b")]}, "does not continue the prompt"),
         ({"prompt": "a", "chosen": "b " * 300, "rejected": "c"}, r"row 1 has \d+ tokens, more than"),
     ],
 )
-def test_pairs_that_cannot_be_learned(tokenizer, row, message):
+def test_invalid_pairs_are_refused(tokenizer, row, message):
     with pytest.raises(DataError, match=message):
         read(tokenizer, PAIR, row)
 
 
 @pytest.mark.parametrize("label", [None, "yes", 2, 0.5, []])
-def test_a_judgement_is_true_or_false(tokenizer, label):
+def test_a_label_must_be_true_or_false(tokenizer, label):
     with pytest.raises(DataError, match=r"row 0\.label must be true or false"):
-        read(tokenizer, {"prompt": "a", "completion": "b", "label": label}, kind="judgements")
+        read(tokenizer, {"prompt": "a", "completion": "b", "label": label}, kind="labels")
     with pytest.raises(DataError, match="row 0 has no completion"):
-        read(tokenizer, PAIR, kind="judgements")
+        read(tokenizer, PAIR, kind="labels")
 
 
 def test_a_pair_that_is_too_long_is_dropped_whole(tokenizer):
@@ -156,11 +156,11 @@ def test_a_pair_that_is_too_long_is_dropped_whole(tokenizer):
 
 
 PAIRS = [{"prompt": f"{n} apples?", "chosen": f"I see {n}.", "rejected": f"No {n}."} for n in range(8)]
-JUDGEMENTS = [
+LABELED_ROWS = [
     {"prompt": f"{n} apples?", "completion": f"I see {n}." if n % 2 else f"No {n}.", "label": n % 2 == 1}
     for n in range(8)
 ]
-ROWS = {"dpo": PAIRS, "kto": JUDGEMENTS}
+ROWS = {"dpo": PAIRS, "kto": LABELED_ROWS}
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def read_metrics(folder):
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
-def test_dpo_begins_at_log_two_and_learns_to_prefer(run, tmp_path):
+def test_dpo_loss_starts_at_log_two_and_falls(run, tmp_path):
     result = run("dpo", "out", num_epochs=6)
     metrics = read_metrics(tmp_path / "out")
     assert metrics[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -199,7 +199,7 @@ def test_dpo_begins_at_log_two_and_learns_to_prefer(run, tmp_path):
     AutoModelForCausalLM.from_pretrained(result.folder)
 
 
-def test_kto_begins_at_one_half_and_learns_to_tell_apart(run, tmp_path):
+def test_kto_loss_starts_at_one_half_and_falls(run, tmp_path):
     result = run("kto", "out", num_epochs=12)
     metrics = read_metrics(tmp_path / "out")
     assert metrics[0]["train/loss"] == pytest.approx(0.5, abs=1e-6)
@@ -209,7 +209,7 @@ def test_kto_begins_at_one_half_and_learns_to_tell_apart(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_a_stopped_run_goes_on_to_the_same_weights(run, tmp_path, name, monkeypatch):
+def test_a_stopped_run_resumes_to_the_same_weights(run, tmp_path, name, monkeypatch):
     settings = {"num_epochs": 3, "eval_fraction": 0.25, "evaluation_interval_steps": 2, "save_interval_steps": 2}
     whole = run(name, "whole", **settings)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -236,7 +236,7 @@ def stop_after(num_steps):
     return count
 
 
-def test_an_adapter_learns_preferences_too(run, tmp_path):
+def test_an_adapter_is_trained_on_preferences(run, tmp_path):
     result = run("dpo", "out", num_epochs=4, model={"lora": {"r": 4}})
     metrics = read_metrics(tmp_path / "out")
     assert metrics[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -286,11 +286,11 @@ def test_a_pipeline_has_a_stage_for_preferences(folder, tmp_path):
         ("dpo", {"terms_args": {"betta": 0.2}}, "unknown argument 'betta'.*did you mean 'beta'"),
         ("dpo", {"terms_args": {"beta": 0.0}}, "beta=0.0"),
         ("dpo", {"terms_args": {"desirable_weight": 1.0}}, "unknown argument 'desirable_weight'"),
-        ("kto", {"max_rows_per_batch": 1}, "max_rows_per_batch=1: kto compares"),
+        ("kto", {"max_rows_per_batch": 1}, "max_rows_per_batch=1: kto pairs"),
         ("dpo", {"trainer": {"num_minibatches": 2}}, "num_minibatches has no effect"),
     ],
 )
-def test_settings_that_cannot_be_meant(run, tmp_path, name, settings, message):
+def test_invalid_settings_are_refused(run, tmp_path, name, settings, message):
     with pytest.raises(ConfigError, match=message):
         run(name, "out", **settings)
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""A fine-tuning that is killed at any moment goes on to the same metrics and the same weights, bit for bit on a CPU."""
+"""A killed supervised fine-tuning resumes to the same metrics and weights, bit for bit on a CPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def workplace(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
-def test_killed_fine_tunings_end_like_one_that_was_never_killed(workplace, kind):
+def test_killed_runs_end_like_an_uninterrupted_one(workplace, kind):
     folder, zygote = workplace
     whole, killed = folder / f"{kind}-whole", folder / f"{kind}-killed"
     assert zygote.run(["sft", f"{kind}.yaml", "--out", whole.name]) == 0, (folder / "zygote.log").read_text()
@@ -60,7 +60,7 @@ def test_killed_fine_tunings_end_like_one_that_was_never_killed(workplace, kind)
             assert_same(whole, killed, WEIGHTS[kind])
             if num_killed >= NUM_KILLS:
                 return
-            shutil.rmtree(killed)  # it was quicker than the kill: begin another life
+            shutil.rmtree(killed)  # it finished before the kill: start over
         else:
             assert status == -signal.SIGKILL, (folder / "zygote.log").read_text()
             num_killed += 1

@@ -1,4 +1,4 @@
-"""Fine-tuning: the loss falls, the best weights are kept, and a folder of another run is left alone."""
+"""Supervised fine-tuning: the loss falls, the best weights are kept, and folders of other runs are refused."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conversation_examples import CALL, ROW
 from fakes import full_disk
-from tunesmith.config import DemonstrationSection, FinetuneConfig, FinetuneTrainerSection, LoraSection, ModelSection
+from tunesmith.config import ConversationDataSection, LoraSection, ModelSection, SftConfig, SftTrainerSection
 from tunesmith.errors import ConfigError, DataError, ModelError, StorageError
 from tunesmith.model.adapters.dropout import find_dropouts
 from tunesmith.model.checkpoint import find_checkpoints
 from tunesmith.model.load import check_model, load_section_model
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
-from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.data.conversations import ConversationReader
 from tunesmith.pipeline.session.load_config import build_section, dump_config, load_section
 from tunesmith.pipeline.sft.plan import build_batches
 from tunesmith.pipeline.sft.train import run_sft
@@ -64,13 +64,13 @@ def write_rows(path, rows):
 def build_config(folder, data, *, lora=None, max_model_len=256, **settings):
     values = {
         "model": ModelSection(path=str(folder), max_model_len=max_model_len, device="cpu", lora=lora),
-        "train_dataset": DemonstrationSection(path=str(data)),
+        "train_dataset": ConversationDataSection(path=str(data)),
         "num_epochs": 2,
         "max_tokens_per_batch": 240,
-        "trainer": FinetuneTrainerSection(learning_rate=1e-2),
+        "trainer": SftTrainerSection(learning_rate=1e-2),
         "monitor": QUIET,
     }
-    return build_section(FinetuneConfig, values | settings)
+    return build_section(SftConfig, values | settings)
 
 
 def read_metrics(root):
@@ -81,7 +81,7 @@ def test_batches_hold_every_row_once_an_epoch():
     rows = [
         {"messages": [{"role": "user", "content": str(n)}, {"role": "assistant", "content": "x"}]} for n in range(9)
     ]
-    samples = DemonstrationReader(build_pocket_tokenizer()).read(rows, max_model_len=256)
+    samples = ConversationReader(build_pocket_tokenizer()).read(rows, max_model_len=256)
     length = len(samples[0].token_ids)
 
     def order(epoch=0, **settings):
@@ -122,7 +122,7 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine(folder, data, tmp_path)
     assert rates == pytest.approx(expected)
 
 
-def test_a_limit_ends_training_and_its_schedule_in_the_middle_of_an_epoch(folder, data, tmp_path):
+def test_max_steps_ends_training_and_the_schedule_within_an_epoch(folder, data, tmp_path):
     trainer = {"learning_rate": 1e-2, "warmup_ratio": 0.2}
     whole = run_sft(build_config(folder, data, num_epochs=3, trainer=trainer), out_dir=tmp_path / "whole")
     num_steps = whole.num_steps * 2 // 3 - 1
@@ -139,7 +139,7 @@ def test_a_limit_ends_training_and_its_schedule_in_the_middle_of_an_epoch(folder
     assert rows[-1]["train/learning_rate"] == pytest.approx(last)
 
 
-def test_rendered_text_that_save_to_disk_wrote_is_learned(folder, tmp_path):
+def test_rendered_text_written_by_save_to_disk_is_trained_on(folder, tmp_path):
     texts = [f"<|im_start|>user\n{n} + {n}<|im_end|>\n<|im_start|>assistant\n{2 * n}<|im_end|>" for n in range(8)]
     Dataset.from_list([{"text": text, "answer": "x"} for text in texts]).save_to_disk(tmp_path / "sft_train")
     result = run_sft(build_config(folder, tmp_path / "sft_train", num_epochs=8), out_dir=tmp_path / "sft")
@@ -150,7 +150,7 @@ def test_rendered_text_that_save_to_disk_wrote_is_learned(folder, tmp_path):
     assert (result.num_rows, result.num_trained_tokens) == (8, expected)
 
 
-def test_dropout_of_an_adapter_is_the_knobs_own_and_ends_with_training(folder, data, tmp_path):
+def test_adapter_dropout_follows_the_knob_and_applies_only_to_training(folder, data, tmp_path):
     plain, dropped = (
         run_sft(build_config(folder, data, lora=LoraSection(r=4, dropout=dropout)), out_dir=tmp_path / str(dropout))
         for dropout in (0.0, 0.3)
@@ -166,7 +166,7 @@ def test_dropout_of_an_adapter_is_the_knobs_own_and_ends_with_training(folder, d
     assert not any(layer.training for layer in find_dropouts(more))
 
 
-def test_an_adapter_leaves_an_adapter_and_its_base_untouched(folder, data, tmp_path):
+def test_training_an_adapter_saves_an_adapter_and_leaves_its_base_unchanged(folder, data, tmp_path):
     result = run_sft(build_config(folder, data, lora=LoraSection(r=4), num_epochs=4), out_dir=tmp_path / "sft")
     rows = read_metrics(tmp_path / "sft")
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
@@ -178,7 +178,7 @@ def test_an_adapter_leaves_an_adapter_and_its_base_untouched(folder, data, tmp_p
     check_model(str(result.folder), max_model_len=64)
 
 
-def test_an_adapter_on_four_bits_learns(tmp_path, data):
+def test_the_loss_of_an_adapter_on_four_bits_falls(tmp_path, data):
     pytest.importorskip("bitsandbytes")
     base, tokenizer = tmp_path / "base", build_pocket_tokenizer()
     tokenizer.save_pretrained(base)
@@ -191,13 +191,13 @@ def test_an_adapter_on_four_bits_learns(tmp_path, data):
 
 
 def test_the_best_evaluation_is_kept(folder, data, tmp_path):
-    """What is learned here is wrong on the held-out rows, so the first evaluation is the best one."""
+    """The training rows contradict the held-out rows, so the first evaluation is the best one."""
     rows = [{"messages": [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "x" * 9}]}]
     held_out = write_rows(tmp_path / "eval.jsonl", rows)
     config = build_config(
         folder,
         data,
-        eval_dataset=DemonstrationSection(path=str(held_out)),
+        eval_dataset=ConversationDataSection(path=str(held_out)),
         evaluation_interval_steps=2,
         num_epochs=3,
         save_interval_steps=3,
@@ -213,7 +213,7 @@ def test_the_best_evaluation_is_kept(folder, data, tmp_path):
 def compute_loss_by_hand(folder, data):
     """Mean negative log-likelihood of the assistant's tokens, by transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    reader = DemonstrationReader(AutoTokenizer.from_pretrained(folder))
+    reader = ConversationReader(AutoTokenizer.from_pretrained(folder))
     total, count = 0.0, 0
     for sample in reader.read([json.loads(line) for line in data.read_text().splitlines()], max_model_len=256):
         ids = torch.tensor([sample.token_ids])
@@ -224,13 +224,13 @@ def compute_loss_by_hand(folder, data):
     return total / count
 
 
-def test_a_fraction_is_held_out(folder, data, tmp_path):
+def test_eval_fraction_holds_out_rows(folder, data, tmp_path):
     result = run_sft(build_config(folder, data, eval_fraction=0.25), out_dir=tmp_path / "sft")
     assert (result.num_rows, result.num_eval_rows) == (9, 3)
     assert result.eval_loss is not None
 
 
-def test_long_rows_are_counted_when_they_are_dropped(folder, tmp_path):
+def test_dropped_long_rows_are_counted(folder, tmp_path):
     rows = [build_row(1), ROW | {"messages": [*ROW["messages"][:4], {"role": "assistant", "content": "42 " * 99}]}]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     result = run_sft(build_config(folder, data, max_model_len=128, long_rows="drop"), out_dir=tmp_path / "sft")
@@ -241,7 +241,7 @@ def test_long_rows_are_counted_when_they_are_dropped(folder, tmp_path):
         run_sft(build_config(folder, data, max_model_len=16, long_rows="drop"), out_dir=tmp_path / "other")
 
 
-def test_the_same_seed_makes_the_same_weights(folder, data, tmp_path):
+def test_equal_seeds_give_equal_weights(folder, data, tmp_path):
     one, two, other = (
         load_file(run_sft(build_config(folder, data, seed=seed), out_dir=tmp_path / name).folder / "model.safetensors")
         for name, seed in (("one", 0), ("two", 0), ("other", 1))
@@ -251,7 +251,7 @@ def test_the_same_seed_makes_the_same_weights(folder, data, tmp_path):
     assert (one[name] != other[name]).any()
 
 
-def test_a_finished_folder_gives_its_result_again_and_takes_no_other_settings(folder, data, tmp_path):
+def test_a_finished_folder_returns_its_result_and_refuses_other_settings(folder, data, tmp_path):
     config = build_config(folder, data)
     result = run_sft(config, out_dir=tmp_path / "sft")
     stamp = (result.folder / "model.safetensors").stat().st_mtime_ns
@@ -265,7 +265,7 @@ def test_a_finished_folder_gives_its_result_again_and_takes_no_other_settings(fo
         run_sft(config, out_dir=tmp_path / "sft")
 
 
-def test_what_a_kill_after_the_end_left_is_removed(folder, data, tmp_path):
+def test_leftovers_of_a_kill_after_the_end_are_removed(folder, data, tmp_path):
     config = build_config(folder, data)
     result = run_sft(config, out_dir=tmp_path / "sft")
     names = {path.name for path in (tmp_path / "sft").iterdir()}
@@ -275,7 +275,7 @@ def test_what_a_kill_after_the_end_left_is_removed(folder, data, tmp_path):
     assert {path.name for path in (tmp_path / "sft").iterdir()} == names
 
 
-def test_a_half_copied_result_is_made_again(folder, data, tmp_path):
+def test_a_partially_copied_result_is_rewritten(folder, data, tmp_path):
     config = build_config(folder, data)
     result = run_sft(config, out_dir=tmp_path / "sft")
     expected = load_file(result.folder / "model.safetensors")
@@ -285,7 +285,7 @@ def test_a_half_copied_result_is_made_again(folder, data, tmp_path):
     assert all((expected[name] == again[name]).all() for name in expected)
 
 
-def test_bad_input_is_found_before_work(folder, data, tmp_path):
+def test_invalid_input_is_found_before_training(folder, data, tmp_path):
     out = tmp_path / "out"
     for config, kind, match in (
         (build_config(folder, data, max_model_len=10**6), ModelError, "longer than the model"),
@@ -295,22 +295,22 @@ def test_bad_input_is_found_before_work(folder, data, tmp_path):
         with pytest.raises(kind, match=match):
             run_sft(config, out_dir=out)
     assert not out.exists()
-    with pytest.raises(StorageError, match=r"already holds something else \(rows.jsonl"):
+    with pytest.raises(StorageError, match=r"already holds other files \(rows.jsonl"):
         run_sft(build_config(folder, data), out_dir=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "run.lock"}
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.yaml").write_text("project: another\n")
-    with pytest.raises(StorageError, match=r"already holds something else \(config.yaml: project is not a known key"):
+    with pytest.raises(StorageError, match=r"already holds other files \(config.yaml: project is not a known key"):
         run_sft(build_config(folder, data), out_dir=other)
 
 
-def test_settings_that_cannot_be_meant():
+def test_invalid_settings_are_refused():
     for settings, match in (
-        ({"trainer": {}}, "trainer.learning_rate must be given when whole weights train"),
-        ({"trainer": {"learning_rate": 1e-3, "num_minibatches": 2}}, "num_minibatches has no effect on fine-tuning"),
-        ({"model": {"path": "m", "temperature": 0.5}}, "model.temperature has no effect on fine-tuning"),
-        ({"model": {"path": "m", "max_tokens": 9}}, "model.max_tokens has no effect on fine-tuning"),
+        ({"trainer": {}}, "trainer.learning_rate must be set to train all weights"),
+        ({"trainer": {"learning_rate": 1e-3, "num_minibatches": 2}}, "num_minibatches has no effect without sampling"),
+        ({"model": {"path": "m", "temperature": 0.5}}, "model.temperature has no effect without sampling"),
+        ({"model": {"path": "m", "max_tokens": 9}}, "model.max_tokens has no effect without sampling"),
         ({"eval_fraction": 0.1, "eval_dataset": {"path": "e"}}, "both given"),
         ({"epochs": 2}, "did you mean 'num_epochs'"),
     ):
@@ -319,13 +319,13 @@ def test_settings_that_cannot_be_meant():
     assert build_config("m", "d", lora=LoraSection(), trainer={}).trainer.learning_rate == 2e-4
 
 
-def test_a_file_reads_back_as_it_was_written(tmp_path):
+def test_a_saved_config_reads_back_equal(tmp_path):
     config = build_config("m", "d", lora=LoraSection(target_modules=("q_proj",)))
     (tmp_path / "config.yaml").write_text(dump_config(config))
-    assert load_section(FinetuneConfig, tmp_path / "config.yaml") == config
+    assert load_section(SftConfig, tmp_path / "config.yaml") == config
 
 
-def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(folder, data, tmp_path):
+def test_a_full_disk_is_one_sentence_and_the_run_can_be_resumed(folder, data, tmp_path):
     config = build_config(folder, data, save_interval_steps=2)
     whole = run_sft(config, out_dir=tmp_path / "whole")
     with full_disk(200_000), pytest.raises(StorageError, match="cannot write"):
@@ -337,8 +337,8 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(folder, data, tmp
 
 
 @pytest.mark.parametrize("algorithm_type", ["sft_is", "sft_phi"])
-def test_imitation_may_be_weighed_by_what_the_model_thinks(folder, data, tmp_path, algorithm_type):
-    """The losses are smaller than cross entropy and not it, and other weights come of it."""
+def test_sft_losses_may_be_weighted_by_the_models_probabilities(folder, data, tmp_path, algorithm_type):
+    """The losses are below cross entropy, and the resulting weights differ."""
     plain = run_sft(build_config(folder, data, num_epochs=1), out_dir=tmp_path / "sft")
     weighed = run_sft(build_config(folder, data, num_epochs=1, algorithm_type=algorithm_type), out_dir=tmp_path / "own")
     first = [read_metrics(tmp_path / name)[0]["train/loss"] for name in ("sft", "own")]
@@ -348,7 +348,7 @@ def test_imitation_may_be_weighed_by_what_the_model_thinks(folder, data, tmp_pat
 
 
 @pytest.mark.parametrize(("num_kept", "num_found"), [(None, 0), (1, 1), (2, 2), (100, 6)])
-def test_as_many_checkpoints_are_kept_as_promised(folder, data, tmp_path, num_kept, num_found):
+def test_keep_checkpoints_bounds_the_number_of_checkpoints(folder, data, tmp_path, num_kept, num_found):
     config = build_config(folder, data, save_interval_steps=1, keep_checkpoints=num_kept, max_tokens_per_batch=500)
     result = run_sft(config, out_dir=tmp_path / "out")
     found = find_checkpoints(tmp_path / "out")

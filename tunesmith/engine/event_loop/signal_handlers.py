@@ -15,7 +15,7 @@ import threading
 from types import FrameType
 from typing import Any, TypeVar
 
-from tunesmith.errors import RolloutError, end_on_signal
+from tunesmith.errors import RolloutError, exit_on_signal
 from tunesmith.user_lines import find_calling_line, find_error_line
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class SignalHandlers:
 
     def __enter__(self) -> SignalHandlers:
         if threading.current_thread() is threading.main_thread():
-            for number, ours in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, end_on_signal)):
+            for number, ours in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, exit_on_signal)):
                 handler = signal.getsignal(number)
                 if handler in (signal.SIG_DFL, ours):
                     self._previous[number] = handler

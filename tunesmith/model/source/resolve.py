@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ModelError
-from tunesmith.hub import describe_miss, is_path_like
+from tunesmith.hub import describe_hub_failure, is_path_like
 from tunesmith.model.source.adapter_files import ADAPTER_CONFIG, AdapterFiles, find_adapter
 
 EXPORTED = ("hf", "adapter")
@@ -99,8 +99,8 @@ def explain_load_error(path: str, source: ModelSource, error: Exception) -> Mode
         named, found = f"model.path={path!r}: its base {source.adapter.base!r}", source.adapter.base
     if not Path(found).expanduser().exists():
         return ModelError(
-            f"{named} is not a local folder, and {describe_miss()}; give a local folder or download the model first"
-            + ("" if source.adapter is None else ", and name it in model.base_path")
+            f"{named} is not a local folder, and {describe_hub_failure()}; give a local folder or download the model "
+            "first" + ("" if source.adapter is None else ", and name it in model.base_path")
         )
     if isinstance(error, pickle.UnpicklingError):
         return ModelError(

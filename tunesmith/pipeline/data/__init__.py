@@ -1,1 +1,1 @@
-"""Conversations and preference pairs as samples."""
+"""Convert conversations and preference pairs to samples."""

@@ -1,7 +1,7 @@
-"""Rows of conversations from disk, and which of them are held out.
+"""Load rows of conversations from disk, and split off held-out rows.
 
-Lines of JSON are read as they are: `datasets` would give every row the fields of all others, and with them tool calls
-the arguments of other tools. What comes from other formats has lost that difference, so their empty fields are dropped.
+JSON Lines are parsed directly: `datasets` would add the fields of all rows to every row, which gives tool calls the
+arguments of other tools as nulls. Rows of other formats are loaded by `datasets`, so their null fields are dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tunesmith.config import DemonstrationSection
+from tunesmith.config import ConversationDataSection
 from tunesmith.errors import DataError
 from tunesmith.storage import storage_errors
 from tunesmith.tasks.load import load_rows
@@ -21,30 +21,30 @@ Row = Mapping[str, Any]
 Item = TypeVar("Item")
 
 
-def load_demonstrations(section: DemonstrationSection) -> list[Row]:
-    """All rows of a section, in order."""
+def load_conversation_rows(section: ConversationDataSection) -> list[Row]:
+    """All rows of a section's paths, in order."""
     rows: list[Row] = []
     for path in section.paths:
-        file = find_lines(path, section.split)
+        file = find_jsonl_file(path, section.split)
         if file is not None:
-            rows += read_lines(file)
+            rows += load_jsonl(file)
         else:
             loaded = load_rows(path, name=section.name, split=section.split)
             rows += [drop_empty_fields(row) for row in loaded]
     if not rows:
-        raise DataError(f"there are no rows to fine-tune on in {', '.join(section.paths)}")
+        raise DataError(f"there are no rows to train on in {', '.join(section.paths)}")
     return rows
 
 
-def find_lines(path: str, split: str | None) -> Path | None:
-    """The jsonl file that a path means, itself or as the split of its folder, if there is one."""
-    place = Path(path).expanduser()
-    file = place if place.suffix == ".jsonl" else place / f"{split}.jsonl"
+def find_jsonl_file(path: str, split: str | None) -> Path | None:
+    """The JSON Lines file at a path, or of the split in a folder; None if there is none."""
+    root = Path(path).expanduser()
+    file = root if root.suffix == ".jsonl" else root / f"{split}.jsonl"
     return file if file.is_file() else None
 
 
-def read_lines(file: Path) -> list[Row]:
-    """The objects of a jsonl file; blank lines are skipped."""
+def load_jsonl(file: Path) -> list[Row]:
+    """The objects of a JSON Lines file; blank lines are skipped."""
     with storage_errors(file, "read"):
         lines = file.read_bytes().splitlines()
     rows: list[Row] = []
@@ -56,13 +56,13 @@ def read_lines(file: Path) -> list[Row]:
         except ValueError as error:
             raise DataError(f"line {number} of {str(file)!r} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise DataError(f"line {number} of {str(file)!r} must hold an object, got {type(row).__name__}")
+            raise DataError(f"line {number} of {str(file)!r} must be a JSON object, got {type(row).__name__}")
         rows.append(row)
     return rows
 
 
 def drop_empty_fields(value: Any) -> Any:
-    """Nested objects without the fields that are None."""
+    """Remove fields that are None from nested objects."""
     if isinstance(value, dict):
         return {key: drop_empty_fields(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
@@ -71,12 +71,12 @@ def drop_empty_fields(value: Any) -> Any:
 
 
 def hold_out(items: Sequence[Item], fraction: float, *, seed: int) -> tuple[list[Item], list[Item]]:
-    """Items to learn from and items held out, each in order; a fraction above 0 holds out at least one."""
+    """Split items into training and held-out items, each in order; a fraction above 0 holds out at least one."""
     if fraction == 0:
         return list(items), []
     count = max(1, round(fraction * len(items)))
     if count >= len(items):
-        raise DataError(f"eval_fraction={fraction:g} of {len(items)} rows leaves none to learn from")
+        raise DataError(f"eval_fraction={fraction:g} of {len(items)} rows leaves none to train on")
     chosen = set(random.Random(f"held-out-{seed}").sample(range(len(items)), count))
     return (
         [item for index, item in enumerate(items) if index not in chosen],

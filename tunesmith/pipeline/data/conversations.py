@@ -1,11 +1,11 @@
-"""Conversations to learn from, as the turns an agent would have made.
+"""Convert conversations to samples, tokenized exactly as an agent's rollouts are.
 
-A demonstration is a row with `messages` and perhaps `tools`. Each assistant message becomes a turn whose prompt is
-rendered, and bridged to the turn before, exactly as a rollout's is; the reply with its end-of-turn token takes the
-place of what would have been sampled. So the tokens that fine-tuning trains are those that the agent will sample.
+A row has `messages` and optionally `tools`. Each assistant message becomes a turn: its prompt is rendered and bridged
+to the previous turn as in a rollout, and the reply with its end-of-turn token takes the place of the sampled tokens. So
+training covers the same tokens that the agent samples later.
 
-A row may instead have `text` that is already rendered. It is tokenized as it is, control tokens included, and all of it
-trains, up to an end-of-sequence token that is appended where the text does not end with one.
+A row may instead have rendered `text`. It is tokenized as is, control tokens included, and every token but the first is
+trained; an end-of-sequence token is appended if the text has no end token.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tunesmith.experience.samples import build_samples
 from tunesmith.types import Distribution, Group, Sample, Task, Trajectory, Turn
 
 
-class DemonstrationReader:
-    """Turns rows of messages into samples for one tokenizer."""
+class ConversationReader:
+    """Converts rows of conversations to samples for one tokenizer."""
 
     def __init__(
         self,
@@ -38,14 +38,16 @@ class DemonstrationReader:
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._template = ChatTemplate(tokenizer, has_hermes_parser=True, split_special_tokens=split_special_tokens)
         if self._template.end_of_turn is None:
-            raise DataError("the chat template writes no special token after a reply, so its end cannot be learned")
+            raise DataError(
+                "the chat template writes no special token after a reply, so the model cannot learn to end it"
+            )
 
     def read(
         self, rows: Sequence[Mapping[str, Any]], *, max_model_len: int, drops_long_rows: bool = False
     ) -> list[Sample]:
-        """One sample or more a row, whose `group_index` counts the rows that are kept.
+        """One or more samples per row; `group_index` numbers the rows that are kept.
 
-        A row that is malformed or without a reply is an error, and one that is too long unless those are dropped.
+        Raises DataError for malformed rows, rows without a reply, and rows that are too long unless they are dropped.
         """
         groups = []
         for index, row in enumerate(rows):
@@ -54,26 +56,26 @@ class DemonstrationReader:
             has_text = row.get("messages") is None and row.get("text") is not None
             turns = (self.build_text(row["text"], where=where),) if has_text else self.build_turns(row, where=where)
             runs = (Trajectory(task=task, run_index=0, turns=turns, reward=1.0),)
-            if self.has_room(runs, where=where, max_model_len=max_model_len, drops_long_rows=drops_long_rows):
+            if self.fits_context(runs, where=where, max_model_len=max_model_len, drops_long_rows=drops_long_rows):
                 groups.append(Group(task=task, trajectories=runs))
         samples, _ = build_samples(groups, [[1.0]] * len(groups))
         return samples
 
     @staticmethod
-    def has_room(runs: Sequence[Trajectory], *, where: str, max_model_len: int, drops_long_rows: bool) -> bool:
-        """Whether a row's runs fit the context; one that does not is an error unless such rows are dropped."""
+    def fits_context(runs: Sequence[Trajectory], *, where: str, max_model_len: int, drops_long_rows: bool) -> bool:
+        """Whether a row's runs fit the context; raises if they do not, unless long rows are dropped."""
         num_tokens = max(len(turn.prompt_ids) + len(turn.sampled_ids) for run in runs for turn in run.turns)
         if num_tokens > max_model_len and not drops_long_rows:
             raise DataError(
-                f"{where} has {num_tokens} tokens, more than model.max_model_len={max_model_len}: raise that, "
-                "or leave such rows out by long_rows=drop"
+                f"{where} has {num_tokens} tokens, more than model.max_model_len={max_model_len}: raise it, "
+                "or drop long rows with long_rows=drop"
             )
         return num_tokens <= max_model_len
 
     def build_text(self, text: Any, *, where: str) -> Turn:
-        """A text as one turn in which every token trains but the first, which nothing predicts."""
+        """A text as one turn; every token is trained but the first, which has no prediction."""
         if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{where}: text must be text that is not empty, got {text!r:.80}")
+            raise DataError(f"{where}: text must be a non-empty string, got {text!r:.80}")
         tokenizer, end_of_turn = self._tokenizer, self._template.end_of_turn
         assert end_of_turn is not None
         has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
@@ -84,7 +86,7 @@ class DemonstrationReader:
         return _build_turn(tuple(ids[:1]), tuple(ids[1:]), is_trained=True)
 
     def build_turns(self, row: Mapping[str, Any], *, where: str) -> tuple[Turn, ...]:
-        """One turn for each assistant message; its prompt is bridged to the turn before as a rollout's is."""
+        """One turn per assistant message; its prompt is bridged to the previous turn, as in a rollout."""
         if row.get("messages") is None:
             raise DataError(f"{where} has neither messages nor text; its fields are {', '.join(map(str, row))}")
         try:
@@ -104,7 +106,7 @@ class DemonstrationReader:
         except ValueError as error:
             raise DataError(f"{where}: {error}") from error
         if not any(turn.is_trained for turn in turns):
-            raise DataError(f"{where} has no assistant message to learn from")
+            raise DataError(f"{where} has no assistant message to train on")
         return tuple(turns)
 
     def _build_prompt(
@@ -125,7 +127,7 @@ class DemonstrationReader:
     def _encode_reply(
         self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...], where: str
     ) -> tuple[int, ...]:
-        """Ids of the last message as the template writes it after its prompt, with the end-of-turn token."""
+        """Token ids of the last message as the template renders it after its prompt, with the end-of-turn token."""
         variables = self._variables
         before = self._template.render(messages[:-1], tools=tools, variables=variables)
         whole = self._template.render(messages, tools=tools, variables=variables, has_generation_prompt=False)
@@ -133,7 +135,7 @@ class DemonstrationReader:
         assert end_of_turn is not None
         if not whole.startswith(before) or end_of_turn not in whole[len(before) :]:
             raise DataError(
-                f"{where}: the chat template does not write a reply after its own generation prompt; "
+                f"{where}: the chat template does not render a reply as a continuation of its generation prompt; "
                 "set model.chat_template to one that does"
             )
         reply = whole[len(before) :].rpartition(end_of_turn)[0] + end_of_turn
@@ -141,13 +143,13 @@ class DemonstrationReader:
 
 
 def check_reply(message: Message, where: str) -> None:
-    """Refuse an assistant turn that says and calls nothing: it would teach the model to fall silent."""
+    """Raise for an assistant message without content, tool call or reasoning: it would train empty replies."""
     if not (message.content.strip() or message.tool_calls or message.reasoning):
-        raise ValueError(f"{where} is an empty assistant turn")
+        raise ValueError(f"{where} is an empty assistant message")
 
 
 def read_weight(fields: Mapping[str, Any], where: str) -> bool:
-    """Whether an assistant message trains: all do but those with `weight` 0, as in OpenAI's format."""
+    """Whether an assistant message is trained: all are except those with `weight` 0, as in OpenAI's format."""
     weight = fields.get("weight")
     if weight not in (None, 0, 1):
         raise ValueError(f"{where}.weight must be 0 or 1, got {weight!r}")

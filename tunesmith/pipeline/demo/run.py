@@ -24,14 +24,14 @@ from transformers.utils import logging as transformers_logging
 
 from tunesmith.config import (
     AlgorithmSection,
+    ConversationDataSection,
     DatasetSection,
-    DemonstrationSection,
     EvaluationSection,
-    FinetuneConfig,
-    FinetuneTrainerSection,
     ModelSection,
     MonitorSection,
     RunConfig,
+    SftConfig,
+    SftTrainerSection,
     TrainerSection,
 )
 from tunesmith.errors import ConfigError
@@ -143,14 +143,14 @@ def finetune(base: Path, agent: DemoAgent, root: Path, *, seed: int, settings: D
     problems = build_problems("train", num_problems=settings.num_demonstrations, seed=seed)
     rows = agent.build_demonstrations(problems, seed=seed)
     save_text(root / DEMONSTRATIONS, "".join(json.dumps(row) + "\n" for row in rows))
-    config = FinetuneConfig(
+    config = SftConfig(
         model=build_model_section(base),
-        train_dataset=DemonstrationSection(path=str(root / DEMONSTRATIONS)),
+        train_dataset=ConversationDataSection(path=str(root / DEMONSTRATIONS)),
         num_epochs=settings.num_epochs,
         max_tokens_per_batch=settings.finetune_tokens_per_batch,
         seed=seed,
         save_interval_steps=FINETUNE_SAVE_INTERVAL,
-        trainer=FinetuneTrainerSection(
+        trainer=SftTrainerSection(
             learning_rate=settings.finetune_learning_rate,
             warmup_steps=20,
             min_lr_ratio=0.1,

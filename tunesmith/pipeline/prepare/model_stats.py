@@ -12,7 +12,7 @@ from tunesmith.config import AlgorithmSection, DatasetSection, PassRateSection, 
 from tunesmith.errors import DataError
 from tunesmith.judges.composite import numeric_judge
 from tunesmith.model.load import load_tokenizer
-from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.data.conversations import ConversationReader
 from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
 from tunesmith.pipeline.prepare.calculator_agent import calculator_agent
 from tunesmith.pipeline.prepare.folder import format_lines, hash_json
@@ -37,15 +37,15 @@ class ConversationLength:
     """Above 1 if the template renders earlier turns differently later on, so that several sequences are needed."""
 
 
-def load_reader(section: TokensSection) -> DemonstrationReader:
+def load_reader(section: TokensSection) -> ConversationReader:
     """Reader with the tokenizer that measures lengths; loads no weights."""
     tokenizer = load_tokenizer(
         section.model, chat_template=section.chat_template, trust_remote_code=section.trust_remote_code
     )
-    return DemonstrationReader(tokenizer)
+    return ConversationReader(tokenizer)
 
 
-def measure_length(reader: DemonstrationReader, row: Mapping[str, Any]) -> ConversationLength:
+def measure_length(reader: ConversationReader, row: Mapping[str, Any]) -> ConversationLength:
     """Length of a row as fine-tuning tokenizes it."""
     samples = reader.read([row], max_model_len=NO_LIMIT)
     return ConversationLength(
@@ -58,7 +58,7 @@ def measure_length(reader: DemonstrationReader, row: Mapping[str, Any]) -> Conve
 def drop_long_rows(
     candidates: Sequence[Candidate],
     section: TokensSection,
-    reader: DemonstrationReader,
+    reader: ConversationReader,
     style: Style,
     dropped: DroppedRows,
 ) -> tuple[list[Candidate], dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tunesmith.config import ParaphraseSection, PrepareSection, SourceSection
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.data.conversations import ConversationReader
 from tunesmith.pipeline.prepare.folder import (
     EVALUATION,
     PARAPHRASES,
@@ -121,7 +121,7 @@ def filter_and_augment(
     evaluation: Sequence[Candidate] | None,
     settings: PrepareSection,
     *,
-    reader: DemonstrationReader | None,
+    reader: ConversationReader | None,
     work: Path,
     dropped: DroppedRows,
 ) -> tuple[list[Candidate], dict[str, Any]]:
@@ -151,7 +151,7 @@ def filter_and_augment(
     return candidates, report
 
 
-def check_settings(settings: PrepareSection) -> DemonstrationReader | None:
+def check_settings(settings: PrepareSection) -> ConversationReader | None:
     """Validate models and API keys before data is read; returns the reader that measures lengths."""
     if settings.paraphrase is not None:
         check_api_key(settings.paraphrase)

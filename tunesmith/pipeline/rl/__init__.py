@@ -1,1 +1,1 @@
-"""Reinforcement learning from a config to its last checkpoint."""
+"""A reinforcement-learning run, from its config to its last checkpoint."""

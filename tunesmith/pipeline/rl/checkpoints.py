@@ -1,7 +1,7 @@
-"""Checkpoints of a training run: what is saved, what is restored, and which files of steps they commit.
+"""Save and restore checkpoints of a training run.
 
-A step's files are written before the checkpoint that commits it, so a run that is killed resumes from its last commit
-and produces the same numbers again.
+A step's files are written before the checkpoint that commits it, so an interrupted run resumes from its last commit and
+reproduces the same metrics.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollou
 from tunesmith.loop import StepParts
 from tunesmith.model.checkpoint import load_checkpoint, remove_old_checkpoints, save_checkpoint
 from tunesmith.pipeline.session.policy import Policy
-from tunesmith.pipeline.session.resume_point import advise
+from tunesmith.pipeline.session.resume_point import describe_recovery
 from tunesmith.pipeline.session.run_folder import RunFolder
 from tunesmith.storage import RunPaths, save_json
 from tunesmith.types import Group, Trajectory
@@ -26,13 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
-    """Bring everything back to the last commit; return its step, 0 without one."""
+    """Restore model, trainer, selector and replay buffer from the last checkpoint; return its step, 0 if there is
+    none."""
     if folder.checkpoint is None:
         return 0
     try:
         state = load_checkpoint(folder.checkpoint, policy.model)
     except StorageError as error:
-        raise StorageError(f"{error}; {advise(folder.paths, before=folder.checkpoint)}") from error
+        raise StorageError(f"{error}; {describe_recovery(folder.paths, before=folder.checkpoint)}") from error
     parts.trainer.load_state_dict(state.trainer_state)
     parts.tasks.selector.load_state_dict(state.run_state["selector"])
     parts.replay.load_state_dict(state.run_state["replay"], lambda step: load_rollouts(folder.paths.rollouts(step)))
@@ -40,7 +41,7 @@ def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
 
 
 def commit(config: RunConfig, policy: Policy, parts: StepParts, folder: RunFolder, *, step: int) -> None:
-    """Write the step's checkpoint; from here on the run never goes back behind it, so files of steps are merged."""
+    """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints."""
     save_checkpoint(
         folder.paths.checkpoint(step),
         policy.model,
@@ -59,16 +60,16 @@ def commit(config: RunConfig, policy: Policy, parts: StepParts, folder: RunFolde
 
 
 def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) -> None:
-    """Bound the number of files; what cannot be read or written stays in files of single steps."""
+    """Merge per-step files to bound their number; files that cannot be read or written stay per step."""
     for any_step, form in ((paths.rollouts(0), ROLLOUT_STEPS), (paths.selection(0), JSON_STEPS)):
         try:
             StepFiles(any_step.parent, form).merge(committed_step=committed_step, steps_per_file=steps_per_file)
         except StorageError as error:
-            logger.warning("steps are not merged into one file: %s", error)
+            logger.warning("files of steps were not merged: %s", error)
 
 
 def save_unfinished(path: Path, finished: Sequence[Trajectory]) -> None:
-    """Keep the trajectories of a step that stops the run."""
+    """Save the trajectories that a failed step had finished."""
     by_task: dict[str, list[Trajectory]] = {}
     for trajectory in finished:
         by_task.setdefault(trajectory.task.task_id, []).append(trajectory)

@@ -1,8 +1,8 @@
-"""Steps that teach the model nothing: why, on the console at once and again when the run ends.
+"""Detect steps that leave the weights unchanged, and report the reason on the console.
 
-Settings with which no step can teach anything are errors before the first one. A step teaches when an update with a
-gradient changes weights; groups without a difference, rollouts without a token, a gradient of zero and an update that
-rounds to nothing do not.
+Settings under which no step can change the weights are refused before the first step. Causes found during the run:
+equal rewards in every group (zero advantage), no sampled token, a zero gradient, and an update that rounds to zero.
+Each cause is reported when it first occurs and again in a summary at the end.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tunesmith.errors import ConfigError, RolloutError
 from tunesmith.types import Group
 
 SHOWN_STREAKS = frozenset(10**power for power in range(1, 7))
-"""Lengths of unbroken rows of such steps that are shown again."""
+"""Numbers of consecutive unchanged steps at which the warning is repeated."""
 
 
-def check_sampling_differs(config: RunConfig, algorithm: Algorithm) -> None:
+def check_sampling_is_random(config: RunConfig, algorithm: Algorithm) -> None:
     """Refuse to compare rollouts that are all sampled alike."""
     is_comparison = ALGORITHMS[algorithm.name].compute_advantages in GROUP_RELATIVE_ADVANTAGES
     if not is_comparison or "experts" in algorithm.needs:
@@ -33,24 +33,24 @@ def check_sampling_differs(config: RunConfig, algorithm: Algorithm) -> None:
     ):
         if is_greedy:
             raise ConfigError(
-                f"model.{knob}={value} samples equal tokens in all rollouts of a task, and {algorithm.name!r} learns "
-                f"only from their differences: raise model.{knob}"
+                f"model.{knob}={value} samples the same tokens in all rollouts of a task, and {algorithm.name!r} needs "
+                f"rollouts that differ: raise model.{knob}"
             )
 
 
-def check_room(renderer: Renderer, *, max_model_len: int, kv_cache_tokens: int | None) -> None:
-    """Refuse lengths that leave no room for a reply to even the shortest conversation."""
+def check_reply_fits(renderer: Renderer, *, max_model_len: int, kv_cache_tokens: int | None) -> None:
+    """Raise if the context or the KV cache cannot hold the shortest prompt and one token of a reply."""
     shortest = len(renderer.render(Prompt(messages=(Message(role="user", content="?"),))))
     for knob, limit in (("model.max_model_len", max_model_len), ("engine.kv_cache_tokens", kv_cache_tokens)):
         if limit is not None and limit <= shortest:
             raise ConfigError(
-                f"{knob}={limit} leaves no room for a reply: the shortest prompt of this model's chat template has "
+                f"{knob}={limit} is too small for a reply: the shortest prompt of this model's chat template has "
                 f"{shortest} tokens; raise it"
             )
 
 
-class LearningLog:
-    """What steps without learning had for a cause, shown as warnings by `show_line`."""
+class UpdateLog:
+    """Counts the causes of steps that left the weights unchanged; `show_line` prints the warnings."""
 
     def __init__(self, show_line: Callable[[str], None]) -> None:
         self._show_line = show_line
@@ -60,12 +60,12 @@ class LearningLog:
         self._has_sampled = False
 
     @property
-    def has_learned(self) -> bool:
-        """Whether any step taught something; True as long as there was none."""
+    def has_changed_weights(self) -> bool:
+        """Whether any step changed the weights; True before the first step."""
         return self._num_steps == 0 or self._causes.total() < self._num_steps
 
     def add(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> None:
-        """Look at a step; raises RolloutError when nothing was sampled or trained from the first step on."""
+        """Check a step; raises RolloutError if no step so far sampled a token or made an update."""
         cause = find_cause(metrics, groups)
         self._num_steps += 1
         self._has_sampled |= metrics["rollout/num_sampled_tokens"] > 0
@@ -73,28 +73,30 @@ class LearningLog:
             self._streak = 0
             return
         if not self._has_sampled and not metrics["train/num_updates"]:
-            raise RolloutError(f"step {step} can teach the model nothing: {cause}")
+            raise RolloutError(f"step {step} sampled nothing to train on: {cause}")
         self._streak += 1
         self._causes[cause] += 1
         if self._causes[cause] == 1:
-            self._show_line(f"warning: step {step} taught the model nothing: {cause}")
+            self._show_line(f"warning: step {step} changed nothing: {cause}")
         elif self._streak in SHOWN_STREAKS:
-            self._show_line(f"warning: the last {self._streak} steps taught the model nothing: {cause}")
+            self._show_line(f"warning: the last {self._streak} steps changed nothing: {cause}")
 
     def close(self) -> None:
-        """Say at the end how many steps taught nothing, and why."""
+        """Print how many steps changed nothing, and why."""
         if not self._causes:
             return
-        num_idle, num_steps = self._causes.total(), self._num_steps
+        num_unchanged, num_steps = self._causes.total(), self._num_steps
         listed = "; ".join(f"{count} x {cause}" for cause, count in self._causes.most_common())
-        if num_idle == num_steps:
-            self._show_line(f"warning: nothing was learned, the model is the one this run began with: {listed}")
+        if num_unchanged == num_steps:
+            self._show_line(
+                f"warning: no step changed the weights; the model is the one that the run started from: {listed}"
+            )
         else:
-            self._show_line(f"warning: {num_idle} of {num_steps} steps taught the model nothing: {listed}")
+            self._show_line(f"warning: {num_unchanged} of {num_steps} steps changed nothing: {listed}")
 
 
 def find_cause(metrics: Mapping[str, float], groups: Sequence[Group]) -> str | None:
-    """Why a step taught nothing; None where it did."""
+    """Why a step left the weights unchanged; None if it changed them."""
     if not metrics["train/num_updates"]:
         return explain_no_update(metrics, groups)
     if metrics["train/grad_norm"] == 0:
@@ -103,40 +105,42 @@ def find_cause(metrics: Mapping[str, float], groups: Sequence[Group]) -> str | N
         )
     if metrics.get("train/changed_ratio") == 0:
         return (
-            f"the update rounds to nothing at a learning rate of {metrics['train/learning_rate']:g}: raise "
+            f"the update rounds to zero at learning rate {metrics['train/learning_rate']:g}: raise "
             "trainer.learning_rate"
         )
     return None
 
 
 def explain_no_update(metrics: Mapping[str, float], groups: Sequence[Group]) -> str:
-    """Why no token was trained."""
+    """Why a step made no update."""
     if not metrics["rollout/num_sampled_tokens"]:
         return explain_no_token(metrics)
     if not any(group.scored for group in groups):
         return "no rollout has a reward"
     if metrics["algorithm/num_trained_groups"]:
-        return "no token of the rollouts is to be trained: look at experience.operators"
+        return "experience.operators exclude every token from training"
     if not metrics["algorithm/num_dropped_groups"]:
-        return "experience.operators left out every group that has a reward"
+        return "experience.operators removed every group that has a reward"
     if metrics["rollout/reward_min"] == metrics["rollout/reward_max"]:
         cause = f"all rewards are {metrics['rollout/reward_min']:g}"
     else:
         cause = "the rewards within each group are equal"
     if all(is_uniform(group) for group in groups):
-        return f"{cause}, for the rollouts of each group are equal token for token: raise model.temperature"
-    return f"{cause}, so no rollout is better than another of its task: look at the judge, or at how hard the tasks are"
+        return f"{cause}: all rollouts of a group sampled the same tokens; raise model.temperature"
+    return f"{cause}, so all advantages are zero: check the judge and the difficulty of the tasks"
 
 
 def explain_no_token(metrics: Mapping[str, float]) -> str:
-    """Why no rollout has a sampled token."""
+    """Why no token was sampled."""
     if not metrics["rollout/num_turns"]:
         return "no rollout called the model"
     if metrics.get("rollout/num_stop_context"):
-        return "no token was sampled, for prompts fill the context: raise model.max_model_len or engine.kv_cache_tokens"
-    return "no token was sampled: every call of the model ended before its first token"
+        return (
+            "no token was sampled because prompts fill the context: raise model.max_model_len or engine.kv_cache_tokens"
+        )
+    return "no token was sampled: every model call ended before its first token"
 
 
 def is_uniform(group: Group) -> bool:
-    """Whether all rollouts sampled the same tokens."""
+    """Whether all rollouts of the group sampled the same tokens."""
     return len({tuple(turn.sampled_ids for turn in run.turns) for run in group.trajectories}) <= 1

@@ -1,4 +1,4 @@
-"""Expert demonstrations of a reinforcement-learning run, read and tokenized before a model loads."""
+"""Read and tokenize the expert demonstrations of a reinforcement-learning run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
-from tunesmith.config import DemonstrationSection, ExpertSection
+from tunesmith.config import ConversationDataSection, ExpertSection
 from tunesmith.experience.expert_feed import ExpertFeed
-from tunesmith.pipeline.data.conversation_rows import load_demonstrations
-from tunesmith.pipeline.data.conversations import DemonstrationReader
+from tunesmith.pipeline.data.conversation_rows import load_conversation_rows
+from tunesmith.pipeline.data.conversations import ConversationReader
 
 ROUNDING = 1e-9
-"""Counts that a fraction misses by less are whole."""
+"""Tolerance for floating-point error before rounding a count up."""
 
 
-def build_experts(
+def load_expert_feed(
     section: ExpertSection,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -27,10 +27,10 @@ def build_experts(
     num_runs: int,
     seed: int,
 ) -> ExpertFeed:
-    """Read the demonstrations that are trained beside `num_runs` rollouts a step."""
-    rows = load_demonstrations(DemonstrationSection(path=section.path, name=section.name, split=section.split))
-    reader = DemonstrationReader(tokenizer, enable_thinking=enable_thinking, split_special_tokens=split_special_tokens)
+    """Read the demonstrations that are mixed with `num_runs` rollouts per step."""
+    rows = load_conversation_rows(ConversationDataSection(path=section.path, name=section.name, split=section.split))
+    reader = ConversationReader(tokenizer, enable_thinking=enable_thinking, split_special_tokens=split_special_tokens)
     samples = [replace(sample, is_expert=True) for sample in reader.read(rows, max_model_len=max_model_len)]
-    demonstrations = [list(of_row) for _, of_row in groupby(samples, key=lambda sample: sample.group_index)]
+    demonstrations = [list(row_samples) for _, row_samples in groupby(samples, key=lambda sample: sample.group_index)]
     num_per_step = math.ceil(section.ratio / (1 - section.ratio) * num_runs - ROUNDING)
     return ExpertFeed(demonstrations, num_per_step=num_per_step, seed=seed)

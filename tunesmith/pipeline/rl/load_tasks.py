@@ -1,4 +1,4 @@
-"""The training tasks of a run and their selectors, built from its config."""
+"""Build the training tasks of a run and their selectors from its config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.session.load_function import load_part
+from tunesmith.pipeline.session.load_function import load_component
 from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.mixture import Mixture
 from tunesmith.tasks.selector import Selector
@@ -25,29 +25,29 @@ from tunesmith.types import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnParts:
-    """What a caller gave as objects and not by name."""
+class CustomComponents:
+    """Selectors and operators that the caller of `tune()` passed as objects."""
 
     selectors: Mapping[str, Any] = field(default_factory=dict)
-    """By training set: a selector, or a class or function that builds one from the tasks."""
+    """Training set name -> a selector, or a class or function that builds one from the tasks."""
     operators: Sequence[Callable[..., Any]] = ()
-    """Applied to the groups of a step after those that the config names."""
+    """Operators on groups, applied after those of the config."""
 
 
-def build_feed(config: RunConfig, own: OwnParts) -> tuple[TaskFeed, dict[str, float]]:
-    """Read the training sets, apply their operators, and build their selectors; also what operators counted."""
+def build_task_feed(config: RunConfig, custom: CustomComponents) -> tuple[TaskFeed, dict[str, float]]:
+    """Read the training sets, apply their operators and build their selectors; also return the operators' metrics."""
     sets = config.training_sets
     if not sets:
-        raise ConfigError("train_dataset is missing: give tune() a DatasetConfig, or set train_dataset.path")
+        raise ConfigError("train_dataset is missing: pass a DatasetConfig to tune(), or set train_dataset.path")
     tasks_of: dict[str, list[Task]] = {}
     selectors: dict[str, Selector] = {}
     metrics: dict[str, float] = {}
     for name, section in sets.items():
         key = "train_dataset" if config.train_dataset is not None else f"train_datasets.{name}"
-        load = partial(load_part, knob=f"{key}.operators")
+        load = partial(load_component, knob=f"{key}.operators")
         tasks_of[name], counted = apply_task_operators(load_tasks(section, name=name), section.operators, load=load)
         metrics |= counted if len(sets) == 1 else {f"{metric}/{name}": value for metric, value in counted.items()}
-        selectors[name] = build_set_selector(config, name, tasks_of[name], own, knob=f"{key}.task_selector")
+        selectors[name] = build_set_selector(config, name, tasks_of[name], custom, knob=f"{key}.task_selector")
     tasks = [task for each in tasks_of.values() for task in each]
     selector = next(iter(selectors.values()))
     if len(sets) > 1:
@@ -57,12 +57,14 @@ def build_feed(config: RunConfig, own: OwnParts) -> tuple[TaskFeed, dict[str, fl
     return TaskFeed(tasks, selector), metrics
 
 
-def build_set_selector(config: RunConfig, name: str, tasks: Sequence[Task], own: OwnParts, *, knob: str) -> Selector:
-    """The selector of one training set: the object that the caller gave, or what the config names."""
+def build_set_selector(
+    config: RunConfig, name: str, tasks: Sequence[Task], custom: CustomComponents, *, knob: str
+) -> Selector:
+    """The selector of one training set: the caller's object, or the one in the config."""
     section = config.training_sets[name].task_selector
-    given = own.selectors.get(name)
+    given = custom.selectors.get(name)
     if given is None:
-        return build_selector(section, tasks, seed=config.seed, load=partial(load_part, knob=knob))
+        return build_selector(section, tasks, seed=config.seed, load=partial(load_component, knob=knob))
     if hasattr(given, "select") and not isinstance(given, type):
         return check_selector(given, name=section.selector_type)
     return build_own_selector(given, tasks, section=section, seed=config.seed if section.seed is None else section.seed)

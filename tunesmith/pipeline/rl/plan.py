@@ -1,4 +1,4 @@
-"""What is known of a training run before its models load, with every check that needs no weights."""
+"""Validate a training run and prepare its data before models load."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.trackers import check_trackers
-from tunesmith.pipeline.rl.learning_check import check_sampling_differs
-from tunesmith.pipeline.rl.load_experts import build_experts
-from tunesmith.pipeline.rl.load_tasks import OwnParts, build_feed
+from tunesmith.pipeline.rl.learning_check import check_sampling_is_random
+from tunesmith.pipeline.rl.load_experts import load_expert_feed
+from tunesmith.pipeline.rl.load_tasks import CustomComponents, build_task_feed
 from tunesmith.pipeline.session.extra_models import check_extra_models
-from tunesmith.pipeline.session.load_function import load_part
-from tunesmith.pipeline.session.policy import check_auxiliary, check_trained
+from tunesmith.pipeline.session.load_function import load_component
+from tunesmith.pipeline.session.policy import check_auxiliary, check_trained_model
 from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.types import Task
@@ -26,39 +26,39 @@ from tunesmith.types import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is known before a model loads."""
+    """Everything a run needs that does not depend on weights."""
 
     algorithm: Algorithm
     feed: TaskFeed
     task_counts: dict[str, float]
-    """What operators on tasks counted."""
+    """Metrics of operators on tasks."""
     operators: list[BoundOperator]
     replay: ReplayBuffer
     experts: ExpertFeed | None
-    """Demonstrations that are trained beside the policy's own runs."""
+    """Expert demonstrations mixed into each update."""
     eval_tasks: dict[str, list[Task]]
     total_steps: int
 
 
-def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
-    """Check everything that needs no weights."""
+def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents()) -> Plan:
+    """Run every check that needs no weights, and read the data."""
     algorithm = resolve_algorithm(config.algorithm)
     if algorithm.is_supervised:
         raise ConfigError(
-            f"algorithm.algorithm_type={algorithm.name!r} does not learn from rewards; choose another, or use "
-            "`tunesmith sft` on demonstrations and `tunesmith prefer` on preferences"
+            f"algorithm.algorithm_type={algorithm.name!r} does not train on rewards: choose another, or use "
+            "`tunesmith sft` for conversations and `tunesmith prefer` for preferences"
         )
     check_refill(config)
-    check_sampling_differs(config, algorithm)
+    check_sampling_is_random(config, algorithm)
     operators = build_operators(
-        config.experience, load=partial(load_part, knob="experience.operators"), own=own.operators
+        config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators
     )
-    feed, counted = build_feed(config, own)
+    feed, counted = build_task_feed(config, custom)
     eval_tasks = {
         name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
         for name, dataset in config.eval_datasets.items()
     }
-    check_trained(config.model, config.trainer)
+    check_trained_model(config.model, config.trainer)
     check_extra_models(algorithm, config.algorithm, config.model)
     check_trackers(config.monitor.trackers)
     for name, section in config.auxiliary_models.items():
@@ -76,7 +76,7 @@ def build_plan(config: RunConfig, own: OwnParts = OwnParts()) -> Plan:
 
 
 def check_refill(config: RunConfig) -> None:
-    """Refuse a budget for refills that allows not one task more than the batch."""
+    """Raise if the refill budget does not allow a single task beyond the batch."""
     budget, batch_size = config.experience.refill_budget, config.algorithm.batch_size
     if budget > 1 and int(budget * batch_size) == batch_size:
         raise ConfigError(
@@ -86,10 +86,10 @@ def check_refill(config: RunConfig) -> None:
 
 
 def build_expert_feed(config: RunConfig) -> ExpertFeed | None:
-    """The demonstrations that the config names."""
+    """The expert demonstrations of the config, None if it has none."""
     if config.algorithm.expert is None:
         return None
-    return build_experts(
+    return load_expert_feed(
         config.algorithm.expert,
         load_section_tokenizer(config.model),
         enable_thinking=config.model.enable_thinking,
@@ -101,14 +101,14 @@ def build_expert_feed(config: RunConfig) -> ExpertFeed | None:
 
 
 def compute_total_steps(config: RunConfig, *, num_tasks: int) -> int:
-    """`total_steps`, or the whole batches in `total_epochs` passes over the tasks, at least one."""
+    """`total_steps`, or the number of whole batches in `total_epochs` passes over the tasks, at least 1."""
     if config.total_steps is not None:
         return config.total_steps
     return max(1, config.total_epochs * num_tasks // config.algorithm.batch_size)
 
 
 def describe_repetition(config: RunConfig, *, num_tasks: int) -> str | None:
-    """A note where a batch holds more tasks than there are, so that one step tries some of them several times."""
+    """A console note if there are fewer tasks than a batch holds, so that a step repeats tasks."""
     batch_size = config.algorithm.batch_size
     if num_tasks >= batch_size:
         return None

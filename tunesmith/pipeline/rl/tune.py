@@ -1,7 +1,7 @@
-"""A training run from its config to its last checkpoint.
+"""A training run, from its config to its last checkpoint.
 
-Everything that needs no weights is checked first. Then the models load, and each step is run, written, logged,
-evaluated and committed.
+Checks that need no weights come first. Then the models load, and each step is run, saved, logged, evaluated and
+committed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tunesmith.monitor.monitor import Monitor
 from tunesmith.pipeline.eval.held_out import evaluate_all
 from tunesmith.pipeline.eval.results import EvaluationResult
 from tunesmith.pipeline.rl.checkpoints import commit, restore, save_unfinished
-from tunesmith.pipeline.rl.learning_check import LearningLog, check_room
-from tunesmith.pipeline.rl.load_tasks import OwnParts
+from tunesmith.pipeline.rl.learning_check import UpdateLog, check_reply_fits
+from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.extra_models import load_extra_models
@@ -39,16 +39,16 @@ from tunesmith.types import Group, JudgeType, WorkflowType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
-    """What a finished run leaves. Its repr is short: it leaves `metrics` and the runs of evaluations out."""
+    """Result of a finished run. Its repr omits `metrics` and the trajectories of evaluations."""
 
     folder: Path
     checkpoint: Path | None
-    """The last checkpoint: a folder that transformers loads."""
+    """The last checkpoint: a folder that transformers can load."""
     num_steps: int
     has_learned: bool
-    """Whether any step of this call changed the weights; True too when there was none to make."""
+    """Whether any step of this call changed the weights; also True if no steps were left to run."""
     metrics: dict[str, float] = field(repr=False)
-    """Of the last step."""
+    """Metrics of the last step."""
     evaluations: dict[str, EvaluationResult]
     """The last evaluation of each held-out set."""
 
@@ -59,13 +59,13 @@ def run_tuning(
     workflow: WorkflowType,
     judge: JudgeType | None,
     build_model: BuildModel,
-    own: OwnParts = OwnParts(),
+    custom: CustomComponents = CustomComponents(),
 ) -> TuneResult:
-    """Train; raises when the run fails."""
+    """Train; raises if the run fails."""
     check_workflow_function(workflow)
     if judge is not None:
         check_judge_function(judge)
-    plan = build_plan(config, own)
+    plan = build_plan(config, custom)
     with (
         default_modes(),
         open_run_folder(config) as folder,
@@ -78,7 +78,7 @@ def run_tuning(
         ) as monitor,
     ):
         policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
-        check_room(
+        check_reply_fits(
             policy.service.recorder.renderer,
             max_model_len=config.model.max_model_len,
             kv_cache_tokens=config.engine.kv_cache_tokens,
@@ -124,33 +124,33 @@ def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -
 
 
 def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
-    """What an interrupted run left, and how it goes on."""
+    """The console line of an interrupted run: its last checkpoint and how to resume."""
     checkpoint = find_last_checkpoint(folder.paths.root)
     if checkpoint is None:
         return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
-    name = "" if config.name is not None else f", with name={folder.paths.root.name},"
+    name = "" if config.name is not None else f" and name={folder.paths.root.name}"
     return (
-        f"interrupted; the last checkpoint is {checkpoint}: the same command with --resume "
-        f"(continue_from_checkpoint=true){name} goes on from there"
+        f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
+        f"(continue_from_checkpoint=true){name}"
     )
 
 
 async def train(
     config: RunConfig, plan: Plan, policy: Policy, parts: StepParts, folder: RunFolder, monitor: Monitor
 ) -> TuneResult:
-    """All steps of a run, from its last commit or from the start."""
+    """Run all remaining steps, from the last checkpoint or from the beginning."""
     first_step = restore(folder, policy, parts)
     if (repetition := describe_repetition(config, num_tasks=len(plan.feed.tasks))) is not None:
         monitor.show_line(repetition)
-    if folder.old is not None:
-        monitor.show_line(f"resumed from step {first_step}: what was made after it has been moved to {folder.old}")
+    if folder.archive is not None:
+        monitor.show_line(f"resumed from step {first_step}; files of later steps were moved to {folder.archive}")
     for name, number in plan.task_counts.items():
         monitor.show_line(f"{name} {number:g}")
     evaluations: dict[str, EvaluationResult] = {}
     if first_step == 0 and config.evaluation.at_start:
         evaluations = await evaluate(config, plan, parts.actors, folder, monitor, step=0)
     metrics: dict[str, float] = {}
-    learning = LearningLog(monitor.show_line)
+    updates = UpdateLog(monitor.show_line)
     for step in range(first_step + 1, plan.total_steps + 1):
         progress = RolloutProgress(status=monitor)
         try:
@@ -161,28 +161,28 @@ async def train(
         metrics = result.metrics
         save_rollouts(folder.paths.rollouts(step), result.batch.collected, result.batch.spread(result.advantages))
         parts.tasks.save_selection(folder.paths.selection(step))
-        learning.add(step, metrics, result.batch.collected)
+        updates.add(step, metrics, result.batch.collected)
         monitor.log(step, "train", metrics)
-        show_causes(monitor, result.batch.collected)
+        show_failures(monitor, result.batch.collected)
         is_last = step == plan.total_steps
         if is_last or is_due(step, config.evaluation.interval_steps):
             evaluations = await evaluate(config, plan, parts.actors, folder, monitor, step=step) or evaluations
         if is_last or is_due(step, config.save_interval_steps):
             commit(config, policy, parts, folder, step=step)
-    learning.close()
+    updates.close()
     checkpoint = folder.paths.checkpoint(plan.total_steps)
     return TuneResult(
         folder=folder.paths.root,
         checkpoint=checkpoint if checkpoint.exists() else folder.checkpoint,
         num_steps=max(plan.total_steps, first_step),
-        has_learned=learning.has_learned,
+        has_learned=updates.has_changed_weights,
         metrics=metrics,
         evaluations=evaluations,
     )
 
 
-def show_causes(monitor: Monitor, groups: Sequence[Group]) -> None:
-    """Say why rollouts failed, the first of each kind."""
+def show_failures(monitor: Monitor, groups: Sequence[Group]) -> None:
+    """Print the first failure of each kind."""
     for cause in list_causes(groups):
         monitor.show_line(f"  failed: {cause}")
 
@@ -190,7 +190,7 @@ def show_causes(monitor: Monitor, groups: Sequence[Group]) -> None:
 async def evaluate(
     config: RunConfig, plan: Plan, actors: Actors, folder: RunFolder, monitor: Monitor, *, step: int
 ) -> dict[str, EvaluationResult]:
-    """Try every held-out set; write and log what came of it."""
+    """Evaluate every held-out set; save and log the results."""
     if not plan.eval_tasks:
         return {}
     results = await evaluate_all(config, actors, plan.eval_tasks, policy_version=step, status=monitor)
@@ -199,7 +199,7 @@ async def evaluate(
     for result in results.values():
         merged |= result.to_metrics()
     monitor.log(step, "eval", merged)
-    show_causes(monitor, [group for result in results.values() for group in result.groups])
+    show_failures(monitor, [group for result in results.values() for group in result.groups])
     return results
 
 

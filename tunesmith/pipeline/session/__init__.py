@@ -1,1 +1,1 @@
-"""What every command needs: run files, user functions, run folders, models ready to act."""
+"""Shared by all commands: run files, user functions, run folders, and models loaded with their engines."""

@@ -1,4 +1,4 @@
-"""Loading what acts in a run: the policy, its auxiliary models and the user's functions."""
+"""Load the actors of a run: the policy, its auxiliary models and the user's functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tunesmith.types import JudgeType, WorkflowType
 def load_actors(
     config: RunConfig, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel
 ) -> tuple[Policy, Actors]:
-    """Load the models of a run; the policy's engine and endpoint are those of the actors."""
+    """Load the models of a run; the policy and the actors share one engine and one endpoint."""
     set_num_threads(config.num_cpu_threads)
     policy = load_policy(config.model, config.engine, build_model=build_model)
     auxiliaries = {

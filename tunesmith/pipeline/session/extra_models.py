@@ -39,9 +39,9 @@ def check_extra_models(algorithm: Algorithm, section: AlgorithmSection, model: M
         if need in algorithm.needs and given is None:
             raise ConfigError(f"algorithm_type={algorithm.name!r} needs algorithm.{key}.path")
         if need not in algorithm.needs and given is not None:
-            raise ConfigError(f"algorithm.{key} has no effect with algorithm_type={algorithm.name!r}: leave it out")
+            raise ConfigError(f"algorithm.{key} has no effect with algorithm_type={algorithm.name!r}: remove it")
     if "values" not in algorithm.needs and section.critic != CriticSection():
-        raise ConfigError(f"algorithm.critic has no effect with algorithm_type={algorithm.name!r}: leave it out")
+        raise ConfigError(f"algorithm.critic has no effect with algorithm_type={algorithm.name!r}: remove it")
     others = {
         "algorithm.teacher.path": None if section.teacher is None else section.teacher.path,
         "algorithm.critic.path": section.critic.path,
@@ -63,7 +63,7 @@ def check_same_vocabulary(path: str, model: ModelSection, *, knob: str) -> None:
     differing = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
     if differing:
         raise ConfigError(
-            f"{knob}={path!r} has another vocabulary than model.path={model.path!r}: {len(differing)} tokens differ, "
+            f"{knob}={path!r} and model.path={model.path!r} differ in vocabulary: {len(differing)} tokens differ, "
             f"such as {differing[0]!r}; choose a model of the same family"
         )
     num_embeddings = config.get_text_config().vocab_size

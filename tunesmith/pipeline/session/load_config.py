@@ -1,7 +1,7 @@
-"""Run files to `RunConfig`, and back.
+"""Read run files into `RunConfig`, and write them back.
 
-A file is YAML as OmegaConf reads it: `${oc.env:VAR,default}`, `${other.key}` and `1e-6` work. Dotted overrides come
-after it and win. Whatever is wrong is said in sentences that name the dotted key, what came and what is allowed.
+Files are YAML read by OmegaConf: `${oc.env:VAR,default}`, `${other.key}` and `1e-6` work. Dotted overrides take
+precedence over the file. Errors name the dotted key, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -23,12 +23,12 @@ from pydantic_core import ErrorDetails
 from tunesmith.config import (
     EvalConfig,
     ExportSection,
-    FinetuneConfig,
     PipelineConfig,
     PreferenceConfig,
     PrepareSection,
     RunConfig,
     Section,
+    SftConfig,
 )
 from tunesmith.errors import ConfigError
 
@@ -36,21 +36,21 @@ AnySection = TypeVar("AnySection", bound=Section)
 STAGES: Mapping[str, type[Section]] = {
     "tune": RunConfig,
     "prepare": PrepareSection,
-    "sft": FinetuneConfig,
+    "sft": SftConfig,
     "prefer": PreferenceConfig,
     "eval": EvalConfig,
     "export": ExportSection,
     "run": PipelineConfig,
 }
-"""What the file of each command holds."""
+"""The config class of each command's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One knob as help and documents list it."""
+    """One knob as `tunesmith config --options` lists it."""
 
     key: str
-    """Dotted; `<name>` stands for a name that the user chooses."""
+    """Dotted path; `<name>` stands for a name chosen by the user."""
     type: str
     default: str
     description: str
@@ -63,7 +63,7 @@ def load_config(
     values: Mapping[str, Any] | None = None,
     base: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Read a run file, or take `base` for its content, and apply nested values over it, then `a.b=value` overrides."""
+    """Read a run file, or use `base` in its place, then apply nested `values`, then `a.b=value` overrides."""
     return load_section(RunConfig, path, overrides, values=values, base=base)
 
 
@@ -75,11 +75,11 @@ def load_section(
     values: Mapping[str, Any] | None = None,
     base: Mapping[str, Any] | None = None,
 ) -> AnySection:
-    """As `load_config`, for the file of any stage."""
+    """Like `load_config`, for any command's file."""
     merged = OmegaConf.create() if path is None else load_yaml(Path(path))
     for layer in (base, values):
         if layer:
-            drop_replaced(merged, layer)
+            drop_overridden(merged, layer)
             merged = OmegaConf.merge(merged, OmegaConf.create(escape_interpolations(dict(layer))))
             assert isinstance(merged, DictConfig)
     for override in overrides:
@@ -87,9 +87,9 @@ def load_section(
     return build_section(kind, resolve(merged, path))
 
 
-def drop_replaced(merged: DictConfig, layer: Mapping[str, Any]) -> None:
-    """Leave out what a later layer replaces and does not merge with: training sets that it does not name, where it
-    names any, held-out sets where it says that there are none, and what was said of another selector."""
+def drop_overridden(merged: DictConfig, layer: Mapping[str, Any]) -> None:
+    """Remove from `merged` what `layer` replaces instead of merging with: training sets that it does not list, held-out
+    sets if it empties them, and the settings of another selector."""
     if isinstance(layer.get("eval_datasets"), Mapping) and not layer["eval_datasets"]:
         merged.pop("eval_datasets", None)
     below, above = merged.get("train_datasets"), layer.get("train_datasets")
@@ -102,7 +102,7 @@ def drop_replaced(merged: DictConfig, layer: Mapping[str, Any]) -> None:
 
 
 def drop_other_selector(below: Any, section: Any) -> None:
-    """Leave the selector out of a data set for which a later layer names another."""
+    """Remove a data set's selector settings if a later layer chooses another selector."""
     if not isinstance(below, DictConfig) or not isinstance(section, Mapping):
         return
     old, given = below.get("task_selector"), section.get("task_selector")
@@ -113,7 +113,7 @@ def drop_other_selector(below: Any, section: Any) -> None:
 
 
 def load_values(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What a file and the overrides say, with interpolations filled in, and nothing checked."""
+    """The plain values of a file and overrides, with interpolations resolved; not validated."""
     merged = load_yaml(Path(path))
     for override in overrides:
         merged = apply_override(merged, override)
@@ -121,7 +121,7 @@ def load_values(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, An
 
 
 def resolve(config: DictConfig, path: Path | str | None) -> dict[str, Any]:
-    """Plain values, with interpolations filled in."""
+    """Plain values with interpolations resolved."""
     try:
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -131,11 +131,11 @@ def resolve(config: DictConfig, path: Path | str | None) -> dict[str, Any]:
 
 
 def load_yaml(path: Path) -> DictConfig:
-    """Read a file that holds one mapping."""
+    """Read a YAML file that holds one mapping."""
     try:
         loaded = OmegaConf.load(path)
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no config file {path}") from error
+        raise ConfigError(f"config file {path} does not exist") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the config file {path}: {first_line(error)}") from error
     except OmegaConfBaseException as error:
@@ -148,11 +148,11 @@ def load_yaml(path: Path) -> DictConfig:
 
 
 def apply_override(config: DictConfig, override: str) -> DictConfig:
-    """Set one dotted key to a value written as in YAML. A mapping is merged with the one there; `{}` empties it."""
+    """Set one dotted key to a YAML value. A mapping is merged into the existing one; `{}` empties it."""
     key, equals, _ = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
-            f"override {override!r} is not of the form key=value, for instance trainer.learning_rate=1e-5"
+            f"override {override!r} must have the form key=value, for instance trainer.learning_rate=1e-5"
         )
     try:
         given = OmegaConf.from_dotlist([override])
@@ -166,45 +166,45 @@ def apply_override(config: DictConfig, override: str) -> DictConfig:
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
-    """Check plain values; every fault becomes a clause of one `ConfigError`."""
+    """Validate plain values; all errors are joined into one `ConfigError`."""
     return build_section(RunConfig, values)
 
 
 def build_section(kind: type[AnySection], values: Mapping[str, Any]) -> AnySection:
-    """As `build_config`, for any stage."""
+    """Like `build_config`, for any command's config."""
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        raise ConfigError("; ".join(describe_fault(fault) for fault in error.errors())) from error
+        raise ConfigError("; ".join(describe_validation_error(each) for each in error.errors())) from error
 
 
-def describe_fault(fault: ErrorDetails) -> str:
-    """What is wrong at which dotted key, what came and what is allowed."""
-    kind, parts = fault["type"], [str(part) for part in fault["loc"]]
+def describe_validation_error(error: ErrorDetails) -> str:
+    """One clause for a validation error: the dotted key, what is allowed and the value."""
+    kind, parts = error["type"], [str(part) for part in error["loc"]]
     if kind == "unknown_key":
-        context = fault["ctx"]
+        context = error["ctx"]
         return f"{'.'.join([*parts, context['key']])} is not a known key: {context['hint']}"
     key = ".".join(parts)
     if kind == "missing":
         return f"{key} is required"
     if kind == "value_error":
-        message = fault["msg"].removeprefix("Value error, ")
+        message = error["msg"].removeprefix("Value error, ")
         return f"{key}: {message}" if key else message
     if kind == "tuple_type":
-        return f"{key} must be a list, got {fault['input']!r}"
+        return f"{key} must be a list, got {error['input']!r}"
     if kind == "model_type":
-        return f"{key} must be a mapping of keys to values, got {fault['input']!r}"
-    return f"{key} {fault['msg'].replace('Input should', 'must', 1)}, got {fault['input']!r}"
+        return f"{key} must be a mapping of keys to values, got {error['input']!r}"
+    return f"{key} {error['msg'].replace('Input should', 'must', 1)}, got {error['input']!r}"
 
 
 def dump_config(config: Section) -> str:
-    """The whole config as YAML that `load_config` reads back to an equal one."""
+    """The whole config as YAML; `load_config` reads it back to an equal config."""
     text: str = OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(config.model_dump(mode="json"))))
     return text
 
 
 def escape_interpolations(value: Any) -> Any:
-    """Text with `${` becomes `\\${`, and backslashes right before it double, so that OmegaConf takes it as it is."""
+    """Escape `${` in text as `\\${` and double the backslashes before it, so that OmegaConf reads it literally."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):
@@ -215,24 +215,24 @@ def escape_interpolations(value: Any) -> Any:
 
 
 def config_schema(kind: type[Section] = RunConfig) -> dict[str, Any]:
-    """JSON schema of a run file, or of another stage's."""
+    """JSON schema of a run file, or of another command's file."""
     return kind.model_json_schema()
 
 
 def describe_options(kind: type[Section] = RunConfig) -> list[Option]:
-    """Every knob of a run file in the order of `config/run.py`, or of another stage's file."""
+    """Every knob of a run file in the order of `config/run.py`, or of another command's file."""
     return list(iter_options(kind, prefix=""))
 
 
 def find_stage(name: str) -> type[Section]:
-    """What the file of a stage holds, by the name of its command."""
+    """The config class of a command's file."""
     if name not in STAGES:
         raise ConfigError(f"stage {name!r}: allowed are {', '.join(STAGES)}")
     return STAGES[name]
 
 
 def iter_options(section: type[Section], *, prefix: str) -> Iterator[Option]:
-    """The knobs of one section and, in place, of the sections inside it."""
+    """The knobs of a section, nested sections expanded in place."""
     for name, field in section.model_fields.items():
         inner, is_mapping = find_section(field.annotation)
         if inner is not None:
@@ -247,7 +247,7 @@ def iter_options(section: type[Section], *, prefix: str) -> Iterator[Option]:
 
 
 def find_section(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """The section that a field holds, if it does, and whether it holds several by name."""
+    """The section class of a field, None if it has none, and whether the field maps names to sections."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, False
     if get_origin(annotation) is dict:
@@ -261,10 +261,12 @@ def find_section(annotation: Any) -> tuple[type[Section] | None, bool]:
 
 
 def describe_type(annotation: Any) -> str:
-    """A type in the words of a help page."""
+    """A type as shown in help texts."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if annotation is type(None):
         return "null"
+    if origin is Annotated:
+        return describe_type(parts[0])
     if origin is Literal:
         return "|".join(str(part) for part in parts)
     if origin in (Union, UnionType):
@@ -278,7 +280,7 @@ def describe_type(annotation: Any) -> str:
 
 
 def describe_default(field: FieldInfo) -> str:
-    """A default as it would be written in YAML."""
+    """A default value as YAML."""
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)

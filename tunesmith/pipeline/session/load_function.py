@@ -1,4 +1,4 @@
-"""Workflows and judges by path: the only code that a run file may name."""
+"""Load workflows, judges and other user functions from `module:function` or `file.py:function`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from tunesmith.errors import ConfigError
 from tunesmith.types import JudgeType, WorkflowType
 
 LOADED: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
-"""Files that were imported, with the time and size that they had."""
+"""Imported files with their modification time (ns) and size (bytes) at import."""
 
 
 def load_function(spec: str, *, knob: str) -> Callable[..., Any]:
-    """The function that `module:function` or `path/to/file.py:function` names."""
-    place, name = split_spec(spec, knob=knob)
-    module = load_module(place, knob=knob)
+    """Import the function named by `module:function` or `path/to/file.py:function`."""
+    source, name = split_spec(spec, knob=knob)
+    module = load_module(source, knob=knob)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{knob}={spec!r}: {place} has no function {name!r}")
+        raise ConfigError(f"{knob}={spec!r}: {source} has no function {name!r}")
     return function
 
 
 def load_functions(config: RunConfig) -> tuple[WorkflowType, JudgeType | None]:
-    """The workflow and judge that a config names."""
+    """Import the workflow and judge of a config."""
     if config.workflow is None:
         raise ConfigError(
             "workflow is missing: name the agent as file.py:function (--workflow, or workflow: in the file)"
@@ -41,19 +41,19 @@ def load_functions(config: RunConfig) -> tuple[WorkflowType, JudgeType | None]:
     return load_function(config.workflow, knob="workflow"), judge
 
 
-def load_part(spec: str, *, knob: str) -> Callable[..., Any]:
-    """As `load_function`; `module.name` is understood too."""
+def load_component(spec: str, *, knob: str) -> Callable[..., Any]:
+    """Like `load_function`; also accepts `module.name`."""
     if ":" not in spec:
-        place, _, name = spec.rpartition(".")
-        spec = f"{place}:{name}"
+        source, _, name = spec.rpartition(".")
+        spec = f"{source}:{name}"
     return load_function(spec, knob=knob)
 
 
 def check_function(spec: str, *, knob: str) -> None:
-    """Refuse a spec that cannot name a function, a file that is not there, or one with a syntax error; nothing runs."""
-    place = split_spec(spec, knob=knob)[0]
-    if place.endswith(".py"):
-        path = find_file(place, knob=knob)
+    """Raise if the spec is malformed, or its file is missing or has a syntax error; no user code runs."""
+    source = split_spec(spec, knob=knob)[0]
+    if source.endswith(".py"):
+        path = find_file(source, knob=knob)
         try:
             ast.parse(path.read_bytes(), filename=str(path))
         except (SyntaxError, ValueError) as error:
@@ -61,38 +61,38 @@ def check_function(spec: str, *, knob: str) -> None:
 
 
 def split_spec(spec: str, *, knob: str) -> tuple[str, str]:
-    """Place and name of a function."""
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
-        raise ConfigError(f"{knob}={spec!r} is not of the form module:function or file.py:function")
-    return place, name
+    """Split a spec into module or file, and function name."""
+    source, colon, name = spec.rpartition(":")
+    if not colon or not source or not name:
+        raise ConfigError(f"{knob}={spec!r} must have the form module:function or file.py:function")
+    return source, name
 
 
-def find_file(place: str, *, knob: str) -> Path:
-    path = Path(place)
+def find_file(source: str, *, knob: str) -> Path:
+    path = Path(source)
     if not path.is_file():
-        raise ConfigError(f"{knob}: no file {place!r}; give the path of the python file that holds the function")
+        raise ConfigError(f"{knob}: no file {source!r}; give the path of the Python file that defines the function")
     return path.resolve()
 
 
-def load_module(place: str, *, knob: str) -> ModuleType:
-    """The module of that file or name; whatever is wrong with its code is one sentence with file and line."""
-    path = find_file(place, knob=knob) if place.endswith(".py") else None
+def load_module(source: str, *, knob: str) -> ModuleType:
+    """Import a file or module; an error in its code becomes one sentence with file and line."""
+    path = find_file(source, knob=knob) if source.endswith(".py") else None
     try:
-        return importlib.import_module(place) if path is None else import_file(path)
+        return importlib.import_module(source) if path is None else import_file(path)
     except ModuleNotFoundError as error:
-        if path is None and error.name is not None and f"{place}.".startswith(f"{error.name}."):
+        if path is None and error.name is not None and f"{source}.".startswith(f"{error.name}."):
             raise ConfigError(f"{knob}: no module {error.name!r}; install it or give file.py:function") from error
-        raise explain_import(error, place, path, knob=knob) from error
+        raise explain_import(error, source, path, knob=knob) from error
     except (Exception, SystemExit) as error:  # user code
-        raise explain_import(error, place, path, knob=knob) from error
+        raise explain_import(error, source, path, knob=knob) from error
 
 
 def import_file(path: Path) -> ModuleType:
-    """Import a file, whose folder can be imported from. It runs once, until it changes, whoever names it."""
+    """Import a file once, until it changes on disk; its folder is put on `sys.path`."""
     stamp = (path.stat().st_mtime_ns, path.stat().st_size)
     if path not in LOADED and is_module_of(sys.modules.get(path.stem), path):
-        LOADED[path] = (stamp, sys.modules[path.stem])  # a file beside it imported it by name
+        LOADED[path] = (stamp, sys.modules[path.stem])  # another file imported it by name
     known = LOADED.get(path)
     if known is not None and known[0] == stamp:
         return known[1]
@@ -113,7 +113,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def choose_module_name(path: Path) -> str:
-    """The file's own name where that means this file, so that files beside it import the same module."""
+    """The file's stem if no other module has that name, so that neighboring files import the same module."""
     found = sys.modules.get(path.stem)
     if path.stem.isidentifier() and (found is None or is_module_of(found, path)):
         return path.stem
@@ -121,17 +121,17 @@ def choose_module_name(path: Path) -> str:
 
 
 def is_module_of(module: ModuleType | None, path: Path) -> bool:
-    """Whether a module was made of that file."""
+    """Whether a module was loaded from that file."""
     file = getattr(module, "__file__", None)
     return file is not None and Path(file).resolve() == path
 
 
-def explain_import(error: BaseException, place: str, path: Path | None, *, knob: str) -> ConfigError:
-    return ConfigError(f"{knob}: {place} cannot be imported: {describe_error(error, path)}")
+def explain_import(error: BaseException, source: str, path: Path | None, *, knob: str) -> ConfigError:
+    return ConfigError(f"{knob}: {source} cannot be imported: {describe_error(error, path)}")
 
 
 def describe_error(error: BaseException, path: Path | None) -> str:
-    """Kind, message and place of an error that a module raised when it was imported."""
+    """File, line, type and message of an error raised while a module was imported."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     message = " ".join(str(error).split())

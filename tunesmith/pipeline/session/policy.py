@@ -1,7 +1,6 @@
-"""A model ready to be sampled: weights, tokenizer, engine and endpoint, and the models that help it.
+"""Load the policy and auxiliary models: weights, tokenizer, engine and endpoint.
 
-The engine holds the very module that the trainer updates. What can be wrong is found before weights are read:
-`check_policy` reads configurations only.
+The engine and the trainer share one module. `check_policy` validates settings and files before any weights are read.
 """
 
 from __future__ import annotations
@@ -32,48 +31,48 @@ from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService
 from tunesmith.types import Distribution, Sampling
 
 BuildModel = Callable[[Endpoint, Mapping[str, Any]], Any]
-"""Makes what a workflow gets as `model` from an endpoint and the request fields that every call sends."""
+"""Builds the `model` argument of a workflow from an endpoint and the request fields sent with every call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """One local model with its sampler and its endpoint."""
+    """A local model with its engine and its endpoint."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     engine: LocalEngine
     service: ModelService
     sampling: Sampling
-    """What rollouts are sampled with where a request names nothing else."""
+    """Default sampling of rollouts; a request may override it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Auxiliary:
-    """A model that helps and is not trained; `engine` is None when it lives elsewhere."""
+class AuxiliaryModel:
+    """A model that workflow and judge may call and that is never trained; `engine` is None if a server runs it."""
 
     source: ModelProvider
     engine: LocalEngine | None
 
 
 def check_policy(section: ModelSection) -> None:
-    """Raise for whatever is wrong with a model's path, lengths, tokenizer or device, reading no weights."""
+    """Validate a model's path, lengths, tokenizer and device without reading weights."""
     check_section(section)
 
 
-def check_trained(section: ModelSection, trainer: TrainerSection) -> None:
-    """As `check_policy`, for a model that is to be trained."""
+def check_trained_model(section: ModelSection, trainer: TrainerSection) -> None:
+    """Like `check_policy`, for a model that will be trained."""
     check_policy(section)
     device = resolve_device(section.device)
     is_quantized = section.lora is not None and section.lora.quantization != "none"
     is_wide = resolve_dtype(section.dtype, device) == torch.float32
     if trainer.has_row_graphs and (device.type == "cpu" or is_quantized or is_wide):
-        raise ConfigError("trainer.has_row_graphs needs a GPU and unquantised weights of 16 bits: leave it out")
+        raise ConfigError("trainer.has_row_graphs needs a GPU and unquantized 16-bit weights: remove it")
 
 
 def load_policy(
     section: ModelSection, engine_section: EngineSection, *, build_model: BuildModel, is_recorded: bool = True
 ) -> Policy:
-    """Load a model and put an engine and an endpoint around it."""
+    """Load a model with its engine and endpoint."""
     tokenizer = load_section_tokenizer(section)
     model = load_section_model(section)
     check_vocabulary(model, tokenizer)
@@ -98,7 +97,7 @@ def load_policy(
 
 
 def build_sampling(section: ModelSection, *, temperature: float | None = None) -> Sampling:
-    """A model's default sampling, at another temperature if one is given."""
+    """A model's default sampling; `temperature` overrides the model's."""
     distribution = Distribution(
         temperature=section.temperature if temperature is None else temperature,
         top_p=section.top_p,
@@ -112,17 +111,17 @@ def check_auxiliary(name: str, section: AuxiliaryModelSection) -> None:
     if section.base_url is None:
         check_policy(_to_model_section(section))
     elif section.api_key_env is not None and section.api_key_env not in os.environ:
-        raise ConfigError(f"auxiliary_models.{name}.api_key_env: the environment has no {section.api_key_env}")
+        raise ConfigError(f"auxiliary_models.{name}.api_key_env: environment variable {section.api_key_env} is not set")
 
 
 def load_auxiliary(
     section: AuxiliaryModelSection, engine_section: EngineSection, *, device: str, build_model: BuildModel
-) -> Auxiliary:
+) -> AuxiliaryModel:
     """A second local model on `device`, or a client of an OpenAI-compatible server."""
     if section.base_url is None:
         local = _to_model_section(section).model_copy(update={"device": device})
         policy = load_policy(local, engine_section, build_model=build_model, is_recorded=False)
-        return Auxiliary(source=policy.service, engine=policy.engine)
+        return AuxiliaryModel(source=policy.service, engine=policy.engine)
     api_key = "EMPTY" if section.api_key_env is None else os.environ[section.api_key_env]
     endpoint = Endpoint(
         base_url=section.base_url,
@@ -137,7 +136,7 @@ def load_auxiliary(
     }
     if section.enable_thinking is not None:
         options["extra_body"] = {"chat_template_kwargs": {"enable_thinking": section.enable_thinking}}
-    return Auxiliary(source=ExternalModel(build_model(endpoint, options)), engine=None)
+    return AuxiliaryModel(source=ExternalModel(build_model(endpoint, options)), engine=None)
 
 
 def _to_model_section(section: AuxiliaryModelSection) -> ModelSection:

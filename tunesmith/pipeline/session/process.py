@@ -1,4 +1,4 @@
-"""How the process of a command ends: one sentence for an error, a status for a signal, and no thread that keeps it."""
+"""How a command's process exits: error messages, exit statuses, and user threads that are still running."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from collections.abc import Callable
 
 import typer
 
-from tunesmith.errors import LOST_DEVICE_ADVICE, TunesmithError, end_on_signal
+from tunesmith.errors import LOST_DEVICE_ADVICE, TunesmithError, exit_on_signal
 
 EXIT_GRACE_S = 5.0
-"""Seconds that threads of user code have to end once the command has done its work."""
+"""Seconds that threads of user code may keep running after the command has finished."""
 
 
 def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
-    """Turn expected errors into one sentence on stderr and exit status 1, and SIGTERM into status 143."""
+    """Print expected errors as one sentence on stderr and exit with status 1; SIGTERM exits with status 143."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, end_on_signal)
+        signal.signal(signal.SIGTERM, exit_on_signal)
     if is_debug:
         show_tracebacks()
     try:
@@ -33,29 +33,30 @@ def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
         message = " ".join(str(error).split())
         typer.echo(f"tunesmith: {message}", err=True)
         if LOST_DEVICE_ADVICE in message:
-            leave_at_once(1)  # what lies on a lost device cannot be freed: an ordinary exit may abort over it
+            exit_now(1)  # freeing memory of a lost device may abort an ordinary exit
         raise typer.Exit(1) from None
 
 
 def show_tracebacks() -> None:
-    """Print the traceback of every rollout that fails in user code."""
+    """Log the traceback of every rollout that fails in user code."""
     logger = logging.getLogger("tunesmith.workflow")
     logger.setLevel(logging.DEBUG)
     logger.addHandler(logging.StreamHandler())
 
 
-def leave_at_once(status: int) -> None:
-    """End the process without taking anything down."""
+def exit_now(status: int) -> None:
+    """Exit without running destructors or exit handlers."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def leave_threads_behind(ending: SystemExit) -> None:
-    """Return at once or after a moment where the process can end; else end it although threads still run."""
+def exit_despite_threads(ending: SystemExit) -> None:
+    """Return once no user thread is running; after `EXIT_GRACE_S` exit the process despite running threads."""
     if threading.active_count() == 1:
         return
-    from tunesmith.engine.event_loop.shutdown import describe_thread, find_busy_threads  # asyncio, of no use to --help
+    # imports asyncio, which --help does not need
+    from tunesmith.engine.event_loop.shutdown import describe_thread, find_busy_threads
 
     deadline = time.monotonic() + EXIT_GRACE_S
     while find_busy_threads() and time.monotonic() < deadline:
@@ -63,6 +64,6 @@ def leave_threads_behind(ending: SystemExit) -> None:
     busy = find_busy_threads()
     if busy:
         names = "; ".join(map(describe_thread, busy))
-        typer.echo(f"tunesmith: ending although user code still runs: {names}", err=True)
+        typer.echo(f"tunesmith: exiting while user code is still running: {names}", err=True)
         atexit._run_exitfuncs()
-        leave_at_once(ending.code if isinstance(ending.code, int) else int(ending.code is not None))
+        exit_now(ending.code if isinstance(ending.code, int) else int(ending.code is not None))

@@ -1,8 +1,9 @@
-"""From which checkpoint a run is resumed, and what becomes of files of later steps.
+"""Choose the checkpoint to resume from, and archive files of later steps.
 
-The newest checkpoint must be there and whole, with the rollouts that its replay buffer names; else the error names the
-newest step that can be resumed, and `resume_from_step` chooses it. What lies after a chosen step is moved to
-`old-<time>/` in the run folder. Only the steps that follow a whole newest checkpoint are removed: they are made again.
+The newest checkpoint must exist and be complete, with the rollouts that its replay buffer refers to; otherwise the
+error names the newest resumable step, which the user selects with `resume_from_step`. Files of steps after a selected
+step are moved to `old-<time>/` in the run folder. Only steps after a complete newest checkpoint are deleted, because
+the resumed run recomputes them.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.pipeline.session.load_config import load_config
 from tunesmith.storage import CHECKPOINT, RunPaths, load_json, parse_checkpoint_step, storage_errors
 
-OLD = "old-"
-"""Begins the names of folders that hold what was set aside."""
+ARCHIVE_PREFIX = "old-"
+"""Prefix of folders that hold archived files of later steps."""
 
 
 def find_resume_point(paths: RunPaths, *, step: int | None) -> Path | None:
-    """The checkpoint of `step`, or the newest where no step is named; None begins anew.
+    """The checkpoint of `step`, or the newest if `step` is None; None means start from the beginning.
 
-    Raises StorageError when it is missing or damaged, with the newest step that is not.
+    Raises StorageError if it is missing or damaged; the message names the newest step that can be resumed.
     """
     if step == 0:
         return None
     if step is not None and paths.checkpoint(step) not in find_checkpoints(paths.root):
-        there = ", ".join(str(parse_checkpoint_step(each)) for each in find_checkpoints(paths.root)) or "none"
+        existing = ", ".join(str(parse_checkpoint_step(each)) for each in find_checkpoints(paths.root)) or "none"
         raise ConfigError(
-            f"resume_from_step={step}: {paths.root} has no checkpoint of that step; it has {there}, and 0 begins anew"
+            f"resume_from_step={step}: {paths.root} has no checkpoint of that step; it has {existing}; "
+            "0 restarts from the beginning"
         )
     found = find_last_checkpoint(paths.root) if step is None else paths.checkpoint(step)
     try:
@@ -43,21 +45,22 @@ def find_resume_point(paths: RunPaths, *, step: int | None) -> Path | None:
         if found is not None:
             check_resumable(paths, found)
     except StorageError as error:
-        raise StorageError(f"{error}; {advise(paths, before=found)}") from error
+        raise StorageError(f"{error}; {describe_recovery(paths, before=found)}") from error
     return found
 
 
 def check_newest(paths: RunPaths, found: Path | None) -> None:
-    """Refuse to resume from `found`, or to begin anew, where a later step has been committed."""
+    """Raise if a later step than `found` was committed; without `found`, if any step was."""
     committed, newest = find_committed_step(paths), 0 if found is None else parse_checkpoint_step(found)
     if newest < committed:
         raise StorageError(f"{paths.checkpoint(committed)} is missing or not complete")
 
 
 def find_committed_step(paths: RunPaths) -> int:
-    """The newest step that had a checkpoint, 0 for none.
+    """The newest step that had a checkpoint, 0 if none.
 
-    Folders that do not say so had one at every `save_interval_steps` before the last step that was written.
+    Older folders have no `last_commit.json`; they had a checkpoint at every `save_interval_steps` before the last
+    logged step.
     """
     try:
         return int(load_json(paths.last_commit)["step"])
@@ -70,7 +73,7 @@ def find_committed_step(paths: RunPaths) -> int:
 
 
 def check_resumable(paths: RunPaths, checkpoint: Path) -> None:
-    """Read all that resuming needs, and refuse what is damaged."""
+    """Read everything that resuming needs; raise if any of it is damaged."""
     check_complete(checkpoint)
     if not (checkpoint / RUN_STATE).is_file():
         return
@@ -79,8 +82,8 @@ def check_resumable(paths: RunPaths, checkpoint: Path) -> None:
         check_rollouts(paths.rollouts(step))
 
 
-def advise(paths: RunPaths, *, before: Path | None) -> str:
-    """What to do when `before` cannot be resumed."""
+def describe_recovery(paths: RunPaths, *, before: Path | None) -> str:
+    """Advice for the user if `before` cannot be resumed."""
     step = 0
     for checkpoint in reversed(find_checkpoints(paths.root)):
         if before is not None and parse_checkpoint_step(checkpoint) > parse_checkpoint_step(before):
@@ -91,38 +94,38 @@ def advise(paths: RunPaths, *, before: Path | None) -> str:
             continue
         step = parse_checkpoint_step(checkpoint)
         break
-    way = f"resume from step {step}, the newest that is whole," if step else "begin anew, for no checkpoint is whole,"
+    way = f"resume from step {step}, the newest complete one," if step else "restart, as no checkpoint is complete,"
     way += f" with resume_from_step={step} (--resume-from {step})"
-    return f"restore it, or {way}; later steps are moved to {OLD}<time>/"
+    return f"restore it, or {way}; later steps are moved to {ARCHIVE_PREFIX}<time>/"
 
 
-def set_aside(paths: RunPaths, *, after: int, now: datetime | None = None) -> Path | None:
-    """Move what belongs to steps after `after` to a folder of its own, of which all when that is 0; returns it.
+def archive_later_steps(paths: RunPaths, *, after: int, now: datetime | None = None) -> Path | None:
+    """Move files of steps after `after` (of all steps if it is 0) to a new archive folder; return it.
 
-    Checkpoints go first, and metrics are copied, so that a kill on the way leaves a folder that can be treated again.
+    Checkpoints are moved first and metrics are copied, so that an interrupted call can be repeated.
     """
     moved = list(find_later(paths, after))
     has_metrics = any(record["step"] > after for record in load_metrics(paths.metrics))
     if not moved and not has_metrics:
         return None
-    place = choose_old_folder(paths.root, now or datetime.now())
-    with storage_errors(place, "write"):
+    archive = make_archive_folder(paths.root, now or datetime.now())
+    with storage_errors(archive, "write"):
         for path in moved:
-            target = place / path.relative_to(paths.root)
+            target = archive / path.relative_to(paths.root)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
         for path in (paths.metrics, paths.config):
             if path.is_file():
-                shutil.copy2(path, place / path.name)
+                shutil.copy2(path, archive / path.name)
         if after == 0:
             for path in (paths.monitor, paths.metrics, paths.last_commit):
                 if path.exists():
-                    path.rename(place / path.name)
-    return place
+                    path.rename(archive / path.name)
+    return archive
 
 
 def find_later(paths: RunPaths, step: int) -> Iterator[Path]:
-    """Checkpoints and files of steps after `step`, or of all where that is 0, the newest checkpoint first."""
+    """Checkpoints and files of steps after `step` (of all steps if it is 0), newest checkpoint first."""
     checkpoints = [each for each in paths.root.iterdir() if CHECKPOINT.fullmatch(each.name)]
     yield from sorted(
         (each for each in checkpoints if parse_checkpoint_step(each) > step), key=parse_checkpoint_step, reverse=True
@@ -133,7 +136,7 @@ def find_later(paths: RunPaths, step: int) -> Iterator[Path]:
 
 
 def list_step_files(paths: RunPaths) -> tuple[StepFiles, ...]:
-    """The folders of a run with a file for each step."""
+    """The subfolders of a run that hold per-step files."""
     return (
         StepFiles(paths.rollouts(0).parent, ROLLOUT_STEPS),
         StepFiles(paths.evaluation(0).parent, JSON_STEPS),
@@ -141,18 +144,18 @@ def list_step_files(paths: RunPaths) -> tuple[StepFiles, ...]:
     )
 
 
-def choose_old_folder(root: Path, now: datetime) -> Path:
-    """Make a folder for what is set aside."""
-    name = f"{OLD}{now:%Y%m%d%H%M%S}"
+def make_archive_folder(root: Path, now: datetime) -> Path:
+    """Create a new archive folder, named by the time."""
+    name = f"{ARCHIVE_PREFIX}{now:%Y%m%d%H%M%S}"
     number = 1
     while True:
-        place = root / (name if number == 1 else f"{name}-{number}")
+        archive = root / (name if number == 1 else f"{name}-{number}")
         try:
-            with storage_errors(place, "make"):
-                place.mkdir()
+            with storage_errors(archive, "make"):
+                archive.mkdir()
         except StorageError as error:
             if not isinstance(error.__cause__, FileExistsError):
                 raise
             number += 1
         else:
-            return place
+            return archive

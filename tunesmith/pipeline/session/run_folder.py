@@ -1,8 +1,8 @@
-"""The folder of one run: who may write it, whether a run may begin or go on there, and what it leaves behind.
+"""The folder of one run: locking, resuming, and cleanup.
 
-`open_run_folder` is called before anything heavy. It makes the folder, proves that it can be written, takes its lock,
-refuses a folder that holds another run, and on resuming compares the config with the saved one and removes what a
-killed run wrote after its last commit. A run that fails before its first step leaves its name free.
+`open_run_folder` is called before models load. It creates the folder, checks that it is writable, acquires its lock and
+refuses a folder that holds another run. On resuming it compares the config with the saved one and removes files that an
+interrupted run wrote after its last commit. A run that fails before its first step removes its folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tunesmith.errors import ConfigError, StorageError
 from tunesmith.model.checkpoint import remove_leftovers
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.pipeline.session.load_config import dump_config, load_config
-from tunesmith.pipeline.session.resume_point import find_resume_point, list_step_files, set_aside
+from tunesmith.pipeline.session.resume_point import archive_later_steps, find_resume_point, list_step_files
 from tunesmith.storage import (
     CHECKPOINT,
     RunPaths,
@@ -32,7 +32,7 @@ from tunesmith.storage import (
     storage_errors,
 )
 
-FREE_KEYS = (
+MUTABLE_KEYS = (
     "project",
     "name",
     "checkpoint_root_dir",
@@ -52,20 +52,20 @@ FREE_KEYS = (
     "trainer.mismatch_warn",
     "trainer.mismatch_stop",
 )
-"""What may change between the parts of one run: where it is, when it ends, saves, evaluates, reports or gives up."""
+"""Keys that may change when a run is resumed: paths, length, saving, evaluation, reporting and failure limits."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RunFolder:
-    """A run folder that this process alone writes, until `close`."""
+    """A run folder locked by this process until `close`."""
 
     paths: RunPaths
     checkpoint: Path | None
-    """The last commit, from which the run goes on; None when it starts anew."""
+    """The checkpoint that the run resumes from; None if it starts from the beginning."""
     changed_keys: tuple[str, ...]
-    """Dotted keys in which a resumed run differs from its saved config, all of them free to change."""
-    old: Path | None
-    """Where what lay after the checkpoint has been moved; None when nothing was."""
+    """Dotted keys in which a resumed run differs from its saved config; all are in `MUTABLE_KEYS`."""
+    archive: Path | None
+    """Folder that files of later steps were moved to; None if nothing was moved."""
     lock: BinaryIO
 
     @property
@@ -73,7 +73,7 @@ class RunFolder:
         return None if self.checkpoint is None else parse_checkpoint_step(self.checkpoint)
 
     def close(self) -> None:
-        """Let other processes write the folder."""
+        """Release the lock."""
         self.lock.close()
 
     def __enter__(self) -> RunFolder:
@@ -86,7 +86,7 @@ class RunFolder:
 
 
 def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFolder:
-    """Make or reopen the folder of a run and save its config there."""
+    """Create or reopen the folder of a run and save its config there."""
     paths, lock = make_run_folder(config, now=now)
     try:
         checkpoint: Path | None = None
@@ -95,22 +95,22 @@ def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFol
             checkpoint = find_resume_point(paths, step=config.resume_from_step)
         elif is_used(paths):
             raise ConfigError(
-                f"{paths.root} already holds a run: choose another name, or go on with it "
-                "by continue_from_checkpoint=true (--resume)"
+                f"{paths.root} already holds a run: choose another name, or resume it with "
+                "continue_from_checkpoint=true (--resume)"
             )
         if checkpoint is not None:
             changed_keys = check_same_run(load_config(paths.config), config)
-        old = clear_later_steps(paths, checkpoint, is_chosen=config.resume_from_step is not None)
+        archive = clear_later_steps(paths, checkpoint, is_chosen=config.resume_from_step is not None)
         save_text(paths.config, dump_config(config.model_copy(update={"resume_from_step": None})))
         remove_leftovers(paths.root)
     except BaseException:
         lock.close()
         raise
-    return RunFolder(paths=paths, checkpoint=checkpoint, changed_keys=changed_keys, old=old, lock=lock)
+    return RunFolder(paths=paths, checkpoint=checkpoint, changed_keys=changed_keys, archive=archive, lock=lock)
 
 
 def make_run_folder(config: RunConfig, *, now: datetime | None = None) -> tuple[RunPaths, BinaryIO]:
-    """Make the folder where it is not there and take its lock; a run without a name gets a folder of its own."""
+    """Create the folder if it does not exist and acquire its lock; a run without a name always gets a new folder."""
     root = resolve_run_root(config, now=now)
     for number in count(2):
         paths = RunPaths(root)
@@ -123,40 +123,40 @@ def make_run_folder(config: RunConfig, *, now: datetime | None = None) -> tuple[
                     raise
                 root = root.with_name(f"{resolve_run_root(config, now=now).name}-{number}")
                 continue
-            return paths, take_lock(paths)
-    raise AssertionError("count() does not end")
+            return paths, acquire_lock(paths)
+    raise AssertionError("unreachable: count() is infinite")
 
 
 def clear_later_steps(paths: RunPaths, checkpoint: Path | None, *, is_chosen: bool) -> Path | None:
-    """Leave what the checkpoint committed; returns where the rest was moved.
+    """Delete or archive files of steps after the checkpoint; return the archive folder, if any.
 
-    What follows the newest checkpoint is removed, for the resumed run makes it again. What follows a checkpoint that
-    the user chose, or what was written without one, is moved.
+    Files after the newest checkpoint are deleted, because the resumed run recomputes them. Files after a checkpoint
+    that the user chose, and files of a run without any checkpoint, are archived.
     """
     step = 0 if checkpoint is None else parse_checkpoint_step(checkpoint)
-    old = set_aside(paths, after=step) if is_chosen or checkpoint is None else None
-    if old is not None and checkpoint is not None:
+    archive = archive_later_steps(paths, after=step) if is_chosen or checkpoint is None else None
+    if archive is not None and checkpoint is not None:
         save_json(paths.last_commit, {"step": step})
     for files in list_step_files(paths):
         files.remove_single_after(step)
-    return old
+    return archive
 
 
 def resolve_run_root(config: RunConfig, *, now: datetime | None = None) -> Path:
-    """The folder that a config names."""
+    """The run folder of a config."""
     name = config.name
     if name is None:
         if config.continue_from_checkpoint:
-            raise ConfigError("continue_from_checkpoint (--resume) needs the name of the run to go on with")
+            raise ConfigError("continue_from_checkpoint (--resume) needs the name of the run to resume")
         name = f"Experiment-{now or datetime.now():%Y%m%d%H%M%S}"
     for key, part in (("project", config.project), ("name", name)):
         if part in {"", ".", ".."} or "/" in part or "\0" in part:
-            raise ConfigError(f"{key} must be the name of one folder, got {part!r}")
+            raise ConfigError(f"{key} must be a single folder name, got {part!r}")
     return Path(config.checkpoint_root_dir).expanduser().absolute() / config.project / name
 
 
-def take_lock(paths: RunPaths) -> BinaryIO:
-    """Hold the run's lock; the system lets go of it when the process ends, however it ends."""
+def acquire_lock(paths: RunPaths) -> BinaryIO:
+    """Acquire the run's lock; the operating system releases it when the process exits."""
     lock = paths.lock.open("a+b")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,14 +165,14 @@ def take_lock(paths: RunPaths) -> BinaryIO:
         holder = lock.read().decode(errors="replace").strip() or "unknown"
         lock.close()
         raise StorageError(
-            f"{paths.root} is being written by process {holder}: wait for it, or choose another name"
+            f"{paths.root} is locked by process {holder}: wait for it to exit, or choose another name"
         ) from error
     except OSError:
         lock.close()
         raise
-    if not is_same_file(lock, paths.lock):  # its holder removed it, as a run that fails before its first step does
+    if not is_same_file(lock, paths.lock):  # the holder removed it: its run failed before the first step
         lock.close()
-        return take_lock(paths)
+        return acquire_lock(paths)
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n".encode())
     lock.flush()
@@ -180,7 +180,7 @@ def take_lock(paths: RunPaths) -> BinaryIO:
 
 
 def is_same_file(file: BinaryIO, path: Path) -> bool:
-    """Whether a path still names an open file."""
+    """Whether the path still refers to the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -188,14 +188,14 @@ def is_same_file(file: BinaryIO, path: Path) -> bool:
 
 
 def is_used(paths: RunPaths) -> bool:
-    """Whether the folder holds a step of a run, or something that is no run."""
+    """Whether the folder holds a finished step, or files that are not of a run."""
     if not paths.config.is_file():
         return any(entry != paths.lock for entry in paths.root.iterdir())
     return has_steps(paths)
 
 
 def has_steps(paths: RunPaths) -> bool:
-    """Whether a training step was finished here."""
+    """Whether the run in this folder finished a training step."""
     has_checkpoint = any(CHECKPOINT.fullmatch(entry.name) for entry in paths.root.iterdir())
     return (
         has_checkpoint
@@ -205,7 +205,7 @@ def has_steps(paths: RunPaths) -> bool:
 
 
 def remove_empty_run(paths: RunPaths) -> None:
-    """Remove a folder in which no step was finished and nothing was sampled or evaluated."""
+    """Remove the folder if no step was finished and nothing was sampled or evaluated."""
     files = [path for path in paths.root.rglob("*") if path.is_file()]
     ours = {paths.config, paths.lock, paths.metrics}
     is_empty = all(path in ours or paths.monitor in path.parents for path in files)
@@ -214,23 +214,23 @@ def remove_empty_run(paths: RunPaths) -> None:
             remove_tree(paths.root)
 
 
-def check_same_run(saved: Section, config: Section, *, free_keys: Sequence[str] = FREE_KEYS) -> tuple[str, ...]:
-    """Refuse a config that would make another run of it; return the free keys that changed."""
+def check_same_run(saved: Section, config: Section, *, mutable_keys: Sequence[str] = MUTABLE_KEYS) -> tuple[str, ...]:
+    """Raise if a key outside `mutable_keys` changed; return the changed keys."""
     before, after = flatten(saved.model_dump(mode="json")), flatten(config.model_dump(mode="json"))
     changed = tuple(key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key))
-    refused = [key for key in changed if not is_free(key, free_keys)]
+    refused = [key for key in changed if not is_mutable_key(key, mutable_keys)]
     if refused:
         listed = "; ".join(f"{key} was {before.get(key)!r}, is {after.get(key)!r}" for key in refused)
-        raise ConfigError(f"this run began with other settings: {listed}. Set them back, or choose another name")
+        raise ConfigError(f"this run was started with other settings: {listed}. Restore them, or choose another name")
     return changed
 
 
-def is_free(key: str, free_keys: Sequence[str]) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in free_keys)
+def is_mutable_key(key: str, mutable_keys: Sequence[str]) -> bool:
+    return any(key == each or key.startswith(f"{each}.") for each in mutable_keys)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one with dotted keys; an empty mapping stays a value."""
+    """Flatten nested mappings to dotted keys; an empty mapping stays a value."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -1,7 +1,7 @@
-"""What is exported: the model that a path means, the run that made it, and what it is called.
+"""Resolve the path of an export: the model, the run that trained it, and the model's name.
 
-A path may be a model folder, an adapter folder, a hub id, or the folder of a run or stage, which means the model that
-it left: `model/`, its last checkpoint, or what an export wrote. A checkpoint that is not whole is refused.
+A path is a model folder, an adapter folder, a hub id, or the folder of a run or stage, which resolves to its result:
+`model/`, its last checkpoint, or an exported model. An incomplete checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tunesmith.model.source.resolve import find_exported
 from tunesmith.storage import CHECKPOINT, TEMPORARY, RunPaths
 
 STAGE_MODEL = "model"
-"""The folder in which a fine-tuning leaves its result."""
-PLAIN_NAMES = re.compile(r"model|merged|hf|global_step_\d+")
-"""Names of folders that say nothing about the model."""
+"""Folder of the result of supervised fine-tuning or preference training."""
+GENERIC_NAMES = re.compile(r"model|merged|hf|global_step_\d+")
+"""Folder names that do not identify a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +32,16 @@ class ExportSource:
     """Folder of the model or adapter, or a hub id."""
     adapter: AdapterFiles | None
     run: RunPaths | None
-    """The run or stage that made it, where it is known."""
+    """The run or stage that trained it; None if unknown."""
     name: str
 
     @property
     def base(self) -> str:
-        """Where the weights under an adapter are; the model itself without one."""
+        """Path of the base weights; the model itself if there is no adapter."""
         return self.path if self.adapter is None else self.adapter.base
 
     def describe(self) -> dict[str, Any]:
-        """What tells one source from another later on: its place, and its files as they are now."""
+        """Fingerprint of the source: its paths, and sizes and modification times of its weight files."""
         folder = Path(self.path)
         files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
         stats = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
@@ -49,12 +49,12 @@ class ExportSource:
 
 
 def find_source(settings: ExportSection) -> ExportSource:
-    """Raise ModelError or StorageError when there is no whole model to export."""
+    """Raise ModelError or StorageError if there is no complete model to export."""
     folder = Path(settings.path).expanduser()
     if folder.suffix == ".gguf":
         raise ModelError(
-            f"path={settings.path!r} is a GGUF file already, and does not say all that other formats need; "
-            "export the model folder that it was made from"
+            f"path={settings.path!r} is a GGUF file, which lacks data that other formats need; "
+            "export the model folder that it was converted from"
         )
     if folder.is_dir():
         folder = find_model_folder(folder.absolute())
@@ -69,9 +69,9 @@ def find_source(settings: ExportSection) -> ExportSource:
 
 
 def find_model_folder(folder: Path) -> Path:
-    """The folder itself when it holds a model, else the model that a run or stage left in it."""
+    """The folder itself if it holds a model, else the result of the run or stage in it."""
     if TEMPORARY.search(folder.name):
-        raise ModelError(f"path={str(folder)!r} is what a killed write left; export a whole checkpoint")
+        raise ModelError(f"path={str(folder)!r} is left from an interrupted write; export a complete checkpoint")
     folder = Path(find_exported(str(folder)))
     if not is_model(folder):
         left = folder / STAGE_MODEL
@@ -79,7 +79,7 @@ def find_model_folder(folder: Path) -> Path:
         if found is None:
             raise ModelError(
                 f"path={str(folder)!r} holds no model: give a folder with config.json or {ADAPTER_CONFIG}, "
-                "or that of a run with a finished checkpoint"
+                "or the folder of a run with a complete checkpoint"
             )
         folder = found
     if CHECKPOINT.fullmatch(folder.name) or (folder / DONE).is_file():
@@ -92,14 +92,14 @@ def is_model(folder: Path) -> bool:
 
 
 def find_run(folder: Path) -> RunPaths | None:
-    """The run that a checkpoint or a stage's model belongs to."""
+    """The run of a checkpoint or of a stage's model."""
     is_inside = CHECKPOINT.fullmatch(folder.name) is not None or folder.name == STAGE_MODEL
     run = RunPaths(folder.parent)
     return run if is_inside and run.config.is_file() else None
 
 
 def choose_name(folder: Path, run: RunPaths | None) -> str:
-    """The last part of the path that says something, made fit for a file's name."""
-    places = [run.root] if run is not None else [folder, *folder.parents]
-    said = next((place.name for place in places if place.name and not PLAIN_NAMES.fullmatch(place.name)), "model")
-    return re.sub(r"[^\w.+-]+", "-", said, flags=re.ASCII).lstrip("._+-") or "model"
+    """The last path component that identifies the model, as a valid file name."""
+    paths = [run.root] if run is not None else [folder, *folder.parents]
+    name = next((path.name for path in paths if path.name and not GENERIC_NAMES.fullmatch(path.name)), "model")
+    return re.sub(r"[^\w.+-]+", "-", name, flags=re.ASCII).lstrip("._+-") or "model"

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning and learning from preferences."""
+"""Supervised fine-tuning and preference training (DPO, KTO): training on rows, without sampling."""

@@ -1,4 +1,4 @@
-"""Learning from preferences (DPO, KTO): a fine-tuning whose loss compares the model with what it was at the start."""
+"""Preference training (DPO, KTO): like supervised fine-tuning, with a loss relative to the frozen starting model."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, PreferenceConfig
 from tunesmith.pipeline.data.preference_pairs import PreferenceReader, add_probes
 from tunesmith.pipeline.session.extra_models import load_reference
-from tunesmith.pipeline.sft.plan import FinetunePlan, build_plan
-from tunesmith.pipeline.sft.train import FinetuneResult, build_learner, run_offline
+from tunesmith.pipeline.sft.plan import OfflinePlan, build_plan
+from tunesmith.pipeline.sft.train import OfflineResult, build_trainer, run_offline
 from tunesmith.trainer.trainer import Trainer
 
 
-def run_preference(config: PreferenceConfig, *, out_dir: Path) -> FinetuneResult:
-    """Train into `out_dir`, going on where a killed run of the same settings was; raises when it fails."""
+def run_preference(config: PreferenceConfig, *, out_dir: Path) -> OfflineResult:
+    """Train into `out_dir`, resuming an interrupted run with the same settings; raises if training fails."""
     algorithm = AlgorithmSection(algorithm_type=config.algorithm_type, terms_args=config.terms_args)
     resolve_algorithm(algorithm)
 
-    def build_comparer(model: PreTrainedModel, num_total_steps: int) -> Trainer:
+    def build_trainer_with_reference(model: PreTrainedModel, num_total_steps: int) -> Trainer:
         reference = load_reference(config.model, policy=model)
-        return build_learner(config, algorithm, model, num_total_steps, reference_model=reference)
+        return build_trainer(config, algorithm, model, num_total_steps, reference_model=reference)
 
     return run_offline(
-        config, out_dir=out_dir, build_plan=partial(build_preference_plan, config), build_learner=build_comparer
+        config,
+        out_dir=out_dir,
+        build_plan=partial(build_preference_plan, config),
+        build_trainer=build_trainer_with_reference,
     )
 
 
-def build_preference_plan(config: PreferenceConfig) -> FinetunePlan:
-    """Check everything that needs no weights, and read the rows; batches of judgements get their probes."""
+def build_preference_plan(config: PreferenceConfig) -> OfflinePlan:
+    """Run every check that needs no weights, and read the rows; KTO batches get their mismatched pairs (probes)."""
     is_kto = config.algorithm_type == "kto"
-    plan = build_plan(config, partial(PreferenceReader, kind="judgements" if is_kto else "pairs"))
+    plan = build_plan(config, partial(PreferenceReader, kind="labels" if is_kto else "pairs"))
     if not is_kto:
         return plan
     add = partial(add_probes, max_model_len=config.model.max_model_len)

@@ -1,8 +1,8 @@
-"""Supervised fine-tuning: the trainer of reinforcement learning on replies that are given instead of sampled.
+"""Supervised fine-tuning with the trainer of reinforcement learning.
 
-Rows of messages become samples whose assistant tokens train; batches are filled to a number of tokens. All that can be
-wrong with settings, rows and files is found before weights are read. The folder goes on where a killed run was; what it
-leaves is `model/`, the weights of the best evaluation loss, or the last ones where nothing is held out.
+Rows of messages become samples whose assistant tokens are trained; batches are filled up to a token limit. Settings,
+rows and files are checked before weights are read. An interrupted run resumes from its last checkpoint. The result is
+`model/`: the weights with the lowest evaluation loss, or the last ones if no rows are held out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from tunesmith.config import AlgorithmSection, FinetuneConfig, OfflineConfig
+from tunesmith.config import AlgorithmSection, OfflineConfig, SftConfig
 from tunesmith.errors import TrainingError
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint
 from tunesmith.model.cpu_threads import set_num_threads
@@ -25,42 +25,42 @@ from tunesmith.model.load import check_vocabulary, load_section_model
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.pipeline.sft.folder import (
     MODEL,
-    FinetuneFolder,
+    OfflineFolder,
     finish,
-    load_figures,
-    open_finetune_folder,
+    load_finished_result,
+    open_offline_folder,
     remove_checkpoints,
 )
-from tunesmith.pipeline.sft.plan import FinetunePlan, build_plan, count_rows
+from tunesmith.pipeline.sft.plan import OfflinePlan, build_plan, count_rows
 from tunesmith.storage import check_free_space
 from tunesmith.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinetuneResult:
-    """What fine-tuning leaves."""
+class OfflineResult:
+    """Result of supervised fine-tuning or preference training."""
 
     folder: Path
-    """The model or adapter: a path that `model.path` takes."""
+    """Folder of the model or adapter; `model.path` accepts it."""
     num_steps: int
     loss: float
-    """Mean over the last epoch's batches, in nats a token."""
+    """Mean training loss over the last epoch's batches, in nats per token."""
     eval_loss: float | None
-    """Of the weights that were kept; None where nothing is held out."""
+    """Evaluation loss of the kept weights; None if no rows are held out."""
     best_step: int
     """The step whose weights were kept."""
     num_rows: int
-    """Rows that were learned from."""
+    """Rows trained on."""
     num_eval_rows: int
     num_dropped_rows: int
-    """Rows that were longer than the model's context."""
+    """Rows dropped because they exceed the model's context."""
     num_trained_tokens: int
-    """Assistant tokens in one epoch."""
+    """Trained tokens in one epoch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """How far a fine-tuning is; the state that a checkpoint keeps beside the trainer's."""
+    """Training progress; saved in checkpoints besides the trainer's state."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -68,14 +68,14 @@ class Progress:
     best_loss: float | None = None
 
 
-def run_sft(config: FinetuneConfig, *, out_dir: Path) -> FinetuneResult:
-    """Fine-tune into `out_dir`, going on where a killed run of the same settings was; raises when it fails."""
+def run_sft(config: SftConfig, *, out_dir: Path) -> OfflineResult:
+    """Fine-tune into `out_dir`, resuming an interrupted run with the same settings; raises if training fails."""
     algorithm = AlgorithmSection(algorithm_type=config.algorithm_type)
     return run_offline(
         config,
         out_dir=out_dir,
         build_plan=partial(build_plan, config),
-        build_learner=partial(build_learner, config, algorithm),
+        build_trainer=partial(build_trainer, config, algorithm),
     )
 
 
@@ -83,18 +83,18 @@ def run_offline(
     config: OfflineConfig,
     *,
     out_dir: Path,
-    build_plan: Callable[[], FinetunePlan],
-    build_learner: Callable[[PreTrainedModel, int], Trainer],
-) -> FinetuneResult:
-    """As `run_sft`, with any plan, and any learner for a model and a number of steps."""
+    build_plan: Callable[[], OfflinePlan],
+    build_trainer: Callable[[PreTrainedModel, int], Trainer],
+) -> OfflineResult:
+    """Like `run_sft`, for any plan and any trainer; `build_trainer` receives the model and the number of steps."""
     root = Path(out_dir).expanduser().absolute()
-    figures = load_figures(root, config)
-    if figures is not None:
-        return FinetuneResult(folder=root / MODEL, **figures)
+    summary = load_finished_result(root, config)
+    if summary is not None:
+        return OfflineResult(folder=root / MODEL, **summary)
     set_num_threads(config.num_cpu_threads)
     plan = build_plan()
     with (
-        open_finetune_folder(config, root) as folder,
+        open_offline_folder(config, root) as folder,
         Monitor(
             root,
             config.monitor,
@@ -105,17 +105,17 @@ def run_offline(
     ):
         model = load_section_model(config.model)
         check_vocabulary(model, plan.tokenizer)
-        learner = build_learner(model, len(plan.batches))
-        check_free_space(root, estimate_checkpoint_bytes(model, learner.state_dict()))
-        progress = train(config, plan, model, learner, folder, monitor)
+        trainer = build_trainer(model, len(plan.batches))
+        check_free_space(root, estimate_checkpoint_bytes(model, trainer.state_dict()))
+        progress = train(config, plan, model, trainer, folder, monitor)
         assert progress.best_step is not None
-        figures = compute_figures(plan, progress)
+        summary = summarize_training(plan, progress)
         num_kept = config.keep_checkpoints or 0
-        finish(folder, best_step=progress.best_step, num_kept=num_kept, figures=figures)
-    return FinetuneResult(folder=folder.model, **figures)
+        finish(folder, best_step=progress.best_step, num_kept=num_kept, summary=summary)
+    return OfflineResult(folder=folder.model, **summary)
 
 
-def build_learner(
+def build_trainer(
     config: OfflineConfig,
     algorithm: AlgorithmSection,
     model: PreTrainedModel,
@@ -123,7 +123,7 @@ def build_learner(
     *,
     reference_model: PreTrainedModel | None = None,
 ) -> Trainer:
-    """The trainer of reinforcement learning, with the loss of given tokens."""
+    """The trainer of reinforcement learning, with the loss of `algorithm`."""
     return Trainer(
         model,
         config.trainer,
@@ -137,20 +137,20 @@ def build_learner(
 
 def train(
     config: OfflineConfig,
-    plan: FinetunePlan,
+    plan: OfflinePlan,
     model: PreTrainedModel,
-    learner: Trainer,
-    folder: FinetuneFolder,
+    trainer: Trainer,
+    folder: OfflineFolder,
     monitor: Monitor,
 ) -> Progress:
-    """All steps from the last commit or the start; the last step is always committed."""
-    progress = restore(folder, model, learner)
+    """Run all remaining steps, from the last checkpoint or the beginning; the last step is always saved."""
+    progress = restore(folder, model, trainer)
     if plan.num_dropped_rows:
-        monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were left out")
+        monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were dropped")
     batches, epochs = plan.batches, plan.progress
     for step in range(progress.step + 1, len(batches) + 1):
         started = time.perf_counter()
-        metrics = learner.step(batches[step - 1])
+        metrics = trainer.step(batches[step - 1])
         metrics["perf/train_s"] = time.perf_counter() - started
         metrics["perf/trained_tokens_per_s"] = metrics["train/num_trained_tokens"] / metrics["perf/train_s"]
         metrics["train/epoch"] = epochs[step - 1]
@@ -158,22 +158,22 @@ def train(
         progress.step = step
         progress.losses.append(metrics["train/loss"])
         is_last = step == len(batches)
-        is_best = evaluate(config, plan, learner, progress, monitor, is_last=is_last)
+        is_best = evaluate(config, plan, trainer, progress, monitor, is_last=is_last)
         if is_last or is_best or step % config.save_interval_steps == 0:
-            commit(config, plan, model, learner, folder, progress)
+            commit(config, plan, model, trainer, folder, progress)
     return progress
 
 
 def evaluate(
     config: OfflineConfig,
-    plan: FinetunePlan,
-    learner: Trainer,
+    plan: OfflinePlan,
+    trainer: Trainer,
     progress: Progress,
     monitor: Monitor,
     *,
     is_last: bool,
 ) -> bool:
-    """Measure the evaluation loss if it is due; return whether these weights are the best so far."""
+    """Compute the evaluation loss if it is due; return whether these weights are the best so far."""
     if not plan.eval_samples:
         progress.best_step = progress.step
         return False
@@ -181,7 +181,7 @@ def evaluate(
     if not (is_last or (interval > 0 and progress.step % interval == 0)):
         return False
     started = time.perf_counter()
-    loss = learner.compute_loss(plan.eval_samples)
+    loss = trainer.compute_loss(plan.eval_samples)
     if not math.isfinite(loss):
         raise TrainingError(f"the evaluation loss is {loss:g}: lower trainer.learning_rate, or try model.dtype=float32")
     is_best = progress.best_loss is None or loss < progress.best_loss
@@ -191,37 +191,37 @@ def evaluate(
     return is_best
 
 
-def restore(folder: FinetuneFolder, model: PreTrainedModel, learner: Trainer) -> Progress:
-    """Bring everything back to the last commit."""
+def restore(folder: OfflineFolder, model: PreTrainedModel, trainer: Trainer) -> Progress:
+    """Restore model and trainer from the last checkpoint."""
     if folder.checkpoint is None:
         return Progress()
     state = load_checkpoint(folder.checkpoint, model)
-    learner.load_state_dict(state.trainer_state)
+    trainer.load_state_dict(state.trainer_state)
     return Progress(**state.run_state)
 
 
 def commit(
     config: OfflineConfig,
-    plan: FinetunePlan,
+    plan: OfflinePlan,
     model: PreTrainedModel,
-    learner: Trainer,
-    folder: FinetuneFolder,
+    trainer: Trainer,
+    folder: OfflineFolder,
     progress: Progress,
 ) -> None:
-    """Write the step's checkpoint; from here on the run never goes back behind it."""
+    """Save the step's checkpoint and remove old ones."""
     save_checkpoint(
         folder.paths.checkpoint(progress.step),
         model,
         plan.tokenizer,
-        trainer_state=learner.state_dict(),
+        trainer_state=trainer.state_dict(),
         run_state=asdict(progress),
     )
     best_step = progress.best_step if plan.eval_samples else None
     remove_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints or 1, best_step=best_step)
 
 
-def compute_figures(plan: FinetunePlan, progress: Progress) -> dict[str, Any]:
-    """The result without its place."""
+def summarize_training(plan: OfflinePlan, progress: Progress) -> dict[str, Any]:
+    """The fields of the result except its folder."""
     last_losses = progress.losses[-plan.num_last_epoch_steps :]
     return {
         "num_steps": progress.step,

@@ -12,13 +12,13 @@ import torch
 from tunesmith.config import (
     EvalConfig,
     ExportSection,
-    FinetuneConfig,
     FunctionStage,
     OfflineConfig,
     PreferenceConfig,
     PrepareSection,
     RunConfig,
     Section,
+    SftConfig,
 )
 from tunesmith.errors import ConfigError
 from tunesmith.model.load import resolve_device
@@ -32,7 +32,7 @@ from tunesmith.pipeline.rl.tune import run_tuning
 from tunesmith.pipeline.session.load_function import load_function, load_functions
 from tunesmith.pipeline.session.policy import BuildModel
 from tunesmith.pipeline.sft.preference import run_preference
-from tunesmith.pipeline.sft.train import FinetuneResult, run_sft
+from tunesmith.pipeline.sft.train import OfflineResult, run_sft
 from tunesmith.storage import RunPaths, remove_tree, storage_errors
 
 Kind = TypeVar("Kind", bound=Section)
@@ -60,7 +60,7 @@ def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: Choo
     if kind == "prepare":
         return run_prepare_stage(expect(settings, PrepareSection), out_dir)
     if kind == "sft":
-        config = expect(settings, FinetuneConfig)
+        config = expect(settings, SftConfig)
         return describe_finetuning(config, run_sft(config, out_dir=out_dir))
     if kind == "prefer":
         preferences = expect(settings, PreferenceConfig)
@@ -85,7 +85,7 @@ def run_prepare_stage(settings: PrepareSection, out_dir: Path) -> StageResult:
     return StageResult(figures={"training rows": report.num_train, "held-out rows": report.num_eval} | dropped)
 
 
-def describe_finetuning(config: OfflineConfig, result: FinetuneResult) -> StageResult:
+def describe_finetuning(config: OfflineConfig, result: OfflineResult) -> StageResult:
     figures = {
         "rows": result.num_rows,
         "steps": result.num_steps,

@@ -21,16 +21,16 @@ from typing import Any, Literal
 from tunesmith.errors import StorageError
 from tunesmith.model.checkpoint import check_complete
 from tunesmith.pipeline.eval.compare import JSON_FILE
-from tunesmith.pipeline.session.run_folder import FREE_KEYS as RL_FREE_KEYS
-from tunesmith.pipeline.session.run_folder import flatten, is_free
-from tunesmith.pipeline.sft.folder import FREE_KEYS as SFT_FREE_KEYS
+from tunesmith.pipeline.session.run_folder import MUTABLE_KEYS as RL_MUTABLE_KEYS
+from tunesmith.pipeline.session.run_folder import flatten, is_mutable_key
+from tunesmith.pipeline.sft.folder import MUTABLE_KEYS as SFT_MUTABLE_KEYS
 from tunesmith.pipeline.stages.plan import PlannedStage
 from tunesmith.storage import load_json, remove_tree, save_json, storage_errors
 
 CONFIG_FILE, REPORT_TABLE, REPORT_JSON = "pipeline.yaml", "report.md", "report.json"
 STATES = "stages"
 START, DONE = "START.json", "DONE.json"
-FREE_KEYS: Mapping[str, Sequence[str]] = {"rl": RL_FREE_KEYS, "sft": SFT_FREE_KEYS, "prefer": SFT_FREE_KEYS}
+MUTABLE_KEYS: Mapping[str, Sequence[str]] = {"rl": RL_MUTABLE_KEYS, "sft": SFT_MUTABLE_KEYS, "prefer": SFT_MUTABLE_KEYS}
 """Kinds whose runs can be resumed with changed settings, and the keys that may change."""
 
 State = Literal["done", "begun", "changed", "new"]
@@ -199,9 +199,9 @@ def is_same_stage(start: StartRecord, stage: PlannedStage) -> bool:
     """Whether an unfinished stage can be resumed: equal settings, or changes only in keys that may change in a run."""
     if start.digest == stage.digest:
         return True
-    free_keys = FREE_KEYS.get(stage.kind)
-    if free_keys is None:
+    mutable_keys = MUTABLE_KEYS.get(stage.kind)
+    if mutable_keys is None:
         return False
     before, after = flatten(start.values), flatten(stage.values)
     changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
-    return all(is_free(key, free_keys) for key in changed)
+    return all(is_mutable_key(key, mutable_keys) for key in changed)

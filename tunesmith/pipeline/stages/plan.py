@@ -18,21 +18,21 @@ from pydantic import ValidationError
 from tunesmith.config import (
     EvalConfig,
     ExportSection,
-    FinetuneConfig,
     FunctionStage,
     PipelineConfig,
     PreferenceConfig,
     PrepareSection,
     RunConfig,
     Section,
+    SftConfig,
 )
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.session.load_config import build_section, describe_fault, load_values
+from tunesmith.pipeline.session.load_config import build_section, describe_validation_error, load_values
 
 REFERENCE = re.compile(r"stage:(?P<stage>[^/]+)(?:/(?P<file>.+))?")
 SECTIONS: Mapping[str, type[Section]] = {
     "prepare": PrepareSection,
-    "sft": FinetuneConfig,
+    "sft": SftConfig,
     "prefer": PreferenceConfig,
     "rl": RunConfig,
     "eval": EvalConfig,
@@ -119,7 +119,7 @@ def load_pipeline(path: Path | str, overrides: Sequence[str] = ()) -> PipelineCo
         return PipelineConfig.model_validate(values)
     except ValidationError as error:
         faults = [fault | {"loc": drop_kind(fault["loc"])} for fault in error.errors()]
-        raise ConfigError("; ".join(describe_fault(fault) for fault in faults)) from error
+        raise ConfigError("; ".join(describe_validation_error(fault) for fault in faults)) from error
 
 
 def drop_kind(location: tuple[int | str, ...]) -> tuple[int | str, ...]:

@@ -20,7 +20,7 @@ from tunesmith.config import PipelineConfig
 from tunesmith.errors import ConfigError, StorageError
 from tunesmith.monitor.console import format_duration
 from tunesmith.pipeline.session.load_config import dump_config
-from tunesmith.pipeline.session.run_folder import take_lock
+from tunesmith.pipeline.session.run_folder import acquire_lock
 from tunesmith.pipeline.stages.check import check_stage
 from tunesmith.pipeline.stages.commands import ChooseModel, run_stage
 from tunesmith.pipeline.stages.folder import CONFIG_FILE, PipelineFolder, State
@@ -51,7 +51,7 @@ def run_pipeline(
     check_selected(stages, selected, folder, is_rerun=selection.is_rerun)
     with storage_errors(folder.root, "write"):
         folder.root.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(RunPaths(folder.root))
+        lock = acquire_lock(RunPaths(folder.root))
     with lock:
         save_text(folder.root / CONFIG_FILE, dump_config(config))
         for stage in selected:
