@@ -275,8 +275,10 @@ def test_a_kill_at_any_disk_call_leaves_the_old_or_the_new_checkpoint(tmp_path):
 def test_a_kill_at_random_moments_leaves_the_last_commit(tmp_path):
     rng = random.Random(0)
     model = build_model()
-    for _ in range(8):
+    for num_kills in range(200):
         first = check_survivor(tmp_path) + 1
+        if num_kills >= 8 and first > 1:
+            break  # on a busy machine, children may be killed before their first commit
 
         def work(first=first):
             for step in range(first, first + 1000):
