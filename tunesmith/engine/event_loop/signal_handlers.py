@@ -99,8 +99,10 @@ _handlers_of_threads: dict[int, SignalHandlers] = {}
 
 
 def interrupt_thread(thread: threading.Thread) -> None:
-    """Interrupt a run in another thread, as Ctrl-C in the main thread: the first call cancels its main task. Without one,
-    or when it was cancelled before, KeyboardInterrupt is raised in the code that the thread runs."""
+    """Interrupt a run in another thread, as Ctrl-C in the main thread: the first call cancels its main task.
+
+    Without a main task, or when it was cancelled before, KeyboardInterrupt is raised in the code that the thread runs.
+    """
     ident = thread.ident
     if ident is None or not thread.is_alive():
         return
