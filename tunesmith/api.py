@@ -7,8 +7,11 @@ chat model that workflows receive is chosen here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +26,7 @@ from tunesmith.compat.agentscope import (
 from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.config import EvalConfig, PipelineConfig, RunConfig
+from tunesmith.engine.event_loop.signal_handlers import interrupt_thread
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.eval.compare import run_comparison, run_eval
 from tunesmith.pipeline.eval.comparison import Comparison
@@ -60,6 +64,14 @@ __all__ = [
 
 Result = TypeVar("Result")
 
+WAIT_S = 1.0
+"""Longest wait for a thread at a time; on Windows Ctrl-C is noticed only between two waits."""
+INTERRUPT_LINES = (
+    b"tunesmith: SIGINT: ending the run; a second signal interrupts the running code\n",
+    b"tunesmith: SIGINT: interrupting the running code; a third signal leaves it running\n",
+)
+MAX_INTERRUPTS = len(INTERRUPT_LINES)
+
 
 def tune(
     *,
@@ -86,7 +98,7 @@ def tune(
 
     Raises ConfigError, DataError or ModelError before weights load, RolloutError when too many rollouts fail, and
     TrainingError when an update fails its checks (finite values, `trainer.mismatch_stop`). May be called while an event
-    loop runs, as in a notebook.
+    loop runs, as in a notebook; Ctrl-C then ends the run as it does in a script.
     """
     check_workflow_function(workflow_func)
     if judge_func is not None:
@@ -205,21 +217,68 @@ def is_event_loop_running() -> bool:
 
 
 def run_outside_of_loops(work: Callable[[], Result]) -> Result:
-    """Run `work`, which starts an event loop; in a new thread if the calling thread already runs one."""
+    """Run `work`, which starts an event loop; in a new thread if the calling thread already runs one.
+
+    Ctrl-C while the new thread runs interrupts `work` there and raises KeyboardInterrupt once it has ended. As in a
+    command, the second Ctrl-C interrupts whatever runs; the third raises at once and leaves the thread running.
+    """
     if not is_event_loop_running():
         return work()
     outcome: list[Result] = []
     errors: list[BaseException] = []
+    has_ended = threading.Event()
 
     def run() -> None:
         try:
             outcome.append(work())
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             errors.append(error)
+        finally:
+            has_ended.set()
 
-    thread = threading.Thread(target=run, name="tunesmith")
-    thread.start()
-    thread.join()
+    thread = threading.Thread(target=run, name="tunesmith", daemon=True)
+    with interrupts_raised():
+        thread.start()
+        is_interrupted = wait_for_thread(thread, has_ended)
+    if is_interrupted and not (errors and isinstance(errors[0], KeyboardInterrupt)):
+        raise KeyboardInterrupt from (errors[0] if errors else None)
     if errors:
         raise errors[0]
     return outcome[0]
+
+
+def wait_for_thread(thread: threading.Thread, has_ended: threading.Event) -> bool:
+    """Wait for the end of the thread's work; Ctrl-C is passed on to it. Returns whether there was one.
+
+    Waits for the event, because a `Thread.join` that Ctrl-C interrupts takes the thread for ended.
+    """
+    num_interrupts = 0
+    while True:
+        try:
+            while not has_ended.wait(WAIT_S):
+                pass
+        except KeyboardInterrupt:
+            num_interrupts += 1
+            if num_interrupts > MAX_INTERRUPTS:
+                raise
+            os.write(2, INTERRUPT_LINES[num_interrupts - 1])
+            interrupt_thread(thread)
+        else:
+            thread.join()
+            return num_interrupts > 0
+
+
+@contextlib.contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """Within: Ctrl-C raises KeyboardInterrupt, although `asyncio.run` installed a handler that cancels its main task,
+    which could not happen before the caller awaits again."""
+    handler = signal.getsignal(signal.SIGINT)
+    is_of_runner = isinstance(getattr(getattr(handler, "func", None), "__self__", None), asyncio.Runner)
+    if not is_of_runner or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -76,9 +76,11 @@ def test_pausing_reads_the_burst_in_flight_and_later_tokens_use_the_new_weights(
         received: list[int] = []
         call = engine.generate(build_prompts(9)[0], sampling, on_tokens=lambda ids, _: received.extend(ids))
         task = asyncio.ensure_future(call)
-        while not received:
+        while not received and not task.done():
             await asyncio.sleep(0)
             await engine.generate([1], Sampling(max_tokens=1))
+        if task.done():
+            await task  # raises the error of a request that failed before it sampled a token
         engine.pause()
         assert all(handle.is_read for handle in get_decoder(engine).handles)
         assert not engine.has_work
@@ -126,7 +128,10 @@ def test_requests_cancelled_in_flight_release_their_blocks() -> None:
         calls = [engine.generate([1, 2], Sampling(max_tokens=300), on_tokens=lambda *_: received.set())]
         calls += [engine.generate([3], Sampling(max_tokens=300, deadline_s=0.2))]
         leaving, expiring = map(asyncio.ensure_future, calls)
-        await received.wait()
+        first_tokens = asyncio.ensure_future(received.wait())
+        await asyncio.wait({first_tokens, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done():
+            await leaving  # raises the error of a request that failed before it sampled a token
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving

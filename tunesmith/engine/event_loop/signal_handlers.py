@@ -1,13 +1,15 @@
 """Ctrl-C and SIGTERM, and protection of the main task from user code.
 
 The first signal cancels the main task, so that rollouts are cancelled and files closed; the second interrupts whatever
-runs, such as user code that blocks the loop; the third ends the process. User code that cancels the main task is
-reported as an error with the line that did it.
+runs, such as user code that blocks the loop; the third ends the process. Signals reach only the main thread; a run in
+another thread is interrupted by `interrupt_thread`. User code that cancels the main task is reported as an error with
+the line that did it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
@@ -34,7 +36,10 @@ class MainTask(asyncio.Task[T]):
 
 
 class SignalHandlers:
-    """Handles SIGINT and SIGTERM while the main task runs, unless the user installed handlers for them."""
+    """Handles SIGINT and SIGTERM while the main task runs, unless the user installed handlers for them.
+
+    In another thread than the main one, where no signal arrives, `interrupt_thread` takes the place of SIGINT.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, main: MainTask[Any]) -> None:
         self._loop = loop
@@ -50,11 +55,22 @@ class SignalHandlers:
                 if handler in (signal.SIG_DFL, ours):
                     self._previous[number] = handler
                     signal.signal(number, self._handle)
+        else:
+            _handlers_of_threads[threading.get_ident()] = self
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        _handlers_of_threads.pop(threading.get_ident(), None)
+
+    def cancel_main(self) -> bool:
+        """Cancel the main task from another thread, as the first SIGINT does; False if it was cancelled before."""
+        if self.signal_number is not None or self._main.done():
+            return False
+        self.signal_number = signal.SIGINT
+        self._loop.call_soon_threadsafe(self._main.cancel)
+        return True
 
     def raise_signal(self) -> None:
         """Raise KeyboardInterrupt or SystemExit if there was a signal."""
@@ -76,6 +92,23 @@ class SignalHandlers:
         else:
             os.write(2, f"tunesmith: {name}: ending at once\n".encode())
             os._exit(128 + number)
+
+
+_handlers_of_threads: dict[int, SignalHandlers] = {}
+"""Thread ident -> handlers of the main task that runs in it; the main thread is not in it."""
+
+
+def interrupt_thread(thread: threading.Thread) -> None:
+    """Interrupt a run in another thread, as Ctrl-C in the main thread: the first call cancels its main task.
+
+    Without a main task, or when it was cancelled before, KeyboardInterrupt is raised in the code that the thread runs.
+    """
+    ident = thread.ident
+    if ident is None or not thread.is_alive():
+        return
+    handlers = _handlers_of_threads.get(ident)
+    if handlers is None or not handlers.cancel_main():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt))
 
 
 def run_main(loop: asyncio.AbstractEventLoop, main: MainTask[T], handlers: SignalHandlers) -> T:
