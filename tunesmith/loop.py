@@ -38,7 +38,7 @@ class StepParts:
     trainer: Trainer
     replay: ReplayBuffer
     experts: ExpertFeed | None = None
-    """Demonstrations trained beside the policy's own samples."""
+    """Demonstrations trained in addition to the policy's own samples."""
     size: BatchSize
     group_size: int
     seed: int
@@ -46,7 +46,7 @@ class StepParts:
     outcome_key: str | None = None
     """The metric that pass rates are computed from; None takes the reward."""
     baseline_sampling: Sampling | None = None
-    """How one more run of each task is sampled, whose reward is the group's baseline; None makes no such run."""
+    """Sampling of one more rollout of each task, whose reward is the group's baseline; None makes no such rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Dynamic sampling fills a batch with groups of non-zero advantage within a task budget; every group run is kept."""
+"""Dynamic sampling fills a batch with groups of non-zero advantage within a task budget; every group that was run is kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def has_variance(group):
 
 
 def gather(outcomes, *, num_groups, max_tasks, operators=()):
-    """The batch after running tasks in order, and its round sizes; `outcomes[i]` says whether group i has variance."""
+    """The batch after running tasks in order, and its round sizes; `outcomes[i]`: whether group i has variance."""
     batch, drawn = Batch(size=BatchSize(num_groups=num_groups, max_tasks=max_tasks)), []
     while batch.num_missing:
         start = sum(drawn)

@@ -16,7 +16,7 @@ TURN = Turn(
 
 
 def groups_of(step, num_groups=3):
-    """The groups collected in a step: two scored runs and a failed one each."""
+    """The groups collected in a step: two scored rollouts and a failed one each."""
     groups = []
     for index in range(num_groups):
         task = Task(task_id=f"t/{step}-{index}", index=index, row={})

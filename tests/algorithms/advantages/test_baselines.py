@@ -1,4 +1,4 @@
-"""Baselines and selection of runs against golden values and numbers worked by hand."""
+"""Baselines and selection of rollouts against golden values and numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_rec_balance_drops_surplus_failures():
     assert compute_rec_advantages(groups, drop="balance") == advantages
 
 
-def test_rec_balance_drops_different_runs_in_different_groups():
+def test_rec_balance_drops_different_rollouts_in_different_groups():
     rows = [[1] + [0] * (5 + run) for run in range(8)]
     dropped = {
         tuple(i for i, value in enumerate(row) if value is not None)
@@ -132,7 +132,7 @@ def test_groups_of_one_and_with_equal_rewards_are_dropped(compute):
 @pytest.mark.parametrize(
     "compute", [*CENTRED, compute_raft_advantages, compute_asymre_advantages, compute_reinforce_advantages]
 )
-def test_unscored_runs_do_not_affect_others(compute):
+def test_unscored_rollouts_do_not_affect_others(compute):
     rewards = [1, 0, 1]
     (with_none,) = compute(outcomes([1, None, 0, 1]))
     assert with_none[1] is None
@@ -188,7 +188,7 @@ def test_bnpo_refuses_rewards_outside_zero_to_one():
 
 
 def test_rank_penalty_favours_unlikely_runs():
-    """The least likely of four runs keeps 1 - p/4 of its reward, the likeliest 1 - p."""
+    """The least likely of four rollouts keeps 1 - p/4 of its reward, the likeliest 1 - p."""
     runs = [
         RunOutcome(reward=reward, num_turns=1, turn_logprobs=((logprob,),))
         for reward, logprob in [(1, -0.1), (1, -3.0), (0, -1.0), (0, -2.0)]

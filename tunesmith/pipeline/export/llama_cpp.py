@@ -57,7 +57,7 @@ class GgufModel:
                 raise ModelError(f"llama.cpp cannot load {path}: {summarize(errors)}") from error
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, with the tokens that the file says are added; special tokens in the text are parsed."""
+        """Token ids of a text, with BOS and EOS as set in the file; special tokens in the text are parsed."""
         ids: list[int] = self._llama.tokenize(text.encode(), add_bos=True, special=True)
         return ids
 
