@@ -67,7 +67,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     while batch.num_missing:
         groups = await run_tasks(
             parts.actors,
-            parts.tasks.draw(batch.num_missing),
+            parts.tasks.select(batch.num_missing),
             group_size=parts.group_size,
             seed=derive_round_seed(parts.seed, batch.num_rounds),
             step=step,
@@ -82,11 +82,11 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     check_failures(batch.collected, max_failure_rate=parts.max_failure_rate)
     sampled = time.perf_counter()
 
-    replayed = parts.replay.draw(policy_version=policy_version)
+    replayed = parts.replay.sample(policy_version=policy_version)
     groups = [*batch.groups, *replayed]
     advantages, advantage_metrics = compute_group_advantages(parts.algorithm, groups)
     samples, sample_metrics = build_samples(groups, advantages)
-    experts = [] if parts.experts is None else parts.experts.draw(step)
+    experts = [] if parts.experts is None else parts.experts.select(step)
     train_metrics = parts.trainer.step(add_experts(samples, experts), policy_version=policy_version)
     trained = time.perf_counter()
 

@@ -64,7 +64,7 @@ class Selection:
     """Number of tasks per bin of expected pass rate, in equal bins from 0 to 1."""
 
 
-def draw_indices(selector: Selector, size: int, *, num_tasks: int) -> list[int]:
+def select_indices(selector: Selector, size: int, *, num_tasks: int) -> list[int]:
     """The next `size` indices as ints; ConfigError if a custom selector violates the interface."""
     selected = selector.select(size)
     try:

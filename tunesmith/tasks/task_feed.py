@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tunesmith.storage import save_json
-from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector, draw_indices
+from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector, select_indices
 from tunesmith.types import Task
 
 
@@ -21,21 +21,21 @@ class TaskFeed:
     def __init__(self, tasks: Sequence[Task], selector: Selector) -> None:
         self.tasks = tasks
         self.selector = selector
-        self._drawn: list[int] = []
+        self._selected: list[int] = []
         self._selections: list[Selection] = []
 
-    def draw(self, num_tasks: int) -> list[Task]:
+    def select(self, num_tasks: int) -> list[Task]:
         """The next tasks."""
-        indices = draw_indices(self.selector, num_tasks, num_tasks=len(self.tasks))
-        self._drawn += indices
+        indices = select_indices(self.selector, num_tasks, num_tasks=len(self.tasks))
+        self._selected += indices
         if isinstance(self.selector, ExplainingSelector):
             self._selections.append(self.selector.explain())
         return [self.tasks[index] for index in indices]
 
     def give_feedback(self, pass_rates: Sequence[float | None]) -> dict[str, float]:
         """Report the pass rates of the tasks selected in this step, in the order of selection; None is not reported."""
-        known = [(index, rate) for index, rate in zip(self._drawn, pass_rates, strict=True) if rate is not None]
-        self._drawn = []
+        known = [(index, rate) for index, rate in zip(self._selected, pass_rates, strict=True) if rate is not None]
+        self._selected = []
         return dict(self.selector.feedback([index for index, _ in known], [rate for _, rate in known]) or {})
 
     def save_selection(self, path: Path) -> None:

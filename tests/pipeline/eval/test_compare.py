@@ -266,7 +266,7 @@ def test_a_comparison_of_other_models_is_not_overwritten(workplace):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval.yaml", "--model", "x=one", "--model", "x=two"], "names 'x' twice"),
+        (["eval.yaml", "--model", "x=one", "--model", "x=two"], "the label 'x' twice"),
         (["eval.yaml", "--model", "x=/no/model"], "/no/model"),
         (["eval.yaml", "--set", "judge=agent.py:jugde"], "jugde"),
         (["eval.yaml", "--set", "model.max_tokns=3"], "max_tokens"),

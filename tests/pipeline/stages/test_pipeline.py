@@ -15,7 +15,7 @@ from tunesmith.config import PipelineConfig
 from tunesmith.errors import ConfigError
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.pipeline.session.load_config import build_section
-from tunesmith.pipeline.session.run_folder import take_lock
+from tunesmith.pipeline.session.run_folder import acquire_lock
 from tunesmith.pipeline.stages.folder import PipelineFolder, is_same_stage
 from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
 from tunesmith.storage import RunPaths
@@ -294,7 +294,7 @@ def test_a_run_resumes_only_if_the_changed_settings_may_change(copied):
 
 def test_two_commands_cannot_write_one_pipeline(workdir):
     (workdir / "out").mkdir()
-    with take_lock(RunPaths(workdir / "out")):
+    with acquire_lock(RunPaths(workdir / "out")):
         assert "is being written by process" in run(expected_status=1)
 
 
