@@ -76,7 +76,7 @@ def compute_rloo_terms(scores: BatchScores, *, reward_kl_coef: NonNegativeFloat 
         _, group_Q, size_G = np.unique(scores.group_Q, return_inverse=True, return_counts=True)
         others_Q = np.maximum(size_G[group_Q] - 1, 1)
         mean_of_others_Q = (np.bincount(group_Q, weights=kl_Q)[group_Q] - kl_Q) / others_Q
-        centred_Q = np.where(size_G[group_Q] > 1, kl_Q - mean_of_others_Q, 0.0)
-        advantages_E = advantages_E - reward_kl_coef * centred_Q[scores.sequence_E]
+        centered_Q = np.where(size_G[group_Q] > 1, kl_Q - mean_of_others_Q, 0.0)
+        advantages_E = advantages_E - reward_kl_coef * centered_Q[scores.sequence_E]
         metrics = {"train/reward_kl": float(kl_Q.mean()) if len(kl_Q) else 0.0}
     return TokenTerms(advantages_E=advantages_E, weights_E=np.ones(len(advantages_E)), metrics=metrics)

@@ -309,7 +309,7 @@ class Trainer:
         requested = self._settings.has_row_graphs
         if requested and not can:
             raise ConfigError(
-                "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantised 16-bit weights, rotary "
+                "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantized 16-bit weights, rotary "
                 "embeddings that do not depend on length, and neither gradient checkpointing nor model.lora.dropout: "
                 "leave it out"
             )

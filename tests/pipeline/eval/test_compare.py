@@ -226,7 +226,7 @@ def test_an_evaluation_file_compares_its_models_on_every_set(workplace):
     assert not (workplace / "out/parts").exists()
 
 
-def test_a_run_file_with_labelled_models_gives_the_same_numbers(workplace):
+def test_a_run_file_with_labeled_models_gives_the_same_numbers(workplace):
     run_eval("eval.yaml", "--out", "out", "--seed", "5")
     run_eval("run.yaml", "--model", "first=one", "--model", "second=two", "--out", "other", "--seed", "5")
     assert read_outcomes(workplace / "out") == read_outcomes(workplace / "other")

@@ -45,7 +45,7 @@ def compute_opmd_advantages(
 ) -> Advantages:
     """Online policy mirror descent: R - b, with b the group's mean or tau log mean exp(R / tau).
 
-    logavgexp is the log-normaliser of the optimal policy of the mirror descent problem, estimated on the group; mean is
+    logavgexp is the log-normalizer of the optimal policy of the mirror descent problem, estimated on the group; mean is
     its limit for large tau. Both hold whichever policy sampled (Yao et al., 2025, "Group-relative REINFORCE is secretly
     an off-policy algorithm", section 2; Kimi Team, 2025, section 2.3). `tau` is read with baseline="logavgexp" only.
     """

@@ -96,7 +96,7 @@ def compute_dr_grpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advant
 def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
     """(R - p) / f(p) with p the group's mean reward and f a Beta density fitted to the batch (Xiao et al., 2025, BNPO).
 
-    If p is distributed as Beta(a, b) over tasks, f = Beta(1 + a/3, 1 + b/3) minimises the variance of the gradient; a
+    If p is distributed as Beta(a, b) over tasks, f = Beta(1 + a/3, 1 + b/3) minimizes the variance of the gradient; a
     and b are fitted to the mean and variance of p over the batch's groups (method of moments). Where no Beta
     distribution has these, f is 1, as in REINFORCE with a baseline. Rewards must be in [0, 1].
     """
