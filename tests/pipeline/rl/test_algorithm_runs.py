@@ -169,7 +169,7 @@ def test_experts_are_mixed_in_their_ratio(run, tmp_path):
         ("jsd", ["algorithm.teacher.path=nowhere/x/y"], ModelError, "algorithm.teacher.path: .*no such folder"),
         ("mix", ["algorithm.expert.path=nowhere.jsonl"], DataError, "nowhere"),
         ("dpo", [], ConfigError, "does not train on rewards"),
-        ("dpo", ["algorithm.loss_aggregation=token-mean"], ConfigError, "weighs its tokens itself"),
+        ("dpo", ["algorithm.loss_aggregation=token-mean"], ConfigError, "loss includes the token weights"),
     ],
 )
 def test_missing_and_ineffective_settings_are_refused_before_a_model_loads(

@@ -295,7 +295,7 @@ def test_a_run_resumes_only_if_the_changed_settings_may_change(copied):
 def test_two_commands_cannot_write_one_pipeline(workdir):
     (workdir / "out").mkdir()
     with acquire_lock(RunPaths(workdir / "out")):
-        assert "is being written by process" in run(expected_status=1)
+        assert "is locked by process" in run(expected_status=1)
 
 
 def test_a_missing_input_stage_is_named(workdir):
@@ -396,5 +396,5 @@ def test_a_damaged_stage_record_is_named(copied):
 @pytest.mark.parametrize("name", ["stages", "../x"])
 def test_stage_names_must_be_folder_names(name):
     stages = {name: {"kind": "function", "function": "a:b"}}
-    with pytest.raises(ConfigError, match="cannot name a stage"):
+    with pytest.raises(ConfigError, match="is not a valid stage name"):
         build_section(PipelineConfig, {"folder": "out", "stages": stages})
