@@ -11,7 +11,7 @@ from tunesmith.engine.batch.decode_burst import BurstInput
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.worker.model_runner import probe_layers
 
-PAGE_SIZE = 16
+BLOCK_SIZE = 16
 
 
 class Decoding:
@@ -21,33 +21,33 @@ class Decoding:
         from tunesmith.engine.cuda.cuda_graphs import build_graphs  # needs Triton, which only CUDA machines have
 
         self._num_sequences, self._context = num_sequences, context
-        num_pages = -(-(context + num_steps + 1) // PAGE_SIZE)
+        num_blocks = -(-(context + num_steps + 1) // BLOCK_SIZE)
         cache = KVCache(
-            probe_layers(model), num_blocks=num_sequences * num_pages + 1, block_size=PAGE_SIZE, dtype=model.dtype,
+            probe_layers(model), num_blocks=num_sequences * num_blocks + 1, block_size=BLOCK_SIZE, dtype=model.dtype,
             device=model.device,
         )  # fmt: skip
         for tensor in (*cache.keys, *cache.values):
             tensor.normal_()
         self._decoder = build_graphs(
-            model, cache, max_num_seqs=num_sequences, max_model_len=num_pages * PAGE_SIZE,
+            model, cache, max_num_seqs=num_sequences, max_model_len=num_blocks * BLOCK_SIZE,
             is_compiled=mode == "compiled",
         )  # fmt: skip
-        pages = np.random.default_rng(0).permutation(num_sequences * num_pages).reshape(num_sequences, num_pages)
-        self._decoder.input_batch.block_table_SP[:, :num_pages] = pages
+        blocks = np.random.default_rng(0).permutation(num_sequences * num_blocks).reshape(num_sequences, num_blocks)
+        self._decoder.input_batch.block_table_SP[:, :num_blocks] = blocks
         self._decoder.input_batch.seeds_S[:] = np.arange(num_sequences)
 
-    def run(self, num_steps: int, block: int) -> float:
+    def run(self, num_steps: int, burst_length: int) -> float:
         """Seconds for `num_steps` tokens of every request; bursts are read as the engine reads them, one behind."""
         rows = np.arange(self._num_sequences)
         started, before = time.perf_counter(), None
-        for first in range(0, num_steps, block):
+        for first in range(0, num_steps, burst_length):
             described = BurstInput(
                 slots_R=rows,
                 sources_R=np.full_like(rows, -1) if before is None else rows,
                 token_ids_R=np.full_like(rows, 5),
                 positions_R=np.full_like(rows, self._context + first),
             )
-            ticket = self._decoder.launch(described, num_steps=block)
+            ticket = self._decoder.launch(described, num_steps=burst_length)
             if before is not None:
                 before.read()
             before = ticket

@@ -20,7 +20,7 @@ def build_scores(
     step: int = 0,
     **scored: Rows,
 ) -> BatchScores:
-    """One row per sequence; old logprobs default to 0, and each sequence is a group of its own."""
+    """One row per sequence; old logprobs default to 0, and each sequence is its own group."""
     lengths = [len(row) for row in advantages]
     return BatchScores(
         old_logprobs_E=flatten(old if old is not None else [[0.0] * length for length in lengths]),

@@ -74,7 +74,7 @@ def _widen_norms(model: PreTrainedModel) -> None:
 
 
 def build_answered(prompts: list[list[int]], answers: list[Completion]) -> list[Sample]:
-    """Samples from prompts and completions, each in a group of its own; advantages alternate."""
+    """Samples from prompts and completions, each in its own group; advantages alternate."""
     samples = []
     for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         mask = [False] * len(prompt) + [True] * len(answer.sampled_ids)

@@ -33,7 +33,9 @@ app.add_typer(model_app)
 ConfigPath = Annotated[str, typer.Argument(help="Run file (YAML). List its keys with: tunesmith config --options.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set algorithm.group_size=4. Repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key of the file, e.g. --set section.key=3. Repeatable."
+    ),
 ]
 Workflow = Annotated[
     str | None, typer.Option(help="Workflow (the agent), as module:function or file.py:function. Overrides the file.")

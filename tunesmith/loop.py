@@ -38,7 +38,7 @@ class StepParts:
     trainer: Trainer
     replay: ReplayBuffer
     experts: ExpertFeed | None = None
-    """Demonstrations trained beside the policy's own samples."""
+    """Demonstrations trained in addition to the policy's own samples."""
     size: BatchSize
     group_size: int
     seed: int
@@ -46,7 +46,7 @@ class StepParts:
     outcome_key: str | None = None
     """The metric that pass rates are computed from; None takes the reward."""
     baseline_sampling: Sampling | None = None
-    """How one more run of each task is sampled, whose reward is the group's baseline; None makes no such run."""
+    """Sampling of one more rollout of each task, whose reward is the group's baseline; None makes no such rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     while batch.num_missing:
         groups = await run_tasks(
             parts.actors,
-            parts.tasks.draw(batch.num_missing),
+            parts.tasks.select(batch.num_missing),
             group_size=parts.group_size,
             seed=derive_round_seed(parts.seed, batch.num_rounds),
             step=step,
@@ -82,11 +82,11 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     check_failures(batch.collected, max_failure_rate=parts.max_failure_rate)
     sampled = time.perf_counter()
 
-    replayed = parts.replay.draw(policy_version=policy_version)
+    replayed = parts.replay.sample(policy_version=policy_version)
     groups = [*batch.groups, *replayed]
     advantages, advantage_metrics = compute_group_advantages(parts.algorithm, groups)
     samples, sample_metrics = build_samples(groups, advantages)
-    experts = [] if parts.experts is None else parts.experts.draw(step)
+    experts = [] if parts.experts is None else parts.experts.select(step)
     train_metrics = parts.trainer.step(add_experts(samples, experts), policy_version=policy_version)
     trained = time.perf_counter()
 

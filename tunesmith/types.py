@@ -31,7 +31,7 @@ class WorkflowOutput(BaseModel):
 
 
 class JudgeOutput(BaseModel):
-    """Return value of a judge. `reward` is required; None means no verdict, which excludes the run from training."""
+    """Return value of a judge. `reward` is required; None means no verdict: the rollout is not trained."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -207,7 +207,7 @@ class Group:
     task: Task
     trajectories: tuple[Trajectory, ...]
     baseline_reward: float | None = None
-    """Reward of an additional greedy run, not among `trajectories`; None if there was none or it failed."""
+    """Reward of an additional greedy rollout, not among `trajectories`; None if there was none or it failed."""
 
     @property
     def scored(self) -> tuple[Trajectory, ...]:

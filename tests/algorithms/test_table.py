@@ -93,7 +93,7 @@ def build_group(*rewards: float | None) -> Group:
 
 @pytest.mark.parametrize("name", ["multi_step_grpo", "rloo", "bnpo", "rec"])
 def test_group_relative_algorithms_refuse_group_size_one(name):
-    with pytest.raises(ConfigError, match="group_size=1: .* one run has no advantage; raise group_size"):
+    with pytest.raises(ConfigError, match="group_size=1: .* one rollout has no advantage; raise group_size"):
         resolve_algorithm(AlgorithmSection(algorithm_type=name, group_size=1))
 
 
@@ -116,7 +116,7 @@ def test_trained_dropped_and_unscored_groups_are_counted():
 
 
 def test_gigpo_advantages_are_per_turn():
-    """Two runs of one call each in the same state: both parts are equal."""
+    """Two rollouts of one call each in the same state: both parts are equal."""
     advantages, metrics = compute_group_advantages(
         resolve_algorithm(AlgorithmSection(algorithm_type="gigpo")), [build_group(1.0, 0.0)]
     )

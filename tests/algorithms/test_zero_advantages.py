@@ -58,8 +58,8 @@ def test_zero_advantage_groups_are_dropped_without_one_or_by_std_threshold(secti
     assert advantages == [[None, None]] and metrics["algorithm/num_dropped_groups"] == 1
 
 
-def test_runs_without_advantage_by_selection_stay_dropped():
-    """raft selects runs, which zero advantages do not change; a failed greedy run is no baseline of 0."""
+def test_rollouts_without_advantage_by_selection_stay_dropped():
+    """raft selects rollouts, which zero advantages do not change; a failed greedy rollout is no baseline of 0."""
     assert compute({"algorithm_type": "raft", "kl_coef": 0.1}, build_group(0.0, 0.0))[0] == [[None, None]]
     section = {"algorithm_type": "remax", "kl_coef": 0.1}
     group = build_group(1.0, 1.0)

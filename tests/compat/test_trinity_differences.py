@@ -117,7 +117,7 @@ def test_the_note_on_sapo_gives_both_gradients():
         ("gspo", "token-mean", None),
         ("grpo", None, None),
         ("grpo", "seq-mean-token-sum-norm", "by the number of sequences and by model.max_model_len"),
-        ("grpo", "seq-mean-token-mean", "a sequence is a whole run"),
+        ("grpo", "seq-mean-token-mean", "a sequence is a whole rollout"),
         ("dpo", None, None),
     ],
 )

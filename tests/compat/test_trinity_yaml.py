@@ -75,7 +75,7 @@ def read(config, key):
     return config
 
 
-def test_the_recipes_files_are_recognised_and_translated(monkeypatch):
+def test_the_recipes_files_are_recognized_and_translated(monkeypatch):
     monkeypatch.setenv("TUNESMITH_MODEL", "my/model")
     chance, bots = (load_run_file(RECIPE / f"config_{name}.yaml") for name in ("random", "difficulty"))
     assert chance.train_dataset.task_selector.selector_type == "random"

@@ -1,4 +1,4 @@
-"""Dynamic sampling fills a batch with groups of non-zero advantage within a task budget; every group run is kept."""
+"""Dynamic sampling fills a batch with groups of non-zero advantage within a task budget; all groups are kept."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ def has_variance(group):
 
 
 def gather(outcomes, *, num_groups, max_tasks, operators=()):
-    """The batch after running tasks in order, and its round sizes; `outcomes[i]` says whether group i has variance."""
-    batch, drawn = Batch(size=BatchSize(num_groups=num_groups, max_tasks=max_tasks)), []
+    """The batch after running tasks in order, and its round sizes; `outcomes[i]`: whether group i has variance."""
+    batch, round_sizes = Batch(size=BatchSize(num_groups=num_groups, max_tasks=max_tasks)), []
     while batch.num_missing:
-        start = sum(drawn)
-        drawn.append(batch.num_missing)
-        groups = [group_of(index, 0, int(outcomes[index])) for index in range(start, start + drawn[-1])]
+        start = sum(round_sizes)
+        round_sizes.append(batch.num_missing)
+        groups = [group_of(index, 0, int(outcomes[index])) for index in range(start, start + round_sizes[-1])]
         kept, metrics = apply_operators(groups, operators)
         batch.add_round(groups, kept, metrics, has_advantage=[has_variance(group) for group in kept])
-    return batch, drawn
+    return batch, round_sizes
 
 
 def test_without_refill_a_batch_is_one_round():
-    batch, drawn = gather([1, 0, 1], num_groups=3, max_tasks=3)
-    assert drawn == [3]
+    batch, round_sizes = gather([1, 0, 1], num_groups=3, max_tasks=3)
+    assert round_sizes == [3]
     assert batch.groups == batch.collected and batch.positions == [0, 1, 2]
     assert batch.compute_metrics()["experience/num_useful_groups"] == 2
 
 
 def test_groups_with_zero_advantage_are_replaced_until_the_batch_is_full():
-    batch, drawn = gather([1, 0, 0, 0, 1, 1, 1], num_groups=3, max_tasks=9)
-    assert drawn == [3, 2, 1]
+    batch, round_sizes = gather([1, 0, 0, 0, 1, 1, 1], num_groups=3, max_tasks=9)
+    assert round_sizes == [3, 2, 1]
     assert [group.task.index for group in batch.groups] == [0, 4, 5] and batch.positions == [0, 4, 5]
     assert len(batch.collected) == 6
     assert batch.compute_metrics()["experience/num_rounds"] == 3
@@ -47,8 +47,8 @@ def test_groups_with_zero_advantage_are_replaced_until_the_batch_is_full():
 
 
 def test_refilling_stops_at_the_task_budget():
-    batch, drawn = gather([0] * 9, num_groups=3, max_tasks=5)
-    assert drawn == [3, 2]
+    batch, round_sizes = gather([0] * 9, num_groups=3, max_tasks=5)
+    assert round_sizes == [3, 2]
     assert batch.groups == [] and len(batch.collected) == 5
 
 
@@ -57,8 +57,8 @@ def test_groups_emptied_by_operators_are_not_trained():
         return [Group(task=groups[0].task, trajectories=()), *groups[1:]], {"num_dropped": 1, "share": 0.5}
 
     operator = BoundOperator(name="drop", apply=drop_first)
-    batch, drawn = gather([1] * 9, num_groups=3, max_tasks=9, operators=[operator])
-    assert drawn == [3, 1, 1, 1, 1, 1, 1] and len(batch.groups) == 2
+    batch, round_sizes = gather([1] * 9, num_groups=3, max_tasks=9, operators=[operator])
+    assert round_sizes == [3, 1, 1, 1, 1, 1, 1] and len(batch.groups) == 2
     assert batch.compute_metrics()["experience/drop/num_dropped"] == 7
     plain, _ = gather([1] * 3, num_groups=3, max_tasks=3, operators=[operator])
     assert plain.positions == [1, 2]

@@ -34,7 +34,7 @@ def turn_of(prompt, sampled, reason="eos"):
 
 
 def group_of(*rewards, index=0, metrics=None, num_turns=None):
-    """A group with one run per reward; None is a failed run."""
+    """A group with one rollout per reward; None is a failed rollout."""
     task = Task(task_id=f"t/{index}", index=index, row={})
     runs = [
         Trajectory(
@@ -54,7 +54,7 @@ def rewards_of(result):
     return [[run.reward for run in group.trajectories] for group in result[0]]
 
 
-def test_pass_rates_average_clipped_outcomes_of_runs_without_failures():
+def test_pass_rates_average_clipped_outcomes_of_rollouts_without_failures():
     groups = [group_of(1.0, 0.0, num_turns=[3, 1]), group_of(-1.0, 3.0, None), group_of(None, None)]
     assert compute_pass_rates(groups, None) == [0.5, 0.5, None]
 
@@ -63,7 +63,7 @@ def test_an_outcome_metric_must_be_reported():
     groups = [group_of(0.2, 0.9, metrics=[{"accuracy": 1.0}, {"accuracy": 0.0}])]
     assert compute_pass_rates(groups, "accuracy") == [0.5]
     with pytest.raises(
-        ConfigError, match="outcome_key='acuracy' is not a metric of run 0 of task t/0.*reports accuracy"
+        ConfigError, match="outcome_key='acuracy' is not a metric of rollout 0 of task t/0.*reports accuracy"
     ):
         compute_pass_rates(groups, "acuracy")
 
@@ -109,7 +109,7 @@ def test_outcome_gate_drops_groups_of_equal_outcomes_even_if_rewards_differ():
     assert rewards_of(outcome_gate([group_of(0.5, 0.6)], tolerance=0.2)) == [[]]
 
 
-def test_dapo_keeps_groups_with_correct_and_incorrect_runs():
+def test_dapo_keeps_groups_with_correct_and_incorrect_rollouts():
     groups = [
         group_of(1, 1), group_of(0, 0), group_of(1, 0, None),
         group_of(1, 1, metrics=[{"accuracy": 1.0}, {"accuracy": 0.0}]),
@@ -228,10 +228,10 @@ def test_dapo_uses_the_outcome_key_of_the_section_unless_metric_key_is_set():
         ("dapo_dynamic_sampling", {}, "lenght"),
     ],
 )
-def test_a_metric_that_no_run_ever_reported_is_an_error(name, args, outcome_key):
+def test_a_metric_that_no_rollout_ever_reported_is_an_error(name, args, outcome_key):
     chain = chain_of((name, args), outcome_key=outcome_key)
     apply_operators([group_of(None)], chain)
-    with pytest.raises(ConfigError, match="'lenght', which none of 2 runs reports .did you mean 'length'"):
+    with pytest.raises(ConfigError, match="'lenght', which none of 2 rollouts reports .did you mean 'length'"):
         apply_operators([group_of(1, 0, metrics=[{"length": 1.0}, {"length": 2.0}])], chain)
     with pytest.raises(ConfigError, match=f"operator '{name}' .*they report none"):
         apply_operators([group_of(1, 0)], chain)
@@ -286,7 +286,7 @@ def test_non_finite_rewards_after_the_chain_are_refused():
     shaping = [{"stats_key": "length", "op_type": "ADD", "weight": float("inf")}]
     chain = [("reward_shaping_mapper", {"reward_shaping_configs": shaping})]
     group = group_of(1, 0, metrics=[{"length": 1.0}, {"length": 2.0}])
-    with pytest.raises(ConfigError, match="reward of run 0 of task .* inf: .*put invalid_reward_filter last"):
+    with pytest.raises(ConfigError, match="reward of rollout 0 of task .* inf: .*put invalid_reward_filter last"):
         apply_operators([group], chain_of(*chain))
     groups, _ = apply_operators([group], chain_of(*chain, ("invalid_reward_filter", {})))
     assert groups[0].trajectories == ()

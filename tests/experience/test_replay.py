@@ -16,7 +16,7 @@ TURN = Turn(
 
 
 def groups_of(step, num_groups=3):
-    """The groups collected in a step: two scored runs and a failed one each."""
+    """The groups collected in a step: two scored rollouts and a failed one each."""
     groups = []
     for index in range(num_groups):
         task = Task(task_id=f"t/{step}-{index}", index=index, row={})
@@ -45,31 +45,31 @@ def build(**settings):
 def test_off_by_default():
     buffer = ReplayBuffer(ReplaySection(), seed=0)
     add(buffer, 1)
-    assert len(buffer) == 0 and buffer.draw(policy_version=1) == []
+    assert len(buffer) == 0 and buffer.sample(policy_version=1) == []
 
 
 def test_newest_groups_come_first_and_each_use_lowers_priority():
     buffer = build(decay=2.0)
     add(buffer, 1, num_groups=2)
     add(buffer, 2, num_groups=2)
-    assert names(buffer.draw(policy_version=2)) == ["2-0", "2-1"]
-    assert names(buffer.draw(policy_version=2)) == ["1-0", "1-1"]
-    assert names(buffer.draw(policy_version=2)) == ["2-0", "2-1"]
+    assert names(buffer.sample(policy_version=2)) == ["2-0", "2-1"]
+    assert names(buffer.sample(policy_version=2)) == ["1-0", "1-1"]
+    assert names(buffer.sample(policy_version=2)) == ["2-0", "2-1"]
 
 
 def test_stale_and_used_up_groups_are_evicted():
     buffer = build(max_uses=1, max_staleness=2)
     add(buffer, 1)
-    buffer.draw(policy_version=2)
+    buffer.sample(policy_version=2)
     assert len(buffer) == 1
-    assert buffer.draw(policy_version=3) == [] and len(buffer) == 0
+    assert buffer.sample(policy_version=3) == [] and len(buffer) == 0
 
 
 def test_over_capacity_the_lowest_priority_is_evicted():
     buffer = build(capacity=4)
     add(buffer, 1)
     add(buffer, 2)
-    assert names(buffer.draw(policy_version=2) + buffer.draw(policy_version=2)) == ["2-0", "2-1", "2-2", "1-0"]
+    assert names(buffer.sample(policy_version=2) + buffer.sample(policy_version=2)) == ["2-0", "2-1", "2-2", "1-0"]
 
 
 def test_noise_changes_the_order_deterministically():
@@ -77,7 +77,7 @@ def test_noise_changes_the_order_deterministically():
         buffer = build(sigma=sigma, num_groups=6)
         add(buffer, 1)
         add(buffer, 2)
-        return names(buffer.draw(policy_version=2))
+        return names(buffer.sample(policy_version=2))
 
     assert order(0.0) != order(5.0) == order(5.0)
 
@@ -98,22 +98,22 @@ def test_a_restored_buffer_draws_the_same_groups_with_operator_changes():
             for group in groups_of(step)
         ]
         buffer.add(changed, [0, 1, 2], step=step, policy_version=step - 1)
-    buffer.draw(policy_version=3)
+    buffer.sample(policy_version=3)
     restored = build(sigma=1.0)
     restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())), groups_of)
     for version in (3, 4, 5, 6):
-        assert restored.draw(policy_version=version) == buffer.draw(policy_version=version)
+        assert restored.sample(policy_version=version) == buffer.sample(policy_version=version)
 
 
 def test_each_draw_is_one_use_and_newer_steps_win_ties():
     buffer = build(decay=0.0, max_uses=3, num_groups=1)
     add(buffer, 1, num_groups=1)
-    assert [len(buffer.draw(policy_version=0)) for _ in range(4)] == [1, 1, 1, 0]
+    assert [len(buffer.sample(policy_version=0)) for _ in range(4)] == [1, 1, 1, 0]
     buffer = build(decay=1.0, num_groups=1)
     add(buffer, 1, num_groups=1)
     groups = groups_of(2, num_groups=1)
     buffer.add(groups, [0], step=2, policy_version=0)
-    assert names(buffer.draw(policy_version=0)) == ["2-0"]
+    assert names(buffer.sample(policy_version=0)) == ["2-0"]
 
 
 def test_sigma_is_the_standard_deviation_of_the_noise():
@@ -122,4 +122,4 @@ def test_sigma_is_the_standard_deviation_of_the_noise():
         buffer = build(decay=0.0, sigma=sigma, num_groups=8, max_staleness=1000)
         for step in range(1, 9):
             buffer.add(groups_of(step, num_groups=1), [0], step=step, policy_version=10 * step)
-        assert (names(buffer.draw(policy_version=80)) != [f"{step}-0" for step in range(8, 0, -1)]) == is_shuffled
+        assert (names(buffer.sample(policy_version=80)) != [f"{step}-0" for step in range(8, 0, -1)]) == is_shuffled

@@ -67,7 +67,7 @@ def run_tune(folder: Path, failure: str, *, fails_at: int) -> subprocess.Complet
     ("failure", "messages"),
     [("device", ("device can no longer be used", "last checkpoint")), ("memory", ("out of memory", "lower "))],
 )
-def test_the_error_says_what_to_do_and_the_run_resumes(tmp_path, pocket_folder, failure, messages):
+def test_the_error_states_what_to_do_and_the_run_resumes(tmp_path, pocket_folder, failure, messages):
     (tmp_path / "pocket").symlink_to(pocket_folder)
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "data").mkdir()

@@ -54,7 +54,7 @@ def test_format(text, expected):
     assert score_format(TASK, read_transcript(text)) == expected
 
 
-def test_a_run_that_ends_in_a_call_does_not_end_on_an_answer():
+def test_a_rollout_that_ends_in_a_call_does_not_end_on_an_answer():
     unfinished = replies(*GOOD.replies[:2])
     assert score_format(TASK, unfinished) == 0.5
 

@@ -7,7 +7,7 @@ import torch
 from tunesmith.model.device_errors import explain_device_error, is_device_error
 
 
-def test_a_lost_device_says_how_to_resume() -> None:
+def test_a_lost_device_error_states_how_to_resume() -> None:
     error = RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
     lost = explain_device_error(error, work="a step", advice="lower it")
     assert is_device_error(error)

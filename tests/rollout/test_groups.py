@@ -59,7 +59,7 @@ async def test_groups_are_in_task_order_and_independent_of_concurrency(max_concu
 
 
 @pytest.mark.anyio
-async def test_runs_start_in_order_and_within_the_concurrency_limit():
+async def test_rollouts_start_in_order_and_within_the_concurrency_limit():
     running, most, started = 0, 0, []
 
     async def workflow(task, model):

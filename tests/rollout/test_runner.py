@@ -1,4 +1,4 @@
-"""A run of user code ends with a reward, or with a failure that names place and cause."""
+"""A rollout ends with a reward, or with a failure that names place and cause."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ async def test_functions_receive_the_parameters_in_their_signature():
         seen["judge"] = (auxiliary_models, logger)
         return JudgeOutput(reward=1.0)
 
-    await run(workflow, judge, auxiliary_models={"helper": ExternalModel("it")})
+    await run(workflow, judge, auxiliary_models={"auxiliary": ExternalModel("it")})
     assert seen["workflow"] == seen["judge"]
-    assert seen["workflow"][0] == {"helper": "it"}
+    assert seen["workflow"][0] == {"auxiliary": "it"}
     assert isinstance(seen["workflow"][1], logging.Logger)
 
 
@@ -102,12 +102,12 @@ async def test_local_auxiliary_models_are_seeded_and_not_recorded():
     auxiliary = build_service(is_recorded=False)
 
     async def workflow(task, model, auxiliary_models):
-        await call_model(auxiliary_models["helper"])
+        await call_model(auxiliary_models["auxiliary"])
         return await answer(task, model)
 
-    trajectory = await run(workflow, auxiliary_models={"helper": auxiliary})
+    trajectory = await run(workflow, auxiliary_models={"auxiliary": auxiliary})
     assert len(trajectory.turns) == 1
-    await run(workflow, auxiliary_models={"helper": auxiliary})
+    await run(workflow, auxiliary_models={"auxiliary": auxiliary})
     first, second = (sampling.seed for _, sampling, _ in auxiliary.recorder.engine.requests)
     assert first == second
 
@@ -234,7 +234,7 @@ async def test_an_error_of_the_judge_is_a_failure(judge, message):
     assert (trajectory.reward, trajectory.failure) == (None, Failure(where="judge", message=message))
 
 
-async def test_a_run_past_its_timeout_is_cancelled():
+async def test_a_rollout_past_its_timeout_is_cancelled():
     cleaned = []
 
     async def workflow(task, model):
@@ -348,7 +348,7 @@ async def test_calls_in_flight_are_cancelled_when_the_workflow_returns():
     assert list(turn.sampled_ids) == service.recorder.engine.ledger[0][1]
 
 
-async def test_a_run_whose_calls_were_all_refused_fails():
+async def test_a_rollout_whose_calls_were_all_refused_fails():
     async def workflow(task, model):
         with pytest.raises(openai.BadRequestError):
             await model([{"role": "assistant", "content": "x", "tool_calls": 3}])
@@ -408,7 +408,7 @@ async def test_duration_is_measured():
 
 
 async def test_torch_modes_are_isolated_between_runs():
-    """Two runs await inside torch context managers and leave them in another order than they entered."""
+    """Two rollouts await inside torch context managers and leave them in another order than they entered."""
     first_is_in, second_is_in, first_is_out = asyncio.Event(), asyncio.Event(), asyncio.Event()
     seen = []
 
@@ -547,7 +547,7 @@ async def test_blocking_the_event_loop_past_the_timeout_is_a_timeout():
     assert "blocked the event loop for 0.6 s and was not done after timeout_s=0.3" in failure.message
 
 
-async def test_time_blocked_by_another_run_does_not_count():
+async def test_time_blocked_by_another_rollout_does_not_count():
     async def bystander(task, model):
         await asyncio.sleep(0.2)
         return await answer(task, model)

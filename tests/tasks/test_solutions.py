@@ -1,10 +1,10 @@
-"""Worked solutions are split at marked and plain calculations, which are normalised to the calculator's syntax."""
+"""Worked solutions are split at marked and plain calculations, which are normalized to the calculator's syntax."""
 
 from __future__ import annotations
 
 import pytest
 
-from tunesmith.tasks.solutions import SolutionError, normalise_answer, normalise_expression, parse_solution
+from tunesmith.tasks.solutions import SolutionError, normalize_answer, normalize_expression, parse_solution
 
 CLIPS = (
     "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n"
@@ -80,15 +80,15 @@ def test_plain_equations_of_numbers_are_calculations(text, calculations):
         ("5*(-3)", "5*(-3)"),
     ],
 )
-def test_expressions_are_normalised_to_calculator_syntax(written, spelled):
-    assert normalise_expression(written) == spelled
+def test_expressions_are_normalized_to_calculator_syntax(written, spelled):
+    assert normalize_expression(written) == spelled
 
 
 @pytest.mark.parametrize(
     ("text", "answer"), [(" 72", "72"), ("1,080", "1080"), ("$5.50", "5.50"), ("-3", "-3"), ("20%", "20"), ("7.", "7")]
 )
 def test_answers_are_plain_numbers(text, answer):
-    assert normalise_answer(text) == answer
+    assert normalize_answer(text) == answer
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def test_adapter_training_resumes_bit_for_bit():
         assert torch.equal(one, other)
 
 
-def test_4bit_weights_give_the_gradient_of_the_dequantised_weights(pocket_folder):
+def test_4bit_weights_give_the_gradient_of_the_dequantized_weights(pocket_folder):
     """After a forward without gradients, as in sampling; the reference has the weights rounded to NF4."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     lora = LoraSection(r=3, quantization="nf4")

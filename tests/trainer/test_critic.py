@@ -165,7 +165,7 @@ def test_ppo_step_does_not_depend_on_packing():
 
 
 def test_ppo_with_zero_values_is_reinforce_with_whitened_rewards():
-    """lambda = gamma = 1 and V = 0: the advantage of every token is its run's reward, whitened."""
+    """lambda = gamma = 1 and V = 0: the advantage of every token is its rollout's reward, whitened."""
     models = build_trainable(), build_trainable()
     build_ppo(models[0], build_value_model(is_zero_head=True)).step(build_samples())
     section = AlgorithmSection(algorithm_type="reinforceplusplus")

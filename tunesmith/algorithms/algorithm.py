@@ -123,7 +123,7 @@ def _check_arguments(algorithm: Algorithm) -> None:
 
 
 def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
-    """Refuse settings without effect, or with another effect than their name says."""
+    """Refuse settings without effect, or with an effect that contradicts their name."""
     if ALGORITHMS[algorithm.name].aggregation == "sum" and section.loss_aggregation is not None:
         raise ConfigError(
             f"algorithm.loss_aggregation has no effect with {algorithm.name!r}, whose loss includes the token weights: "
@@ -132,7 +132,7 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
     is_group_relative = ALGORITHMS[algorithm.name].compute_advantages in GROUP_RELATIVE_ADVANTAGES
     if section.group_size == 1 and is_group_relative and "experts" not in algorithm.needs:
         raise ConfigError(
-            f"algorithm.group_size=1: {algorithm.name!r} compares the runs of a task, so one run has no advantage; "
+            f"algorithm.group_size=1: {algorithm.name!r} compares rollouts of a task, so one rollout has no advantage; "
             "raise group_size, or choose an algorithm without a group baseline, such as reinforceplusplus"
         )
     if section.norm_length is not None and algorithm.aggregation != "seq-mean-token-sum-norm":
@@ -197,14 +197,14 @@ def _compute_advantages(algorithm: Algorithm, groups: Sequence[Group]) -> Advant
 
 
 def has_advantage(algorithm: Algorithm, group: Group) -> bool:
-    """Whether a run of the group has an advantage, so that the group is trained for its rewards."""
+    """Whether a rollout of the group has an advantage, so that the group is trained for its rewards."""
     return any(value is not None for value in _compute_advantages(algorithm, [group])[0])
 
 
 def _keep_zero_advantages(
     algorithm: Algorithm, groups: Sequence[Group], advantages: Advantages
 ) -> tuple[Advantages, int]:
-    """Advantage 0 for the scored runs of groups without an advantage, and the number of these groups."""
+    """Advantage 0 for the scored rollouts of groups without an advantage, and the number of these groups."""
     kept: Advantages = []
     for group, row in zip(groups, advantages, strict=True):
         has_baseline = group.baseline_reward is not None or "baselines" not in algorithm.needs

@@ -17,7 +17,7 @@ import numpy as np
 
 Need = Literal["logprobs", "reference", "teacher", "values", "experts", "baselines"]
 """What an algorithm may need besides rewards. From the scoring pass: logprobs of the current policy, the reference or
-the teacher, values of the critic. From the step: demonstrations of experts, a greedy run of each task."""
+the teacher, values of the critic. From the step: demonstrations of experts, a greedy rollout of each task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

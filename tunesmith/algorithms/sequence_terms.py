@@ -32,9 +32,9 @@ def compute_topr_terms(
 ) -> TokenTerms:
     """Weight 1 where A is above the threshold, else the ratio clipped to [0, 1] (Le Roux et al., 2025, TOPR, eq. 9).
 
-    Positive runs are trained independent of their probability under the policy; negative runs only as long as the
-    policy still produces them. The paper's ratio is that of the sequence, a product over its tokens; `token` uses the
-    ratio of each token.
+    Positive rollouts are trained independent of their probability under the policy; negative rollouts only as long as
+    the policy still produces them. The paper's ratio is that of the sequence, a product over its tokens; `token` uses
+    the ratio of each token.
     """
     assert scores.logprobs_E is not None
     ratio_E = compute_ratios(scores.logprobs_E - scores.old_logprobs_E, scores, level=ratio_level)
@@ -65,9 +65,9 @@ def compute_m2po_terms(scores: BatchScores, *, second_moment_cap: PositiveFloat 
 def compute_rloo_terms(scores: BatchScores, *, reward_kl_coef: NonNegativeFloat = 0.0) -> TokenTerms:
     """Leave-one-out advantages of rewards minus coef times the KL to the reference (Ahmadian et al., 2024, eq. 1).
 
-    The KL of a run is the sum of old minus reference logprob over its tokens. The leave-one-out advantage is linear in
-    the rewards, so the KL part is computed from the KLs alone and added. It compares the runs of the update only:
-    dropped runs are excluded.
+    The KL of a rollout is the sum of old minus reference logprob over its tokens. The leave-one-out advantage is linear
+    in the rewards, so the KL part is computed from the KLs alone and added. It compares the rollouts of the update
+    only: dropped rollouts are excluded.
     """
     advantages_E, metrics = scores.advantages_E, {}
     if reward_kl_coef > 0:
@@ -76,7 +76,7 @@ def compute_rloo_terms(scores: BatchScores, *, reward_kl_coef: NonNegativeFloat 
         _, group_Q, size_G = np.unique(scores.group_Q, return_inverse=True, return_counts=True)
         others_Q = np.maximum(size_G[group_Q] - 1, 1)
         mean_of_others_Q = (np.bincount(group_Q, weights=kl_Q)[group_Q] - kl_Q) / others_Q
-        centred_Q = np.where(size_G[group_Q] > 1, kl_Q - mean_of_others_Q, 0.0)
-        advantages_E = advantages_E - reward_kl_coef * centred_Q[scores.sequence_E]
+        centered_Q = np.where(size_G[group_Q] > 1, kl_Q - mean_of_others_Q, 0.0)
+        advantages_E = advantages_E - reward_kl_coef * centered_Q[scores.sequence_E]
         metrics = {"train/reward_kl": float(kl_Q.mean()) if len(kl_Q) else 0.0}
     return TokenTerms(advantages_E=advantages_E, weights_E=np.ones(len(advantages_E)), metrics=metrics)

@@ -250,7 +250,7 @@ GROUP_RELATIVE_ADVANTAGES = frozenset(
         compute_rec_advantages,
     }
 )
-"""Advantages that only compare the runs of a group: a group of one has none."""
+"""Advantages that only compare the rollouts of a group: a group of one has none."""
 ZERO_AT_EQUAL_REWARDS = GROUP_RELATIVE_ADVANTAGES | {compute_gigpo_advantages, compute_remax_advantages}
 """Advantages that are zero, so that the group is dropped, if the rewards of a group (and its baseline or turns) do not
 differ."""

@@ -150,7 +150,7 @@ def _parse_tool_call(call: Any, where: str) -> ToolCall:
 
 
 def parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
-    """Parse the `tools` of a request into the form templates render; `strict` is dropped, the model never sees it."""
+    """Parse the `tools` of a request into the form templates render; `strict` is dropped and not rendered."""
     cache_key = build_cache_key(raw)
     return _parse_tools(raw) if cache_key is None else _parse_tools_cached(cache_key)
 

@@ -29,7 +29,7 @@ from tunesmith.chat.token_length import find_longest_token
 logger = logging.getLogger(__name__)
 
 NUM_CACHED_PROMPTS = 512
-"""Tokenized prompts cached; the runs of a group start with the same prompt."""
+"""Tokenized prompts cached; the rollouts of a group start with the same prompt."""
 NUM_CACHED_DELTAS, MAX_DELTA_CHARACTERS = 4096, 1024
 """Tokenized deltas cached, and their longest text; tools often return the same short result."""
 UNPARSED_CALLS_WARNING = (

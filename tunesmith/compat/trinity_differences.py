@@ -27,7 +27,7 @@ DIFFERENT_DEFAULTS: dict[str, tuple[Any, Any]] = {
     "trainer.save_interval": (RunConfig.model_fields["save_interval_steps"].default, 0),
 }
 """Key -> our default and Trinity-RFT's; noted if the file has the key's section but not the key."""
-SEQUENCES = "a sequence is a whole run with all its model calls (in Trinity-RFT each model call is one)"
+SEQUENCES = "a sequence is a whole rollout with all its model calls (in Trinity-RFT each model call is one)"
 
 
 def resolve_differences(draft: Draft) -> None:
@@ -80,7 +80,7 @@ def _resolve_chord(draft: Draft) -> None:
 def _resolve_gigpo(draft: Draft) -> None:
     _section(draft, "algorithm", "advantage_args").setdefault("gamma", 1.0)
     draft.notes.append(
-        "gigpo: a turn is compared with turns of its own task that have the same prompt, or the same value of the "
+        "gigpo: a turn is compared with turns of the same task that have the same prompt, or the same value of the "
         "metric advantage_args.env_state_hash_key; Trinity-RFT compares all turns of a batch with the same "
         "env_state_hash"
     )

@@ -109,7 +109,7 @@ def read_train_batch_size(draft: Draft, key: str, value: Any) -> None:
     if not value or value >= num_runs:
         if value and value > num_runs:
             draft.notes.append(
-                f"{key}={value!r} exceeds the {num_runs} runs of a step: a step makes one update with all its runs"
+                f"{key}={value!r} exceeds the {num_runs} rollouts of a step, which all train in one update"
             )
     elif num_runs % value:
         raise ConfigError(
@@ -289,7 +289,7 @@ EXPLORER_RULES: dict[str, Rule] = {
     "name": accept(),
     "runner_per_model": accept(),
     "max_timeout": move("rollout.timeout_s", float),
-    "max_retry_times": allow(0, reason="a failed run is left out of its group and counted, not retried"),
+    "max_retry_times": allow(0, reason="a failed rollout is left out of its group and counted, not retried"),
     "max_repeat_times_per_runner": accept(),
     "eval_interval": move("evaluation.interval_steps"),
     "eval_on_startup": move("evaluation.at_start"),

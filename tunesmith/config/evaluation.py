@@ -35,9 +35,9 @@ class EvalConfig(Section):
     auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
     """Models that workflow and judge may call, by name."""
     evaluation: HeldOutSection = HeldOutSection()
-    """Number of runs per task, and their sampling."""
+    """Number of rollouts per task, and their sampling."""
     outcome_key: str | None = None
-    """Metric (0 or 1) that decides whether a run passed, for pass@k; null uses the reward."""
+    """Metric (0 or 1) that decides whether a rollout passed, for pass@k; null uses the reward."""
     has_plot: bool = False
     """Also write the table as comparison.png; needs the extra `plot`."""
     engine: EngineSection = EngineSection()

@@ -51,8 +51,8 @@ class ExperienceSection(Section):
     """Operators on the groups of a step, applied in order: pass_rate_calculator, reward_filter, reward_std_filter,
     outcome_gate, dapo_dynamic_sampling, mask_response_truncated, reward_shaping_mapper, invalid_reward_filter."""
     outcome_key: str | None = None
-    """Metric from 0 to 1 that selectors, outcome_gate and dapo_dynamic_sampling use as a run's outcome; null uses the
-    judge's reward."""
+    """Metric from 0 to 1 that selectors, outcome_gate and dapo_dynamic_sampling use as a rollout's outcome; null uses
+    the judge's reward."""
     refill_budget: float = Field(default=1.0, ge=1)
     """Maximum number of tasks tried per step, as a multiple of the batch size; above 1, groups with zero advantage are
     replaced by new ones."""

@@ -52,7 +52,7 @@ class ModelSection(ServedModelSection):
 
     path: str
     """Folder or hub id of a Hugging Face causal language model, a `.gguf` file, or the folder of a PEFT adapter, which
-    is merged into its base unless `lora` is given."""
+    is merged into its base unless `lora` is set."""
     base_path: str | None = None
     """Base model of an adapter in `path`; null uses the one in the adapter's config. Set it if the base has moved."""
     lora: LoraSection | None = None

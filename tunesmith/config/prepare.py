@@ -70,7 +70,7 @@ class PassRateSection(Section):
     models: dict[str, PassRateModelSection] = Field(min_length=1)
     """Name -> model; the column is called `<name>_pass_rate`."""
     num_samples: int = Field(default=8, ge=1)
-    """Runs of the agent per question; raise it for more precise pass rates."""
+    """Rollouts of the agent per question; raise it for more precise pass rates."""
     batch_size: int = Field(default=64, ge=1)
     """Questions per batch; results are saved after each batch, so an interruption loses one."""
     engine: EngineSection = EngineSection()
@@ -125,7 +125,7 @@ class PrepareSection(Section):
     tokens: TokensSection | None = None
     """Token lengths and length filter; null measures nothing."""
     seed: int = Field(default=42, ge=0)
-    """Random seed of the runs that measure pass rates."""
+    """Random seed of the rollouts that measure pass rates."""
     num_cpu_threads: NumThreads = 1
     """Threads of torch's CPU kernels. On small virtual machines 2 are slower than 1; on machines with many cores try
     more."""

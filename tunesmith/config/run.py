@@ -134,7 +134,7 @@ class RolloutSection(Section):
     """Execution of workflows and judges."""
 
     timeout_s: float = Field(default=600.0, gt=0)
-    """Time limit in seconds of one workflow run with its judge; a run that exceeds it has failed."""
+    """Time limit in seconds of one rollout, workflow and judge together; a rollout that exceeds it has failed."""
     max_concurrency: int = Field(default=256, ge=1)
     """Maximum number of concurrent workflows; also the number of threads for `asyncio.to_thread`."""
     thread_patience_s: float = Field(default=0.03, ge=0)
@@ -218,7 +218,7 @@ class TrainerSection(Section):
 
 
 class HeldOutSection(Section):
-    """Runs of held-out tasks."""
+    """Rollouts of held-out tasks."""
 
     num_samples: int = Field(default=1, ge=1)
     """Rollouts per held-out task; raise it for narrower intervals and pass@k."""

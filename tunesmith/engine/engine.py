@@ -249,7 +249,7 @@ class LocalEngine:
             self._loop.call_soon_threadsafe(self._deliver, output)
 
     def _deliver(self, output: StepOutput) -> None:
-        """Runs in the event loop: deliver output, and admit a waiting caller for each place that came free."""
+        """Runs in the event loop: deliver output, and admit one waiting caller per freed queue place."""
         self._cancelled.extend(deliver_output(output))
         for _ in range(output.num_dequeued):
             self._queue_places.release()

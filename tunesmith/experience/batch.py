@@ -1,7 +1,7 @@
 """The groups of one step, collected in one or several rounds.
 
-Dynamic sampling (Yu et al., 2025, section 3.2): tasks are drawn and run until the batch holds `num_groups` groups with
-non-zero advantage, or until `max_tasks` tasks have been run. Every group that was run is kept and counted.
+Dynamic sampling (Yu et al., 2025, section 3.2): tasks are selected and run until the batch holds `num_groups` groups
+with non-zero advantage, or until `max_tasks` tasks have been run. Every group that was run is kept and counted.
 """
 
 from __future__ import annotations

@@ -20,15 +20,15 @@ class ExpertFeed:
         self._num_per_step = num_per_step
         self._seed = seed
 
-    def draw(self, step: int) -> list[Sample]:
+    def select(self, step: int) -> list[Sample]:
         """The samples of step 1, 2, ...; group and trajectory indices count from 0."""
         first = (step - 1) * self._num_per_step
-        slots = [divmod(position, len(self._demonstrations)) for position in range(first, first + self._num_per_step)]
-        orders = {epoch: self._shuffle(epoch) for epoch in {epoch for epoch, _ in slots}}
-        drawn = [self._demonstrations[orders[epoch][offset]] for epoch, offset in slots]
+        places = [divmod(position, len(self._demonstrations)) for position in range(first, first + self._num_per_step)]
+        orders = {epoch: self._shuffle(epoch) for epoch in {epoch for epoch, _ in places}}
+        selected = [self._demonstrations[orders[epoch][offset]] for epoch, offset in places]
         return [
             replace(sample, group_index=index, trajectory_index=index)
-            for index, demonstration in enumerate(drawn)
+            for index, demonstration in enumerate(selected)
             for sample in demonstration
         ]
 

@@ -1,7 +1,7 @@
-"""Operators on groups, applied between the judge and the advantages: they filter runs, change rewards, or only count.
+"""Operators on groups, applied between judge and advantages: they filter rollouts, change rewards, or only count.
 
 An operator is a function `(groups, **args) -> (groups, metrics)` that returns one group per input group, in order, with
-fewer or changed trajectories; a group without trajectories does not train. A filtered run is excluded from the
+fewer or changed trajectories; a group without trajectories does not train. A filtered rollout is excluded from the
 statistics of its group. Rollouts on disk and the selector's feedback use the groups before the operators.
 Metrics are those of one round of a batch: a plain float is averaged over the groups of all rounds; the types in
 `tunesmith.metric` define other ways to combine.
@@ -42,7 +42,7 @@ class Shaping(TypedDict):
 def pass_rate_calculator(
     groups: Sequence[Group], *, outcome_key: str | None = None
 ) -> tuple[list[Group], dict[str, float]]:
-    """Measure the share of tasks that are neither solved nor failed by all their runs; groups are unchanged."""
+    """Measure the share of tasks that are neither solved nor failed by all their rollouts; groups are unchanged."""
     rates = [rate for rate in compute_pass_rates(groups, outcome_key) if rate is not None]
     if not rates:
         return list(groups), {}
@@ -59,19 +59,19 @@ def pass_rate_calculator(
 
 
 def reward_filter(groups: Sequence[Group], *, threshold: float = 0.0) -> tuple[list[Group], dict[str, float]]:
-    """Keep runs whose reward is at least `threshold`."""
+    """Keep rollouts whose reward is at least `threshold`."""
     return _keep_runs(groups, lambda run: run.reward is not None and run.reward >= threshold)
 
 
 def invalid_reward_filter(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-    """Keep runs with a finite reward: failures and rewards that shaping made infinite are dropped."""
+    """Keep rollouts with a finite reward: failures and rewards that shaping made infinite are dropped."""
     return _keep_runs(groups, lambda run: run.reward is not None and math.isfinite(run.reward))
 
 
 def reward_std_filter(
     groups: Sequence[Group], *, threshold: NonNegativeFloat = 0.0
 ) -> tuple[list[Group], dict[str, float]]:
-    """Keep groups of two or more scored runs whose reward standard deviation (population) exceeds `threshold`."""
+    """Keep groups of two or more scored rollouts whose reward standard deviation (population) exceeds `threshold`."""
 
     def has_spread(group: Group) -> bool:
         rewards = [run.reward for run in group.scored if run.reward is not None]
@@ -85,7 +85,7 @@ def outcome_gate(
 ) -> tuple[list[Group], dict[str, float]]:
     """Keep groups whose outcomes differ by more than `tolerance`; with equal outcomes only shaping noise would train.
 
-    A group with one scored run cannot be compared and is kept.
+    A group with one scored rollout cannot be compared and is kept.
     """
 
     def differs(group: Group) -> bool:
@@ -98,9 +98,9 @@ def outcome_gate(
 def dapo_dynamic_sampling(
     groups: Sequence[Group], *, metric_key: str | None = None, correct_threshold: float = 0.0
 ) -> tuple[list[Group], dict[str, float]]:
-    """Keep groups in which some runs are correct and some are not (Yu et al., 2025, eq. 11).
+    """Keep groups in which some rollouts are correct and some are not (Yu et al., 2025, eq. 11).
 
-    A run is correct when its metric `metric_key` (default `accuracy`), or its reward when it does not report that
+    A rollout is correct when its metric `metric_key` (default `accuracy`), or its reward when it does not report that
     metric, exceeds the threshold. With `experience.refill_budget` above 1, other tasks replace the dropped groups.
     """
     key = "accuracy" if metric_key is None else metric_key
@@ -113,7 +113,7 @@ def dapo_dynamic_sampling(
 
 
 def mask_response_truncated(groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
-    """Exclude turns truncated by `max_tokens` or by the context from training; the reward of their run still counts."""
+    """Exclude turns truncated by `max_tokens` or by the context from training; their rollout's reward still counts."""
     num_masked = 0
 
     def mask(run: Trajectory) -> Trajectory:
@@ -129,9 +129,9 @@ def mask_response_truncated(groups: Sequence[Group]) -> tuple[list[Group], dict[
 def reward_shaping_mapper(
     groups: Sequence[Group], *, reward_shaping_configs: Annotated[list[Shaping], Field(min_length=1)]
 ) -> tuple[list[Group], dict[str, float]]:
-    """Shape rewards with metrics that runs report.
+    """Shape rewards with metrics that rollouts report.
 
-    A term whose metric the run does not report, or that divides by zero, is skipped and counted.
+    A term whose metric the rollout does not report, or that divides by zero, is skipped and counted.
     """
     differences: list[float] = []
     num_skipped = 0

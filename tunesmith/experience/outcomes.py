@@ -1,7 +1,8 @@
-"""Outcomes of runs and pass rates of tasks, used by selectors and by operators that gate groups.
+"""Outcomes of rollouts and pass rates of tasks, used by selectors and by operators that gate groups.
 
 An outcome is a metric reported by the workflow or the judge (`experience.outcome_key`), or the judge's reward before
-shaping. A pass rate is the mean over runs, independent of their number of model calls; failed runs are excluded.
+shaping. A pass rate is the mean over rollouts, independent of their number of model calls; failed rollouts are
+excluded.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from tunesmith.types import Group, Trajectory
 
 
 def compute_outcome(run: Trajectory, outcome_key: str | None) -> float:
-    """The outcome of a scored run."""
+    """The outcome of a scored rollout."""
     assert run.reward is not None
     if outcome_key is None:
         return run.reward
     if outcome_key not in run.metrics:
         reported = ", ".join(run.metrics) or "none"
         raise ConfigError(
-            f"outcome_key={outcome_key!r} is not a metric of run {run.run_index} of task {run.task.task_id}, which "
+            f"outcome_key={outcome_key!r} is not a metric of rollout {run.run_index} of task {run.task.task_id}, which "
             f"reports {reported}: report it from the judge, or change experience.outcome_key"
         )
     return run.metrics[outcome_key]
 
 
 def compute_pass_rates(groups: Sequence[Group], outcome_key: str | None) -> list[float | None]:
-    """Per group the mean outcome of its scored runs, each clipped to [0, 1]; None if no run is scored."""
+    """Per group the mean outcome of its scored rollouts, each clipped to [0, 1]; None if no rollout is scored."""
     return [
         fmean(min(max(compute_outcome(run, outcome_key), 0.0), 1.0) for run in group.scored) if group.scored else None
         for group in groups

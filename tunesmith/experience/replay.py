@@ -34,7 +34,7 @@ class Entry:
 
 
 class ReplayBuffer:
-    """Keeps up to `capacity` groups and draws those of highest priority."""
+    """Keeps up to `capacity` groups and replays those of highest priority."""
 
     def __init__(self, settings: ReplaySection, *, seed: int) -> None:
         self._settings = settings
@@ -55,16 +55,16 @@ class ReplayBuffer:
         self._sort()
         del self._entries[self._settings.capacity :]
 
-    def draw(self, *, policy_version: int) -> list[Group]:
+    def sample(self, *, policy_version: int) -> list[Group]:
         """The `num_groups` groups of highest priority; older than `max_staleness` are evicted. Counts one use each."""
         oldest = policy_version - self._settings.max_staleness
         self._entries = [entry for entry in self._entries if entry.policy_version >= oldest]
         self._sort()
-        drawn = self._entries[: self._settings.num_groups]
-        for entry in drawn:
+        replayed = self._entries[: self._settings.num_groups]
+        for entry in replayed:
             entry.num_uses += 1
         self._entries = [entry for entry in self._entries if entry.num_uses < self._settings.max_uses]
-        return [entry.group for entry in drawn]
+        return [entry.group for entry in replayed]
 
     def state_dict(self) -> dict[str, Any]:
         return {"entries": [describe_entry(entry) for entry in self._entries]}

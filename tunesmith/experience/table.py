@@ -45,7 +45,7 @@ class BoundOperator:
     name: str
     apply: Callable[[list[Group]], tuple[list[Group], Mapping[str, float]]]
     unreported: set[str] = field(default_factory=set)
-    """Metrics named in its arguments that no run has reported yet."""
+    """Metrics named in its arguments that no rollout has reported yet."""
 
 
 def build_operators(
@@ -71,7 +71,7 @@ def build_operators(
 
 
 def find_metrics(args: Mapping[str, Any]) -> set[str]:
-    """The run metrics named in an operator's arguments."""
+    """The rollout metrics named in an operator's arguments."""
     named = [args.get(key) for key in OUTCOME_KEYWORDS]
     named += [shaping["stats_key"] for shaping in args.get("reward_shaping_configs", ())]
     return {metric for metric in named if metric is not None}
@@ -111,7 +111,7 @@ def apply_operators(
 
 
 def check_reported(operator: BoundOperator, groups: Sequence[Group]) -> None:
-    """Refuse a metric that no run reports; once a run has reported it, the operator handles runs without it."""
+    """Refuse a metric that no rollout reports; once one has reported it, the operator handles rollouts without it."""
     runs = [run for group in groups for run in group.scored]
     reported = list(dict.fromkeys(name for run in runs for name in run.metrics))
     operator.unreported.difference_update(reported)
@@ -119,7 +119,7 @@ def check_reported(operator: BoundOperator, groups: Sequence[Group]) -> None:
         metric = min(operator.unreported)
         nearest = suggest_name(metric, reported) if reported else "they report none"
         raise ConfigError(
-            f"operator {operator.name!r} uses the metric {metric!r}, which none of {len(runs)} runs reports "
+            f"operator {operator.name!r} uses the metric {metric!r}, which none of {len(runs)} rollouts reports "
             f"({nearest}): report it from the workflow or the judge, or change experience.operators"
         )
 
@@ -146,13 +146,13 @@ def check_rewards(groups: Sequence[Group]) -> None:
         for run in group.trajectories:
             if run.reward is not None and not math.isfinite(run.reward):
                 raise ConfigError(
-                    f"after experience.operators the reward of run {run.run_index} of task {group.task.task_id} is "
+                    f"after experience.operators the reward of rollout {run.run_index} of task {group.task.task_id} is "
                     f"{run.reward}: fix the operator, or put invalid_reward_filter last"
                 )
 
 
 def check_result(name: str, before: Sequence[Group], after: Sequence[Group]) -> None:
-    """Refuse an operator's result unless it has one group per input group, with runs and turns of that group only."""
+    """Refuse an operator's result unless it has one group per input group, with rollouts and turns of that group."""
     if len(before) != len(after):
         raise ConfigError(
             f"operator {name!r} returned {len(after)} groups for {len(before)}: to drop a group, return it without "
@@ -162,7 +162,7 @@ def check_result(name: str, before: Sequence[Group], after: Sequence[Group]) -> 
         indices = [run.run_index for run in other.trajectories]
         known = [run for run in one.trajectories if run.run_index in indices]
         if one.task.task_id != other.task.task_id or indices != [run.run_index for run in known]:
-            raise ConfigError(f"operator {name!r} changed the order of groups or runs, or added runs")
+            raise ConfigError(f"operator {name!r} changed the order of groups or rollouts, or added rollouts")
         for run, changed in zip(known, other.trajectories, strict=True):
             if [turn.sampled_ids for turn in run.turns] != [turn.sampled_ids for turn in changed.turns]:
                 raise ConfigError(

@@ -58,8 +58,8 @@ def build_tolerant_match(tolerance: float) -> Callable[[Mapping[str, Any], Trans
 def match_exact(task: Mapping[str, Any], transcript: Transcript) -> float | None:
     """1.0 if the answer has the words of a reference, ignoring case, punctuation and articles."""
     references = list_references(task)
-    answer = normalise(read_stated(transcript.answer))
-    return max((float(answer == normalise(reference)) for reference in references), default=None)
+    answer = normalize(read_stated(transcript.answer))
+    return max((float(answer == normalize(reference)) for reference in references), default=None)
 
 
 def score_f1(task: Mapping[str, Any], transcript: Transcript) -> float | None:
@@ -67,8 +67,8 @@ def score_f1(task: Mapping[str, Any], transcript: Transcript) -> float | None:
 
     Words are compared as multisets, so repeating a word gains nothing. The maximum over the references.
     """
-    answer = normalise(read_stated(transcript.answer)).split()
-    return max((_compute_f1(answer, normalise(reference).split()) for reference in list_references(task)), default=None)
+    answer = normalize(read_stated(transcript.answer)).split()
+    return max((_compute_f1(answer, normalize(reference).split()) for reference in list_references(task)), default=None)
 
 
 def list_references(task: Mapping[str, Any]) -> list[str]:
@@ -76,7 +76,7 @@ def list_references(task: Mapping[str, Any]) -> list[str]:
     answer = task["answer"]
     answers = answer if isinstance(answer, Sequence) and not isinstance(answer, str) else [answer]
     texts = [extract_marked(str(each)) or str(each) for each in answers if each is not None]
-    return [text for text in texts if normalise(text)]
+    return [text for text in texts if normalize(text)]
 
 
 def read_stated(text: str) -> str:
@@ -88,7 +88,7 @@ def read_stated(text: str) -> str:
     return statements[-1]["answer"] if statements else text
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """Lower case, without punctuation and articles, one space between words."""
     number = parse_number(text)
     if number is not None:

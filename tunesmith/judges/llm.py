@@ -1,8 +1,8 @@
 """LLM as a judge: a model reads question, reference and answer, and returns a score.
 
 The model is one of the run's `auxiliary_models`. A truncated reply, a reply without a parseable score, or a score of
-ambiguous scale gives None: the agent's run is then excluded from its group, not scored 0. The answer is quoted in tags
-that it cannot close. It may still try to persuade the model, so combine this score with a rule-based part.
+ambiguous scale gives None: the agent's rollout is then excluded from its group, not scored 0. The answer is quoted in
+tags that it cannot close. It may still try to persuade the model, so combine this score with a rule-based part.
 """
 
 from __future__ import annotations

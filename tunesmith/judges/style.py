@@ -39,7 +39,7 @@ COPY_WORDS = 8
 """Steps of at least this many words that occur in the question count as copied."""
 SHORT_WORDS, LONG_WORDS = 300, 800
 NUM_CACHED_QUESTIONS, MAX_QUESTION_CHARACTERS = 512, 4096
-"""Size of the cache of tokenized questions, which the runs of a group share, and the longest question cached."""
+"""Size of the cache of tokenized questions, which the rollouts of a group share, and the longest question cached."""
 NUM_CACHED_NUMBERS, MAX_NUMBER_CHARACTERS = 4096, 32
 """Size of the cache of parsed numbers, and the longest text cached."""
 USED_TOLERANCE = 0.01

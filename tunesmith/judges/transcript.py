@@ -51,7 +51,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """The replies of one run, in order."""
+    """The replies of one rollout, in order."""
 
     replies: tuple[Reply, ...]
 

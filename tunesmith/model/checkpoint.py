@@ -48,7 +48,7 @@ SMALL_FILES_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredState:
-    """What a checkpoint holds besides the weights, as passed to `save_checkpoint`."""
+    """Contents of a checkpoint in addition to the weights, as passed to `save_checkpoint`."""
 
     trainer_state: dict[str, Any]
     run_state: dict[str, Any]

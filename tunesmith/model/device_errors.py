@@ -16,7 +16,7 @@ def is_device_error(error: Exception) -> bool:
 
 
 def explain_device_error(error: Exception, *, work: str, advice: str) -> str:
-    """One sentence on why `work` failed; `advice` says how to use less memory."""
+    """One sentence on why `work` failed; `advice` states how to use less memory."""
     message = f"{work} failed: {type(error).__name__}: {_get_first_line(error)}"
     if isinstance(error, torch.OutOfMemoryError):
         return f"{message}; {advice}"

@@ -303,7 +303,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def check_architecture(model: PreTrainedModel, path: str) -> None:
-    """Refuse modelling code that does not use transformers' attention interface."""
+    """Refuse modeling code that does not use transformers' attention interface."""
     if not (model._supports_attention_backend and model._supports_sdpa):
         raise ModelError(
             f"the architecture {type(model).__name__} of {path!r} does not support transformers' attention interface; "

@@ -46,7 +46,7 @@ class RolloutProgress:
 
     status: StatusLine | None = None
     finished: list[Trajectory] = field(default_factory=list)
-    """Without baseline runs."""
+    """Without baseline rollouts."""
     num_done: int = 0
 
     def add(self, trajectory: Trajectory, *, num_expected: int, is_kept: bool) -> None:
@@ -70,8 +70,9 @@ async def run_tasks(
 ) -> list[Group]:
     """Run the agent `group_size` times on each task; returns groups in the order of the tasks.
 
-    The policy's engine must be sampling. With `baseline_sampling`, one additional run of each task gives its group's
-    baseline reward. `progress` collects finished trajectories, so that they can be saved if the phase is aborted.
+    The policy's engine must be sampling. With `baseline_sampling`, one additional rollout of each task gives its
+    group's baseline reward. `progress` collects finished trajectories, so that they can be saved if the phase is
+    aborted.
     """
     for engine in actors.auxiliary_engines:
         engine.resume(0)  # an empty prefix cache makes a phase a function of its seed

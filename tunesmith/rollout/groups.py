@@ -86,7 +86,7 @@ async def _cancel_all(running: Sequence[asyncio.Task[Trajectory]]) -> None:
 
 
 def attach_baselines(groups: Sequence[Group], baselines: Sequence[Group]) -> list[Group]:
-    """Set each group's baseline reward from its task's single baseline run, which is not a member of the group."""
+    """Set each group's baseline reward from its task's single baseline rollout, which is not a member of the group."""
     return [
         replace(group, baseline_reward=baseline.trajectories[0].reward)
         for group, baseline in zip(groups, baselines, strict=True)
@@ -94,7 +94,7 @@ def attach_baselines(groups: Sequence[Group], baselines: Sequence[Group]) -> lis
 
 
 def compute_baseline_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Mean reward of baseline runs, and the number of failed baseline runs."""
+    """Mean reward of baseline rollouts, and the number of failed baseline rollouts."""
     rewards = [group.baseline_reward for group in groups if group.baseline_reward is not None]
     metrics = {"rollout/num_failed_baselines": float(len(groups) - len(rewards))}
     if rewards:

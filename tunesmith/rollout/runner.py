@@ -2,7 +2,7 @@
 
 A trajectory has either a reward or a `Failure` that names the boundary where the error occurred; an error of user code
 never raises here. Workflow and judge share one deadline. User code that does not stop when it is cancelled is
-abandoned, and its session is closed, so that it cannot sample any more. A run with an engine error has no reward.
+abandoned, and its session is closed, so that it cannot sample any more. A rollout with an engine error has no reward.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _UserCodeError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """State of one run of the agent."""
+    """State of one rollout."""
 
     task: Task
     agent: Agent
@@ -108,8 +108,8 @@ async def run_trajectory(
 ) -> Trajectory:
     """Run the agent once; `seed` determines what its models sample, `order` its position in the engine's queue.
 
-    The watchdog sums up the time that user code blocks the loop. All runs of a phase share one; by default the run
-    creates its own.
+    The watchdog sums up the time that user code blocks the loop. All rollouts of a phase share one; by default the
+    rollout creates its own.
     """
     started = time.perf_counter()
     bound = model.open(seed=seed, order=order, sampling=sampling)
@@ -139,7 +139,7 @@ async def run_trajectory(
 
 
 async def _run_until_deadline(run: _Run) -> _Outcome:
-    """Run user code until it returns or times out; time for which other runs blocked the loop does not count."""
+    """Run user code until it returns or times out; time for which other rollouts blocked the loop does not count."""
     agent, watchdog = run.agent, run.watchdog
     started, blocked_at_start_s = time.monotonic(), watchdog.blocked_s
     running = asyncio.ensure_future(_run_user_code(run))
@@ -168,7 +168,7 @@ async def _run_until_deadline(run: _Run) -> _Outcome:
 
 
 async def _fail_blocked_run(run: _Run, running: asyncio.Future[_Outcome]) -> _Outcome:
-    """A run that blocked the loop past its deadline has timed out, whatever it returned afterwards."""
+    """A rollout that blocked the loop past its deadline has timed out, whatever it returned afterwards."""
     if not running.done():
         await _cancel(running, run.agent)
     elif not running.cancelled():
@@ -192,7 +192,7 @@ async def _run_user_code(run: _Run) -> _Outcome:
     try:
         return await _run_workflow_and_judge(run)
     except _UserCodeError as error:
-        run.agent.logger.debug("%s run failed: %s", run.task.task_id, error, exc_info=error.__cause__)
+        run.agent.logger.debug("%s rollout failed: %s", run.task.task_id, error, exc_info=error.__cause__)
         return _Outcome(failure=error.failure)
 
 
@@ -249,7 +249,7 @@ async def _call_user_function(
 
 
 def _find_engine_failure(bound: BoundModel, auxiliary: Mapping[str, BoundModel]) -> Failure | None:
-    """An engine error fails the run even if user code caught it."""
+    """An engine error fails the rollout even if user code caught it."""
     for name, bound_model in {"model": bound, **auxiliary}.items():
         error = None if bound_model.session is None else bound_model.session.engine_error
         if error is not None:
@@ -258,7 +258,7 @@ def _find_engine_failure(bound: BoundModel, auxiliary: Mapping[str, BoundModel])
 
 
 def _find_missing_turns(bound: BoundModel, turns: Sequence[Turn]) -> Failure | None:
-    """A run whose calls were all refused has no turns to train on."""
+    """A rollout whose calls were all refused has no turns to train on."""
     if bound.session is None or turns:
         return None
     message = f"none of the workflow's {bound.session.num_calls} calls to `model` returned a completion"

@@ -2,8 +2,8 @@
 
 A synchronous call in a workflow (requests.get, time.sleep, a long computation) stops all other rollouts, and no timeout
 can fire. A watchdog thread detects that the loop no longer iterates and logs the blocking line. Blocked time counts
-toward the timeout of the run that blocked, not of the others. After `MAX_OVERRUNS` runs that blocked past their timeout
-the phase is aborted.
+toward the timeout of the rollout that blocked, not of the others. After `MAX_OVERRUNS` rollouts that blocked past their
+timeout the phase is aborted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tunesmith.errors import RolloutError
 from tunesmith.user_lines import find_running_line
 
 BLOCKED_LIMIT_S = 5.0
-"""The loop counts as blocked after this time, or after a quarter of the run's timeout if that is shorter."""
+"""The loop counts as blocked after this time, or after a quarter of the rollout's timeout if that is shorter."""
 MIN_BLOCKED_S = 0.25
 """Steps between two awaits shorter than this do not count as blocking."""
 MAX_OVERRUNS = 3
-"""The phase is aborted when this many of its runs have blocked past their timeout."""
+"""The phase is aborted when this many of its rollouts have blocked past their timeout."""
 NUM_SHOWN_FRAMES = 4
 WARNING = (
     "the event loop has been blocked for more than %g s by a synchronous call at %s; every rollout waits and no "
@@ -36,7 +36,7 @@ WARNING = (
 
 @dataclass(slots=True)
 class BlockedTime:
-    """Time for which one run's own code blocked the loop."""
+    """Time for which one rollout's own code blocked the loop."""
 
     blocked_s: float = 0.0
     longest_s: float = 0.0
@@ -69,11 +69,11 @@ class EventLoopWatchdog:
         self._warned: set[str | None] = set()
         self._num_overruns = 0
         self.blocked_s = 0.0
-        """Seconds for which user code blocked the loop, over all runs."""
+        """Seconds for which user code blocked the loop, over all rollouts."""
         self.is_stopped = threading.Event()
 
     def record_step(self, run: BlockedTime, seconds: float) -> None:
-        """Record how long a run's code ran between two awaits."""
+        """Record how long a rollout's code ran between two awaits."""
         if seconds < MIN_BLOCKED_S:
             return
         self.blocked_s += seconds
@@ -84,7 +84,7 @@ class EventLoopWatchdog:
         self._blocking_line = None
 
     def record_overrun(self, run: BlockedTime, *, timeout_s: float) -> None:
-        """Record a run that blocked the loop past its timeout; raises RolloutError at the `MAX_OVERRUNS`-th."""
+        """Record a rollout that blocked the loop past its timeout; raises RolloutError at the `MAX_OVERRUNS`-th."""
         self._num_overruns += 1
         if self._num_overruns >= MAX_OVERRUNS:
             raise RolloutError(

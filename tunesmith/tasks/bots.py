@@ -37,7 +37,7 @@ ARRAYS = {"alpha": "<f8", "beta": "<f8", "num_selected": "<i4", "num_selected_in
 class BotsSelector:
     """Beta(alpha, beta) posterior of every task, and the capability and rho that carry evidence to untried tasks.
 
-    m            pseudo-counts of one feedback; about the number of runs of a task
+    m            pseudo-counts of one feedback; about the number of rollouts of a task
     lamb         share of old evidence forgotten per step; the posterior decays to the prior
     rho          share of the pseudo-counts given to predictions instead of feedback
     adaptive_rho halve rho permanently when the mean prediction error of a step is 0.25 or more
@@ -257,7 +257,7 @@ def average_repeated(indices: Sequence[int], pass_rates: Sequence[float]) -> tup
     """Unique tasks with the mean of their pass rates, each clipped to [0, 1]."""
     rates = np.asarray(pass_rates, dtype=np.float64)
     if not np.isfinite(rates).all():
-        raise ValueError("a pass rate is not a number; leave tasks without scored runs out of the feedback")
+        raise ValueError("a pass rate is not a number; leave tasks without scored rollouts out of the feedback")
     index_J, inverse, count_J = np.unique(np.asarray(indices, dtype=np.int64), return_inverse=True, return_counts=True)
     return index_J, np.bincount(inverse, weights=np.clip(rates, 0.0, 1.0)) / count_J
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector, draw_indices
+from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector, select_indices
 
 
 class Mixture:
@@ -51,7 +51,7 @@ class Mixture:
         sets = [self._draw_set() for _ in range(batch_size)]
         self._last_sets = set(sets)
         drawn = {
-            number: iter(draw_indices(self._selector(number), count, num_tasks=int(self._sizes[number])))
+            number: iter(select_indices(self._selector(number), count, num_tasks=int(self._sizes[number])))
             for number, count in Counter(sets).items()
         }
         return [self._first[number] + next(drawn[number]) for number in sets]

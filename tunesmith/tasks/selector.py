@@ -2,7 +2,7 @@
 
 A selector receives the pass rates of the selected tasks before it selects again. Its state is JSON, so a resumed run
 makes the same selections. The selectors in this file ignore feedback: their choices depend on the seed and the number
-of tasks drawn. They receive the features of the tasks only, one row per task.
+of tasks selected. They receive the features of the tasks only, one row per task.
 
 Axes: N tasks, K feature columns.
 """
@@ -31,8 +31,8 @@ class Selector(Protocol):
         ...
 
     def feedback(self, indices: Sequence[int], pass_rates: Sequence[float]) -> Mapping[str, float] | None:
-        """Receive the pass rates of tasks, each from 0 to 1; tasks without a scored run are omitted. Returns metrics or
-        None."""
+        """Receive the pass rates of tasks, each from 0 to 1; tasks without a scored rollout are omitted. Returns
+        metrics or None."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Selection:
     """Number of tasks per bin of expected pass rate, in equal bins from 0 to 1."""
 
 
-def draw_indices(selector: Selector, size: int, *, num_tasks: int) -> list[int]:
+def select_indices(selector: Selector, size: int, *, num_tasks: int) -> list[int]:
     """The next `size` indices as ints; ConfigError if a custom selector violates the interface."""
     selected = selector.select(size)
     try:

@@ -2,7 +2,7 @@
 
 In: `Natalia sold 48/2 = <<48/2=24>>24 clips in May. ...\\n#### 72`. Out: the texts around the calculations, the
 calculations, and the final answer as a plain number. Marked calculations are those between `<<` and `>>`; plain ones
-are equations in the text without marks. Expressions are normalised to the calculator's syntax; whether they are correct
+are equations in the text without marks. Expressions are normalized to the calculator's syntax; whether they are correct
 is not checked here.
 """
 
@@ -111,10 +111,10 @@ def parse_solution(text: str) -> Solution:
         else:
             calculations.append(_parse_mark(piece))
             texts.append("")
-    return Solution(texts=_clean(texts), calculations=tuple(calculations), answer=normalise_answer(ending))
+    return Solution(texts=_clean(texts), calculations=tuple(calculations), answer=normalize_answer(ending))
 
 
-def normalise_answer(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """A final answer as a plain number: no commas, currency, percent sign or full stop."""
     bare = re.sub(rf"[,{CURRENCIES}%\s]", "", text.replace("\u2212", "-")).rstrip(".")
     if not NUMBER.fullmatch(bare):
@@ -122,7 +122,7 @@ def normalise_answer(text: str) -> str:
     return bare
 
 
-def normalise_expression(text: str) -> str:
+def normalize_expression(text: str) -> str:
     """A term in the calculator's syntax."""
     text = text.strip()
     for pattern, replacement in REPLACEMENTS:
@@ -135,7 +135,7 @@ def _parse_mark(inside: str) -> Calculation:
     expression = expression.partition("=")[0]  # `<<5*2=10=10>>` states its result twice
     if not equals or not expression.strip() or not result.strip():
         raise SolutionError("unreadable_mark", f"<<{inside[:40]}>> is not of the form <<expression=result>>")
-    return Calculation(expression=normalise_expression(expression), result=normalise_expression(result), is_marked=True)
+    return Calculation(expression=normalize_expression(expression), result=normalize_expression(result), is_marked=True)
 
 
 def _split_plain(text: str) -> tuple[list[str], list[Calculation]]:
@@ -146,7 +146,7 @@ def _split_plain(text: str) -> tuple[list[str], list[Calculation]]:
             continue
         texts.append(text[start : found.start("result")])
         start = found.start("result")
-        expression, result = normalise_expression(found["expression"]), normalise_expression(found["result"])
+        expression, result = normalize_expression(found["expression"]), normalize_expression(found["result"])
         calculations.append(Calculation(expression=expression, result=result, is_marked=False))
     return [*texts, text[start:]], calculations
 

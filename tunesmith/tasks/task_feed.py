@@ -1,7 +1,7 @@
 """The training tasks of a run and the selector that chooses among them.
 
-Within a step tasks are drawn once or in several rounds. After the step the selector receives the pass rates of all of
-them, before it chooses the tasks of the next step.
+Within a step tasks are selected once or in several rounds. After the step the selector receives the pass rates of all
+of them, before it chooses the tasks of the next step.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tunesmith.storage import save_json
-from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector, draw_indices
+from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector, select_indices
 from tunesmith.types import Task
 
 
 class TaskFeed:
-    """Draws tasks and reports their pass rates to the selector."""
+    """Selects tasks and reports their pass rates to the selector."""
 
     def __init__(self, tasks: Sequence[Task], selector: Selector) -> None:
         self.tasks = tasks
         self.selector = selector
-        self._drawn: list[int] = []
+        self._selected: list[int] = []
         self._selections: list[Selection] = []
 
-    def draw(self, num_tasks: int) -> list[Task]:
+    def select(self, num_tasks: int) -> list[Task]:
         """The next tasks."""
-        indices = draw_indices(self.selector, num_tasks, num_tasks=len(self.tasks))
-        self._drawn += indices
+        indices = select_indices(self.selector, num_tasks, num_tasks=len(self.tasks))
+        self._selected += indices
         if isinstance(self.selector, ExplainingSelector):
             self._selections.append(self.selector.explain())
         return [self.tasks[index] for index in indices]
 
     def give_feedback(self, pass_rates: Sequence[float | None]) -> dict[str, float]:
-        """Report the pass rates of the tasks drawn in this step, in the order of the draws; None is not reported."""
-        known = [(index, rate) for index, rate in zip(self._drawn, pass_rates, strict=True) if rate is not None]
-        self._drawn = []
+        """Report the pass rates of the tasks selected in this step, in the order of selection; None is not reported."""
+        known = [(index, rate) for index, rate in zip(self._selected, pass_rates, strict=True) if rate is not None]
+        self._selected = []
         return dict(self.selector.feedback([index for index, _ in known], [rate for _, rate in known]) or {})
 
     def save_selection(self, path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 MAX_CHARACTERS = 500
 NUM_CACHED_RESULTS = 4096
-"""Size of the result cache: runs on one question often compute the same expressions."""
+"""Size of the result cache: rollouts on one question often compute the same expressions."""
 MAX_DEPTH = 50
 MAX_EXPONENT = 1000
 MAX_BITS = 512
@@ -61,7 +61,7 @@ BINARY: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 
 
 class ExpressionError(ValueError):
-    """The expression cannot be computed; the message tells its author why."""
+    """The expression cannot be computed; the message states the reason."""
 
 
 def answer_call(name: str, arguments: str) -> str:

@@ -77,7 +77,7 @@ class DeviceInputs:
     values_FE: Tensor
 
     def select(self, part: slice) -> DeviceInputs:
-        """A contiguous slice of the events, also for a slice of all: compiled code specialises on the layout."""
+        """A contiguous slice of the events, also for a slice of all: compiled code specializes on the layout."""
         return DeviceInputs(names=self.names, values_FE=self.values_FE[:, part].contiguous())
 
     def unstack(self) -> TokenInputs[Tensor]:

@@ -23,7 +23,7 @@ MAX_VARIANTS = 64
 
 
 def can_compile(model: PreTrainedModel) -> bool:
-    """On a GPU with unquantised weights: torch.compile does not support the kernels of quantised layers."""
+    """On a GPU with unquantized weights: torch.compile does not support the kernels of quantized layers."""
     return model.device.type == "cuda" and not getattr(model, "is_quantized", False)
 
 

@@ -1,7 +1,7 @@
 """Packing of samples into rows; one forward and backward computes one row.
 
-With prefix sharing the samples of a group form one trie; without, each sample is a path of its own. A trie longer than
-a row is split into tries of fewer samples; a single path longer than a row is a row of its own. Rows are balanced by
+With prefix sharing the samples of a group form one trie; without, each sample is a separate path. A trie longer than
+a row is split into tries of fewer samples; a single path longer than a row is a separate row. Rows are balanced by
 cost. Nothing is padded or truncated.
 """
 

@@ -168,7 +168,7 @@ class Trainer:
         return self._run(samples, rows, self._prepare(samples, rows))["train/loss"].value.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that resuming needs besides the parameters; tensors are not copied."""
+        """Everything that resuming needs in addition to the parameters; tensors are not copied."""
         kl_coef = self._algorithm.kl_coef
         state = {"num_steps": self.num_steps, "kl_coef": kl_coef, "optimizer": self._optimizer.state_dict()}
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
@@ -309,7 +309,7 @@ class Trainer:
         requested = self._settings.has_row_graphs
         if requested and not can:
             raise ConfigError(
-                "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantised 16-bit weights, rotary "
+                "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantized 16-bit weights, rotary "
                 "embeddings that do not depend on length, and neither gradient checkpointing nor model.lora.dropout: "
                 "leave it out"
             )

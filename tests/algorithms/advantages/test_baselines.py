@@ -1,4 +1,4 @@
-"""Baselines and selection of runs against golden values and numbers worked by hand."""
+"""Baselines and selection of rollouts against golden values and numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_rloo_equals_the_golden_values():
     assert compute_rloo_advantages(outcomes([1, 0], [0.5, 1])) == [[1, -1], [-0.5, 0.5]]
 
 
-def test_rloo_is_the_centred_reward_scaled():
+def test_rloo_is_the_centered_reward_scaled():
     rewards = [0.3, 0.9, 0.1, 0.5]
     mean = statistics.mean(rewards)
     assert compute_rloo_advantages(outcomes(rewards))[0] == pytest.approx([4 / 3 * (r - mean) for r in rewards])
@@ -84,7 +84,7 @@ def test_dr_grpo_is_not_divided_by_the_std():
     assert compute_dr_grpo_advantages(GOLDEN) == compute_opmd_advantages(GOLDEN)
 
 
-def test_rec_normalises_by_the_population_std():
+def test_rec_normalizes_by_the_population_std():
     (row,) = compute_rec_advantages(outcomes([1, 0, 0, 1]), std_normalize=True)
     assert row == pytest.approx([1, -1, -1, 1], abs=1e-5)
     assert compute_rec_advantages(outcomes([1, 0])) == [[0.5, -0.5]]
@@ -100,7 +100,7 @@ def test_rec_balance_drops_surplus_failures():
     assert compute_rec_advantages(groups, drop="balance") == advantages
 
 
-def test_rec_balance_drops_different_runs_in_different_groups():
+def test_rec_balance_drops_different_rollouts_in_different_groups():
     rows = [[1] + [0] * (5 + run) for run in range(8)]
     dropped = {
         tuple(i for i, value in enumerate(row) if value is not None)
@@ -132,7 +132,7 @@ def test_groups_of_one_and_with_equal_rewards_are_dropped(compute):
 @pytest.mark.parametrize(
     "compute", [*CENTRED, compute_raft_advantages, compute_asymre_advantages, compute_reinforce_advantages]
 )
-def test_unscored_runs_do_not_affect_others(compute):
+def test_unscored_rollouts_do_not_affect_others(compute):
     rewards = [1, 0, 1]
     (with_none,) = compute(outcomes([1, None, 0, 1]))
     assert with_none[1] is None
@@ -160,7 +160,7 @@ def test_bnpo_of_one_group_is_reinforce_with_a_baseline():
     assert compute_bnpo_advantages(outcomes([1, 0, 0, 0])) == [[0.75, -0.25, -0.25, -0.25]]
 
 
-def test_beta_density_integrates_to_one_and_minimises_the_variance():
+def test_beta_density_integrates_to_one_and_minimizes_the_variance():
     """The expected p (1 - p) / f(p)^2 under Beta(a, b) is minimal at f = Beta(1 + a/3, 1 + b/3)."""
     grid = [(i + 0.5) / 2000 for i in range(2000)]
 
@@ -188,13 +188,13 @@ def test_bnpo_refuses_rewards_outside_zero_to_one():
 
 
 def test_rank_penalty_favours_unlikely_runs():
-    """The least likely of four runs keeps 1 - p/4 of its reward, the likeliest 1 - p."""
+    """The least likely of four rollouts keeps 1 - p/4 of its reward, the likeliest 1 - p."""
     runs = [
         RunOutcome(reward=reward, num_turns=1, turn_logprobs=((logprob,),))
         for reward, logprob in [(1, -0.1), (1, -3.0), (0, -1.0), (0, -2.0)]
     ]
-    penalised = [0.5, 0.875, 0.0, 0.0]
-    mean, std = statistics.mean(penalised), statistics.stdev(penalised)
+    penalized = [0.5, 0.875, 0.0, 0.0]
+    mean, std = statistics.mean(penalized), statistics.stdev(penalized)
     (row,) = compute_grpo_advantages([runs], rank_penalty=0.5)
-    assert row == pytest.approx([(reward - mean) / (std + 1e-6) for reward in penalised])
+    assert row == pytest.approx([(reward - mean) / (std + 1e-6) for reward in penalized])
     assert row[1] > row[0]

@@ -10,7 +10,7 @@ from tunesmith.errors import ConfigError
 
 
 def run(reward: float | None, *states: int, **metrics: float) -> RunOutcome:
-    """A run whose turn t has the prompt (states[t],)."""
+    """A rollout whose turn t has the prompt (states[t],)."""
     named = {name.replace("_at_", "/"): value for name, value in metrics.items()}
     return RunOutcome(
         reward=reward, num_turns=len(states), turn_prompts=tuple((state,) for state in states), metrics=named
@@ -42,7 +42,7 @@ def test_states_of_different_tasks_are_different():
 
 
 def test_a_state_may_be_visited_twice_in_one_run():
-    """One run visits state 1 twice: turns closer to the reward have a higher return."""
+    """One rollout visits state 1 twice: turns closer to the reward have a higher return."""
     (rows,) = compute_gigpo_advantages([[run(1, 1, 1, 2), run(1, 1, 2)]], gamma=0.5, omega=2.0)
     first, second, third = 0.25, 0.5, 0.5
     mean = (first + second + third) / 3
@@ -62,7 +62,7 @@ def test_rewards_and_states_from_metrics():
         compute_gigpo_advantages([[run(0, 1, 2, s_at_0=7)]], env_state_hash_key="s")
 
 
-def test_groups_of_one_failed_runs_and_runs_without_calls_are_safe():
+def test_groups_of_one_failed_rollouts_and_rollouts_without_calls_are_safe():
     assert compute_gigpo_advantages([[run(0.7, 1, 2)], [], [run(None, 1)]]) == [[None], [], [None]]
     assert compute_gigpo_advantages([[run(1.0, 1, 1)]], gamma=0.5)[0][0] == pytest.approx((-0.25, 0.25), abs=1e-5)
     (rows,) = compute_gigpo_advantages([[run(1, 1), run(None, 1), run(0)]])

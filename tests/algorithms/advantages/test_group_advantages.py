@@ -16,7 +16,7 @@ from tunesmith.algorithms.advantages.group import (
 
 
 def outcomes(*groups: list[float | None]) -> list[list[RunOutcome]]:
-    """Run r of a group has r + 1 model calls."""
+    """Rollout r of a group has r + 1 model calls."""
     return [[RunOutcome(reward=reward, num_turns=run + 1) for run, reward in enumerate(group)] for group in groups]
 
 
@@ -49,7 +49,7 @@ def test_grpo_counts_model_calls():
     assert_close(compute_grpo_advantages(GOLDEN), expected)
 
 
-def test_grpo_equals_multi_step_grpo_when_every_run_makes_one_call():
+def test_grpo_equals_multi_step_grpo_when_every_rollout_makes_one_call():
     groups = [[RunOutcome(reward=reward, num_turns=1) for reward in (0.1, 0.7, 0.4)]]
     assert compute_grpo_advantages(groups) == compute_multi_step_grpo_advantages(groups)
 
@@ -72,7 +72,7 @@ def test_group_below_the_threshold_is_dropped():
     assert compute_multi_step_grpo_advantages(groups, std_threshold=0.1)[1] != [None, None]
 
 
-def test_unscored_runs_do_not_affect_others():
+def test_unscored_rollouts_do_not_affect_others():
     with_unscored = compute_multi_step_grpo_advantages(outcomes([1, None, 0, 0]))[0]
     assert with_unscored[1] is None
     assert [with_unscored[0], *with_unscored[2:]] == compute_multi_step_grpo_advantages(outcomes([1, 0, 0]))[0]
@@ -82,7 +82,7 @@ def test_group_without_scores_is_not_trained():
     assert compute_grpo_advantages(outcomes([None, None])) == [[None, None]]
 
 
-def test_grpo_does_not_count_scored_runs_without_model_calls():
+def test_grpo_does_not_count_scored_rollouts_without_model_calls():
     group = [RunOutcome(reward=1.0, num_turns=0), RunOutcome(reward=0.0, num_turns=3)]
     assert compute_grpo_advantages([group]) == [[None, None]]
 

@@ -1,4 +1,4 @@
-"""ReMax advantages against a greedy run, and raw rewards."""
+"""ReMax advantages against a greedy rollout, and raw rewards."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from tunesmith.algorithms.sequence_terms import compute_m2po_terms, compute_rloo
 
 
 def run(compute, ratios, advantage, **args):
-    """Gradients by logprob over -A, and the metrics, at tokens of these ratios, each a sequence of its own."""
+    """Gradients by logprob over -A, and the metrics, at tokens of these ratios, each its own sequence."""
     ratio_N = torch.tensor(ratios, dtype=torch.float64)
     logprobs_N = torch.full_like(ratio_N, -1.0).requires_grad_()
     losses = compute(
@@ -187,7 +187,7 @@ def test_m2po_caps_the_mean_of_squared_log_ratios():
 
 
 def test_rloo_subtracts_the_mean_kl_of_the_other_runs():
-    """KLs 1, 2, 6 in one group, and 5 in a group of its own, without others."""
+    """KLs 1, 2, 6 in one group, and 5 in a group of one."""
     scores = build_scores(
         [[0.0], [0.0], [0.0], [0.0]], groups=[0, 0, 0, 1], old=[[-1], [-1], [-1], [-1]],
         reference_logprobs=[[-2], [-3], [-7], [-6]],

@@ -1,4 +1,4 @@
-"""Fused layers compute what the modelling code computes, in the expected fused operations."""
+"""Fused layers compute what the modeling code computes, in the expected fused operations."""
 
 from __future__ import annotations
 

@@ -155,11 +155,11 @@ def test_a_paused_engine_samples_nothing_until_it_resumes(mode: tuple[bool, Call
 
 
 def test_two_engines_share_one_loop() -> None:
-    trained, helper = build_engine(), build_engine("qwen2")
+    trained, auxiliary = build_engine(), build_engine("qwen2")
 
     async def run() -> list[Completion]:
         return await asyncio.gather(
-            trained.generate([1, 2], Sampling(max_tokens=20)), helper.generate([1, 2], Sampling(max_tokens=5))
+            trained.generate([1, 2], Sampling(max_tokens=20)), auxiliary.generate([1, 2], Sampling(max_tokens=5))
         )
 
     assert [len(completion.sampled_ids) for completion in run_lockstep(run())] == [20, 5]

@@ -166,7 +166,7 @@ def test_a_failing_launch_is_raised_to_every_caller_and_the_engine_recovers() ->
 
 @pytest.mark.parametrize("is_biased", [(True, False, False), (False, True, False), (False, True, True)])
 def test_prefilled_blocks_are_shared_with_requests_that_have_a_logit_bias(is_biased: tuple[bool, ...]) -> None:
-    """Requests with a logit bias are computed in a forward of their own."""
+    """Requests with a logit bias are computed in a separate forward."""
     prompt = build_prompts(22)[0]
     samplings = [
         Sampling(max_tokens=6, distribution=Distribution(temperature=0, logit_bias=((5, 0.5),) if biased else ()))

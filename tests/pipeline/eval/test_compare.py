@@ -110,10 +110,10 @@ def test_every_later_model_is_compared_with_every_earlier_one():
 
 def test_the_table_has_proportions_in_percent_and_differences_with_their_test():
     table = format_comparison(build_comparison()).splitlines()
-    assert table[0] == "### test: 12 tasks, 1 run of each"
+    assert table[0] == "### test: 12 tasks, 1 rollout of each"
     assert "| 66.7% (" in next(line for line in table if line.startswith("| reward"))
     assert "| 4 (4 - 4)" in next(line for line in table if line.startswith("| sampled tokens"))
-    assert "| 0 of 12 " in next(line for line in table if line.startswith("| failed runs"))
+    assert "| 0 of 12 " in next(line for line in table if line.startswith("| failed rollouts"))
     contrast = next(line for line in table if line.startswith("| base -> sft"))
     assert "+0.6667" in contrast
     assert "8 / 0 / 12" in contrast
@@ -226,7 +226,7 @@ def test_an_evaluation_file_compares_its_models_on_every_set(workplace):
     assert not (workplace / "out/parts").exists()
 
 
-def test_a_run_file_with_labelled_models_gives_the_same_numbers(workplace):
+def test_a_run_file_with_labeled_models_gives_the_same_numbers(workplace):
     run_eval("eval.yaml", "--out", "out", "--seed", "5")
     run_eval("run.yaml", "--model", "first=one", "--model", "second=two", "--out", "other", "--seed", "5")
     assert read_outcomes(workplace / "out") == read_outcomes(workplace / "other")

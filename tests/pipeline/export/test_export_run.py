@@ -88,7 +88,7 @@ def test_one_gguf_file_is_written_per_type(name, tmp_path):
     assert torch.allclose(compute_logits(loaded), compute_logits(build_random_model(CONFIGS[name])), atol=1e-5)
 
 
-def test_quantisation_leaves_no_temporary_file(source, tmp_path):
+def test_quantization_leaves_no_temporary_file(source, tmp_path):
     pytest.importorskip("llama_cpp")
     settings = ExportSection(path=str(source), formats=("gguf",), gguf_types=("q4_k_m",))
     report = run_export(settings, out_dir=tmp_path / "out")
@@ -105,7 +105,7 @@ def test_without_llama_cpp_files_are_written_and_not_compared(source, tmp_path, 
     settings = ExportSection(path=str(source), formats=("gguf",))
     assert run_export(settings, out_dir=tmp_path / "out").checks == {}
     settings = ExportSection(path=str(source), formats=("gguf",), gguf_types=("q4_k_m",))
-    with pytest.raises(ModelError, match=r"q4_k_m needs llama.cpp's quantiser: pip install"):
+    with pytest.raises(ModelError, match=r"q4_k_m needs llama.cpp's quantizer: pip install"):
         run_export(settings, out_dir=tmp_path / "other")
 
 
@@ -251,7 +251,7 @@ def test_a_full_disk_leaves_no_partial_output(formats, gguf_types, source, tmp_p
         pytest.importorskip("llama_cpp" if gguf_types == ("q4_k_m",) else "gguf")
     values = {"path": str(source), "formats": formats, "has_verification": False}
     settings = ExportSection(**values | ({"gguf_types": gguf_types} if "gguf" in formats else {}))
-    with full_disk(60_000), pytest.raises(StorageError, match="cannot write|could not quantise"):
+    with full_disk(60_000), pytest.raises(StorageError, match="cannot write|could not quantize"):
         run_export(settings, out_dir=tmp_path / "out")
     assert list_tree(tmp_path) == []
 
@@ -293,12 +293,12 @@ def test_weights_that_are_not_finite_are_refused(source, tmp_path):
     assert list_tree(tmp_path / "broken") and not (tmp_path / "out").exists()
 
 
-def test_quantised_weights_are_refused(source, tmp_path):
+def test_quantized_weights_are_refused(source, tmp_path):
     shutil.copytree(source, tmp_path / "packed")
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "packed" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ModelError, match="holds quantised weights"):
+    with pytest.raises(ModelError, match="holds quantized weights"):
         run_export(ExportSection(path=str(tmp_path / "packed")), out_dir=tmp_path / "out")
 
 

@@ -28,7 +28,7 @@ CONFIG = CONFIGS["smollm"]
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "smollm", "qwen2", "llama-bpe", "smaug-bpe"])
-def test_pre_tokenizers_are_recognised_by_their_split_rules(name):
+def test_pre_tokenizers_are_recognized_by_their_split_rules(name):
     assert describe_vocabulary(build_tokenizer(name), CONFIG).pre_tokenizer == name
 
 
@@ -52,7 +52,7 @@ def test_special_ids_and_chat_templates_are_kept():
     assert described.chat_templates == {"default": CHAT}
 
 
-def test_the_tokenizers_of_transformers_are_recognised():
+def test_the_tokenizers_of_transformers_are_recognized():
     vocabulary, merges = {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}, [("a", "b")]
     assert describe_vocabulary(Qwen2Tokenizer(vocabulary, merges), CONFIG).pre_tokenizer == "qwen2"
     assert describe_vocabulary(GPT2Tokenizer(vocabulary, merges), CONFIG).pre_tokenizer == "gpt-2"
@@ -99,10 +99,10 @@ def test_ignore_merges_is_refused_where_llama_cpp_does_not_support_it():
         describe_vocabulary(tokenizer, CONFIG)
 
 
-def test_normalisers_other_than_nfc_are_refused():
+def test_normalizers_other_than_nfc_are_refused():
     tokenizer = build_tokenizer("smollm")
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    with pytest.raises(ModelError, match="the normaliser Lowercase"):
+    with pytest.raises(ModelError, match="the normalizer Lowercase"):
         describe_vocabulary(tokenizer, CONFIG)
 
 
@@ -140,7 +140,7 @@ def test_more_tokens_than_embeddings_are_refused():
         describe_vocabulary(tokenizer, CONFIG)
 
 
-def test_the_pocket_tokenizer_for_gguf_is_recognised():
+def test_the_pocket_tokenizer_for_gguf_is_recognized():
     tokenizer = build_pocket_tokenizer(is_for_gguf=True)
     config = build_pocket_model(tokenizer, hidden_size=96, num_layers=1).config
     assert describe_vocabulary(tokenizer, config).pre_tokenizer == "superbpe"

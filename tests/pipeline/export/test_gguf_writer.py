@@ -57,7 +57,7 @@ def test_f16_rounds_matrices_and_keeps_vectors_in_f32(tmp_path):
     assert count_types(tmp_path / "m.gguf") == {"F16": 16, "F32": 9}
 
 
-def test_q8_0_error_is_at_most_half_a_quantisation_step(tmp_path):
+def test_q8_0_error_is_at_most_half_a_quantization_step(tmp_path):
     model = write_tiny_gguf("qwen2", tmp_path / "m.gguf", file_type="q8_0")
     found = read_tensors(tmp_path / "m.gguf")["blk.0.ffn_gate.weight"]
     expected = model.state_dict()["model.layers.0.mlp.gate_proj.weight"].numpy()

@@ -90,7 +90,7 @@ def test_errors_of_llama_cpp_are_raised_with_its_messages(tmp_path):
     broken.write_text("no model", encoding="utf-8")
     with pytest.raises(ModelError, match="llama.cpp cannot load .*broken.gguf: .*invalid magic"):
         GgufModel(broken, context=64, num_threads=1)
-    with pytest.raises(StorageError, match="llama.cpp could not quantise to .*invalid magic"):
+    with pytest.raises(StorageError, match="llama.cpp could not quantize to .*invalid magic"):
         quantize_file(broken, tmp_path / "out.gguf", file_type="q4_k_m", num_threads=1)
 
 

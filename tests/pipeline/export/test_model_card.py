@@ -118,7 +118,7 @@ def test_the_card_of_an_adapter_has_the_adapters_own_settings(tmp_path):
     assert "| model.lora.target_modules | q_proj, v_proj |" in text
 
 
-def test_the_card_of_a_model_without_a_run_says_that_its_training_is_unknown(tmp_path):
+def test_the_card_of_a_model_without_a_run_states_that_its_training_is_unknown(tmp_path):
     folder = save_tiny("smollm", tmp_path / "found-somewhere")
     report = run_export(ExportSection(path=str(folder), has_verification=False), out_dir=tmp_path / "out")
     front, text = read_card(report.hf / "README.md")

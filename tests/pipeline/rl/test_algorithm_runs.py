@@ -106,7 +106,7 @@ def test_ppo_reports_its_critic_and_saves_it(run):
     assert not any(name.startswith("head.") for name in read_weights(result.checkpoint))
 
 
-def test_the_greedy_run_of_remax_is_only_a_baseline(run):
+def test_the_greedy_rollout_of_remax_is_only_a_baseline(run):
     result = run("remax", "total_steps=1", "algorithm.group_size=2")
     (metrics,) = read_metrics(result.folder)
     assert metrics["rollout/num_trajectories"] == 4
@@ -124,7 +124,7 @@ def test_remax_works_with_groups_of_one(run):
     assert run("remax", "algorithm.group_size=1").metrics["train/num_trained_tokens"] > 0
 
 
-def test_a_failed_greedy_run_excludes_its_group(run):
+def test_a_failed_greedy_rollout_excludes_its_group(run):
     calls = {}
 
     async def judge(task, response):

@@ -163,7 +163,7 @@ def test_operators_filter_training_groups_but_not_saved_rollouts(run):
 
 
 def test_reward_shaping_changes_training_but_not_saved_rollouts(run):
-    """Equal rewards have zero advantage; a bonus of 2 for every second run changes that."""
+    """Equal rewards have zero advantage; a bonus of 2 for every second rollout changes that."""
     numbers = itertools.count()
 
     async def judge(task, response):
@@ -190,7 +190,7 @@ def test_reward_shaping_changes_training_but_not_saved_rollouts(run):
     ],
 )
 def test_an_unreported_metric_stops_the_run_with_its_name(run, operator):
-    with pytest.raises(ConfigError, match="'lengt', which none of 4 runs reports .did you mean 'length'"):
+    with pytest.raises(ConfigError, match="'lengt', which none of 4 rollouts reports .did you mean 'length'"):
         run(f"experience.operators=[{operator}]")
 
 

@@ -277,12 +277,12 @@ def test_a_local_auxiliary_model_helps_and_is_not_trained(run, pocket_folder):
     seen = []
 
     async def judge(task, response, auxiliary_models):
-        completion = await auxiliary_models["helper"]([{"role": "user", "content": response or "?"}], max_tokens=4)
+        completion = await auxiliary_models["auxiliary"]([{"role": "user", "content": response or "?"}], max_tokens=4)
         seen.append(completion.choices[0].message.content)
         return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
 
-    helper = TunerModelConfig(model_path=pocket_folder, max_model_len=128, temperature=0.5)
-    result = run(judge_func=judge, auxiliary_models={"helper": helper})
+    auxiliary = TunerModelConfig(model_path=pocket_folder, max_model_len=128, temperature=0.5)
+    result = run(judge_func=judge, auxiliary_models={"auxiliary": auxiliary})
     assert len(seen) == 8
     assert len(read_turns(result)) == 8
 

@@ -9,8 +9,8 @@ from tunesmith.pipeline.session.load_function import load_function
 
 
 def test_a_function_loads_from_a_file_that_imports_a_neighbor(tmp_path):
-    (tmp_path / "neighbour_of_flow.py").write_text("VALUE = 7\n")
-    (tmp_path / "flow.py").write_text("from neighbour_of_flow import VALUE\ndef run():\n    return VALUE\n")
+    (tmp_path / "neighbor_of_flow.py").write_text("VALUE = 7\n")
+    (tmp_path / "flow.py").write_text("from neighbor_of_flow import VALUE\ndef run():\n    return VALUE\n")
     assert load_function(f"{tmp_path}/flow.py:run", knob="workflow")() == 7
 
 

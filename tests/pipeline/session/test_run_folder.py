@@ -34,7 +34,7 @@ def commit(paths: RunPaths, step: int, *, replayed: tuple[int, ...] = ()) -> Non
 
 
 def log_steps(paths: RunPaths, last: int) -> None:
-    """Write the files that a run writes besides checkpoints."""
+    """Write the files of a run other than checkpoints."""
     for step in range(1, last + 1):
         save_rollouts(paths.rollouts(step), [])
         save_json(paths.selection(step), {"choices": [step]})

@@ -181,7 +181,7 @@ def test_the_report_has_time_tokens_device_and_figures_of_each_stage(completed):
     assert done["sft"]["tokens"] > 0
     comparison = json.loads((workdir / "out/eval/comparison.json").read_text())
     assert done["eval"]["tokens"] == sum(model["num_sampled_tokens"] for model in comparison["test"]["models"].values())
-    assert "### test: 2 tasks, 1 run of each" in text
+    assert "### test: 2 tasks, 1 rollout of each" in text
     assert "| mean (95 % interval) | base " in text
 
 

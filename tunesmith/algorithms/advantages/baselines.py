@@ -1,6 +1,6 @@
-"""Advantages as rewards minus a baseline, and selection of the runs to train on.
+"""Advantages as rewards minus a baseline, and selection of the rollouts to train on.
 
-As in `group.py`, a run without a reward gets None and is excluded from all statistics; None is not trained.
+As in `group.py`, a rollout without a reward gets None and is excluded from all statistics; None is not trained.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def compute_reinforce_advantages(groups: Sequence[Sequence[RunOutcome]], *, base
 
 
 def compute_rloo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
-    """REINFORCE leave-one-out: R minus the mean of the other runs, n / (n - 1) (R - mean).
+    """REINFORCE leave-one-out: R minus the mean of the other rollouts, n / (n - 1) (R - mean).
 
-    Ahmadian et al. (2024), eq. 5. The baseline does not depend on the run itself, so the policy gradient is unbiased
-    (Kool et al., 2019).
+    Ahmadian et al. (2024), eq. 5. The baseline does not depend on the rollout itself, so the policy gradient is
+    unbiased (Kool et al., 2019).
     """
 
     def leave_one_out(rewards: list[float]) -> list[float] | None:
@@ -45,7 +45,7 @@ def compute_opmd_advantages(
 ) -> Advantages:
     """Online policy mirror descent: R - b, with b the group's mean or tau log mean exp(R / tau).
 
-    logavgexp is the log-normaliser of the optimal policy of the mirror descent problem, estimated on the group; mean is
+    logavgexp is the log-normalizer of the optimal policy of the mirror descent problem, estimated on the group; mean is
     its limit for large tau. Both hold whichever policy sampled (Yao et al., 2025, "Group-relative REINFORCE is secretly
     an off-policy algorithm", section 2; Kimi Team, 2025, section 2.3). `tau` is read with baseline="logavgexp" only.
     """
@@ -69,7 +69,7 @@ def compute_asymre_advantages(groups: Sequence[Sequence[RunOutcome]], *, baselin
     """Asymmetric REINFORCE: R - (mean + baseline_shift) (Arnal et al., 2025, section 4).
 
     A negative shift gives more weight to successes than to failures, which keeps REINFORCE stable on off-policy data.
-    With equal rewards, or in a group of one, the advantage is -baseline_shift: such runs are imitated weakly.
+    With equal rewards, or in a group of one, the advantage is -baseline_shift: such rollouts are imitated weakly.
     """
     advantages: Advantages = []
     for group in groups:
@@ -86,10 +86,11 @@ def compute_rec_advantages(
     drop: Literal["none", "balance"] = "none",
     epsilon: PositiveFloat = 1e-6,
 ) -> Advantages:
-    """REC and RED (Yao et al., 2025): R - mean over the kept runs, divided by their population std if `std_normalize`.
+    """REC and RED (Yao et al., 2025): R - mean over kept rollouts, divided by their population std if `std_normalize`.
 
-    `drop="balance"` is RED-Drop: where more runs are below the mean than not, the surplus of those below is dropped at
-    random. The random generator is seeded with the group's logprobs, so a repeated or resumed run drops the same ones.
+    `drop="balance"` is RED-Drop: where more rollouts are below the mean than not, the surplus of those below is dropped
+    at random. The random generator is seeded with the group's logprobs, so a repeated or resumed run drops the same
+    ones.
     """
     advantages: Advantages = []
     for group in groups:
@@ -101,10 +102,10 @@ def compute_rec_advantages(
 
 
 def compute_raft_advantages(groups: Sequence[Sequence[RunOutcome]], *, min_reward: float | None = None) -> Advantages:
-    """Reward-ranked fine-tuning: 1 for selected runs, None for all others (Dong et al., 2023, RAFT, algorithm 1).
+    """Reward-ranked fine-tuning: 1 for selected rollouts, None for all others (Dong et al., 2023, RAFT, algorithm 1).
 
-    A run is selected if no run of its group has a higher reward and its own is above 0, or at least `min_reward` if
-    set. In a group of one the run itself is the best one.
+    A rollout is selected if no rollout of its group has a higher reward and its own is above 0, or at least
+    `min_reward` if set. In a group of one the rollout itself is the best one.
     """
     advantages: Advantages = []
     for group in groups:
@@ -115,7 +116,7 @@ def compute_raft_advantages(groups: Sequence[Sequence[RunOutcome]], *, min_rewar
 
 
 def _select_balanced(group: Sequence[RunOutcome]) -> list[bool]:
-    """Which runs to keep so that at most half of them are below the mean of the group."""
+    """Which rollouts to keep so that at most half of them are below the mean of the group."""
     rewards = [run.reward for run in group if run.reward is not None]
     mean = math.fsum(rewards) / max(len(rewards), 1)
     below = [index for index, run in enumerate(group) if run.reward is not None and run.reward < mean]

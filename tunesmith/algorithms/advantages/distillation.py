@@ -19,7 +19,7 @@ from tunesmith.algorithms.scores import BatchScores, TokenTerms
 
 
 def compute_distillation_terms(scores: BatchScores, *, kl_coef: PositiveFloat = 1.0) -> TokenTerms:
-    """kl_coef (t - s): minimises the reverse KL(policy || teacher) (Agarwal et al., 2024, on-policy distillation)."""
+    """kl_coef (t - s): minimizes the reverse KL(policy || teacher) (Agarwal et al., 2024, on-policy distillation)."""
     teacher_E = _get_teacher(scores)
     return _build_terms(scores, kl_coef * (teacher_E - scores.old_logprobs_E))
 
@@ -27,7 +27,7 @@ def compute_distillation_terms(scores: BatchScores, *, kl_coef: PositiveFloat = 
 def compute_jsd_terms(
     scores: BatchScores, *, kl_coef: PositiveFloat = 1.0, beta: Annotated[float, Field(gt=0, le=1)] = 0.5
 ) -> TokenTerms:
-    """kl_coef (log(beta e^t + (1 - beta) e^s) - s): minimises a generalised Jensen-Shannon divergence.
+    """kl_coef (log(beta e^t + (1 - beta) e^s) - s): minimizes a generalized Jensen-Shannon divergence.
 
     With T and S the distributions and M = beta T + (1 - beta) S, Agarwal et al. (2024, eq. 1) define
     JSD_beta = beta KL(T || M) + (1 - beta) KL(S || M). Its derivative by S's probability of a token is

@@ -1,8 +1,8 @@
 """Group-in-group advantages (GiGPO): one advantage per turn, at the level of episodes and of steps.
 
 A = A_E + omega A_S for each turn (Feng et al., 2025, "Group-in-group policy optimization", eqs. 3, 7 and 8). A_E
-compares the run's return with those of the other runs of its task. A_S compares the discounted return from this turn
-on with those of all turns, of runs of the same task, in the same state (the anchor state).
+compares the rollout's return with those of the other rollouts of its task. A_S compares the discounted return from this
+turn on with those of all turns, of rollouts of the same task, in the same state (the anchor state).
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def compute_gigpo_advantages(
     """One advantage per turn; a group in which all of them are 0 is dropped.
 
     `fnorm="std"` divides both parts by the standard deviation of the values compared. Without `step_reward_key` the
-    run's reward is that of its last turn; with it, the reward of turn t is the run's metric `<step_reward_key>/<t>`, 0
-    if not reported, and their sum replaces the run's reward. Without `env_state_hash_key` two turns are in the same
-    state if their prompts have the same token ids; with it, if their metrics `<env_state_hash_key>/<t>` are equal.
+    rollout's reward is that of its last turn; with it, the reward of turn t is the rollout's metric
+    `<step_reward_key>/<t>`, 0 if not reported, and their sum replaces the rollout's reward. Without
+    `env_state_hash_key` two turns are in the same state if their prompts have the same token ids; with it, if their
+    metrics `<env_state_hash_key>/<t>` are equal.
     """
     advantages: Advantages = []
     for group in groups:
@@ -67,7 +68,7 @@ def _list_states(run: RunOutcome, key: str | None) -> list[Hashable]:
     missing = [name for name in names if name not in run.metrics]
     if missing:
         raise ConfigError(
-            f"env_state_hash_key={key!r}: a run does not report the metric {missing[0]!r}; report it for every "
+            f"env_state_hash_key={key!r}: a rollout does not report the metric {missing[0]!r}; report it for every "
             "model call, or leave env_state_hash_key out to compare prompts"
         )
     return [run.metrics[name] for name in names]

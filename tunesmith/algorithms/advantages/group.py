@@ -1,8 +1,8 @@
-"""Group-relative advantages: the reward of a run against the rewards of the other runs of its task.
+"""Group-relative advantages: the reward of a rollout against the rewards of the other rollouts of its task.
 
-Pure functions of rewards. A run without a reward is excluded from all statistics and gets None. A group whose scored
-runs have identical rewards, or with a single scored run, has zero advantage: its runs get None, and the caller drops
-and counts the group.
+Pure functions of rewards. A rollout without a reward is excluded from all statistics and gets None. A group whose
+scored rollouts have identical rewards, or with a single scored rollout, has zero advantage: its rollouts get None, and
+the caller drops and counts the group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.types import RunAdvantage
 
 Advantages = list[list[RunAdvantage]]
-"""For each run of each group: one number, one number per turn, or None (not trained)."""
+"""For each rollout of each group: one number, one number per turn, or None (not trained)."""
 Share = Annotated[float, Field(ge=0, le=1)]
 MIN_VARIANCE = 1e-4
 """Success rates of smaller variance are treated as equal: a Beta distribution fitted to them is almost a point mass."""
@@ -26,18 +26,18 @@ MIN_VARIANCE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """One run, as advantage functions see it."""
+    """The inputs of advantage functions for one rollout."""
 
     reward: float | None
     num_turns: int
-    """Model calls of the run."""
+    """Model calls of the rollout."""
     turn_prompts: tuple[tuple[int, ...], ...] = ()
     """Prompt token ids of each turn."""
     turn_logprobs: tuple[tuple[float, ...], ...] = ()
     """Logprobs of the tokens sampled in each turn."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     baseline_reward: float | None = None
-    """Reward of the task's greedy run; None if there was none."""
+    """Reward of the task's greedy rollout; None if there was none."""
 
 
 def compute_grpo_advantages(
@@ -50,9 +50,10 @@ def compute_grpo_advantages(
 ) -> Advantages:
     """(R - mean) / (std + epsilon), each model call counted as one observation (Shao et al., 2024, section 4.1).
 
-    A run of many calls therefore weighs more in mean and std; `compute_multi_step_grpo_advantages` counts runs. The std
-    is the sample std (ddof 1); `std_cal_level="batch"` computes it over all groups. A group whose own std is at most
-    `std_threshold` is dropped. `rank_penalty` lowers the rewards of likely runs first, see `apply_rank_penalty`.
+    A rollout of many calls therefore weighs more in mean and std; `compute_multi_step_grpo_advantages` counts rollouts.
+    The std is the sample std (ddof 1); `std_cal_level="batch"` computes it over all groups. A group whose own std is at
+    most `std_threshold` is dropped. `rank_penalty` lowers the rewards of likely rollouts first, see
+    `apply_rank_penalty`.
     """
     if rank_penalty:
         groups = [apply_rank_penalty(group, rank_penalty) for group in groups]
@@ -68,10 +69,10 @@ def compute_multi_step_grpo_advantages(
     std_cal_level: Literal["group", "batch"] = "group",
     std_threshold: NonNegativeFloat = 0.0,
 ) -> Advantages:
-    """As GRPO with each run counted once, independent of its number of model calls.
+    """As GRPO with each rollout counted once, independent of its number of model calls.
 
-    `enable_step_norm` divides a run's advantage by its number of model calls, so that with token-mean aggregation runs
-    of many calls do not dominate the loss.
+    `enable_step_norm` divides a rollout's advantage by its number of model calls, so that with token-mean aggregation
+    rollouts of many calls do not dominate the loss.
     """
     weights = [[1] * len(group) for group in groups]
     advantages = _compute_advantages(groups, weights, epsilon, std_cal_level, std_threshold)
@@ -95,7 +96,7 @@ def compute_dr_grpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advant
 def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
     """(R - p) / f(p) with p the group's mean reward and f a Beta density fitted to the batch (Xiao et al., 2025, BNPO).
 
-    If p is distributed as Beta(a, b) over tasks, f = Beta(1 + a/3, 1 + b/3) minimises the variance of the gradient; a
+    If p is distributed as Beta(a, b) over tasks, f = Beta(1 + a/3, 1 + b/3) minimizes the variance of the gradient; a
     and b are fitted to the mean and variance of p over the batch's groups (method of moments). Where no Beta
     distribution has these, f is 1, as in REINFORCE with a baseline. Rewards must be in [0, 1].
     """
@@ -121,7 +122,7 @@ def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantage
 def map_groups(
     groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
 ) -> Advantages:
-    """Apply `compute` to the rewards of each group's scored runs; None, or a single scored run, drops the group."""
+    """Apply `compute` to each group's scored rewards; None, or a single scored rollout, drops the group."""
     advantages: Advantages = []
     for group in groups:
         rewards = [run.reward for run in group if run.reward is not None]
@@ -132,10 +133,10 @@ def map_groups(
 
 
 def apply_rank_penalty(group: Sequence[RunOutcome], penalty: float) -> list[RunOutcome]:
-    """The group with rewards R (1 - penalty * k / G), k the number of its G runs that are at most as likely as the run.
+    """The group with rewards R (1 - penalty * k / G); k of its G rollouts are at most as likely as the rollout.
 
-    He et al. (2025), "Rewarding the unlikely", section 4.1: unlikely correct runs gain relative to likely correct runs.
-    The likelihood of a run is the mean logprob of its sampled tokens.
+    He et al. (2025), "Rewarding the unlikely", section 4.1: unlikely correct rollouts gain relative to likely correct
+    rollouts. The likelihood of a rollout is the mean logprob of its sampled tokens.
     """
     likelihoods = [
         math.fsum(map(math.fsum, run.turn_logprobs)) / max(sum(map(len, run.turn_logprobs)), 1) for run in group
@@ -197,7 +198,7 @@ def _compute_advantages(
 
 
 def _select_observed(group: Sequence[RunOutcome], weights: Sequence[int]) -> list[tuple[float, int]]:
-    """Reward and weight of the scored runs with positive weight."""
+    """Reward and weight of the scored rollouts with positive weight."""
     return [(r.reward, w) for r, w in zip(group, weights, strict=True) if r.reward is not None and w > 0]
 
 

@@ -1,8 +1,8 @@
-"""Per-token advantages from the reward of a run: returns, GAE, whitening.
+"""Per-token advantages from the reward of a rollout: returns, GAE, whitening.
 
 Each sampled token is one step of an episode. Tokens that the policy did not sample are no steps, so a long tool result
-is not discounted. The reward is that of the run's last sampled token; branches of a run follow each other in the order
-of its samples. `scores.advantages_E` holds the raw reward of the run at every token.
+is not discounted. The reward is that of the rollout's last sampled token; branches of a rollout follow each other in
+the order of its samples. `scores.advantages_E` holds the raw reward of the rollout at every token.
 
 Axes: E trained tokens of one update, ordered by sequence then time.
 """
@@ -52,7 +52,7 @@ def compute_reinforce_plus_plus_terms(
     """Returns, whitened over all tokens of the update (Hu, 2025, "REINFORCE++").
 
     `reward_kl_coef` times the k1 estimate of the KL to the reference is subtracted from each token's reward. At gamma 1
-    without it, the return of every token of a run is the run's reward.
+    without it, the return of every token of a rollout is the rollout's reward.
     """
     rewards_E = compute_token_rewards(scores, reward_kl_coef=reward_kl_coef)
     returns_E = compute_returns(rewards_E, scores.sequence_E, gamma=gamma)
@@ -64,7 +64,7 @@ def compute_reinforce_plus_plus_terms(
 
 
 def compute_token_rewards(scores: BatchScores, *, reward_kl_coef: float) -> np.ndarray:
-    """Rewards [E]: the run's reward at its last token, minus `reward_kl_coef` (old - reference) at every token."""
+    """Rewards [E]: the rollout's reward at its last token, minus `reward_kl_coef` (old - reference) at every token."""
     rewards_E = np.where(find_last(scores.sequence_E), scores.advantages_E, 0.0)
     if reward_kl_coef == 0:
         return rewards_E

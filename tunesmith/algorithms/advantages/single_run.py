@@ -1,4 +1,4 @@
-"""Advantages that do not depend on the other runs of the group: the raw reward, or minus that of a greedy run."""
+"""Advantages independent of the other rollouts of the group: the reward, or minus that of a greedy rollout."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def keep_rewards(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
 
 
 def compute_remax_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
-    """R - R_greedy, with the reward of one run at temperature 0 as the baseline (Li et al., 2024, ReMax).
+    """R - R_greedy, with the reward of one rollout at temperature 0 as the baseline (Li et al., 2024, ReMax).
 
-    The baseline does not depend on the sampled runs, so the gradient is unbiased, also in a group of one. A group whose
-    greedy run failed, or whose rewards all equal the baseline, is dropped.
+    The baseline does not depend on the sampled rollouts, so the gradient is unbiased, also in a group of one. A group
+    whose greedy rollout failed, or whose rewards all equal the baseline, is dropped.
     """
     return [_subtract_baseline(group) for group in groups]
 

@@ -1,4 +1,4 @@
-"""Preference optimisation (DPO, KTO): losses over whole completions, as coefficients of single tokens.
+"""Preference optimization (DPO, KTO): losses over whole completions, as coefficients of single tokens.
 
 Such a loss is a function of a completion's implicit reward r = log policy(y | x) - log reference(y | x), a sum over its
 tokens. The scoring pass gives every r, hence the derivative of the loss by each r. That number times the logprob, as
@@ -49,7 +49,7 @@ def compute_kto_terms(
     desirable_weight: NonNegativeFloat = 1.0,
     undesirable_weight: NonNegativeFloat = 1.0,
 ) -> TokenTerms:
-    """Mean over completions of weight (1 - v): Kahneman-Tversky optimisation (Ethayarajh et al., 2024, eq. 7).
+    """Mean over completions of weight (1 - v): Kahneman-Tversky optimization (Ethayarajh et al., 2024, eq. 7).
 
     v = sigmoid(beta (r - z)) of a desirable and sigmoid(beta (z - r)) of an undesirable completion. The reference point
     z estimates the KL of policy and reference: the mean r, clamped at 0, of *probes*, completions after the prompt of

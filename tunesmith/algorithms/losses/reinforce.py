@@ -35,7 +35,7 @@ def compute_importance_sampling_losses(scores: TokenScores) -> TokenLosses:
 
 
 def compute_opmd_losses(scores: TokenScores, *, tau: NonNegativeFloat = 1.0) -> TokenLosses:
-    """-A log p / (1 + tau): online policy mirror descent, with its regulariser as a factor of the step.
+    """-A log p / (1 + tau): online policy mirror descent, with its regularizer as a factor of the step.
 
     Yao et al. (2025), "Group-relative REINFORCE is secretly an off-policy algorithm", section 4.1: no importance
     weights for any sampling policy. A larger tau keeps the policy closer to the sampling policy.
@@ -61,7 +61,7 @@ def compute_rec_losses(
     `clip_mode` selects the trained tokens: `one-side`, A >= 0 and r <= 1 + high or A <= 0 and r >= 1 - low; `two-side`,
     1 - low <= r <= 1 + high; `ring`, two-side or A >= 0 and r <= 1 - low' or A <= 0 and r >= 1 + high';
     `gspo-one-side`, one-side by the sequence's ratio. `weight` w is 1, sg(r), the sequence's ratio, or exp(A / temp)
-    (RED-Weight). The regulariser adds coef d^2 or -coef log p. Metric: `clip_frac`, the share of masked tokens.
+    (RED-Weight). The regularizer adds coef d^2 or -coef log p. Metric: `clip_frac`, the share of masked tokens.
     """
     if clip_mode == "none" and (epsilon_low, epsilon_high) != (0.2, 0.2):
         raise ConfigError("epsilon_low and epsilon_high have no effect with clip_mode='none'")

@@ -31,10 +31,10 @@ class BurstInput:
     slots_R: Ints
     """Each request's index in the `InputBatch`."""
     sources_R: Ints
-    """Row of the previous launch that samples this row's last token; -1 when the host knows that token, or none is
+    """Row of the previous launch that samples this row's last token; -1 when that token is on the host, or none is
     sampled yet (prefilled rows)."""
     token_ids_R: Ints
-    """The last token, where the host knows it."""
+    """The last token, where it is on the host."""
     positions_R: Ints
     """Position of the last token; of prefilled rows, of the last prompt token."""
     prefill_hidden: Sequence[Tensor] = ()

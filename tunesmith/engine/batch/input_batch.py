@@ -1,7 +1,7 @@
 """Sampling parameters and block tables of running requests, as arrays with one line per slot.
 
 A slot is a request's index in these arrays while it runs. The inputs of a burst are gathered from them without a loop
-over requests; the device sees only what is copied from here.
+over requests; the device reads only what is copied from here.
 
 Axes: S slots, P columns of the block table, R requests of a burst, G those of them that hold more blocks than before.
 """

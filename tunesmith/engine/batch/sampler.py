@@ -1,7 +1,7 @@
 """Sampling: logits to one token per row and its logprob, each row under its own distribution.
 
 A row's token is determined by one uniform number, hashed from its seed and position, through the inverse of the
-cumulative distribution; the rest of the batch cannot change it. The logprob is under the truncated, renormalised
+cumulative distribution; the rest of the batch cannot change it. The logprob is under the truncated, renormalized
 distribution that the token was sampled from. Rows with non-finite logits are marked, and their values are undefined.
 The distribution itself is defined in `model.forward.distribution`; this module handles rows of many distributions at
 once.
@@ -146,7 +146,7 @@ def has_truncation(distribution: Distribution) -> bool:
 
 
 def _compute_thresholds(logits_NV: Tensor, distributions: Sequence[Distribution]) -> Tensor:
-    """The smallest logit [N, 1] that each row keeps: top-k, then top-p and min-p of the rest, renormalised."""
+    """The smallest logit [N, 1] that each row keeps: top-k, then top-p and min-p of the rest, renormalized."""
     vocab_size = logits_NV.shape[1]
     top_ks = [d.top_k if 0 < d.top_k < vocab_size else 0 for d in distributions]
     has_top_p = any(d.top_p < 1 for d in distributions)

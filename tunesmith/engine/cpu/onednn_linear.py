@@ -21,7 +21,7 @@ from torch.nn import functional
 MIN_WEIGHTS = 1 << 16
 """Smaller layers lose more to call overhead than they gain."""
 TYPICAL_ROWS = 32
-"""Number of rows that the layout is optimised for."""
+"""Number of rows that the layout is optimized for."""
 PIECE_ROWS = (512, 256, 128, 64)
 """Rows multiplied at once, largest first; a remainder below the last size is one piece."""
 MIN_PRODUCTS = 350_000

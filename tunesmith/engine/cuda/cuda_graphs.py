@@ -111,7 +111,7 @@ class DecodeGraphs:
         graph = self._get_graph(size, has_truncation) if num_steps else None
         self._buffer = (self._buffer + 1) % NUM_BUFFERS
         staging = self._staging[self._buffer]
-        staging.event.synchronize()  # its last launch has been read, unless an error came in between
+        staging.event.synchronize()  # its last launch has been read, unless an error occurred in between
         staging.fill(self.input_batch, rows, size=size, first_log_line=self._buffer * 2 * LOG_LINES)
         self._copy_inputs(staging, size)
         self._sample_prefilled(rows, has_truncation)

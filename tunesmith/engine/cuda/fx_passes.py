@@ -1,6 +1,6 @@
 """fx passes that fuse a traced decoder layer into fewer, larger operations.
 
-torch traces the unchanged modelling code of a layer into an fx graph. The passes match patterns by arithmetic, not by
+torch traces the unchanged modeling code of a layer into an fx graph. The passes match patterns by arithmetic, not by
 module names: RMS norm, rotary embedding before attention, linear layers of the same input, SiLU-gated products
 (SwiGLU), a linear layer added to the residual stream. A graph of only fused operations, views and plain linear layers
 runs as it is. Any other graph is left to torch's compiler.

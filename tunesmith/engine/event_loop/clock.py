@@ -29,14 +29,14 @@ SLEEP_BUDGET_S = 0.25
 MIN_NEW_OBJECTS = 10_000
 """Generation-0 threshold of the garbage collector while the loop runs."""
 NUM_ITERATIONS_BETWEEN_STEPS = 3
-"""On other event loops: a result is delivered, its coroutine wakes, and its next request arrives."""
+"""On other event loops: a result is delivered, its coroutine resumes, and its next request arrives."""
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 
 class Steppable(Protocol):
-    """An engine, as a clock sees it."""
+    """The interface of an engine that a clock uses."""
 
     @property
     def has_work(self) -> bool: ...
@@ -112,7 +112,7 @@ class EngineLoop(asyncio.SelectorEventLoop):
         return super().run_until_complete(self._main_future)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Report errors of tasks that nobody awaits, except KeyboardInterrupt and SystemExit: the loop raises those."""
+        """Report errors of tasks never awaited, except KeyboardInterrupt and SystemExit, which the loop raises."""
         if not isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
             super().call_exception_handler(context)
 

@@ -127,7 +127,7 @@ def run_main(loop: asyncio.AbstractEventLoop, main: MainTask[T], handlers: Signa
             if main.done() or handlers.signal_number is not None:
                 raise
             logger.warning(
-                "user code raised SystemExit in a task or callback of its own, at %s: only whoever awaits it fails",
+                "user code raised SystemExit in its own task or callback, at %s: only code that awaits it fails",
                 find_error_line(error) or "an unknown line",
             )
         else:

@@ -1,7 +1,7 @@
 """Plan attention: one attention function for every architecture; a plan defines which tokens attend to which.
 
 `use_plan_attention` selects the implementation named "tunesmith" in transformers' attention and mask interfaces, and
-`run_body` passes a plan through the unchanged modelling code to every layer. The engine's plan reads a paged KV cache,
+`run_body` passes a plan through the unchanged modeling code to every layer. The engine's plan reads a paged KV cache,
 the trainer's plan a tree of sequences. Without a plan the model behaves as with `sdpa`.
 
 Axes: T tokens of the row, C hidden size, H query heads, K key-value heads, D head size.

@@ -1,6 +1,6 @@
 """The demo: trains the pocket model to solve word problems in AgentScope's ReActAgent with a calculator.
 
-A pocket model is initialised from a seed, fine-tuned on demonstrations of the agent's message format, and then trained
+A pocket model is initialized from a seed, fine-tuned on demonstrations of the agent's message format, and then trained
 by reinforcement learning. Base, fine-tuned and trained model are compared on held-out problems, sampled as in training
 and greedily.
 """

@@ -20,10 +20,10 @@ def format_set(comparison: SetComparison) -> str:
     results = list(comparison.results.values())
     num_tasks = max(len(result.tasks) for result in results)
     num_runs = max(len(task.samples) for result in results for task in result.tasks)
-    title = f"### {comparison.name}: {num_tasks} tasks, {num_runs} {'run' if num_runs == 1 else 'runs'} of each"
+    title = f"### {comparison.name}: {num_tasks} tasks, {num_runs} {'rollout' if num_runs == 1 else 'rollouts'} of each"
     names = {name: None for result in results for name in result.estimates}
     rows = [format_row(name, [result.estimates.get(name) for result in results]) for name in names]
-    rows.append(["failed runs", *(f"{result.num_failures} of {result.num_runs}" for result in results)])
+    rows.append(["failed rollouts", *(f"{result.num_failures} of {result.num_runs}" for result in results)])
     parts = [title, "", format_table(["mean (95 % interval)", *(result.label for result in results)], rows)]
     contrasts = [each for each in comparison.contrasts if each.difference.num_better or each.difference.num_worse]
     if contrasts:

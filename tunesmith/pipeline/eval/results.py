@@ -73,7 +73,7 @@ class EvaluationResult:
 def compute_evaluation(
     name: str, groups: Sequence[Group], *, policy_version: int, seed: int = 0, outcome_key: str | None = None
 ) -> EvaluationResult:
-    """Summarise the groups of one task set; `outcome_key` is the metric that is 1 for a passed rollout."""
+    """Summarize the groups of one task set; `outcome_key` is the metric that is 1 for a passed rollout."""
     scores = [statistics.fmean(t.reward for t in g.scored if t.reward is not None) for g in groups if g.scored]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     reported: dict[str, list[float]] = {}

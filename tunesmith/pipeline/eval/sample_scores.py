@@ -118,7 +118,7 @@ def collect_outcomes(tasks: Sequence[TaskScores], outcome_key: str | None) -> li
     outcomes = [[each.get(outcome_key or REWARD) for each in task.samples if each.failure is None] for task in tasks]
     if any(outcome is None for task_outcomes in outcomes for outcome in task_outcomes):
         raise ConfigError(
-            f"outcome_key={outcome_key!r} is not reported by every run; reported are "
+            f"outcome_key={outcome_key!r} is not reported by every rollout; reported are "
             f"{', '.join(list_reported_metrics(tasks)) or 'no metrics'}"
         )
     return [[outcome for outcome in task_outcomes if outcome is not None] for task_outcomes in outcomes]

@@ -1,4 +1,4 @@
-"""Wrapper around llama.cpp (llama-cpp-python): quantises GGUF files and runs them. The only file that imports it.
+"""Wrapper around llama.cpp (llama-cpp-python): quantizes GGUF files and runs them. The only file that imports it.
 
 Errors that llama.cpp only logs are raised as exceptions. Inference runs on the CPU with float32 keys and values, so
 that differences from the source model come from the file alone.
@@ -31,7 +31,7 @@ def quantize_file(source: Path, target: Path, *, file_type: str, num_threads: in
     with capture_errors() as errors:
         code = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(parameters))
     if code != 0:
-        raise StorageError(f"llama.cpp could not quantise to {target}: {summarize(errors)}")
+        raise StorageError(f"llama.cpp could not quantize to {target}: {summarize(errors)}")
 
 
 class GgufModel:
@@ -57,7 +57,7 @@ class GgufModel:
                 raise ModelError(f"llama.cpp cannot load {path}: {summarize(errors)}") from error
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, with the tokens that the file says are added; special tokens in the text are parsed."""
+        """Token ids of a text, with BOS and EOS as set in the file; special tokens in the text are parsed."""
         ids: list[int] = self._llama.tokenize(text.encode(), add_bos=True, special=True)
         return ids
 

@@ -98,7 +98,7 @@ def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
         check_adapter(source.adapter, config)
         check_fingerprint(source.adapter)
     if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"path={settings.path!r} holds quantised weights; export the model before quantisation")
+        raise ModelError(f"path={settings.path!r} holds quantized weights; export the model before quantization")
     tokenizer = load_tokenizer(source.path, chat_template=settings.chat_template, **options)
     gguf = None
     if "gguf" in settings.formats:
@@ -192,7 +192,7 @@ def check_finite(model: PreTrainedModel) -> None:
 
 
 def estimate_bytes(plan: ExportPlan, *, num_parameters: int) -> int:
-    """Estimated size of the export, including the temporary f32 file for quantisation."""
+    """Estimated size of the export, including the temporary f32 file for quantization."""
     num_bytes = BYTES[plan.dtype] if "hf" in plan.settings.formats else 0.0
     if plan.gguf is not None:
         num_bytes += plan.gguf.bytes_per_parameter

@@ -2,7 +2,7 @@
 
 An hf folder must give the same token ids and bit-identical logits. A GGUF file is read by llama.cpp: token ids must be
 equal on difficult text, and next-token distributions may differ from the source in float32 only by rounding. The
-divergence KL(source || file) in nats per token measures the cost of quantisation and is reported in the model card.
+divergence KL(source || file) in nats per token measures the cost of quantization and is reported in the model card.
 """
 
 from __future__ import annotations

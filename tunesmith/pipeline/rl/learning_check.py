@@ -23,7 +23,7 @@ SHOWN_STREAKS = frozenset(10**power for power in range(1, 7))
 
 
 def check_sampling_is_random(config: RunConfig, algorithm: Algorithm) -> None:
-    """Refuse to compare rollouts that are all sampled alike."""
+    """Refuse a group-relative algorithm with greedy sampling, where all rollouts of a group are identical."""
     is_comparison = ALGORITHMS[algorithm.name].compute_advantages in GROUP_RELATIVE_ADVANTAGES
     if not is_comparison or "experts" in algorithm.needs:
         return

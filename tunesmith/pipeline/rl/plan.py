@@ -114,5 +114,5 @@ def describe_repetition(config: RunConfig, *, num_tasks: int) -> str | None:
         return None
     return (
         f"{num_tasks} training tasks are fewer than algorithm.batch_size={batch_size}: each step repeats tasks to fill "
-        "its batch, every repetition a group of its own"
+        "its batch, each repetition as a separate group"
     )

@@ -26,7 +26,7 @@ from tunesmith.model.value_model import ValueModel, load_value_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraModels:
-    """Models of the trainer besides the policy; None if the algorithm does not need the model."""
+    """Models of the trainer other than the policy; None if the algorithm does not need the model."""
 
     reference: PreTrainedModel | None = None
     teacher: PreTrainedModel | None = None

@@ -104,7 +104,7 @@ def open_offline_folder(config: OfflineConfig, root: Path) -> OfflineFolder:
 
 
 def find_whole_checkpoint(root: Path) -> Path | None:
-    """The last checkpoint, None if there is none; if it is damaged, the error says how to resume from the one
+    """The last checkpoint, None if there is none; if it is damaged, the error states how to resume from the one
     before."""
     checkpoint = find_last_checkpoint(root)
     if checkpoint is None:

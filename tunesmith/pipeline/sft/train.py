@@ -60,7 +60,7 @@ class OfflineResult:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """Training progress; saved in checkpoints besides the trainer's state."""
+    """Training progress; saved in checkpoints with the trainer's state."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)

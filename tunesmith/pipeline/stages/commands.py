@@ -42,7 +42,7 @@ TABLES = "tables"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
-    """Result of a stage besides its files."""
+    """Result of a stage, in addition to its files."""
 
     model: Path | None = None
     tokens: int | None = None

@@ -10,7 +10,7 @@ from tunesmith.engine.cuda.custom_ops import Prologue
 
 
 def get_prologue_tensors(prologue: Prologue | None, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cosine, sine and the two norm weights; `unused` stands in for those that the kernel does not read."""
+    """Cosine, sine and the two norm weights; `unused` is passed for those that the kernel does not read."""
     if prologue is None:
         return unused, unused, unused, unused
     query_norm, key_norm = prologue.query_norm_D, prologue.key_norm_D
@@ -32,7 +32,7 @@ def load_heads(
     heads_N, cos_N, sin_N, norm_weight, epsilon, is_head_N,
     SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr,
 ):  # fmt: skip
-    """Load head vectors [N, D]; apply RMS norm, then the rotary embedding, as the flags say.
+    """Load head vectors [N, D]; apply RMS norm, then the rotary embedding, as the flags select.
 
     `heads_N`, `cos_N` and `sin_N` point to the first element of each head's vector and of its cosine and sine rows.
     The rotary embedding rotates element i with element i + D / 2 (Su et al., 2021, in GPT-NeoX order).

@@ -1,7 +1,7 @@
 """Architecture metadata of a GGUF file, derived from the Hugging Face config alone.
 
 Supports Llama (also SmolLM and SmolLM2), SmolLM3, Qwen2, Qwen2.5 and dense Qwen3. Any setting that llama.cpp computes
-differently from the modelling code is refused before weights are read, because a file that loads and answers wrongly is
+differently from the modeling code is refused before weights are read, because a file that loads and answers wrongly is
 worse than none.
 """
 
@@ -132,7 +132,7 @@ def describe_rope(config: PretrainedConfig, *, head_dim: int) -> tuple[dict[str,
 
 
 def compute_rope_factors(config: PretrainedConfig, *, head_dim: int) -> tuple[float, ...]:
-    """Ratios of the unscaled frequencies theta^(-2i/d) to those of the modelling code."""
+    """Ratios of the unscaled frequencies theta^(-2i/d) to those of the modeling code."""
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / config.rope_parameters["rope_theta"] ** exponents

@@ -46,7 +46,7 @@ class GgufPlan:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes of all files and of the temporary f32 file for quantisation."""
+        """Bytes of all files and of the temporary f32 file for quantization."""
         temporary = BYTES["f32"] if self.needs_llama_cpp and "f32" not in self.types else 0.0
         return temporary + sum(BYTES[kind] for kind in self.types)
 
@@ -72,7 +72,7 @@ def plan_gguf(
         raise ModelError("writing GGUF needs the package gguf: pip install 'tunesmith[gguf]'")
     if plan.needs_llama_cpp and not has_llama_cpp():
         raise ModelError(
-            "the type q4_k_m needs llama.cpp's quantiser: pip install 'tunesmith[llama-cpp]' (compiles for minutes), "
+            "the type q4_k_m needs llama.cpp's quantizer: pip install 'tunesmith[llama-cpp]' (compiles for minutes), "
             "or remove q4_k_m from gguf_types"
         )
     return plan

@@ -2,7 +2,7 @@
 
 llama.cpp selects a built-in pre-tokenizer by name. The tokenizer's own split rules are compared with those of each
 name, and a tokenizer that matches none is refused, because llama.cpp would split text differently from training. GGUF
-cannot store a normaliser; only NFC is allowed, which leaves composed text unchanged.
+cannot store a normalizer; only NFC is allowed, which leaves composed text unchanged.
 """
 
 from __future__ import annotations
@@ -105,17 +105,17 @@ def check_tokenizer(parts: Mapping[str, Any]) -> None:
         "a prefix or suffix of subwords": bool(
             model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
         ),
-        f"the normaliser {normalizer.get('type')}": normalizer.get("type") not in {None, "NFC"},
+        f"the normalizer {normalizer.get('type')}": normalizer.get("type") not in {None, "NFC"},
         f"the decoder {decoder.get('type')} (not ByteLevel)": decoder.get("type") != "ByteLevel",
     }
-    stripped = [token["content"] for token in parts["added_tokens"] if affects_neighbours(token)]
+    stripped = [token["content"] for token in parts["added_tokens"] if affects_neighbors(token)]
     refused[f"added tokens that strip adjacent spaces or match whole words only: {stripped[:3]}"] = bool(stripped)
     found = [name for name, is_refused in refused.items() if is_refused]
     if found:
         raise ModelError(f"the tokenizer has {'; '.join(found)}: GGUF cannot represent it. Remove gguf from formats")
 
 
-def affects_neighbours(token: Mapping[str, Any]) -> bool:
+def affects_neighbors(token: Mapping[str, Any]) -> bool:
     """Whether matching the added token depends on the text around it."""
     return bool(token["lstrip"] or token["rstrip"] or token["single_word"])
 

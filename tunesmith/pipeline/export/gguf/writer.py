@@ -1,7 +1,7 @@
 """Writes a loaded model and its tokenizer as a GGUF file. The only file that imports the `gguf` package.
 
 Matrices are stored as f32, f16 or q8_0; vectors (norms, biases) as f32, like llama.cpp does. Tensors are converted one
-at a time, so peak memory is the model plus one tensor. Other quantisations are made by llama.cpp from an f32 file.
+at a time, so peak memory is the model plus one tensor. Other quantizations are made by llama.cpp from an f32 file.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def plan_tensors(
 
 
 def choose_storage(tensor: torch.Tensor, matrix_type: GGMLQuantizationType) -> GGMLQuantizationType:
-    """f32 for vectors; f16 for matrices whose rows are no multiple of the quantisation block, as in llama.cpp."""
+    """f32 for vectors; f16 for matrices whose rows are no multiple of the quantization block, as in llama.cpp."""
     if tensor.dim() == 1:
         return F32
     block_size, _ = GGML_QUANT_SIZES[matrix_type]
