@@ -70,6 +70,7 @@ def correct(*, is_weighted: bool = True, experts=None, **section) -> tuple[np.nd
         scores,
         sampler_E,
         CorrectionSection(**section),
+        advantages_E=scores.advantages_E,
         proximal_logprobs_E=scores.old_logprobs_E,
         is_weighted=is_weighted,
     )
@@ -120,6 +121,7 @@ def test_untruncated_sequence_weights_are_unbiased():
                 scores,
                 np.log(sampler[[first, second]]),
                 section,
+                advantages_E=scores.advantages_E,
                 proximal_logprobs_E=scores.old_logprobs_E,
                 is_weighted=True,
             )

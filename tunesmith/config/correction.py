@@ -39,7 +39,7 @@ class CorrectionSection(Section):
     mask: MaskSection | None = None
     """Exclude tokens whose importance weight is out of bounds from the policy loss; null keeps all."""
     negative_sequence_delta: float | None = Field(default=None, ge=0)
-    """Exclude tokens with negative advantage if the mean log-ratio of sampler to policy over their sequence exceeds
+    """Exclude sequences with negative mean advantage if the mean log-ratio of sampler to policy over their tokens exceeds
     this; 0.1 is usual. null keeps all."""
 
 
