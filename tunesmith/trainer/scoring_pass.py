@@ -198,8 +198,9 @@ def compute_step_terms(
 ) -> StepTerms:
     """Run the critic and the other models that do not change within the step on all of its samples."""
     events = index_events(samples, rows)
-    is_weighted = proximal is not None and proximal.is_weighted
-    old_E = events.gather(proximal.logprobs if is_weighted else [sample.logprobs for sample in samples])
+    old_E = events.gather(
+        proximal.logprobs if proximal is not None and proximal.is_weighted else [sample.logprobs for sample in samples]
+    )
     scored = run_scoring_passes(
         model, samples, rows, algorithm.needs - {"logprobs"}, scoring_models=scoring_models, chunk_tokens=chunk_tokens
     )
