@@ -111,6 +111,7 @@ def run_ours(data: dict[str, torch.Tensor], **section) -> tuple[float, torch.Ten
         scores,
         scores.old_logprobs_E,
         algorithm.correction,
+        advantages_E=terms.advantages_E,
         proximal_logprobs_E=scores.old_logprobs_E,
         is_weighted=False,
     )

@@ -89,3 +89,10 @@ def test_k3_is_never_negative_and_resolves_small_differences():
     is_seen = d.abs() > 1e-5
     exact = torch.expm1(-d.double()) + d.double()
     torch.testing.assert_close(k3[is_seen].double(), exact[is_seen], rtol=0.02, atol=0)
+
+
+def test_k3_of_extreme_differences_is_bounded():
+    """The log-ratio is clamped to 20 on both sides; without, e^-d overflows, and d alone grows without bound."""
+    d = torch.tensor([-1e4, 1e4], dtype=torch.float64)
+    expected = torch.tensor([20.0, -20.0], dtype=torch.float64).expm1() - torch.tensor([20.0, -20.0])
+    torch.testing.assert_close(compute_kl(d, torch.zeros(2, dtype=torch.float64), estimator="k3"), expected)

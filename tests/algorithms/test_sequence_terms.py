@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from token_batches import build_scores
-from tunesmith.algorithms.corrections import compute_correction_weights
+from tunesmith.algorithms.corrections import compute_correction_weights, compute_ratios
 from tunesmith.algorithms.sequence_terms import (
     compute_m2po_terms,
     compute_rloo_terms,
@@ -70,6 +70,7 @@ def correct(*, is_weighted: bool = True, experts=None, **section) -> tuple[np.nd
         scores,
         sampler_E,
         CorrectionSection(**section),
+        advantages_E=scores.advantages_E,
         proximal_logprobs_E=scores.old_logprobs_E,
         is_weighted=is_weighted,
     )
@@ -100,6 +101,60 @@ def test_negative_tokens_of_off_policy_sequences_are_masked():
     assert metrics == {"correction/masked_frac": pytest.approx(0.25)}
 
 
+def mask_negative(advantages: list[list[float]], *, delta: float = 0.1, **section) -> list[float]:
+    """The sampler is 0.5 nats above the policy at the tokens of the first sequence, equal at the second."""
+    old, logprobs = [[-1.0, -1.0], [-1.0]], [[-1.5, -1.5], [-1.0]]
+    scores = build_scores([[1, 1], [1]], old=old, logprobs=logprobs)
+    weights, _ = compute_correction_weights(
+        scores,
+        scores.old_logprobs_E,
+        CorrectionSection(importance="none", negative_sequence_delta=delta, **section),
+        advantages_E=np.concatenate([np.asarray(row, dtype=np.float64) for row in advantages]),
+        proximal_logprobs_E=np.asarray([-1.0, 1.0, -1.0]),
+        is_weighted=False,
+    )
+    return weights.tolist()
+
+
+def test_off_policy_sequences_are_masked_by_the_mean_of_their_advantages():
+    """Not by the reward, which is positive, and not token by token."""
+    assert mask_negative([[-3.0, 1.0], [-1.0]]) == [0, 0, 1]
+    assert mask_negative([[-1.0, 3.0], [-1.0]]) == [1, 1, 1]
+    assert mask_negative([[-1.0, 1.0], [-1.0]]) == [1, 1, 1]
+    assert mask_negative([[-1.0, -1.0], [-1.0]], delta=0.0) == [0, 0, 1]
+    assert mask_negative([[-1.0, -1.0], [-1.0]], delta=0.5) == [1, 1, 1]
+
+
+def test_both_masks_apply_together():
+    """Token 1 is out of the bounds of the mask; the sequence of tokens 0 and 1 is off-policy."""
+    mask = MaskSection(level="token", low=0.5, high=2.0)
+    assert mask_negative([[1.0, 1.0], [1.0]], mask=mask) == [1, 0, 1]
+    assert mask_negative([[-1.0, -1.0], [1.0]], mask=mask) == [0, 0, 1]
+
+
+def test_bounds_and_cap_include_their_limits():
+    """Ratios of exactly 1 are within limits of 1 and not counted as truncated by a cap of 1."""
+    scores = build_scores([[1, 1]], old=[[-1, -2]])
+    arguments = {"advantages_E": scores.advantages_E, "proximal_logprobs_E": scores.old_logprobs_E}
+
+    def compute(*, is_weighted: bool, **section):
+        return compute_correction_weights(
+            scores, scores.old_logprobs_E, CorrectionSection(**section), is_weighted=is_weighted, **arguments
+        )
+
+    for low, high in ((1.0, 2.0), (0.5, 1.0)):
+        mask = MaskSection(level="token", low=low, high=high)
+        assert compute(is_weighted=False, importance="none", mask=mask)[0].tolist() == [1, 1]
+    assert compute(is_weighted=True, cap=1.0)[1]["correction/truncated_frac"] == 0
+
+
+def test_ratios_of_extreme_differences_are_bounded():
+    scores = build_scores([[1], [1]])
+    np.testing.assert_allclose(
+        compute_ratios(np.asarray([1e4, -1e4]), scores, level="token"), [np.exp(20.0), np.exp(-20.0)], rtol=1e-12
+    )
+
+
 def test_without_corrections_all_factors_are_one():
     weights, metrics = correct(is_weighted=False)
     assert (weights == 1).all() and metrics == {}
@@ -120,6 +175,7 @@ def test_untruncated_sequence_weights_are_unbiased():
                 scores,
                 np.log(sampler[[first, second]]),
                 section,
+                advantages_E=scores.advantages_E,
                 proximal_logprobs_E=scores.old_logprobs_E,
                 is_weighted=True,
             )

@@ -201,21 +201,21 @@ def whiten_gae(rewards, values, lengths, *, gamma: float, lam: float):
 @pytest.mark.parametrize("kind", ["none", "tokens masked", "weights of tokens"])
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3])
 def test_a_critic_with_minibatches_equals_the_formula(num_minibatches, kind):
-    """Returns, whitening and losses are per minibatch; metrics are means over updates."""
+    """Values, returns and whitening are of the step; losses are per minibatch, and metrics are means over updates."""
     model, value_model, correction = build_trainable(), build_value_model(), CORRECTIONS[kind]
     samples, _ = build_off_policy(model, LABELS, GROUPS, seed=1)
     expected: dict[str, list[float]] = {}
+    with torch.no_grad():
+        all_values = np.asarray([value.item() for value in compute_values_naively(value_model, samples).values()])
+    all_lengths = read_tokens(model, samples).is_real.sum(1).tolist()
+    all_returns, all_advantages = whiten_gae(LABELS, all_values, all_lengths, gamma=0.9, lam=0.8)
+    turns = np.repeat(GROUPS, all_lengths) % num_minibatches
     for turn in range(num_minibatches):
         part = [sample for sample in samples if sample.group_index % num_minibatches == turn]
         tokens = read_tokens(model, part)
         tokens = replace(tokens, proximal=tokens.logprobs.detach())
-        with torch.no_grad():
-            values = np.asarray([value.item() for value in compute_values_naively(value_model, part).values()])
-        lengths = tokens.is_real.sum(1).tolist()
-        rewards = [label for label, group in zip(LABELS, GROUPS, strict=True) if group % num_minibatches == turn]
-        returns, advantages = whiten_gae(rewards, values, lengths, gamma=0.9, lam=0.8)
         padded = torch.zeros_like(tokens.advantages)
-        padded[tokens.is_real] = torch.from_numpy(advantages)
+        padded[tokens.is_real] = torch.from_numpy(all_advantages[turns == turn])
         tokens = replace(tokens, advantages=padded)
         old, weights, is_kept = correct(tokens, correction)
         loss = aggregate(weights * is_kept * compute_ppo_losses(tokens, old), tokens.is_real, "token-mean")
@@ -223,10 +223,10 @@ def test_a_critic_with_minibatches_equals_the_formula(num_minibatches, kind):
         found = {
             "train/loss": loss.item(),
             "train/grad_norm": take_gradient(model).norm().item(),
-            "critic/loss": (np.square(values - returns) / 2).mean(),
-            "critic/value_mean": values.mean(),
-            "critic/return_mean": returns.mean(),
-            "critic/explained_variance": 1 - (returns - values).var() / returns.var(),
+            "critic/loss": (np.square(all_values - all_returns) / 2)[turns == turn].mean(),
+            "critic/value_mean": all_values.mean(),
+            "critic/return_mean": all_returns.mean(),
+            "critic/explained_variance": 1 - (all_returns - all_values).var() / all_returns.var(),
         }
         for name, value in found.items():
             expected.setdefault(name, []).append(value)

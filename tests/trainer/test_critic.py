@@ -186,6 +186,27 @@ def test_policy_is_not_updated_during_critic_warmup():
     assert not torch.equal(read_parameters(model), before)
 
 
+@pytest.mark.parametrize("reference", [False, True])
+def test_advantages_do_not_depend_on_the_critics_updates_within_a_step(reference):
+    """Values are scored before the first update: the policy is updated as with a critic that does not move."""
+    steps = []
+    for learning_rate in (1e-15, 0.3):
+        model, value_model = build_trainable(), build_value_model()
+        trainer = build_ppo(
+            model,
+            value_model,
+            terms_args={"gamma": 0.9, "lam": 0.8, "reward_kl_coef": 0.1 if reference else 0.0},
+            critic=CriticSection(learning_rate=learning_rate, num_epochs=2),
+            reference_model=build_trainable(seed=1) if reference else None,
+            num_minibatches=3,
+        )
+        metrics = trainer.step(build_samples())
+        assert metrics["train/num_updates"] == 3
+        steps.append((read_parameters(model), metrics["critic/value_mean"], read_parameters(value_model)))
+    assert torch.equal(steps[0][0], steps[1][0]) and steps[0][1] == steps[1][1]
+    assert not torch.allclose(steps[0][2], steps[1][2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ppo_resumes_bit_for_bit(dtype):
     samples = build_samples()

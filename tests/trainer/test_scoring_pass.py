@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from test_adapter_training import build_adapted
 from test_gradients import DISTRIBUTIONS, NORM_LENGTH, assert_same, build_samples, take_gradient
 
 from trainable_models import build_trainable
@@ -18,8 +19,11 @@ from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import (
     ProximalScores,
     ScoringModels,
+    build_scores,
     has_older_tokens,
+    index_events,
     prepare_update,
+    run_scoring_passes,
     scatter_to_samples,
     score_logprobs,
 )
@@ -199,6 +203,101 @@ def test_tokens_of_the_newest_version_are_marked():
     assert has_older_tokens([*old, *new], None) and has_older_tokens(new, 5)
     assert not has_older_tokens(new, 4) and not has_older_tokens(new, None)
     assert not has_older_tokens([replace(s, is_expert=True) for s in old] + new, 4)
+
+
+@pytest.mark.parametrize("packing", [EXACT, *PACKINGS])
+def test_events_are_ordered_by_trajectory_sample_and_time(packing):
+    samples = list(reversed(build_samples()))
+    rows = pack_samples(samples, hidden_size=32, **packing)
+    events = index_events(samples, rows)
+    expected = sorted(
+        (sample.trajectory_index, index, time)
+        for index, sample in enumerate(samples)
+        for time in np.flatnonzero(sample.is_sampled).tolist()
+    )
+    assert list(zip(events.sample_E.tolist(), events.time_E.tolist(), strict=True)) == [each[1:] for each in expected]
+    for field, values_E in (("sample_E", events.sample_E), ("time_E", events.time_E)):
+        np.testing.assert_array_equal(events.scatter(values_E), np.concatenate([getattr(row, field) for row in rows]))
+
+
+def test_each_score_goes_to_its_own_field_in_the_order_of_the_events():
+    samples = list(reversed(build_samples()))
+    rows = pack_samples(samples, hidden_size=32, **PACKINGS[0])
+    events = index_events(samples, rows)
+    fields = {
+        "logprobs": "logprobs_E",
+        "reference": "reference_logprobs_E",
+        "teacher": "teacher_logprobs_E",
+        "values": "values_E",
+    }
+    position_R = np.concatenate([100.0 * row.sample_E + row.time_E for row in rows])
+    position_E = 100.0 * events.sample_E + events.time_E
+    old_E = np.zeros(len(position_E))
+    for number, (need, field) in enumerate(fields.items()):
+        scores = build_scores(samples, events, old_E, {need: position_R + 1e5 * number}, step=2)
+        np.testing.assert_array_equal(getattr(scores, field), position_E + 1e5 * number)
+        assert all(getattr(scores, other) is None for other in fields.values() if other != field)
+        assert scores.step == 2
+
+
+@pytest.mark.parametrize("packing", [EXACT, *PACKINGS])
+def test_the_critic_gets_values_and_returns_in_the_order_of_the_rows(packing):
+    """By hand: returns with lambda 1 are the discounted reward of the run, at its last token."""
+    model, samples = build_trainable(), build_samples()
+    section = AlgorithmSection(algorithm_type="ppo", terms_args={"gamma": 0.9})
+    _, prepared = run(model, samples, section, packing=packing)
+    rows = pack_samples(samples, hidden_size=32, **packing)
+    np.testing.assert_array_equal(prepared.values_R, score_values(rows))
+    times: dict[int, list[tuple[int, int]]] = {}
+    for index, sample in sorted(enumerate(samples), key=lambda each: each[1].trajectory_index):
+        times.setdefault(sample.trajectory_index, []).extend((index, t) for t in np.flatnonzero(sample.is_sampled))
+    return_of = {}
+    for places in times.values():
+        last_sample, last_time = places[-1]
+        for step, place in enumerate(reversed(places)):
+            return_of[place] = samples[last_sample].advantages[last_time] * 0.9**step
+    places = [place for row in rows for place in zip(row.sample_E.tolist(), row.time_E.tolist(), strict=True)]
+    np.testing.assert_allclose(prepared.returns_R, [return_of[place] for place in places], rtol=1e-9)
+
+
+def test_only_the_reference_is_scored_without_its_adapter():
+    """An adapted model as policy, reference and teacher at once."""
+    model, samples = build_adapted(dtype=torch.float64), build_samples()
+    rows = pack_samples(samples, hidden_size=32, **EXACT)
+    adapted = score_logprobs(model, samples, rows, chunk_tokens=100)
+    base = score_logprobs(build_trainable(), samples, rows, chunk_tokens=100)
+    assert abs(adapted - base).max() > 1e-2
+    scored = run_scoring_passes(
+        model, samples, rows, {"logprobs", "reference", "teacher", "values"},
+        scoring_models=ScoringModels(reference=model, teacher=model, score_values=score_values), chunk_tokens=100,
+    )  # fmt: skip
+    expected = {"logprobs": adapted, "reference": base, "teacher": adapted, "values": score_values(rows)}
+    assert scored.keys() == expected.keys()
+    for need, logprobs in expected.items():
+        np.testing.assert_array_equal(scored[need], logprobs)
+
+
+@pytest.mark.parametrize("name", ["ppo", "reinforceplusplus", "on_policy_distill", "jsd"])
+def test_sequences_are_masked_by_the_advantages_of_the_loss(name):
+    """Rewards are 0 or 1, so none is negative; the advantages that are computed from them are."""
+    model = build_trainable()
+    samples = [
+        replace(sample, advantages=tuple(float(is_sampled and sample.trajectory_index % 2) for is_sampled in mask))
+        for sample in build_near_samples(model)
+        for mask in [sample.is_sampled]
+    ]
+    section = AlgorithmSection(algorithm_type=name, correction={"negative_sequence_delta": 0.0})
+    _, prepared = run(model, samples, section)
+    rows = pack_samples(samples, hidden_size=32, **EXACT)
+    events = index_events(samples, rows)
+    trajectory_R = np.asarray([samples[index].trajectory_index for index in events.scatter(events.sample_E)])
+    distance_R = prepared.inputs.sampler_logprobs_E - score_logprobs(model, samples, rows, chunk_tokens=1000)
+    masked = prepared.inputs.correction_E == 0
+    for trajectory in set(trajectory_R.tolist()):
+        own = trajectory_R == trajectory
+        is_masked = prepared.inputs.advantages_E[own].mean() < 0 and distance_R[own].mean() > 0
+        assert (masked[own] == is_masked).all()
+    assert masked.any() and not masked.all()
 
 
 def test_samples_have_several_distributions():

@@ -23,11 +23,13 @@ def compute_correction_weights(
     sampler_logprobs_E: np.ndarray,
     section: CorrectionSection,
     *,
+    advantages_E: np.ndarray,
     proximal_logprobs_E: np.ndarray,
     is_weighted: bool,
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Factors [E] of the tokens' policy loss, from the logprobs under the proximal policy and the sampler, and metrics.
 
+    `advantages_E` are those of the loss, after `compute_terms`.
     With `is_weighted`, importance weights truncated at `section.cap`: per token (Yao et al., 2025, "Your efficient RL
     framework secretly brings you off-policy RL training"), or the product over the sequence. `section.mask` sets the
     factor to 0 out of its bounds: per token (Zhao et al., 2025, "Small leak can sink a great ship", IcePop), or per
@@ -47,7 +49,9 @@ def compute_correction_weights(
     if section.mask is not None:
         is_kept_E &= _find_within_bounds(log_ratio_E, scores, section.mask)
     if section.negative_sequence_delta is not None:
-        is_kept_E &= ~find_off_policy_tokens(scores, sampler_logprobs_E, delta=section.negative_sequence_delta)
+        is_kept_E &= ~find_off_policy_tokens(
+            scores, sampler_logprobs_E, advantages_E, delta=section.negative_sequence_delta
+        )
     if is_sampled_E.any() and (section.mask is not None or section.negative_sequence_delta is not None):
         metrics["correction/masked_frac"] = float(1 - is_kept_E[is_sampled_E].mean())
     return np.where(is_sampled_E, weights_E * is_kept_E, 1.0), metrics
@@ -64,15 +68,18 @@ def compute_ratios(log_ratio_E: np.ndarray, scores: BatchScores, *, level: str) 
     return np.exp(log_ratio_E.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def find_off_policy_tokens(scores: BatchScores, sampler_logprobs_E: np.ndarray, *, delta: float) -> np.ndarray:
-    """True [E] for tokens of negative advantage in a sequence that is off-policy by more than `delta`.
+def find_off_policy_tokens(
+    scores: BatchScores, sampler_logprobs_E: np.ndarray, advantages_E: np.ndarray, *, delta: float
+) -> np.ndarray:
+    """True [E] for tokens of sequences of negative mean advantage that are off-policy by more than `delta`.
 
     The distance is the mean of log sampler - log policy over the sequence (DeepSeek-AI, 2025, "DeepSeek-V3.2", section
-    3.1, off-policy sequence masking). The sign is that of `scores.advantages_E`, before `compute_terms`.
+    3.1, off-policy sequence masking). There the tokens of a sequence have one advantage; where they differ, the sign is
+    that of their mean, so a sequence is masked as a whole.
     """
     assert scores.logprobs_E is not None
     distance_Q = mean_sequences(sampler_logprobs_E - scores.logprobs_E, scores)
-    return (scores.advantages_E < 0) & (distance_Q[scores.sequence_E] > delta)
+    return ((mean_sequences(advantages_E, scores) < 0) & (distance_Q > delta))[scores.sequence_E]
 
 
 def _find_within_bounds(log_ratio_E: np.ndarray, scores: BatchScores, mask: MaskSection) -> np.ndarray:

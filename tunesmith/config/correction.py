@@ -39,8 +39,8 @@ class CorrectionSection(Section):
     mask: MaskSection | None = None
     """Exclude tokens whose importance weight is out of bounds from the policy loss; null keeps all."""
     negative_sequence_delta: float | None = Field(default=None, ge=0)
-    """Exclude tokens with negative advantage if the mean log-ratio of sampler to policy over their sequence exceeds
-    this; 0.1 is usual. null keeps all."""
+    """Exclude sequences with negative mean advantage if their mean log-ratio of sampler to policy exceeds this; 0.1 is
+    usual. null keeps all."""
 
 
 class AdaptiveKlSection(Section):

@@ -10,7 +10,7 @@ Axes: R trained events in the order of the rows, E the same tokens ordered by se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from tunesmith.algorithms.aggregation import compute_token_weights
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.corrections import compute_correction_weights
-from tunesmith.algorithms.scores import BatchScores, Need, TokenInputs
+from tunesmith.algorithms.scores import BatchScores, Need, TokenInputs, TokenTerms
 from tunesmith.experience.trie import Trie, read_array
 from tunesmith.model.adapters.adapter import disabled_adapter
 from tunesmith.model.forward.attention import run_body
@@ -60,6 +60,39 @@ class ProximalScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepTerms:
+    """Values, advantages and returns of a step, computed before its first update moves the critic.
+
+    Arrays are per sample and token; NaN except at trained tokens.
+    """
+
+    scores: Mapping[Need, Sequence[np.ndarray]]
+    """Values, and the other scores that do not change within the step."""
+    advantages: Sequence[np.ndarray]
+    returns: Sequence[np.ndarray]
+    metrics: dict[str, float]
+
+    def select(self, indices: Sequence[int]) -> StepTerms:
+        """The terms of some of the samples, with the metrics of the step."""
+        return StepTerms(
+            scores={need: [arrays[index] for index in indices] for need, arrays in self.scores.items()},
+            advantages=[self.advantages[index] for index in indices],
+            returns=[self.returns[index] for index in indices],
+            metrics=self.metrics,
+        )
+
+    def gather(self, events: EventIndex) -> TokenTerms:
+        """The terms of the events."""
+        advantages_E = events.gather(self.advantages)
+        return TokenTerms(
+            advantages_E=advantages_E,
+            weights_E=np.ones(len(advantages_E)),
+            returns_E=events.gather(self.returns),
+            metrics=self.metrics,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedUpdate:
     """Inputs of the loss pass and of the critic's update."""
 
@@ -67,7 +100,7 @@ class PreparedUpdate:
     """Arrays are [R]."""
     metrics: dict[str, float]
     values_R: np.ndarray | None
-    """Values by the critic before its update."""
+    """Values by the critic: before the first update of the step where `StepTerms` were passed, else now."""
     returns_R: np.ndarray | None
     """Targets of the critic."""
 
@@ -103,27 +136,34 @@ def prepare_update(
     chunk_tokens: int,
     scoring_models: ScoringModels = ScoringModels(),
     proximal: ProximalScores | None = None,
+    step_terms: StepTerms | None = None,
     newest_version: int | None = None,
     step: int = 0,
 ) -> PreparedUpdate:
     """Run the scoring passes that the algorithm needs and compute the inputs of every trained token.
 
     The ratio in the loss is against the sampler's logprobs, which on fresh data equal those of the proximal policy up
-    to rounding; with `proximal.is_weighted` it is against the proximal policy. Sampler and trainer must agree on tokens
-    of `newest_version`; None means the newest version in the samples.
+    to rounding; with `proximal.is_weighted` it is against the proximal policy. `step_terms` replaces `compute_terms`.
+    Sampler and trainer must agree on tokens of `newest_version`; None means the newest version in the samples.
     """
     events = index_events(samples, rows)
     sampler_E = events.gather([sample.logprobs for sample in samples])
     proximal_E = sampler_E if proximal is None else events.gather(proximal.logprobs)
     is_weighted = proximal is not None and proximal.is_weighted
     old_E = proximal_E if is_weighted else sampler_E
+    known = {} if step_terms is None else step_terms.scores
     scored = run_scoring_passes(
-        model, samples, rows, algorithm, scoring_models=scoring_models, chunk_tokens=chunk_tokens
-    )
+        model, samples, rows, algorithm.needs - known.keys(), scoring_models=scoring_models, chunk_tokens=chunk_tokens
+    ) | {need: events.scatter(events.gather(arrays)) for need, arrays in known.items()}
     scores = build_scores(samples, events, old_E, scored, step=step)
-    terms = algorithm.compute_terms(scores)
+    terms = algorithm.compute_terms(scores) if step_terms is None else step_terms.gather(events)
     correction_E, correction_metrics = compute_correction_weights(
-        scores, sampler_E, algorithm.correction, proximal_logprobs_E=proximal_E, is_weighted=is_weighted
+        scores,
+        sampler_E,
+        algorithm.correction,
+        advantages_E=terms.advantages_E,
+        proximal_logprobs_E=proximal_E,
+        is_weighted=is_weighted,
     )
     inputs = TokenInputs(
         weights_E=compute_weights(scores, algorithm, norm_length=norm_length),
@@ -142,6 +182,39 @@ def prepare_update(
         metrics=terms.metrics | correction_metrics,
         values_R=scored.get("values"),
         returns_R=None if terms.returns_E is None else events.scatter(terms.returns_E),
+    )
+
+
+def compute_step_terms(
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    rows: Sequence[Trie],
+    algorithm: Algorithm,
+    *,
+    chunk_tokens: int,
+    scoring_models: ScoringModels,
+    proximal: ProximalScores | None = None,
+    step: int = 0,
+) -> StepTerms:
+    """Run the critic and the other models that do not change within the step on all of its samples."""
+    events = index_events(samples, rows)
+    old_E = events.gather(
+        proximal.logprobs if proximal is not None and proximal.is_weighted else [sample.logprobs for sample in samples]
+    )
+    scored = run_scoring_passes(
+        model, samples, rows, algorithm.needs - {"logprobs"}, scoring_models=scoring_models, chunk_tokens=chunk_tokens
+    )
+    terms = algorithm.compute_terms(build_scores(samples, events, old_E, scored, step=step))
+    assert terms.returns_E is not None
+
+    def split(values_R: np.ndarray) -> list[np.ndarray]:
+        return scatter_to_samples(values_R, samples, rows)
+
+    return StepTerms(
+        scores={need: split(values_R) for need, values_R in scored.items()},
+        advantages=split(events.scatter(terms.advantages_E)),
+        returns=split(events.scatter(terms.returns_E)),
+        metrics=terms.metrics,
     )
 
 
@@ -171,24 +244,24 @@ def run_scoring_passes(
     model: PreTrainedModel,
     samples: Sequence[Sample],
     rows: Sequence[Trie],
-    algorithm: Algorithm,
+    needs: Set[Need],
     *,
     scoring_models: ScoringModels,
     chunk_tokens: int,
-) -> dict[str, np.ndarray]:
-    """The scores [R] of the rows' events that the algorithm needs, by name."""
+) -> dict[Need, np.ndarray]:
+    """The scores [R] of the rows' events that are needed, by name."""
     models: dict[Need, PreTrainedModel | None] = {
         "logprobs": model,
         "reference": scoring_models.reference,
         "teacher": scoring_models.teacher,
     }
-    scores: dict[str, np.ndarray] = {}
+    scores: dict[Need, np.ndarray] = {}
     for need, scorer in models.items():
-        if need in algorithm.needs:
+        if need in needs:
             assert scorer is not None, need
             with disabled_adapter(scorer) if need == "reference" else nullcontext():
                 scores[need] = score_logprobs(scorer, samples, rows, chunk_tokens=chunk_tokens)
-    if "values" in algorithm.needs:
+    if "values" in needs:
         assert scoring_models.score_values is not None
         scores["values"] = scoring_models.score_values(rows)
     return scores
@@ -229,7 +302,7 @@ def build_scores(
     samples: Sequence[Sample],
     events: EventIndex,
     old_logprobs_E: np.ndarray,
-    scored: dict[str, np.ndarray],
+    scored: Mapping[Need, np.ndarray],
     *,
     step: int,
 ) -> BatchScores:
@@ -238,7 +311,7 @@ def build_scores(
     is_start_E = np.diff(trajectory_E, prepend=-1) != 0
     sequence_E, sample_Q = np.cumsum(is_start_E) - 1, events.sample_E[is_start_E].tolist()
 
-    def get(name: str) -> np.ndarray | None:
+    def get(name: Need) -> np.ndarray | None:
         return scored[name][events.event_E] if name in scored else None
 
     return BatchScores(

@@ -51,6 +51,8 @@ from tunesmith.trainer.scoring_pass import (
     PreparedUpdate,
     ProximalScores,
     ScoringModels,
+    StepTerms,
+    compute_step_terms,
     has_older_tokens,
     prepare_update,
     scatter_to_samples,
@@ -147,13 +149,15 @@ class Trainer:
             self._settings, step=self.num_steps, num_total_steps=self._num_total_steps
         )
         proximal = self._score_proximal_policy(samples, policy_version)
+        step_terms = self._compute_step_terms(samples, proximal)
         updates: list[Update] = []
         for indices in _split_minibatches(samples, self._settings.num_minibatches):
             minibatch = [samples[index] for index in indices]
             rows = self._pack(minibatch)
             if rows:
                 part = None if proximal is None else proximal.select(indices)
-                update = self._update(minibatch, rows, part, learning_rate, policy_version, is_first=not updates)
+                terms = None if step_terms is None else step_terms.select(indices)
+                update = self._update(minibatch, rows, part, terms, learning_rate, policy_version, is_first=not updates)
                 updates.append(update)
                 self._adapt_kl_coef(update, minibatch)
         self.num_steps += 1
@@ -202,11 +206,29 @@ class Trainer:
             logprobs_R = score_logprobs(self._model, samples, rows, chunk_tokens=self._chunk_tokens)
         return ProximalScores(logprobs=scatter_to_samples(logprobs_R, samples, rows), is_weighted=is_weighted)
 
+    def _compute_step_terms(self, samples: Sequence[Sample], proximal: ProximalScores | None) -> StepTerms | None:
+        """Values, advantages and returns by the critic before the first update; None without a critic."""
+        rows = [] if self._critic is None else self._pack(samples)
+        if not rows:
+            return None
+        with compiled_layers(*self._compiled):
+            return compute_step_terms(
+                self._model,
+                samples,
+                rows,
+                self._algorithm,
+                chunk_tokens=self._chunk_tokens,
+                scoring_models=self._scoring_models,
+                proximal=proximal,
+                step=self.num_steps,
+            )
+
     def _update(
         self,
         samples: Sequence[Sample],
         rows: Sequence[Trie],
         proximal: ProximalScores | None,
+        step_terms: StepTerms | None,
         learning_rate: float,
         policy_version: int | None,
         *,
@@ -215,7 +237,7 @@ class Trainer:
         self._optimizer.clear_gradients()
         has_checkpointing = self._settings.has_gradient_checkpointing
         with compiled_layers(*self._compiled):
-            prepared = self._prepare(samples, rows, proximal, policy_version)
+            prepared = self._prepare(samples, rows, proximal, step_terms, policy_version)
             with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._active_dropout():
                 totals = self._run(samples, rows, prepared)
         grad_norm = self._optimizer.compute_grad_norm()
@@ -257,6 +279,7 @@ class Trainer:
         samples: Sequence[Sample],
         rows: Sequence[Trie],
         proximal: ProximalScores | None = None,
+        step_terms: StepTerms | None = None,
         policy_version: int | None = None,
     ) -> PreparedUpdate:
         return prepare_update(
@@ -268,6 +291,7 @@ class Trainer:
             chunk_tokens=self._chunk_tokens,
             scoring_models=self._scoring_models,
             proximal=proximal,
+            step_terms=step_terms,
             newest_version=policy_version,
             step=self.num_steps,
         )

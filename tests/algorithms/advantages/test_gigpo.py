@@ -34,6 +34,15 @@ def test_golden_values(args, expected):
         assert row == pytest.approx(values, abs=2e-6)
 
 
+def test_epsilon_is_added_to_the_scale_with_and_without_the_standard_deviation():
+    """The mean is 0.5 and the deviation of the first state 0.5: 0.5 / 1.25 twice, and with std 0.5 / (0.707 + 0.25)."""
+    for fnorm, scale in (("none", 1.0), ("std", 0.5**0.5)):
+        (rows,) = compute_gigpo_advantages([SHARED], gamma=1.0, fnorm=fnorm, epsilon=0.25)
+        part = 0.5 / (scale + 0.25)
+        assert rows[0] == pytest.approx((2 * part, part), rel=1e-12)
+        assert rows[1] == pytest.approx((-2 * part, -part), rel=1e-12)
+
+
 def test_states_of_different_tasks_are_different():
     other = [run(1, 1, 2), run(1, 1, 3)]
     together = compute_gigpo_advantages([SHARED, other], gamma=1.0)
