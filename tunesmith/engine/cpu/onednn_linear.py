@@ -39,12 +39,14 @@ class OneDnnLinears:
         """An adapter is trained: weights without gradients never change, and those with gradients are small."""
         self._layers = [layer for layer in layers if not (self._is_frozen and layer.weight.requires_grad)]
         self._forwards: list[Forward] = []
+        self._unpacked: list[Forward] = []
 
     def refresh(self) -> None:
         """Pack the current weights; tied weights are packed once, frozen weights in the first call only."""
         if self._is_frozen and self._forwards:
             return
         self._forwards.clear()
+        self._unpacked = [partial(functional.linear, weight=layer.weight, bias=layer.bias) for layer in self._layers]
         packed_of: dict[int, Tensor] = {}
         with torch.no_grad():
             for layer in self._layers:
@@ -54,10 +56,14 @@ class OneDnnLinears:
                 self._forwards.append(partial(_multiply, packed_of[pointer], layer))
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Run the model's linear layers with the packed weights."""
-        for layer, forward in zip(self._layers, self._forwards, strict=True):
-            layer.__dict__["forward"] = forward
+    def installed(self, *, num_rows: int | None = None) -> Iterator[None]:
+        """Run the model's linear layers with the packed weights, on `num_rows` rows at most (None: any number).
+
+        Layers that use the parameters for so few rows call `F.linear` directly, without choosing in every call.
+        """
+        for layer, packed, unpacked in zip(self._layers, self._forwards, self._unpacked, strict=True):
+            is_small = num_rows is not None and num_rows * layer.weight.numel() < MIN_PRODUCTS
+            layer.__dict__["forward"] = unpacked if is_small else packed
         try:
             yield
         finally:

@@ -20,6 +20,7 @@ from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.decode_burst import BurstDecoder, BurstHandle, BurstInput
 from tunesmith.engine.batch.kv_cache import KVCache, LayerShape, PagedAttentionPlan, get_span_order
 from tunesmith.engine.batch.sampler import SamplerOutput, sample_tokens
+from tunesmith.engine.batch.single_run_plan import SingleRunPlan, has_single_runs
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.core.span import Span
@@ -80,7 +81,8 @@ class ModelRunner:
         else:
             if self._is_stale:
                 self._onednn_linears.refresh()
-            with self._onednn_linears.installed():
+            num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
+            with self._onednn_linears.installed(num_rows=num_rows):
                 logits_NV = compute_logits(self.model, self._compute_hidden(chunks)).float()
         self._is_stale = False
         return sampling, self._sample(sampling, logits_NV)
@@ -130,6 +132,8 @@ class ModelRunner:
 
     def _build_plan(self, spans: Sequence[Span]) -> AttentionPlan:
         if self._burst_decoder is None:
+            if self.model.device.type == "cpu" and has_single_runs(spans):
+                return SingleRunPlan(self.cache, spans)
             return PagedAttentionPlan(self.cache, spans, self.model.device)
         return self._burst_decoder.build_prefill_plan(spans)
 
