@@ -8,7 +8,8 @@ of requests between steps.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cpu.onednn_linear import OneDnnLinears
+from tunesmith.engine.cpu.rms_norm import RmsNorms
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
 from tunesmith.model.forward.logits import compute_logits, verify_model
@@ -63,6 +65,7 @@ class ModelRunner:
             _build_burst_decoder(model, self.cache, settings, max_model_len) if self.has_graphs else None
         )
         self._onednn_linears = OneDnnLinears(model) if settings.has_packed_weights else None
+        self._rms_norms = RmsNorms(model)
         self._is_stale = True
 
     def mark_weights_updated(self) -> None:
@@ -76,16 +79,22 @@ class ModelRunner:
         """Compute the chunks; return those that sample a token, and their tokens in the same order."""
         chunks = sorted(chunks, key=_get_order)
         sampling = [chunk for chunk in chunks if chunk.has_last_token]
-        if self._onednn_linears is None:
+        with self._cpu_layers_installed(sum(chunk.stop - chunk.start for chunk in chunks)):
             logits_NV = compute_logits(self.model, self._compute_hidden(chunks)).float()
-        else:
-            if self._is_stale:
-                self._onednn_linears.refresh()
-            num_rows = sum(chunk.stop - chunk.start for chunk in chunks)
-            with self._onednn_linears.installed(num_rows=num_rows):
-                logits_NV = compute_logits(self.model, self._compute_hidden(chunks)).float()
-        self._is_stale = False
         return sampling, self._sample(sampling, logits_NV)
+
+    @contextmanager
+    def _cpu_layers_installed(self, num_rows: int) -> Iterator[None]:
+        """Run a model on a CPU with faster linear layers and norms, on `num_rows` rows at most."""
+        if self._onednn_linears is None:
+            yield
+            return
+        if self._is_stale:
+            self._onednn_linears.refresh()
+            self._rms_norms.refresh()
+            self._is_stale = False
+        with self._onednn_linears.installed(num_rows=num_rows), self._rms_norms.installed():
+            yield
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Tensor]:
