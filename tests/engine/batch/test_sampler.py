@@ -144,3 +144,10 @@ def test_the_largest_uniform_number_samples_a_possible_token() -> None:
     uniforms = np.full(3, 1 - 2.0**-53)
     inputs = (weights, sampler._sum_tiles(weights), highest, None, [False] * 3, uniforms)
     assert sampler._choose_on_host(*inputs).token_ids == sampler._choose(*inputs).token_ids == [299] * 3
+
+
+def test_logits_may_require_gradients() -> None:
+    logits = build_logits(2).requires_grad_() * 1.0
+    distributions = [Distribution()] * 2
+    expected = sample_tokens(logits.detach().clone(), distributions, [1, 2], [3, 4])
+    assert sample_tokens(logits, distributions, [1, 2], [3, 4]) == expected

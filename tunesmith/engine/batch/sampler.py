@@ -46,6 +46,7 @@ def sample_tokens(
     logits_NV: Tensor, distributions: Sequence[Distribution], seeds: Sequence[int], positions: Sequence[int]
 ) -> SamplerOutput:
     """Sample one token per row; `logits_NV` is float32 and is overwritten."""
+    logits_NV = logits_NV.detach()
     _add_bias(logits_NV, distributions)
     temperatures = [distribution.temperature for distribution in distributions]
     if any(temperature not in (0.0, 1.0) for temperature in temperatures):
