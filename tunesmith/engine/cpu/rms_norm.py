@@ -1,6 +1,6 @@
 """RMS norms in one call of PyTorch on a CPU, in place of the six of the modelling code.
 
-Used only inside `installed()`, that is in the engine's forward: the trainer and direct calls of the model are unchanged.
+Used only inside `installed()`, in the engine's forward: the trainer and direct calls of the model are unchanged.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class ModelRunner:
             ids.fromlist(chunk.request.token_ids[chunk.start : chunk.stop])
             if chunk.has_last_token:
                 last_tokens.append(len(ids) - 1)
-        num_tokens, device, plan = len(ids), self.model.device, self._build_plan(spans)
+        num_tokens, device, plan = len(ids), self.cache.keys[0].device, self._build_plan(spans)
         starts, stops = np.array([chunk.start for chunk in chunks]), np.array([chunk.stop for chunk in chunks])
         ids_T, positions_T, last_N = (
             copy_to_device(numbers, device)
@@ -141,9 +141,10 @@ class ModelRunner:
 
     def _build_plan(self, spans: Sequence[Span]) -> AttentionPlan:
         if self._burst_decoder is None:
-            if self.model.device.type == "cpu" and has_single_runs(spans):
+            device = self.cache.keys[0].device  # `model.device` searches the parameters
+            if device.type == "cpu" and has_single_runs(spans):
                 return SingleRunPlan(self.cache, spans)
-            return PagedAttentionPlan(self.cache, spans, self.model.device)
+            return PagedAttentionPlan(self.cache, spans, device)
         return self._burst_decoder.build_prefill_plan(spans)
 
     def _run_body(self, ids_1T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
