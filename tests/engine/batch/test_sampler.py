@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from tunesmith.engine.batch import sampler
 from tunesmith.engine.batch.sampler import compute_uniforms, sample_tokens
 from tunesmith.model.forward.distribution import truncate_logits
 from tunesmith.types import Distribution
@@ -114,3 +116,38 @@ def test_rows_with_non_finite_logits_are_marked_and_others_are_unchanged(value: 
     sampled = sample_tokens(logits, [Distribution()] * 3, [1, 2, 3], [0, 0, 0])
     assert sampled.is_finite == [True, False, True]
     assert (sampled.token_ids[0], sampled.token_ids[2]) == (expected.token_ids[0], expected.token_ids[2])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 400, 2048, 5003])
+@pytest.mark.parametrize("num_rows", [1, 2, 33])
+def test_tokens_chosen_in_numpy_are_those_chosen_in_pytorch(vocab_size: int, num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size + num_rows)
+    for scale in (0.1, 1.0, 8.0, 60.0):
+        for seed in range(20):
+            logits = torch.randn(num_rows, vocab_size, generator=generator) * scale
+            logits[:, 1::3] = -math.inf
+            highest = logits.amax(dim=1)
+            weights = (logits - highest[:, None]).exp()
+            uniforms = compute_uniforms(range(num_rows), [seed] * num_rows, CPU).numpy()
+            is_greedy = [seed % 2 == 1 and row % 3 == 0 for row in range(num_rows)]
+            inputs = (weights, sampler._sum_tiles(weights), highest, logits.argmax(dim=1), is_greedy, uniforms)
+            on_host, expected = sampler._choose_on_host(*inputs), sampler._choose(*inputs)
+            assert on_host.token_ids == expected.token_ids
+            assert on_host.logprobs == pytest.approx(expected.logprobs, rel=1e-15, abs=1e-15)
+            assert on_host.is_finite == expected.is_finite
+
+
+def test_the_largest_uniform_number_samples_a_possible_token() -> None:
+    logits = build_logits(3)
+    logits[:, 300:] = -math.inf
+    weights, highest = (logits - logits.amax(dim=1, keepdim=True)).exp(), logits.amax(dim=1)
+    uniforms = np.full(3, 1 - 2.0**-53)
+    inputs = (weights, sampler._sum_tiles(weights), highest, None, [False] * 3, uniforms)
+    assert sampler._choose_on_host(*inputs).token_ids == sampler._choose(*inputs).token_ids == [299] * 3
+
+
+def test_logits_may_require_gradients() -> None:
+    logits = build_logits(2).requires_grad_() * 1.0
+    distributions = [Distribution()] * 2
+    expected = sample_tokens(logits.detach().clone(), distributions, [1, 2], [3, 4])
+    assert sample_tokens(logits, distributions, [1, 2], [3, 4]) == expected

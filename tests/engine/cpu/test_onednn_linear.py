@@ -50,6 +50,18 @@ def test_calls_with_few_rows_use_the_parameters() -> None:
         assert torch.equal(layer(torch.ones(2, 256)), layer.bias.expand(2, -1))
 
 
+def test_layers_too_small_for_the_number_of_rows_use_the_parameters() -> None:
+    layer = nn.Linear(256, 300)
+    linears = OneDnnLinears(layer)
+    linears.refresh()
+    with torch.no_grad():
+        layer.weight.zero_()
+    with torch.no_grad(), linears.installed(num_rows=2):
+        assert torch.equal(layer(torch.ones(2, 256)), layer.bias.expand(2, -1))
+    with torch.no_grad(), linears.installed(num_rows=9):
+        assert not torch.equal(layer(torch.ones(9, 256)), layer.bias.expand(9, -1))
+
+
 def test_small_and_reduced_precision_layers_are_not_packed() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(256, 300, dtype=torch.bfloat16))
     linears = OneDnnLinears(model)

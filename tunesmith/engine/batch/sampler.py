@@ -29,6 +29,9 @@ NUM_CANDIDATES = 256
 MAX_TILE_SIZE = 512
 """Tokens of a tile: the cumulative distribution is scanned over tiles, then within one tile."""
 
+_INCREMENT, _FACTOR_30, _FACTOR_27 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_SHIFT_11, _SHIFT_27, _SHIFT_30, _SHIFT_31 = map(np.uint64, (11, 27, 30, 31))
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
@@ -43,6 +46,7 @@ def sample_tokens(
     logits_NV: Tensor, distributions: Sequence[Distribution], seeds: Sequence[int], positions: Sequence[int]
 ) -> SamplerOutput:
     """Sample one token per row; `logits_NV` is float32 and is overwritten."""
+    logits_NV = logits_NV.detach()
     _add_bias(logits_NV, distributions)
     temperatures = [distribution.temperature for distribution in distributions]
     if any(temperature not in (0.0, 1.0) for temperature in temperatures):
@@ -54,31 +58,92 @@ def sample_tokens(
     highest_N = logits_NV.amax(dim=1)
     weights_NV = logits_NV.sub_(highest_N[:, None]).exp_()
     tile_sums_NB = _sum_tiles(weights_NV)
+    uniforms_N = None if all(is_greedy) else _hash_uniforms(seeds, positions)
+    if logits_NV.device.type == "cpu":
+        return _choose_on_host(weights_NV, tile_sums_NB, highest_N, greedy_ids_N, is_greedy, uniforms_N)
+    return _choose(weights_NV, tile_sums_NB, highest_N, greedy_ids_N, is_greedy, uniforms_N)
+
+
+def _choose(
+    weights_NV: Tensor,
+    tile_sums_NB: Tensor,
+    highest_N: Tensor,
+    greedy_ids_N: Tensor | None,
+    is_greedy: Sequence[bool],
+    uniforms_N: NDArray[np.float64] | None,
+) -> SamplerOutput:
+    """The token of each row: the most likely one where `is_greedy`, else by its uniform number (None: all greedy)."""
+    tile_sums_NB = tile_sums_NB.cumsum(dim=1)
     totals_N = tile_sums_NB[:, -1]
-    if greedy_ids_N is not None and all(is_greedy):
+    if uniforms_N is None:
+        assert greedy_ids_N is not None
         ids_N = greedy_ids_N
     else:
-        ids_N = _invert(weights_NV, tile_sums_NB, compute_uniforms(seeds, positions, logits_NV.device))
+        ids_N = _invert(weights_NV, tile_sums_NB, torch.from_numpy(uniforms_N).to(weights_NV.device))
         if greedy_ids_N is not None:
-            ids_N = torch.where(torch.tensor(is_greedy, device=logits_NV.device), greedy_ids_N, ids_N)
+            ids_N = torch.where(torch.tensor(is_greedy, device=weights_NV.device), greedy_ids_N, ids_N)
     logprobs_N = (weights_NV.gather(1, ids_N[:, None])[:, 0].double() / totals_N).log()
     is_finite_N = totals_N.isfinite() & highest_N.isfinite()
     return SamplerOutput(ids_N.tolist(), logprobs_N.tolist(), is_finite_N.tolist())
 
 
+def _choose_on_host(
+    weights_NV: Tensor,
+    tile_sums_NB: Tensor,
+    highest_N: Tensor,
+    greedy_ids_N: Tensor | None,
+    is_greedy: Sequence[bool],
+    uniforms_N: NDArray[np.float64] | None,
+) -> SamplerOutput:
+    """`_choose` in NumPy, whose calls cost a fraction of PyTorch's: same tokens, logprobs up to the last bit."""
+    weights, rows_N = weights_NV.numpy(), np.arange(len(weights_NV))
+    with np.errstate(all="ignore"):  # rows that are not finite
+        cumulative_NB = tile_sums_NB.numpy().cumsum(axis=1)
+        totals_N = cumulative_NB[:, -1]
+        if uniforms_N is None:
+            assert greedy_ids_N is not None
+            ids_N = greedy_ids_N.numpy()
+        else:
+            size = _choose_tile_size(weights.shape[1])
+            tile_N, rest_N = _find_passing_on_host(cumulative_NB, uniforms_N * totals_N)
+            tile_NZ = weights.reshape(len(weights), -1, size)[rows_N, tile_N]
+            inner_N, _ = _find_passing_on_host(tile_NZ.cumsum(axis=1, dtype=np.float64), rest_N)
+            ids_N = tile_N * size + inner_N
+            if greedy_ids_N is not None:
+                ids_N = np.where(is_greedy, greedy_ids_N.numpy(), ids_N)
+        logprobs_N = np.log(weights[rows_N, ids_N] / totals_N)
+        is_finite_N = np.isfinite(totals_N) & np.isfinite(highest_N.numpy())
+    return SamplerOutput(ids_N.tolist(), logprobs_N.tolist(), is_finite_N.tolist())
+
+
+def _find_passing_on_host(
+    cumulative_NB: NDArray[np.float64], targets_N: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """`_find_passing` for sequential sums, which never decrease."""
+    targets_N = np.minimum(targets_N, np.nextafter(cumulative_NB[:, -1], 0.0))
+    index_N = np.minimum((cumulative_NB <= targets_N[:, None]).sum(axis=1), cumulative_NB.shape[1] - 1)
+    before_N = cumulative_NB[np.arange(len(index_N)), index_N - 1] * (index_N > 0)
+    return index_N, targets_N - before_N
+
+
 def compute_uniforms(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
+    """The uniform numbers of `_hash_uniforms` on a device."""
+    return torch.from_numpy(_hash_uniforms(seeds, positions)).to(device)
+
+
+def _hash_uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
     """One float64 in [0, 1) per (seed, position): splitmix64 (Steele, Lea and Flood, 2014) over one, then the other."""
     seeds_N = np.array([seed % (1 << 64) for seed in seeds], dtype=np.uint64)
     mixed_N = _mix(_mix(seeds_N) ^ np.array(positions, dtype=np.uint64))
-    return torch.from_numpy((mixed_N >> np.uint64(11)) * 2.0**-53).to(device)
+    return (mixed_N >> _SHIFT_11) * 2.0**-53
 
 
 def _mix(state_N: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """One round of splitmix64."""
-    state_N = state_N + np.uint64(0x9E3779B97F4A7C15)
-    state_N = (state_N ^ (state_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state_N = (state_N ^ (state_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state_N ^ (state_N >> np.uint64(31))
+    state_N = state_N + _INCREMENT
+    state_N = (state_N ^ (state_N >> _SHIFT_30)) * _FACTOR_30
+    state_N = (state_N ^ (state_N >> _SHIFT_27)) * _FACTOR_27
+    return state_N ^ (state_N >> _SHIFT_31)
 
 
 def wrap_int64(number: int) -> int:
@@ -93,10 +158,10 @@ def _choose_tile_size(vocab_size: int) -> int:
 
 
 def _sum_tiles(weights_NV: Tensor) -> Tensor:
-    """Cumulative weight [N, B] at the end of each tile: far fewer numbers to scan than V."""
+    """Weight [N, B] of each tile: far fewer numbers to scan than V."""
     num_rows, vocab_size = weights_NV.shape
     tiles = weights_NV.view(num_rows, -1, _choose_tile_size(vocab_size))
-    return tiles.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
+    return tiles.sum(dim=2, dtype=torch.float64)
 
 
 def _invert(weights_NV: Tensor, tile_sums_NB: Tensor, uniforms_N: Tensor) -> Tensor:

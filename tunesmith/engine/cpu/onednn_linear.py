@@ -39,12 +39,16 @@ class OneDnnLinears:
         """An adapter is trained: weights without gradients never change, and those with gradients are small."""
         self._layers = [layer for layer in layers if not (self._is_frozen and layer.weight.requires_grad)]
         self._forwards: list[Forward] = []
+        self._short: list[Forward] = []
+        self._unpacked: list[Forward] = []
 
     def refresh(self) -> None:
         """Pack the current weights; tied weights are packed once, frozen weights in the first call only."""
         if self._is_frozen and self._forwards:
             return
         self._forwards.clear()
+        self._short.clear()
+        self._unpacked = [partial(functional.linear, weight=layer.weight, bias=layer.bias) for layer in self._layers]
         packed_of: dict[int, Tensor] = {}
         with torch.no_grad():
             for layer in self._layers:
@@ -52,12 +56,19 @@ class OneDnnLinears:
                 if pointer not in packed_of:
                     packed_of[pointer] = torch.ops.mkldnn._reorder_linear_weight(layer.weight, TYPICAL_ROWS)
                 self._forwards.append(partial(_multiply, packed_of[pointer], layer))
+                self._short.append(partial(_multiply_piece, packed_of[pointer], layer.bias))
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Run the model's linear layers with the packed weights."""
-        for layer, forward in zip(self._layers, self._forwards, strict=True):
-            layer.__dict__["forward"] = forward
+    def installed(self, *, num_rows: int | None = None) -> Iterator[None]:
+        """Run the model's linear layers with the packed weights, on `num_rows` rows at most (None: any number).
+
+        With a known number of rows, layers need not choose in every call how to multiply.
+        """
+        is_short = num_rows is not None and num_rows <= PIECE_ROWS[-1]
+        packed = self._short if is_short else self._forwards
+        for layer, forward, unpacked in zip(self._layers, packed, self._unpacked, strict=True):
+            is_small = num_rows is not None and num_rows * layer.weight.numel() < MIN_PRODUCTS
+            layer.__dict__["forward"] = unpacked if is_small else forward
         try:
             yield
         finally:

@@ -8,7 +8,8 @@ of requests between steps.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -20,10 +21,12 @@ from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.decode_burst import BurstDecoder, BurstHandle, BurstInput
 from tunesmith.engine.batch.kv_cache import KVCache, LayerShape, PagedAttentionPlan, get_span_order
 from tunesmith.engine.batch.sampler import SamplerOutput, sample_tokens
+from tunesmith.engine.batch.single_run_plan import SingleRunPlan, has_single_runs
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cpu.onednn_linear import OneDnnLinears
+from tunesmith.engine.cpu.rms_norm import RmsNorms
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
 from tunesmith.model.forward.logits import compute_logits, verify_model
@@ -62,6 +65,7 @@ class ModelRunner:
             _build_burst_decoder(model, self.cache, settings, max_model_len) if self.has_graphs else None
         )
         self._onednn_linears = OneDnnLinears(model) if settings.has_packed_weights else None
+        self._rms_norms = RmsNorms(model)
         self._is_stale = True
 
     def mark_weights_updated(self) -> None:
@@ -75,15 +79,22 @@ class ModelRunner:
         """Compute the chunks; return those that sample a token, and their tokens in the same order."""
         chunks = sorted(chunks, key=_get_order)
         sampling = [chunk for chunk in chunks if chunk.has_last_token]
-        if self._onednn_linears is None:
+        with self._cpu_layers_installed(sum(chunk.stop - chunk.start for chunk in chunks)):
             logits_NV = compute_logits(self.model, self._compute_hidden(chunks)).float()
-        else:
-            if self._is_stale:
-                self._onednn_linears.refresh()
-            with self._onednn_linears.installed():
-                logits_NV = compute_logits(self.model, self._compute_hidden(chunks)).float()
-        self._is_stale = False
         return sampling, self._sample(sampling, logits_NV)
+
+    @contextmanager
+    def _cpu_layers_installed(self, num_rows: int) -> Iterator[None]:
+        """Run a model on a CPU with faster linear layers and norms, on `num_rows` rows at most."""
+        if self._onednn_linears is None:
+            yield
+            return
+        if self._is_stale:
+            self._onednn_linears.refresh()
+            self._rms_norms.refresh()
+            self._is_stale = False
+        with self._onednn_linears.installed(num_rows=num_rows), self._rms_norms.installed():
+            yield
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[ScheduledChunk]) -> tuple[list[ScheduledChunk], Tensor]:
@@ -115,7 +126,7 @@ class ModelRunner:
             ids.fromlist(chunk.request.token_ids[chunk.start : chunk.stop])
             if chunk.has_last_token:
                 last_tokens.append(len(ids) - 1)
-        num_tokens, device, plan = len(ids), self.model.device, self._build_plan(spans)
+        num_tokens, device, plan = len(ids), self.cache.keys[0].device, self._build_plan(spans)
         starts, stops = np.array([chunk.start for chunk in chunks]), np.array([chunk.stop for chunk in chunks])
         ids_T, positions_T, last_N = (
             copy_to_device(numbers, device)
@@ -130,7 +141,10 @@ class ModelRunner:
 
     def _build_plan(self, spans: Sequence[Span]) -> AttentionPlan:
         if self._burst_decoder is None:
-            return PagedAttentionPlan(self.cache, spans, self.model.device)
+            device = self.cache.keys[0].device  # `model.device` searches the parameters
+            if device.type == "cpu" and has_single_runs(spans):
+                return SingleRunPlan(self.cache, spans)
+            return PagedAttentionPlan(self.cache, spans, device)
         return self._burst_decoder.build_prefill_plan(spans)
 
     def _run_body(self, ids_1T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
