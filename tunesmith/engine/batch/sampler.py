@@ -135,7 +135,7 @@ def _hash_uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np
     """One float64 in [0, 1) per (seed, position): splitmix64 (Steele, Lea and Flood, 2014) over one, then the other."""
     seeds_N = np.array([seed % (1 << 64) for seed in seeds], dtype=np.uint64)
     mixed_N = _mix(_mix(seeds_N) ^ np.array(positions, dtype=np.uint64))
-    return (mixed_N >> _SHIFT_11) * 2.0**-53
+    return np.multiply(mixed_N >> _SHIFT_11, 2.0**-53, dtype=np.float64)
 
 
 def _mix(state_N: NDArray[np.uint64]) -> NDArray[np.uint64]:
