@@ -1,15 +1,29 @@
 """TRL's GRPOTrainer as a peer: seconds of a GRPO step on the same model, prompts and lengths.
 
 The fastest settings found for one process: no gradient checkpointing, all completions in one generation batch, no
-reference model (beta 0), one optimizer step per batch.
+reference model (beta 0), one optimizer step per batch. It samples with transformers' `generate`, or with vLLM in the
+same process (`vllm_mode="colocate"`).
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+ONE_PROCESS = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+"""Environment of vLLM inside of TRL's process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +45,23 @@ def run_trl_grpo(
     learning_rate: float,
     device: str,
     micro_batch: int,
+    vllm_memory: float | None = None,
+    lora_rank: int | None = None,
 ) -> PeerResult:
-    """Train `num_steps` steps after one warm-up step; each forward and backward has `micro_batch` completions."""
+    """Train `num_steps` steps after one warm-up step; each forward and backward has `micro_batch` completions.
+
+    `vllm_memory` is the share of the GPU memory for vLLM; None samples with `generate`. `lora_rank` trains an adapter
+    of the attention projections instead of all weights.
+    """
+    vllm: dict[str, Any] = {}
+    if vllm_memory is not None:
+        os.environ.update(ONE_PROCESS)
+        vllm = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_gpu_memory_utilization": vllm_memory,
+            "vllm_max_model_length": 1024,
+        }
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -42,9 +71,14 @@ def run_trl_grpo(
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: object, **__: object) -> None:
-            stamps.append(time.perf_counter())
+            self.stamp()
 
         def on_step_end(self, *_: object, **__: object) -> None:
+            self.stamp()
+
+        def stamp(self) -> None:
+            if device != "cpu":
+                torch.cuda.synchronize()
             stamps.append(time.perf_counter())
 
     def reward(completions: list, answer: list[str], **_: object) -> list[float]:
@@ -74,6 +108,7 @@ def run_trl_grpo(
             logging_steps=1,
             disable_tqdm=True,
             shuffle_dataset=False,
+            **vllm,
         )
         trainer = GRPOTrainer(
             model=model,
@@ -82,9 +117,18 @@ def run_trl_grpo(
             args=config,
             train_dataset=Dataset.from_dict({"prompt": prompts, "answer": answers}),
             callbacks=[Clock()],
+            peft_config=None if lora_rank is None else build_lora(lora_rank),
         )
         trainer.train()
     lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
     starts, ends = stamps[0::2], stamps[1::2]
     seconds = [end - start for start, end in zip(starts, ends, strict=True)]
     return PeerResult(seconds_per_step=seconds[1:], mean_completion_tokens=sum(lengths[1:]) / max(1, len(lengths[1:])))
+
+
+def build_lora(rank: int) -> Any:
+    """An adapter of the attention projections, as `model.lora` with its defaults."""
+    from peft import LoraConfig
+
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return LoraConfig(r=rank, lora_alpha=32, target_modules=modules, task_type="CAUSAL_LM")

@@ -31,6 +31,7 @@ from agent_load import measure_agents
 from decoding import Decoding
 from kernels import profile_kernels
 from peer_generate import run_continuous_batching, run_generate
+from peer_vllm import run_vllm
 from report import publish
 from shapes import SHAPES, build_random_model
 from transformers import PreTrainedModel
@@ -238,6 +239,23 @@ def run_peers(model: PreTrainedModel, arguments: argparse.Namespace, num_sequenc
     return rates
 
 
+def run_vllm_peer(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Tokens per second of vLLM by number of sequences and form of the logprobs."""
+    result = run_vllm(
+        arguments.shape,
+        sequences=arguments.sequences,
+        prompt_tokens=arguments.prompt_tokens,
+        new_tokens=arguments.new_tokens,
+        group=arguments.group,
+        repeats=arguments.repeats,
+    )
+    rates: dict[str, dict[str, float]] = {}
+    for cell in result["cells"]:
+        name = f"vLLM {result['version']}, logprobs {cell['logprobs']}"
+        rates.setdefault(str(cell["sequences"]), {})[name] = cell["tokens_per_s"]
+    return rates
+
+
 def print_figure(name: str, figure: Figure) -> None:
     median = statistics.median(figure.seconds)
     print(
@@ -269,14 +287,17 @@ def main() -> None:
     parser.add_argument(
         "--peer-sequences", type=int, nargs="*", help="values of --sequences at which peers run; default: all"
     )
+    parser.add_argument("--vllm", action="store_true", help="first run vLLM on --shape, in its own process")
     parser.add_argument("--continuous-batching", action="store_true", help="also run transformers' generate_batch")
     parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     arguments = parser.parse_args()
     if arguments.agents and (arguments.model is None or arguments.questions is None):
         parser.error("--agents needs --model and --questions, because agents exchange text")
+    if arguments.vllm and arguments.model is not None:
+        parser.error("--vllm runs random weights of --shape: leave --model out")
+    peers = run_vllm_peer(arguments) if arguments.vllm else {}
     model, ceilings = build_model(arguments), measure_ceilings(arguments.device)
     figures: dict[str, Figure] = {}
-    peers: dict[str, dict[str, float]] = {}
     print(f"{'':<44}{'tokens/s':>12}{'seconds':>10}{'floor':>10}{'share':>10}")
     for num_sequences in arguments.sequences:
         works = {"decode": run_decoding} if arguments.device != "cpu" and arguments.cuda_decode != "eager" else {}
@@ -285,8 +306,9 @@ def main() -> None:
             figures[f"{name} {num_sequences}"] = figure
             print_figure(f"{name}, {num_sequences} sequences", figure)
         if not arguments.without_peers and num_sequences in (arguments.peer_sequences or arguments.sequences):
-            peers[str(num_sequences)] = run_peers(model, arguments, num_sequences)
-            for name, rate in peers[str(num_sequences)].items():
+            rates = run_peers(model, arguments, num_sequences)
+            peers[str(num_sequences)] = peers.get(str(num_sequences), {}) | rates
+            for name, rate in rates.items():
                 print(f"{name + f', {num_sequences} sequences':<44}{rate:>12,.0f}", flush=True)
         report(arguments, ceilings, figures, peers, {})  # an interrupted run keeps its measurements
     agents = {str(count): measure_agents(model, arguments, num_agents=count) for count in arguments.agents}
@@ -295,6 +317,11 @@ def main() -> None:
         print(f"{f'agents, {count}':<44}{result['tokens_per_s']:>12,.0f}  {cost}")
     print(f"ceilings: {ceilings.flops_per_s / 1e12:.1f} TFLOP/s, {ceilings.bytes_per_s / 1e12:.3f} TB/s")
     report(arguments, ceilings, figures, peers, agents)
+
+
+def with_logprobs(rates: dict[str, float]) -> dict[str, float]:
+    """The peers that compute logprobs too, as rollouts need them."""
+    return {name: rate for name, rate in rates.items() if not name.endswith("logprobs none")}
 
 
 def report(
@@ -310,7 +337,7 @@ def report(
         name=f"rollout_{Path(arguments.model).name if arguments.model else arguments.shape}",
         unit="sampled tokens a second",
         ours=figures[first].tokens_per_s if first else next(iter(agents.values()))["tokens_per_s"],
-        peers=peers.get(str(arguments.sequences[0]), {}) if first else {},
+        peers=with_logprobs(peers.get(str(arguments.sequences[0]), {})) if first else {},
         device=arguments.device,
         details={
             "arguments": {

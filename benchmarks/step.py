@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import statistics
 import tempfile
 import time
@@ -74,6 +75,7 @@ def run_ours(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> 
                 "device": arguments.device,
                 "max_model_len": arguments.max_model_len,
                 "max_tokens": arguments.max_new_tokens,
+                "lora": None if arguments.lora_rank is None else {"r": arguments.lora_rank},
             },
             "algorithm": {"algorithm_type": "grpo", "group_size": arguments.group, "batch_size": arguments.tasks},
             "trainer": {"learning_rate": arguments.learning_rate},
@@ -120,8 +122,11 @@ def run_trl(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> d
     prompts = [[{"role": "user", "content": row["question"]}] for row in questions]
     batch = arguments.tasks * arguments.group
     results = {}
+    sampler = "" if arguments.trl_vllm is None else " with vLLM"
     for micro_batch in arguments.trl_micro_batch or [batch]:
-        results[f"TRL, micro-batch {micro_batch}"] = run_trl_grpo(
+        gc.collect()
+        torch.cuda.empty_cache()
+        results[f"TRL{sampler}, micro-batch {micro_batch}"] = run_trl_grpo(
             model_path=arguments.model,
             prompts=prompts,
             answers=[row["answer"] for row in questions],
@@ -133,6 +138,8 @@ def run_trl(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> d
             learning_rate=arguments.learning_rate,
             device=arguments.device,
             micro_batch=micro_batch,
+            vllm_memory=arguments.trl_vllm,
+            lora_rank=arguments.lora_rank,
         )
     return results
 
@@ -162,6 +169,10 @@ def main() -> None:
     parser.add_argument(
         "--trl-micro-batch", type=int, action="append", help="micro-batch of TRL; repeatable; default: the whole batch"
     )
+    parser.add_argument(
+        "--trl-vllm", type=float, metavar="SHARE", help="TRL samples with vLLM, which gets this share of the GPU memory"
+    )
+    parser.add_argument("--lora-rank", type=int, help="train an adapter of this rank instead of all weights")
     parser.add_argument("--without-peers", action="store_true", help="do not run TRL")
     parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     arguments = parser.parse_args()

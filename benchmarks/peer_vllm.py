@@ -1,0 +1,153 @@
+"""vLLM's offline `LLM.generate` as a peer: tokens per second on the shapes, prompts and lengths of `rollout.py`.
+
+`rollout.py --vllm` starts this file in a process of its own, because vLLM keeps its share of the GPU memory until its
+process ends. Weights are random, in bfloat16. Three ways to ask for the logprob of the sampled token are measured: as
+one dictionary a token (`dict`), in flat lists (`flat`), and not at all (`none`); the first two do what Tunesmith does.
+A figure is the median of whole calls, prefill included, after one warm-up call; the prefix cache is emptied before each
+call, and Python's garbage collector is paused during it. The last line is one JSON object.
+
+    python benchmarks/peer_vllm.py --shape qwen3-0.6b --sequences 256 512
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+LOGPROBS = {"dict": {"logprobs": 0}, "flat": {"logprobs": 0, "flat_logprobs": True}, "none": {}}
+CAPTURE_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+def run_vllm(
+    shape: str, *, sequences: Sequence[int], prompt_tokens: int, new_tokens: int, group: int, repeats: int
+) -> dict[str, Any]:
+    """Run this file and return its JSON object; its other output is shown."""
+    command = [sys.executable, __file__, "--shape", shape, "--sequences", *map(str, sequences)]
+    command += ["--prompt-tokens", str(prompt_tokens), "--new-tokens", str(new_tokens)]
+    command += ["--group", str(group), "--repeats", str(repeats)]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        subprocess.run([*command, "--out", str(out)], check=True)
+        return json.loads(out.read_text())
+
+
+def build_prompts(vocab_size: int, num_sequences: int, num_tokens: int, group: int) -> list[list[int]]:
+    """The prompts of `rollout.build_prompts`."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(-(-num_sequences // group))]
+    return [prompts[index // group] for index in range(num_sequences)]
+
+
+def build_engine(shape: str, folder: Path, *, max_model_len: int, memory: float) -> tuple[Any, int]:
+    """vLLM's engine with random weights, and the size of the vocabulary."""
+    import torch
+    from shapes import SHAPES
+    from vllm import LLM
+
+    config = copy.deepcopy(SHAPES[shape])
+    config.architectures = [{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[
+        config.model_type
+    ]]  # fmt: skip
+    config.dtype = torch.bfloat16
+    config.save_pretrained(folder)
+    engine = LLM(
+        model=str(folder),
+        load_format="dummy",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=max_model_len,
+        max_num_seqs=max(CAPTURE_SIZES),
+        max_num_batched_tokens=16384,
+        gpu_memory_utilization=memory,
+        compilation_config={"cudagraph_capture_sizes": CAPTURE_SIZES},
+        seed=0,
+    )
+    return engine, config.vocab_size
+
+
+def run_once(engine: Any, prompts: Sequence[list[int]], num_tokens: int, logprobs: dict[str, Any]) -> float:
+    """Seconds of one call; checks that every request got all its tokens, with logprobs where these were asked for."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=1.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, **logprobs)
+    while not engine.reset_prefix_cache():
+        engine.llm_engine.step()  # blocks of the last call are freed one step later
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    gc.collect()
+    gc.disable()
+    try:
+        started = time.perf_counter()
+        outputs = engine.generate(requests, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started
+    finally:
+        gc.enable()
+    for output in outputs:
+        (completion,) = output.outputs
+        assert len(completion.token_ids) == num_tokens
+        assert not logprobs or len(completion.logprobs) == num_tokens
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", required=True, help="a name of shapes.SHAPES")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[256, 512, 1024], help="requests per call")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens per prompt")
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens sampled per request")
+    parser.add_argument("--group", type=int, default=1, help="number of requests that share a prompt")
+    parser.add_argument("--repeats", type=int, default=3, help="measured calls")
+    parser.add_argument("--gpu-memory", type=float, default=0.6, help="as gpu_memory_utilization of vLLM")
+    parser.add_argument("--out", help="file for the JSON object")
+    arguments = parser.parse_args()
+    os.environ.update(SETTINGS)
+    started = time.perf_counter()
+    folder = Path(tempfile.mkdtemp())
+    longest = arguments.prompt_tokens + arguments.new_tokens
+    engine, vocab_size = build_engine(
+        arguments.shape, folder, max_model_len=max(1024, longest), memory=arguments.gpu_memory
+    )
+    import vllm
+
+    result: dict[str, Any] = {
+        "version": vllm.__version__,
+        "shape": arguments.shape,
+        "ready_s": time.perf_counter() - started,
+        "cells": [],
+    }
+    for num_sequences in arguments.sequences:
+        prompts = build_prompts(vocab_size, num_sequences, arguments.prompt_tokens, arguments.group)
+        for name, logprobs in LOGPROBS.items():
+            seconds = [run_once(engine, prompts, arguments.new_tokens, logprobs) for _ in range(arguments.repeats + 1)][
+                1:
+            ]
+            rate = num_sequences * arguments.new_tokens / statistics.median(seconds)
+            cell = {"sequences": num_sequences, "logprobs": name, "tokens_per_s": rate, "seconds": seconds}
+            result["cells"].append(cell)
+            print(f"vLLM, logprobs {name:<5}{num_sequences:>6} sequences{rate:>12,.0f} tok/s", flush=True)
+            if arguments.out is not None:
+                Path(arguments.out).write_text(json.dumps(result))
+    print(json.dumps(result), flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # the engine's own shutdown takes seconds and prints warnings
+
+
+if __name__ == "__main__":
+    main()
