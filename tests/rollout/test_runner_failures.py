@@ -1,0 +1,320 @@
+"""Errors, timeouts and blocking code of a workflow or judge are failures with place and cause, never rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+
+import openai
+import pytest
+from single_run import TASK, answer, build_service, call_model, run
+
+from tunesmith.rollout.runner import Agent, run_trajectory
+from tunesmith.rollout.watchdog import EventLoopWatchdog
+from tunesmith.types import Failure, JudgeOutput, WorkflowOutput
+
+pytestmark = pytest.mark.anyio
+
+
+async def raising(task, model):
+    await call_model(model)
+    raise RuntimeError("first line\nsecond line")
+
+
+async def missing_field(task, model):
+    await call_model(model)
+    return task["answer"]
+
+
+async def wrong_type(task, model):
+    return await call_model(model)
+
+
+async def foreign_output(task, model):
+    class WorkflowOutput:
+        pass
+
+    await call_model(model)
+    return WorkflowOutput()
+
+
+async def not_finite(task, model):
+    await call_model(model)
+    return WorkflowOutput(reward=math.nan)
+
+
+async def absurd(task, model):
+    await call_model(model)
+    return WorkflowOutput(reward=1e308)
+
+
+async def absurd_metric(task, model):
+    await call_model(model)
+    return WorkflowOutput(reward=1, metrics={"m": -1e308})
+
+
+async def no_reward(task, model):
+    await call_model(model)
+    return WorkflowOutput(response="x")
+
+
+async def bad_metric(task, model):
+    await call_model(model)
+    return WorkflowOutput(reward=1, metrics={"m": math.inf})
+
+
+async def silent(task, model):
+    return WorkflowOutput(reward=1.0)
+
+
+async def leaving(task, model):
+    await call_model(model)
+    raise SystemExit(3)
+
+
+async def cancelling(task, model):
+    await call_model(model)
+    raise asyncio.CancelledError
+
+
+async def grouped(task, model):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(raising(task, model))
+
+
+@pytest.mark.parametrize(
+    ("workflow", "message"),
+    [
+        (raising, "RuntimeError: first line"),
+        (grouped, "RuntimeError: first line"),
+        (missing_field, "KeyError: 'answer' (fields of the task: question, tags)"),
+        (wrong_type, "the workflow must return a WorkflowOutput, got str"),
+        (foreign_output, "the workflow must return a WorkflowOutput, got test_runner.foreign_output.<locals>."),
+        (not_finite, "the workflow returned reward nan; it must be a finite number"),
+        (absurd, "the workflow returned reward 1e+308; it must be within 1e+09 of 0"),
+        (absurd_metric, "the workflow returned metric m=-1e+308; it must be within 1e+100 of 0"),
+        (no_reward, "neither the workflow nor a judge returned a reward"),
+        (bad_metric, "the workflow returned metric m=inf; metrics must be finite numbers"),
+        (silent, "the workflow made no call to `model`, so there is nothing to train on"),
+        (leaving, "SystemExit: 3"),
+        (cancelling, "CancelledError: the workflow or the judge cancelled itself"),
+    ],
+)
+async def test_an_error_of_the_workflow_is_a_failure(workflow, message):
+    trajectory = await run(workflow)
+    assert trajectory.reward is None
+    assert trajectory.failure.where == "workflow"
+    assert trajectory.failure.message.startswith(message)
+    assert len(trajectory.turns) == (workflow is not silent)
+
+
+async def judge_raises(task, response):
+    raise ValueError("no answer")
+
+
+async def judge_is_undecided(task, response):
+    return JudgeOutput(reward=None)
+
+
+async def judge_is_infinite(task, response):
+    return JudgeOutput(reward=math.inf)
+
+
+async def judge_returns_a_number(task, response):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        (judge_raises, "ValueError: no answer"),
+        (judge_is_undecided, "the judge returned no reward: JudgeOutput.reward is None"),
+        (judge_is_infinite, "the judge returned reward inf; it must be a finite number"),
+        (judge_returns_a_number, "the judge must return a JudgeOutput, got float"),
+    ],
+)
+async def test_an_error_of_the_judge_is_a_failure(judge, message):
+    trajectory = await run(answer, judge)
+    assert (trajectory.reward, trajectory.failure) == (None, Failure(where="judge", message=message))
+
+
+async def test_a_rollout_past_its_timeout_is_cancelled():
+    cleaned = []
+
+    async def workflow(task, model):
+        await call_model(model)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cleaned.append(True)
+
+    trajectory = await run(workflow, timeout_s=0.05)
+    assert trajectory.failure == Failure(where="timeout", message="not done after timeout_s=0.05")
+    assert cleaned
+    assert len(trajectory.turns) == 1
+
+
+async def test_workflow_and_judge_share_the_deadline():
+    async def judge(task, response):
+        await asyncio.sleep(60)
+
+    assert (await run(answer, judge, timeout_s=0.05)).failure.where == "timeout"
+
+
+async def test_user_code_that_ignores_its_cancellation_is_abandoned(caplog):
+    late = []
+
+    async def workflow(task, model):
+        for _ in range(4):
+            try:
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                late.append("cancelled")
+        try:
+            await call_model(model)
+        except openai.AuthenticationError:
+            late.append("refused")
+        raise RuntimeError("ignored after cancellation")
+
+    service = build_service()
+    trajectory = await run(workflow, service=service, timeout_s=0.05)
+    assert trajectory.failure.where == "timeout"
+    assert "abandoned" in caplog.text
+    await asyncio.sleep(0.6)
+    assert late == ["cancelled", "refused"]
+    assert service.recorder.engine.ledger == []
+
+
+@pytest.mark.parametrize("is_swallowed", [True, False])
+async def test_an_engine_error_is_never_a_reward(is_swallowed):
+    def fail(prompt, sampling, order):
+        yield 40
+        raise RuntimeError("out of memory")
+
+    async def workflow(task, model):
+        try:
+            await call_model(model)
+        except openai.InternalServerError:
+            if not is_swallowed:
+                raise
+        return WorkflowOutput(reward=0.0)
+
+    trajectory = await run(workflow, service=build_service(fail))
+    assert trajectory.failure == Failure(where="engine", message="model: RuntimeError: out of memory")
+    assert trajectory.reward is None
+    assert trajectory.turns[0].sampled_ids == (40,)
+
+
+class CustomBaseException(BaseException):
+    pass
+
+
+async def raise_in_helper(task, model):
+    await call_model(model)
+    raise_custom()
+
+
+def raise_custom():
+    raise CustomBaseException("of my own")
+
+
+async def return_a_wrong_reward(task, model):
+    await call_model(model)
+    return WorkflowOutput(reward="much", metrics={"m": "more"})
+
+
+async def test_a_user_defined_base_exception_is_a_failure_with_its_line():
+    failure = (await run(raise_in_helper)).failure
+    assert failure.message == "CustomBaseException: of my own"
+    assert re.fullmatch(r".*test_runner\.py:\d+ in raise_custom", failure.line)
+
+
+async def test_failures_without_a_user_exception_name_the_function_definition():
+    first = no_reward.__code__.co_firstlineno
+    assert (await run(no_reward)).failure.line.endswith(f"test_runner.py:{first} in no_reward")
+    assert (await run(grouped)).failure.line.endswith("in raising")
+
+
+async def test_all_errors_of_a_validation_are_reported():
+    failure = (await run(return_a_wrong_reward)).failure
+    assert failure.message.startswith("ValidationError: 2 validation errors for WorkflowOutput")
+    assert "reward" in failure.message and "metrics.m" in failure.message
+    assert failure.line.endswith("in return_a_wrong_reward")
+
+
+async def test_a_timeout_names_the_line_that_waited():
+    async def wait_inside():
+        await asyncio.sleep(60)
+
+    async def workflow(task, model):
+        await call_model(model)
+        await wait_inside()
+
+    assert (await run(workflow, timeout_s=0.1)).failure.line.endswith("in wait_inside")
+
+
+async def test_late_calls_are_refused_and_counted():
+    outcomes = []
+    service = build_service()
+
+    async def call_late(model):
+        await asyncio.sleep(0.01)
+        with pytest.raises(openai.AuthenticationError):
+            await call_model(model)
+        outcomes.append("refused")
+
+    async def workflow(task, model):
+        output = await answer(task, model)
+        late.append(asyncio.ensure_future(call_late(model)))
+        return output
+
+    async def judge(task, response):
+        await late[0]
+        return JudgeOutput(reward=1.0)
+
+    late = []
+    trajectory = await run(workflow, judge, service=service)
+    assert (trajectory.reward, len(trajectory.turns), outcomes) == (1.0, 1, ["refused"])
+    bound = service.open(seed=0)
+    service.close(bound)
+    with pytest.raises(openai.AuthenticationError):
+        await call_model(bound.model)
+    assert service.recorder.compute_stats()["rollout/num_late_calls"] == 2
+    assert len(service.recorder.engine.requests) == 1
+
+
+def block_for(seconds):
+    time.sleep(seconds)
+
+
+async def block_once(task, model):
+    output = await answer(task, model)
+    block_for(0.6)
+    return output
+
+
+async def test_blocking_the_event_loop_past_the_timeout_is_a_timeout():
+    failure = (await run(block_once, timeout_s=0.3)).failure
+    assert failure.where == "timeout"
+    assert "blocked the event loop for 0.6 s and was not done after timeout_s=0.3" in failure.message
+
+
+async def test_time_blocked_by_another_rollout_does_not_count():
+    async def bystander(task, model):
+        await asyncio.sleep(0.2)
+        return await answer(task, model)
+
+    watchdog = EventLoopWatchdog(asyncio.get_running_loop(), logging.getLogger("test"), 60)
+
+    def start(workflow, timeout_s):
+        agent = Agent(workflow=workflow, timeout_s=timeout_s)
+        return run_trajectory(
+            TASK, 0, agent=agent, model=build_service(), auxiliary_models={}, seed=1, watchdog=watchdog
+        )
+
+    blocked, other = await asyncio.gather(start(block_once, 0.3), start(bystander, 0.5))
+    assert blocked.failure.where == "timeout"
+    assert other.reward == 0.5
