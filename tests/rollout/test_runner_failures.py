@@ -92,7 +92,7 @@ async def grouped(task, model):
         (grouped, "RuntimeError: first line"),
         (missing_field, "KeyError: 'answer' (fields of the task: question, tags)"),
         (wrong_type, "the workflow must return a WorkflowOutput, got str"),
-        (foreign_output, "the workflow must return a WorkflowOutput, got test_runner.foreign_output.<locals>."),
+        (foreign_output, "the workflow must return a WorkflowOutput, got test_runner_failures.foreign_output.<locals>."),
         (not_finite, "the workflow returned reward nan; it must be a finite number"),
         (absurd, "the workflow returned reward 1e+308; it must be within 1e+09 of 0"),
         (absurd_metric, "the workflow returned metric m=-1e+308; it must be within 1e+100 of 0"),
@@ -229,12 +229,12 @@ async def return_a_wrong_reward(task, model):
 async def test_a_user_defined_base_exception_is_a_failure_with_its_line():
     failure = (await run(raise_in_helper)).failure
     assert failure.message == "CustomBaseException: of my own"
-    assert re.fullmatch(r".*test_runner\.py:\d+ in raise_custom", failure.line)
+    assert re.fullmatch(r".*test_runner_failures\.py:\d+ in raise_custom", failure.line)
 
 
 async def test_failures_without_a_user_exception_name_the_function_definition():
     first = no_reward.__code__.co_firstlineno
-    assert (await run(no_reward)).failure.line.endswith(f"test_runner.py:{first} in no_reward")
+    assert (await run(no_reward)).failure.line.endswith(f"test_runner_failures.py:{first} in no_reward")
     assert (await run(grouped)).failure.line.endswith("in raising")
 
 
