@@ -33,8 +33,9 @@ def compute_clip_cov_terms(
 ) -> TokenTerms:
     """Mask floor(fraction E) random tokens among those whose covariance is within bounds (Clip-Cov).
 
-    Cui et al. (2025), "The entropy mechanism of RL for reasoning language models", eqs. 11 and 12. Tokens of high covariance reduce the entropy most. The draw is seeded by `seed` and the step. An update of fewer
-    than 1 / fraction tokens masks none. verl masks at least one token, and only tokens that PPO's clip does not stop.
+    Cui et al. (2025), "The entropy mechanism of RL for reasoning language models", eqs. 11 and 12. Tokens of
+    high covariance reduce the entropy most. The draw is seeded by `seed` and the step. An update of fewer than 1 /
+    fraction tokens masks none. verl masks at least one token, and only tokens that PPO's clip does not stop.
     Metrics: `clip_cov_frac`, the share of masked tokens; `token_covariance`, the mean over tokens.
     """
     if covariance_low > covariance_high:
@@ -55,8 +56,8 @@ def compute_clip_cov_terms(
 def compute_kl_cov_terms(scores: BatchScores, *, fraction: Fraction = 2e-3) -> TokenTerms:
     """Select the floor(fraction E) tokens of highest covariance (KL-Cov; Cui et al., 2025, eq. 13).
 
-    Of tokens of equal covariance the earlier ones are selected. The paper uses a fraction of 2e-3 for 7B and 2e-4 for 32B models. verl selects at least one token. Metric:
-    `token_covariance`, the mean over tokens.
+    Of tokens of equal covariance the earlier ones are selected. The paper uses a fraction of 2e-3 for 7B and 2e-4 for
+    32B models. verl selects at least one token. Metric: `token_covariance`, the mean over tokens.
     """
     covariance_E = compute_token_covariances(scores)
     order = np.argsort(-covariance_E, kind="stable")
