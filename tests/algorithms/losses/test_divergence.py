@@ -36,9 +36,7 @@ def test_the_loss_equals_the_formula(kind, q, advantage):
     for p in (1e-5, 1e-3, 0.02, 0.15, 0.29, 0.31, 0.55, 0.75, 0.95, 0.9999):
         is_masked = diverge(kind, p, q) > limit and ((advantage > 0 and p > q) or (advantage < 0 and p < q))
         expected = 0.0 if is_masked else -advantage * p / q
-        assert run_one(LOSSES[kind], p, q, advantage) == pytest.approx(
-            (expected, expected, float(is_masked)), rel=1e-9
-        )
+        assert run_one(LOSSES[kind], p, q, advantage) == pytest.approx((expected, expected, float(is_masked)), rel=1e-9)
         outcomes.add(is_masked)
     assert advantage == 0 or q not in (0.3, 0.6) or outcomes == {False, True}
 
