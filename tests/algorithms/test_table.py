@@ -52,7 +52,7 @@ def test_loss_aggregation_overrides_the_default():
         ({"algorithm_type": "sft", "loss_args": {"beta": 1}}, "it takes none"),
         ({"algorithm_type": "dpo", "loss_aggregation": "token-mean"}, "loss_aggregation has no effect with 'dpo'"),
         ({"algorithm_type": "sft", "top_entropy_fraction": 0.2}, "top_entropy_fraction=0.2 has no effect with 'sft'"),
-        ({"algorithm_type": "dppo"}, "unknown algorithm_type 'dppo': did you mean 'dppo_tv'?"),
+        ({"algorithm_type": "dppo"}, "unknown algorithm_type 'dppo': did you mean 'dppo_tv' or 'dppo_kl'?"),
         ({"algorithm_type": "dppo_tv", "loss_args": {"delta_low": 1.5}}, "delta_low=1.5"),
         ({"algorithm_type": "clip_cov", "terms_args": {"fraction": 0.0}}, "fraction=0.0"),
         (
