@@ -87,7 +87,7 @@ def test_kl_cov_selects_the_earlier_of_equal_covariances():
 
 
 @pytest.mark.parametrize(
-    ("fraction", "num_kept"), [(0.2, 2), (0.21, 3), (0.3, 3), (0.1, 1), (0.01, 1), (0.95, 10), (0.7, 7)]
+    ("fraction", "num_kept"), [(0.2, 2), (0.21, 3), (0.3, 3), (0.1, 1), (0.01, 1), (1e-9, 1), (0.95, 10), (0.7, 7)]
 )
 def test_the_share_of_tokens_of_highest_entropy_is_kept(fraction, num_kept):
     entropies = [0.9, 0.1, 0.3, 0.8, 0.2, 1.0, 0.4, 0.6, 0.7, 0.5]

@@ -3,7 +3,7 @@
 Statistics are over the whole update, tokens are ordered by sequence, and ties are broken by that order, so a selection
 does not depend on rows, chunks or prefix sharing.
 
-Axes: E trained tokens of one update, K selected tokens.
+Axes: E trained tokens of one update.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def find_top_entropy_tokens(scores: BatchScores, *, fraction: float) -> tuple[np
         return kept_E, {}
     assert scores.entropies_E is not None
     sampled_entropies = scores.entropies_E[is_sampled_E]
-    num_kept = math.ceil(round(fraction * num_sampled, 6))
+    num_kept = max(math.ceil(round(fraction * num_sampled, 6)), 1)
     threshold = float(np.partition(sampled_entropies, num_sampled - num_kept)[num_sampled - num_kept])
     kept_E[is_sampled_E & (scores.entropies_E < threshold - ENTROPY_TOLERANCE)] = 0.0
     masked_frac = float((kept_E == 0).sum() / num_sampled)
