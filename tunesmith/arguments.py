@@ -80,7 +80,10 @@ def has_nan(value: Any) -> bool:
 
 
 def suggest_name(name: str, known: Sequence[str]) -> str:
-    """A clause that suggests the nearest known name, or lists all of them."""
+    """A clause that suggests the known names that begin with this one, else the nearest, or lists all of them."""
+    longer = [repr(each) for each in known if name and each.startswith(f"{name}_")]
+    if longer:
+        return f"did you mean {' or '.join(longer)}?"
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"

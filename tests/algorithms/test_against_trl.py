@@ -15,9 +15,11 @@ from tunesmith.algorithms.corrections import compute_correction_weights
 from tunesmith.algorithms.kl import compute_kl
 from tunesmith.algorithms.losses.clipped import TokenScores
 from tunesmith.algorithms.scores import BatchScores
+from tunesmith.algorithms.token_selection import find_top_entropy_tokens
 from tunesmith.config import AlgorithmSection
 
 trl = pytest.importorskip("trl")
+gmpo = pytest.importorskip("trl.experimental.gmpo")
 
 LENGTHS = [7, 1, 4, 9, 3, 9]
 MAX_LENGTH = 12
@@ -31,6 +33,9 @@ class Accelerator:
     sync_gradients = True
 
     def gather(self, values):
+        return values
+
+    def pad_across_processes(self, values, dim, pad_index):
         return values
 
     def reduce(self, values, reduction):
@@ -48,6 +53,7 @@ def draw(seed: int) -> dict[str, torch.Tensor]:
         "logps": old + scale * torch.randn(shape, generator=generator, dtype=torch.float64),
         "reference": old + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64),
         "advantages": torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64),
+        "entropies": 3 * torch.rand(shape, generator=generator, dtype=torch.float64),
         "mask": (torch.arange(MAX_LENGTH)[None] < torch.tensor(LENGTHS)[:, None]).to(torch.float64),
     }
 
@@ -57,19 +63,21 @@ def run_trl(data: dict[str, torch.Tensor], **settings) -> tuple[float, torch.Ten
     options = {
         "loss_type": "grpo", "importance_sampling_level": "token", "beta": 0.0, "epsilon_low": 0.2,
         "epsilon_high": 0.2, "off_policy_mask_threshold": None, "use_bias_correction_kl": False,
+        "top_entropy_quantile": 1.0,
     } | settings  # fmt: skip
     logps = data["logps"].clone().requires_grad_()
     args = SimpleNamespace(
         delta=None, steps_per_generation=1, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
+        vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
         use_bias_correction_kl=options.pop("use_bias_correction_kl"),
     )  # fmt: skip
-    trainer = object.__new__(trl.GRPOTrainer)
+    trainer = object.__new__(options.pop("trainer", trl.GRPOTrainer))
     trainer.__dict__ |= options | {
         "args": args, "model": SimpleNamespace(training=True), "accelerator": Accelerator(),
-        "current_gradient_accumulation_steps": 1, "max_completion_length": MAX_LENGTH, "top_entropy_quantile": 1.0,
+        "current_gradient_accumulation_steps": 1, "max_completion_length": MAX_LENGTH,
         "aux_loss_enabled": False, "use_vllm": False, "_entropy_bonus_enabled": False,
         "_metrics": {"train": defaultdict(list)},
-        "_get_per_token_logps_and_entropies": lambda *_, **__: (logps, torch.zeros_like(logps), None),
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (logps, data["entropies"], None),
     }  # fmt: skip
     ids = torch.zeros(data["mask"].shape, dtype=torch.long)
     loss = trainer._compute_loss(
@@ -95,16 +103,17 @@ def run_ours(data: dict[str, torch.Tensor], **section) -> tuple[float, torch.Ten
     scores = BatchScores(
         old_logprobs_E=data["old"][mask].numpy(), advantages_E=advantages.numpy(), sequence_E=rows,
         group_Q=np.arange(len(LENGTHS)), is_expert_Q=np.zeros(len(LENGTHS), dtype=bool),
-        logprobs_E=data["logps"][mask].numpy(),
+        logprobs_E=data["logps"][mask].numpy(), entropies_E=data["entropies"][mask].numpy(),
     )  # fmt: skip
     terms = algorithm.compute_terms(scores)
-    ratios = terms.sequence_log_ratios_E
+    ratios, selected = terms.sequence_log_ratios_E, terms.is_selected_E
     losses = algorithm.compute_losses(
         TokenScores(
             logprobs_N=logps[mask],
             old_logprobs_N=data["old"][mask],
             advantages_N=advantages,
             sequence_log_ratios_N=None if ratios is None else torch.from_numpy(ratios),
+            is_selected_N=None if selected is None else torch.from_numpy(selected.astype(np.float64)),
         )
     ).losses_N
     correction, _ = compute_correction_weights(
@@ -115,7 +124,8 @@ def run_ours(data: dict[str, torch.Tensor], **section) -> tuple[float, torch.Ten
         proximal_logprobs_E=scores.old_logprobs_E,
         is_weighted=False,
     )
-    losses = losses * torch.from_numpy(terms.weights_E * correction)
+    kept, _ = find_top_entropy_tokens(scores, fraction=algorithm.top_entropy_fraction)
+    losses = losses * torch.from_numpy(terms.weights_E * correction * kept)
     if section.kl_coef:
         losses = losses + section.kl_coef * compute_kl(
             logps[mask], data["reference"][mask], estimator=section.kl_estimator, sampler_logprobs_N=data["old"][mask]
@@ -141,6 +151,21 @@ CASES = {
         {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
     ),
     "sapo": ({"algorithm_type": "sapo"}, {"loss_type": "sapo"}),
+    "luspo": (
+        {"algorithm_type": "luspo"},
+        {
+            "loss_type": "luspo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 2e-3,
+            "epsilon_high": 2.5e-3,
+        },
+    ),
+    "vespo": ({"algorithm_type": "vespo", "loss_aggregation": "token-mean"}, {"loss_type": "vespo"}),
+    "gmpo": ({"algorithm_type": "gmpo"}, {"trainer": gmpo.GMPOTrainer, "epsilon_low": 0.4, "epsilon_high": 0.4}),
+    "dapo on tokens of high entropy": (
+        {"algorithm_type": "dapo", "loss_args": NO_DUAL_CLIP, "top_entropy_fraction": 0.2},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "top_entropy_quantile": 0.2},
+    ),
     "grpo with KL": (
         {"algorithm_type": "grpo", "kl_coef": 0.1, "kl_estimator": "k3", **SEQUENCE_MEAN},
         {"beta": 0.1},

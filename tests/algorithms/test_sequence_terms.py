@@ -8,10 +8,12 @@ import pytest
 from token_batches import build_scores
 from tunesmith.algorithms.corrections import compute_correction_weights, compute_ratios
 from tunesmith.algorithms.sequence_terms import (
+    compute_gmpo_terms,
     compute_m2po_terms,
     compute_rloo_terms,
     compute_sequence_ratio_terms,
     compute_topr_terms,
+    compute_vespo_terms,
 )
 from tunesmith.config import CorrectionSection, MaskSection
 
@@ -20,6 +22,34 @@ def test_sequence_ratio_is_a_mean_over_its_tokens():
     scores = build_scores([[1, 1], [1]], old=[[-1, -2], [-3]], logprobs=[[-1.5, -1], [-2]])
     np.testing.assert_allclose(compute_sequence_ratio_terms(scores).sequence_log_ratios_E, [0.25, 0.25, 1.0])
     assert compute_sequence_ratio_terms(build_scores([[1]])).sequence_log_ratios_E is None
+
+
+def test_gmpo_clips_each_token_before_the_mean():
+    """A > 0 is clipped above only, A < 0 below only."""
+    scores = build_scores([[1, 1, 1], [-1, -1]], logprobs=[[0.7, -0.9, 0.1], [-0.7, 0.9]])
+    terms = compute_gmpo_terms(scores)
+    np.testing.assert_allclose(terms.sequence_log_ratios_E, [(0.4 - 0.9 + 0.1) / 3] * 3 + [(-0.4 + 0.9) / 2] * 2)
+    assert terms.is_selected_E.tolist() == [True, False, False, True, False]
+    wide = compute_gmpo_terms(scores, clip_range_low=0.8, clip_range_high=0.5)
+    np.testing.assert_allclose(wide.sequence_log_ratios_E, [(0.5 - 0.9 + 0.1) / 3] * 3 + [0.1] * 2)
+
+
+def test_vespo_weights_whole_sequences():
+    """W is e^.5, e^-.5 and e^-.5: W^2 e^(3 (1 - W)) for A >= 0, W^3 e^(2 (1 - W)) for A < 0."""
+    scores = build_scores([[1, 1], [0], [-1]], logprobs=[[0.7, -0.2], [-0.5], [-0.5]])
+    high, low = np.exp(0.5), np.exp(-0.5)
+    gain, same, loss = high**2 * np.exp(3 * (1 - high)), low**2 * np.exp(3 * (1 - low)), low**3 * np.exp(2 * (1 - low))
+    terms = compute_vespo_terms(scores)
+    np.testing.assert_allclose(terms.weights_E, [gain, gain, same, loss])
+    assert loss < same and terms.metrics == {"train/vespo_weight": pytest.approx((2 * gain + same + loss) / 4)}
+    args = {"exponent_pos": 1.0, "decay_pos": 2.0, "exponent_neg": 3.0, "decay_neg": 1.0}
+    expected = [high * np.exp(2 * (1 - high))] * 2 + [low * np.exp(2 * (1 - low)), low**3 * np.exp(1 - low)]
+    np.testing.assert_allclose(compute_vespo_terms(scores, **args).weights_E, expected)
+
+
+def test_vespo_weights_are_one_on_policy_and_vanish_far_from_it():
+    far = build_scores([[1], [-1], [1], [-1], [1]], logprobs=[[0.0], [0.0], [50.0], [50.0], [-50.0]])
+    np.testing.assert_allclose(compute_vespo_terms(far).weights_E, [1, 1, 0, 0, 0], atol=1e-15)
 
 
 def test_topr_truncates_ratios_of_negative_tokens():
@@ -82,6 +112,16 @@ def test_importance_weights_are_truncated_by_token_or_by_sequence():
     assert metrics == pytest.approx({"correction/mean_weight": weights.mean(), "correction/truncated_frac": 0.25})
     weights, _ = correct(importance="sequence", cap=5.0)
     np.testing.assert_allclose(weights, [np.exp(0.4), np.exp(0.4), 1, 5])
+
+
+def test_importance_weights_have_a_lower_bound():
+    """Ratios e^.5, e^-.1 = .905, 1 and e^2."""
+    weights, metrics = correct(floor=0.95)
+    np.testing.assert_allclose(weights, [np.exp(0.5), 0.95, 1, 2])
+    assert metrics["correction/raised_frac"] == 0.25 and metrics["correction/truncated_frac"] == 0.25
+    assert correct(floor=0.9)[1]["correction/raised_frac"] == 0
+    mask = MaskSection(level="token", low=0.95, high=10.0)
+    np.testing.assert_allclose(correct(floor=0.95, mask=mask)[0], [np.exp(0.5), 0, 1, 2])
 
 
 def test_masks_by_token_sequence_and_geometric_mean():

@@ -51,6 +51,15 @@ def test_loss_aggregation_overrides_the_default():
         ({"algorithm_type": "topr", "terms_args": {"advantage_treshold": 1.0}}, "did you mean 'advantage_threshold'"),
         ({"algorithm_type": "sft", "loss_args": {"beta": 1}}, "it takes none"),
         ({"algorithm_type": "dpo", "loss_aggregation": "token-mean"}, "loss_aggregation has no effect with 'dpo'"),
+        ({"algorithm_type": "sft", "top_entropy_fraction": 0.2}, "top_entropy_fraction=0.2 has no effect with 'sft'"),
+        ({"algorithm_type": "dppo"}, "unknown algorithm_type 'dppo': did you mean 'dppo_tv' or 'dppo_kl'?"),
+        ({"algorithm_type": "dppo_tv", "loss_args": {"delta_low": 1.5}}, "delta_low=1.5"),
+        ({"algorithm_type": "clip_cov", "terms_args": {"fraction": 0.0}}, "fraction=0.0"),
+        (
+            {"algorithm_type": "topr", "correction": {"floor": 0.5}},
+            "correction.floor=0.5 has no effect on 'topr' with importance='auto'",
+        ),
+        ({"correction": {"importance": "none", "floor": 0.5}}, "correction.floor=0.5 has no effect"),
         ({"algorithm_type": "sft", "advantage_args": {"epsilon": 1e-6}}, "computes no advantages"),
     ],
 )
@@ -71,6 +80,10 @@ def test_unknown_names_and_arguments_are_errors(section, message):
         ({"algorithm_type": "rloo", "terms_args": {"reward_kl_coef": 0.1}}, {"reference"}),
         ({"algorithm_type": "rloo", "terms_args": {"reward_kl_coef": 0.0}}, set()),
         ({"correction": {"negative_sequence_delta": 0.1}}, {"logprobs"}),
+        ({"algorithm_type": "dppo_tv"}, set()),
+        ({"algorithm_type": "kl_cov"}, {"logprobs"}),
+        ({"algorithm_type": "rec", "top_entropy_fraction": 0.2}, {"entropies"}),
+        ({"algorithm_type": "gmpo", "top_entropy_fraction": 0.2}, {"logprobs", "entropies"}),
     ],
 )
 def test_needs_follow_from_arguments(section, needs):

@@ -27,6 +27,7 @@ def compute(section: dict, *groups: Group):
         {"algorithm_type": "grpo", "kl_coef": 0.1, "advantage_args": {"std_threshold": 0.0}},
         REWARD_KL,
         {"algorithm_type": "rec", "loss_args": {"regularizer": "k2", "regularizer_coef": 0.1}},
+        {"algorithm_type": "dppo_tv", "loss_args": {"regularizer_coef": 1e-3}},
         {"algorithm_type": "gigpo", "kl_coef": 0.1},
         {"algorithm_type": "mix", "kl_coef": 0.1},
     ],

@@ -297,7 +297,7 @@ REFUSED = [
     ("algorithm.kl_loss_fn_args", {"adaptive": True}, r"kl_loss_fn_args\.adaptive=True needs .*target_kl"),
     ("algorithm.algorithm_type", "grpo_verl", r"algorithm_type='grpo_verl'.*nearest is grpo"),
     ("algorithm.algorithm_type", "cpt", r"algorithm_type='cpt'.*nearest is sft"),
-    ("algorithm.advantage_fn", "clipb", r"advantage_fn='clipb'.*nearest is dapo"),
+    ("algorithm.advantage_fn", "clipb", r"advantage_fn='clipb'.*nearest is clip_cov"),
     ("algorithm.advantage_fn", "rec", r"advantage_fn='rec'.*'rec' combines with rec, 'ppo' with ppo, grpo"),
     ("algorithm.advantage_fn_args", {"duplicate_experiences": True}, r"duplicate_experiences=True.*refill_budget"),
     ("algorithm.rollout_correction", {"rollout_rs": "token"}, r"rollout_rs needs .*rollout_rs_threshold"),

@@ -23,7 +23,7 @@ from tunesmith.trainer.compiled_layers import compiled_layers
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.scoring_pass import prepare_update
+from tunesmith.trainer.scoring_pass import prepare_update, score_tokens
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.trainer.tree_attention import plan as attention
 from tunesmith.trainer.tree_attention.plan import TreePlan, build_mask
@@ -211,6 +211,44 @@ def test_steps_on_the_gpu_move_bfloat16_weights_in_place(has_checkpointing):
     assert [p.data_ptr() for p in model.parameters()] == pointers
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_scored_entropies_on_the_gpu_equal_float64_on_the_cpu(dtype, tolerance):
+    samples = build_samples(4)
+    rows = pack_samples(samples, max_tokens_per_row=1000, has_prefix_sharing=True, hidden_size=32)
+    exact = score_tokens(build_trainable("qwen3", dtype=dtype).double(), samples, rows, chunk_tokens=100)
+    found = score_tokens(build_trainable("qwen3", dtype=dtype).cuda(), samples, rows, chunk_tokens=100)
+    assert (exact[1] > 0).all() and exact[1].std() > 0
+    for ours, theirs in zip(found, exact, strict=True):
+        assert abs(ours - theirs).max() < tolerance
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"algorithm_type": "dapo", "top_entropy_fraction": 0.2},
+        {"algorithm_type": "dppo_tv"},
+        {"algorithm_type": "dppo_kl"},
+        {"algorithm_type": "gmpo"},
+        {"algorithm_type": "vespo"},
+        {"algorithm_type": "clip_cov", "terms_args": {"fraction": 0.1, "covariance_low": 0.0}},
+        {"algorithm_type": "kl_cov", "terms_args": {"fraction": 0.1}},
+    ],
+)
+def test_selected_tokens_are_trained_alike_with_and_without_row_graphs(section):
+    found = []
+    for has_row_graphs in (False, True):
+        model = build_trainable("qwen3", dtype=torch.bfloat16).cuda()
+        settings = TrainerSection(learning_rate=1e-3, mismatch_stop=1e9, has_row_graphs=has_row_graphs)
+        trainer = Trainer(model, settings, AlgorithmSection(**section), max_model_len=256, num_total_steps=4)
+        found.append([trainer.step(build_samples(8)) for _ in range(3)])
+    for plain, graph in zip(*found, strict=True):
+        assert plain.keys() == graph.keys() and plain["train/grad_norm"] > 0
+        for name in ("train/loss", "train/grad_norm"):
+            assert graph[name] == pytest.approx(plain[name], rel=0.05, abs=1e-3), name
+    if "top_entropy_fraction" in section:
+        assert 0.7 < plain["train/entropy_masked_frac"] <= 0.8
 
 
 def test_a_batch_and_its_update_never_synchronize_with_the_device():

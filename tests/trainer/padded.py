@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -122,7 +123,8 @@ def correct(tokens: Tokens, correction: dict) -> tuple[Tensor, Tensor, Tensor]:
     log_ratio = tokens.proximal - tokens.sampler
     weights, is_kept = torch.ones_like(log_ratio), torch.ones_like(tokens.is_real)
     if importance != "none":
-        weights = weigh(log_ratio, tokens.is_sampled, importance).clamp(max=correction.get("cap", 2.0))
+        weights = weigh(log_ratio, tokens.is_sampled, importance)
+        weights = weights.clamp(correction.get("floor", 0.0), correction.get("cap", 2.0))
     if mask is not None:
         ratio = weigh(log_ratio, tokens.is_sampled, mask["level"])
         is_kept = (ratio >= mask["low"]) & (ratio <= mask["high"])
@@ -202,6 +204,71 @@ def compute_opmd_losses(tokens: Tokens, old: Tensor) -> Tensor:
     return -tokens.advantages * tokens.logprobs / 2
 
 
+def compute_dppo_losses(tokens: Tokens, old: Tensor, *, is_kl: bool) -> Tensor:
+    """A token that moves away from the old policy has no loss if the divergence is above its limit."""
+    losses = torch.zeros_like(old)
+    for place in tokens.is_real.nonzero().tolist():
+        row, time = place
+        a, x, q = tokens.advantages[row, time], tokens.logprobs[row, time], old[row, time].exp().item()
+        p = x.detach().exp().item()
+        divergence, limit = abs(p - q), 0.2
+        if is_kl:
+            divergence, limit = q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p)), 0.05
+        moves_away = (a > 0 and p > q) or (a < 0 and p < q)
+        if not (moves_away and divergence > limit):
+            losses[row, time] = -a * (x.exp() / q)
+    return losses
+
+
+def compute_gmpo_losses(tokens: Tokens, old: Tensor) -> Tensor:
+    """The gradient of the geometric mean of clipped ratios per token."""
+    sign = tokens.advantages.sign()
+    signed_ratio = (tokens.logprobs.detach() - old).exp() ** sign
+    clipped = torch.minimum(signed_ratio, signed_ratio.clamp(np.exp(-0.4), np.exp(0.4))) ** sign
+    s = mean_rows(clipped.log(), tokens.is_real).exp()
+    own = (tokens.logprobs - tokens.logprobs.detach()) * (signed_ratio <= np.exp(0.4))
+    return -tokens.advantages * s * own.exp()
+
+
+def compute_luspo_losses(tokens: Tokens, old: Tensor) -> Tensor:
+    s = mean_rows(tokens.logprobs.detach() - old, tokens.is_real).exp()
+    own = s * (tokens.logprobs - tokens.logprobs.detach()).exp()
+    return torch.maximum(-tokens.advantages * own, -tokens.advantages * own.clamp(1 - 2e-3, 1 + 2.5e-3))
+
+
+def compute_vespo_losses(tokens: Tokens, old: Tensor) -> Tensor:
+    w = weigh(tokens.logprobs.detach() - old, tokens.is_real, "sequence")
+    weights = torch.where(tokens.advantages >= 0, w**2 * (3 * (1 - w)).exp(), w**3 * (2 * (1 - w)).exp())
+    return -tokens.advantages * weights * tokens.logprobs
+
+
+def find_covariances(tokens: Tokens) -> dict[tuple[int, int], float]:
+    """Of each token: (log p - mean)(A - mean)."""
+    places = [tuple(place) for place in tokens.is_real.nonzero().tolist()]
+    x, a = ([values[place].item() for place in places] for values in (tokens.logprobs.detach(), tokens.advantages))
+    mean_x, mean_a = sum(x) / len(x), sum(a) / len(a)
+    return {place: (u - mean_x) * (v - mean_a) for place, u, v in zip(places, x, a, strict=True)}
+
+
+def compute_clip_cov_losses(tokens: Tokens, old: Tensor) -> Tensor:
+    """All tokens within the bounds are masked: the fraction is 1."""
+    losses = compute_ppo_losses(tokens, old)
+    is_kept = torch.ones_like(losses)
+    for place, covariance in find_covariances(tokens).items():
+        is_kept[place] = not 0.1 <= covariance <= 0.5
+    assert 0 < is_kept[tokens.is_real].mean() < 1
+    return losses * is_kept
+
+
+def compute_kl_cov_losses(tokens: Tokens, old: Tensor) -> Tensor:
+    """A fifth of the tokens is penalized."""
+    covariances = find_covariances(tokens)
+    is_penalized = torch.zeros_like(old)
+    for place in sorted(covariances, key=covariances.__getitem__)[len(covariances) - int(0.2 * len(covariances)) :]:
+        is_penalized[place] = 1.0
+    return compute_importance_losses(tokens, old) + 0.7 * is_penalized * (tokens.logprobs - old).abs()
+
+
 LOSSES = {
     "grpo": (compute_ppo_losses, "token-mean", {}),
     "rloo": (compute_ppo_losses, "seq-mean-token-sum", {}),
@@ -215,5 +282,17 @@ LOSSES = {
     "gspo": (compute_gspo_losses, "seq-mean-token-mean", {}),
     "sapo": (compute_sapo_losses, "seq-mean-token-mean", {}),
     "opmd": (compute_opmd_losses, "token-mean", {}),
+    "dppo_tv": (partial(compute_dppo_losses, is_kl=False), "seq-mean-token-sum", {}),
+    "dppo_kl": (partial(compute_dppo_losses, is_kl=True), "seq-mean-token-sum", {}),
+    "gmpo": (compute_gmpo_losses, "seq-mean-token-mean", {}),
+    "luspo": (compute_luspo_losses, "seq-mean-token-sum", {}),
+    "vespo": (compute_vespo_losses, "seq-mean-token-sum", {}),
+    "clip_cov": (compute_clip_cov_losses, "token-mean", {}),
+    "kl_cov": (compute_kl_cov_losses, "token-mean", {"penalty_coef": 0.7}),
 }
 """By name of the algorithm: the loss of each token, the aggregation, and the arguments of the loss function."""
+TERMS_ARGS = {
+    "clip_cov": {"fraction": 1.0, "covariance_low": 0.1, "covariance_high": 0.5},
+    "kl_cov": {"fraction": 0.2},
+}
+"""By name of the algorithm: arguments of the function over all tokens."""

@@ -8,7 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from padded import LOSSES, aggregate, build_off_policy, compute_ppo_losses, correct, estimate_kl, read_tokens
+from padded import (
+    LOSSES,
+    TERMS_ARGS,
+    aggregate,
+    build_off_policy,
+    compute_ppo_losses,
+    correct,
+    estimate_kl,
+    read_tokens,
+)
 from test_critic import build_value_model, compute_values_naively
 from test_gradients import assert_same, take_gradient
 from test_trainer import read_parameters
@@ -35,6 +44,7 @@ CORRECTIONS = {
     "sequences masked": {"mask": {"level": "sequence", "low": 0.6, "high": 1.5}},
     "geometric means masked": {"mask": {"level": "geometric", "low": 0.9, "high": 1.15}},
     "weights of tokens": {"importance": "token", "cap": 1.2},
+    "weights with a lower bound": {"importance": "token", "cap": 1.3, "floor": 0.9},
     "weights of sequences": {"importance": "sequence", "cap": 1.5},
     "weights and mask": {"importance": "token", "mask": {"level": "token", "low": 0.8, "high": 1.3}},
     "strayed sequences": {"negative_sequence_delta": 0.02},
@@ -78,10 +88,11 @@ def test_corrections_of_every_loss_equal_the_formula(name, kind):
     model, correction = build_trainable(), CORRECTIONS[kind]
     samples, proximal = build_off_policy(model, LABELS, GROUPS, seed=1)
     section = AlgorithmSection(
-        algorithm_type=name, correction={"importance": "none", **correction}, loss_args=LOSSES[name][2]
-    )
+        algorithm_type=name, correction={"importance": "none", **correction}, loss_args=LOSSES[name][2],
+        terms_args=TERMS_ARGS.get(name, {}),
+    )  # fmt: skip
     expected, is_kept = compute_expected(model, read_tokens(model, samples, proximal=proximal), section, correction)
-    assert is_kept.all() == (kind in ("none", "wide mask", "weights of tokens", "weights of sequences"))
+    assert is_kept.all() == (kind in ("none", "wide mask") or kind.startswith("weights of") or "bound" in kind)
     for options in COMPUTATIONS:
         found, metrics = run_package(model, samples, section, proximal=choose_proximal(proximal, correction), **options)
         assert_same(found, expected)

@@ -109,7 +109,8 @@ def test_scored_logprobs_equal_those_of_the_loss_pass():
     own = [replace(sample, logprobs=tuple(np.nan_to_num(lp))) for sample, lp in zip(samples, exact, strict=True)]
     plain = AlgorithmSection(algorithm_type="reinforce", loss_aggregation="token-mean")
     expected = run(model, own, plain)[0][1]
-    for name in ("grpo", "importance_sampling", "cispo", "sapo", "sppo", "rec", "topr", "m2po"):
+    names = ("grpo", "importance_sampling", "cispo", "sapo", "sppo", "rec", "topr", "m2po")
+    for name in (*names, "dppo_tv", "dppo_kl", "gmpo", "luspo", "vespo", "clip_cov", "kl_cov"):
         section = AlgorithmSection(algorithm_type=name, loss_aggregation="token-mean")
         torch.testing.assert_close(run(model, own, section)[0][1], expected, rtol=1e-9, atol=1e-12)
 
@@ -226,6 +227,7 @@ def test_each_score_goes_to_its_own_field_in_the_order_of_the_events():
     events = index_events(samples, rows)
     fields = {
         "logprobs": "logprobs_E",
+        "entropies": "entropies_E",
         "reference": "reference_logprobs_E",
         "teacher": "teacher_logprobs_E",
         "values": "values_E",
@@ -273,6 +275,10 @@ def test_only_the_reference_is_scored_without_its_adapter():
     )  # fmt: skip
     expected = {"logprobs": adapted, "reference": base, "teacher": adapted, "values": score_values(rows)}
     assert scored.keys() == expected.keys()
+    with_entropies = run_scoring_passes(
+        model, samples, rows, {"entropies"}, scoring_models=ScoringModels(), chunk_tokens=100
+    )
+    assert with_entropies.keys() == {"entropies"}
     for need, logprobs in expected.items():
         np.testing.assert_array_equal(scored[need], logprobs)
 

@@ -33,6 +33,8 @@ class Algorithm:
     """Current weight of the KL in the loss; with `kl_adaptive` the trainer replaces it after each update."""
     kl_estimator: KlEstimator
     entropy_coef: float
+    top_entropy_fraction: float
+    """Share of the tokens of an update, those of highest entropy, that have a policy loss."""
     compute_terms: Callable[[BatchScores], TokenTerms]
     needs: frozenset[Need]
     kl_adaptive: AdaptiveKlSection | None
@@ -73,6 +75,8 @@ def resolve_algorithm(section: AlgorithmSection) -> Algorithm:
         needs |= {"reference"}
     if section.correction.negative_sequence_delta is not None:
         needs |= {"logprobs"}
+    if section.top_entropy_fraction < 1:
+        needs |= {"entropies"}
     algorithm = Algorithm(
         name=name,
         compute_advantages=compute_advantages,
@@ -84,6 +88,7 @@ def resolve_algorithm(section: AlgorithmSection) -> Algorithm:
         kl_estimator=section.kl_estimator,
         kl_adaptive=section.kl_adaptive,
         entropy_coef=section.entropy_coef,
+        top_entropy_fraction=section.top_entropy_fraction,
         correction=section.correction,
         is_on_policy=entry.is_on_policy,
         trains_zero_advantages=_trains_zero_advantages(section),
@@ -118,6 +123,7 @@ def _check_arguments(algorithm: Algorithm) -> None:
             advantages_N=empty,
             sequence_log_ratios_N=empty,
             constants_N=empty,
+            is_selected_N=empty,
         )
     )
 
@@ -150,10 +156,17 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"algorithm.correction has no effect with {algorithm.name!r}, which trains given completions: leave it out"
         )
-    if correction.cap != CorrectionSection().cap and not algorithm.uses_importance_weights(has_older_tokens=True):
+    for bound in ("cap", "floor"):
+        value, default = getattr(correction, bound), getattr(CorrectionSection(), bound)
+        if value != default and not algorithm.uses_importance_weights(has_older_tokens=True):
+            raise ConfigError(
+                f"algorithm.correction.{bound}={value} has no effect on {algorithm.name!r} with "
+                f"importance={correction.importance!r} (no importance weights): leave it out, or set importance=token"
+            )
+    if algorithm.is_supervised and section.top_entropy_fraction < 1:
         raise ConfigError(
-            f"algorithm.correction.cap={correction.cap} has no effect on {algorithm.name!r} with "
-            f"importance={correction.importance!r} (no importance weights): leave it out, or set importance=token"
+            f"algorithm.top_entropy_fraction={section.top_entropy_fraction} has no effect with {algorithm.name!r}, "
+            "which trains given completions: leave it out"
         )
 
 

@@ -31,8 +31,9 @@ def compute_correction_weights(
 
     `advantages_E` are those of the loss, after `compute_terms`.
     With `is_weighted`, importance weights truncated at `section.cap`: per token (Yao et al., 2025, "Your efficient RL
-    framework secretly brings you off-policy RL training"), or the product over the sequence. `section.mask` sets the
-    factor to 0 out of its bounds: per token (Zhao et al., 2025, "Small leak can sink a great ship", IcePop), or per
+    framework secretly brings you off-policy RL training"), or the product over the sequence. `section.floor` bounds
+    them from below, which biases them further but never drops a token. `section.mask` sets the factor to 0 out of its
+    bounds: per token (Zhao et al., 2025, "Small leak can sink a great ship", IcePop), or per
     sequence by product or geometric mean. For `negative_sequence_delta` see `find_off_policy_tokens`. Expert tokens
     have factor 1 and are in no metric.
     """
@@ -41,10 +42,12 @@ def compute_correction_weights(
     weights_E, metrics = np.ones(len(log_ratio_E)), {}
     if is_weighted:
         ratio_E = compute_ratios(log_ratio_E, scores, level="sequence" if section.importance == "sequence" else "token")
-        weights_E = np.minimum(ratio_E, section.cap)
+        weights_E = ratio_E.clip(section.floor, section.cap)
         if is_sampled_E.any():
             metrics["correction/mean_weight"] = float(weights_E[is_sampled_E].mean())
             metrics["correction/truncated_frac"] = float((ratio_E[is_sampled_E] > section.cap).mean())
+            if section.floor > 0:
+                metrics["correction/raised_frac"] = float((ratio_E[is_sampled_E] < section.floor).mean())
     is_kept_E = np.ones(len(log_ratio_E), dtype=bool)
     if section.mask is not None:
         is_kept_E &= _find_within_bounds(log_ratio_E, scores, section.mask)

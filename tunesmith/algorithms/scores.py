@@ -15,9 +15,10 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-Need = Literal["logprobs", "reference", "teacher", "values", "experts", "baselines"]
-"""What an algorithm may need besides rewards. From the scoring pass: logprobs of the current policy, the reference or
-the teacher, values of the critic. From the step: demonstrations of experts, a greedy rollout of each task."""
+Need = Literal["logprobs", "entropies", "reference", "teacher", "values", "experts", "baselines"]
+"""What an algorithm may need besides rewards. From the scoring pass: logprobs and entropies of the current policy,
+logprobs of the reference or the teacher, values of the critic. From the step: demonstrations of experts, a greedy
+rollout of each task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class BatchScores:
     step: int = 0
     """Training steps of the run before this one."""
     logprobs_E: np.ndarray | None = None
+    entropies_E: np.ndarray | None = None
+    """Of the current policy's sampling distribution at the token, in nats."""
     reference_logprobs_E: np.ndarray | None = None
     teacher_logprobs_E: np.ndarray | None = None
     values_E: np.ndarray | None = None
@@ -58,6 +61,8 @@ class TokenTerms:
     """Mean log-ratio of policy and old policy over the token's sequence."""
     constants_E: np.ndarray | None = None
     """Constant part of the token's loss, without gradient."""
+    is_selected_E: np.ndarray | None = None
+    """True for tokens that the loss function treats separately: the algorithm's loss function defines how."""
     returns_E: np.ndarray | None = None
     """Targets of the critic."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -85,6 +90,8 @@ class TokenInputs(Generic[A]):
     """1 for expert tokens."""
     sequence_log_ratios_E: A | None = None
     constants_E: A | None = None
+    is_selected_E: A | None = None
+    """1 for the tokens that `compute_terms` selected."""
     reference_logprobs_E: A | None = None
     is_real_E: A | None = None
     """0 for padding, which has no weight; None: no padding."""

@@ -27,6 +27,54 @@ def compute_sequence_ratio_terms(scores: BatchScores) -> TokenTerms:
     )
 
 
+def compute_gmpo_terms(
+    scores: BatchScores, *, clip_range_low: NonNegativeFloat = 0.4, clip_range_high: NonNegativeFloat = 0.4
+) -> TokenTerms:
+    """The mean over each sequence of d, clipped token by token, and which tokens are clipped (Zhao et al., 2025, GMPO).
+
+    The limits are on d: at most `clip_range_high` where A > 0, else at least -`clip_range_low`. So the paper's range of
+    ratios from e^-0.4 to e^0.4 is 0.4 and 0.4.
+    """
+    assert scores.logprobs_E is not None
+    log_ratio_E = scores.logprobs_E - scores.old_logprobs_E
+    clipped_E = np.where(
+        scores.advantages_E > 0,
+        np.minimum(log_ratio_E, clip_range_high),
+        np.maximum(log_ratio_E, -clip_range_low),
+    )
+    return TokenTerms(
+        advantages_E=scores.advantages_E,
+        weights_E=np.ones(len(scores.advantages_E)),
+        sequence_log_ratios_E=mean_sequences(clipped_E, scores)[scores.sequence_E],
+        is_selected_E=clipped_E != log_ratio_E,
+    )
+
+
+def compute_vespo_terms(
+    scores: BatchScores,
+    *,
+    exponent_pos: PositiveFloat = 2.0,
+    decay_pos: PositiveFloat = 3.0,
+    exponent_neg: PositiveFloat = 3.0,
+    decay_neg: PositiveFloat = 2.0,
+) -> TokenTerms:
+    """Weight W^exponent exp(decay (1 - W)), with W the product of the ratios over the sequence (Shen et al., 2026,
+    "VESPO", eq. 20).
+
+    The weight is 1 at W = 1 and falls on both sides; the exponent governs W < 1, the decay W > 1. The parameters are
+    separate for A >= 0 and A < 0: with the defaults unlikely rollouts with A < 0 have the smaller weight. Metric:
+    `vespo_weight`, the mean over tokens.
+    """
+    assert scores.logprobs_E is not None
+    ratio_E = compute_ratios(scores.logprobs_E - scores.old_logprobs_E, scores, level="sequence")
+    is_gain_E = scores.advantages_E >= 0
+    exponent_E = np.where(is_gain_E, exponent_pos, exponent_neg)
+    decay_E = np.where(is_gain_E, decay_pos, decay_neg)
+    weights_E = np.exp(exponent_E * np.log(ratio_E) + decay_E * (1 - ratio_E))
+    metrics = {"train/vespo_weight": float(weights_E.mean())} if weights_E.size else {}
+    return TokenTerms(advantages_E=scores.advantages_E, weights_E=weights_E, metrics=metrics)
+
+
 def compute_topr_terms(
     scores: BatchScores, *, advantage_threshold: float = 0.0, ratio_level: Literal["sequence", "token"] = "sequence"
 ) -> TokenTerms:

@@ -33,6 +33,7 @@ from tunesmith.algorithms.advantages.single_run import compute_remax_advantages,
 from tunesmith.algorithms.aggregation import Aggregation
 from tunesmith.algorithms.losses.bounded_ratio import (
     compute_cispo_losses,
+    compute_gmpo_losses,
     compute_gspo_losses,
     compute_sapo_losses,
     compute_sppo_losses,
@@ -44,6 +45,7 @@ from tunesmith.algorithms.losses.clipped import (
     compute_sft_losses,
     compute_sft_phi_losses,
 )
+from tunesmith.algorithms.losses.divergence import compute_dppo_kl_losses, compute_dppo_tv_losses
 from tunesmith.algorithms.losses.expert_mixture import (
     compute_chord_losses,
     compute_chord_terms,
@@ -53,17 +55,21 @@ from tunesmith.algorithms.losses.expert_mixture import (
 from tunesmith.algorithms.losses.preference import compute_dpo_terms, compute_kto_terms, compute_preference_losses
 from tunesmith.algorithms.losses.reinforce import (
     compute_importance_sampling_losses,
+    compute_kl_cov_losses,
     compute_opmd_losses,
     compute_rec_losses,
     compute_reinforce_losses,
 )
 from tunesmith.algorithms.scores import Need, TokenTerms, keep_advantages
 from tunesmith.algorithms.sequence_terms import (
+    compute_gmpo_terms,
     compute_m2po_terms,
     compute_rloo_terms,
     compute_sequence_ratio_terms,
     compute_topr_terms,
+    compute_vespo_terms,
 )
+from tunesmith.algorithms.token_selection import compute_clip_cov_terms, compute_kl_cov_terms
 
 
 def find_reward_kl_needs(args: Mapping[str, Any]) -> frozenset[Need]:
@@ -207,6 +213,54 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_terms=compute_jsd_terms,
         compute_losses=compute_ppo_clip_losses,
         needs=frozenset({"teacher"}),
+    ),
+    "dppo_tv": AlgorithmEntry(
+        compute_advantages=compute_dr_grpo_advantages,
+        compute_losses=compute_dppo_tv_losses,
+        aggregation="seq-mean-token-sum-norm",
+        is_on_policy=False,
+    ),
+    "dppo_kl": AlgorithmEntry(
+        compute_advantages=compute_dr_grpo_advantages,
+        compute_losses=compute_dppo_kl_losses,
+        aggregation="seq-mean-token-sum-norm",
+        is_on_policy=False,
+    ),
+    "gmpo": AlgorithmEntry(
+        compute_advantages=compute_grpo_advantages,
+        compute_terms=compute_gmpo_terms,
+        compute_losses=compute_gmpo_losses,
+        needs=frozenset({"logprobs"}),
+        aggregation="seq-mean-token-mean",
+    ),
+    "luspo": AlgorithmEntry(
+        compute_advantages=compute_grpo_advantages,
+        compute_terms=compute_sequence_ratio_terms,
+        compute_losses=compute_gspo_losses,
+        loss_args={"clip_range_low": 2e-3, "clip_range_high": 2.5e-3},
+        needs=frozenset({"logprobs"}),
+        aggregation="seq-mean-token-sum",
+    ),
+    "vespo": AlgorithmEntry(
+        compute_advantages=compute_dr_grpo_advantages,
+        compute_terms=compute_vespo_terms,
+        compute_losses=compute_reinforce_losses,
+        loss_args={"ratio_cap": None},
+        needs=frozenset({"logprobs"}),
+        aggregation="seq-mean-token-sum",
+        is_on_policy=False,
+    ),
+    "clip_cov": AlgorithmEntry(
+        compute_advantages=compute_grpo_advantages,
+        compute_terms=compute_clip_cov_terms,
+        compute_losses=compute_ppo_clip_losses,
+        needs=frozenset({"logprobs"}),
+    ),
+    "kl_cov": AlgorithmEntry(
+        compute_advantages=compute_grpo_advantages,
+        compute_terms=compute_kl_cov_terms,
+        compute_losses=compute_kl_cov_losses,
+        needs=frozenset({"logprobs"}),
     ),
     "mix": AlgorithmEntry(
         compute_advantages=compute_grpo_advantages,

@@ -51,8 +51,8 @@ REFUSED_TYPES = {
     "cpt": "training on plain text is not implemented; nearest is sft, on conversations",
 }
 REFUSED_ADVANTAGES = {
-    "clipb": "tokens are not selected by the entropy over the vocabulary; nearest is dapo",
-    "clipv": "tokens are not selected by the entropy over the vocabulary; nearest is dapo",
+    "clipb": "tokens are not masked by how much they change the entropy; nearest is clip_cov",
+    "clipv": "tokens are not masked by how much they change the entropy; nearest is clip_cov",
 }
 TERMS_ARGS: dict[str, Mapping[str, str]] = {
     "ppo": {"gamma": "gamma", "lam": "lam"},

@@ -36,6 +36,9 @@ class CorrectionSection(Section):
     cap: float = Field(default=2.0, ge=1)
     """Upper bound of importance weights. Only used with `importance` token or sequence, or with auto and
     `experience.replay.num_groups` above 0; otherwise setting it is an error."""
+    floor: float = Field(default=0.0, ge=0, le=1)
+    """Lower bound of importance weights; set it (0.5 is usual) so that tokens that the policy has made improbable since
+    sampling keep part of their gradient. 0: no lower bound. Used where `cap` is."""
     mask: MaskSection | None = None
     """Exclude tokens whose importance weight is out of bounds from the policy loss; null keeps all."""
     negative_sequence_delta: float | None = Field(default=None, ge=0)

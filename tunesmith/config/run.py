@@ -86,6 +86,9 @@ class AlgorithmSection(Section):
     """Adapt the KL coefficient, starting from `kl_coef`, to reach a target KL; null keeps it constant."""
     correction: CorrectionSection = CorrectionSection()
     """Importance weights and masks for off-policy tokens."""
+    top_entropy_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Compute the policy loss only on this fraction of the tokens of an update, those of highest entropy; 0.2 for long
+    chains of thought. Below 1 it costs one extra forward per update. 1 trains all tokens."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy bonus; raise it slightly (0.001) if answers lose diversity too early."""
     critic: CriticSection = CriticSection()

@@ -180,6 +180,7 @@ def _build_scores(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> TokenScore
         advantages_N=inputs.advantages_E,
         sequence_log_ratios_N=inputs.sequence_log_ratios_E,
         constants_N=inputs.constants_E,
+        is_selected_N=inputs.is_selected_E,
         is_expert_N=inputs.is_expert_E,
     )
 

@@ -1,9 +1,9 @@
 """The scoring pass, and the per-token inputs of the loss pass.
 
 If the algorithm needs it, all rows of an update run once without gradients, for one number per trained token: its
-logprob under the current policy, the reference or the teacher, or the critic's value. Pure functions over all tokens of
-the update then compute advantages and weights. The loss of a token depends on that token alone, so the result does not
-depend on rows and chunks.
+logprob under the current policy, the reference or the teacher, the policy's entropy, or the critic's value. Pure
+functions over all tokens of the update then compute advantages and weights. The loss of a token depends on that token
+alone, so the result does not depend on rows and chunks.
 
 Axes: R trained events in the order of the rows, E the same tokens ordered by sequence, sample, time.
 """
@@ -23,6 +23,7 @@ from tunesmith.algorithms.aggregation import compute_token_weights
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.corrections import compute_correction_weights
 from tunesmith.algorithms.scores import BatchScores, Need, TokenInputs, TokenTerms
+from tunesmith.algorithms.token_selection import find_top_entropy_tokens
 from tunesmith.experience.trie import Trie, read_array
 from tunesmith.model.adapters.adapter import disabled_adapter
 from tunesmith.model.forward.attention import run_body
@@ -30,6 +31,8 @@ from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.batch import build_row, index_distributions
 from tunesmith.types import Sample
 
+POLICY_SCORES: frozenset[Need] = frozenset({"logprobs", "entropies"})
+"""Scores of the current policy, which change with every update."""
 ScoreRows = Callable[[Sequence[Trie]], np.ndarray]
 """One number [R] for each event, concatenated over rows."""
 
@@ -165,9 +168,10 @@ def prepare_update(
         proximal_logprobs_E=proximal_E,
         is_weighted=is_weighted,
     )
+    kept_E, entropy_metrics = find_top_entropy_tokens(scores, fraction=algorithm.top_entropy_fraction)
     inputs = TokenInputs(
         weights_E=compute_weights(scores, algorithm, norm_length=norm_length),
-        correction_E=terms.weights_E * correction_E,
+        correction_E=terms.weights_E * correction_E * kept_E,
         advantages_E=terms.advantages_E,
         old_logprobs_E=old_E,
         sampler_logprobs_E=sampler_E,
@@ -175,11 +179,12 @@ def prepare_update(
         is_expert_E=scores.is_expert_Q[scores.sequence_E].astype(np.float64) if scores.is_expert_Q.any() else None,
         sequence_log_ratios_E=terms.sequence_log_ratios_E,
         constants_E=terms.constants_E,
+        is_selected_E=None if terms.is_selected_E is None else terms.is_selected_E.astype(np.float64),
         reference_logprobs_E=scores.reference_logprobs_E if algorithm.kl_coef > 0 else None,
     )
     return PreparedUpdate(
         inputs=inputs.convert(events.scatter),
-        metrics=terms.metrics | correction_metrics,
+        metrics=terms.metrics | correction_metrics | entropy_metrics,
         values_R=scored.get("values"),
         returns_R=None if terms.returns_E is None else events.scatter(terms.returns_E),
     )
@@ -202,7 +207,7 @@ def compute_step_terms(
         proximal.logprobs if proximal is not None and proximal.is_weighted else [sample.logprobs for sample in samples]
     )
     scored = run_scoring_passes(
-        model, samples, rows, algorithm.needs - {"logprobs"}, scoring_models=scoring_models, chunk_tokens=chunk_tokens
+        model, samples, rows, algorithm.needs - POLICY_SCORES, scoring_models=scoring_models, chunk_tokens=chunk_tokens
     )
     terms = algorithm.compute_terms(build_scores(samples, events, old_E, scored, step=step))
     assert terms.returns_E is not None
@@ -251,11 +256,14 @@ def run_scoring_passes(
 ) -> dict[Need, np.ndarray]:
     """The scores [R] of the rows' events that are needed, by name."""
     models: dict[Need, PreTrainedModel | None] = {
-        "logprobs": model,
         "reference": scoring_models.reference,
         "teacher": scoring_models.teacher,
     }
     scores: dict[Need, np.ndarray] = {}
+    if needs & POLICY_SCORES:
+        logprobs_R, entropies_R = score_tokens(model, samples, rows, chunk_tokens=chunk_tokens)
+        of_policy: dict[Need, np.ndarray] = {"logprobs": logprobs_R, "entropies": entropies_R}
+        scores |= {need: values_R for need, values_R in of_policy.items() if need in needs}
     for need, scorer in models.items():
         if need in needs:
             assert scorer is not None, need
@@ -267,26 +275,35 @@ def run_scoring_passes(
     return scores
 
 
-@torch.no_grad()
 def score_logprobs(
     model: PreTrainedModel, samples: Sequence[Sample], rows: Sequence[Trie], *, chunk_tokens: int
 ) -> np.ndarray:
     """Logprobs [R] of the rows' events under a model, each with its sampling distribution applied."""
-    logprobs, event_indices, num_events = [], [], 0
+    return score_tokens(model, samples, rows, chunk_tokens=chunk_tokens)[0]
+
+
+@torch.no_grad()
+def score_tokens(
+    model: PreTrainedModel, samples: Sequence[Sample], rows: Sequence[Trie], *, chunk_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logprobs [R] of the rows' events under a model, and entropies [R] of the distributions that they were sampled
+    from, with bias, temperature and filters applied."""
+    scores, event_indices, num_events = [], [], 0
     for trie in rows:
         row = build_row(trie, index_distributions(samples, trie), chunk_tokens=chunk_tokens, model=model)
         hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
         for chunk in row.chunks:
-            logprobs_S, _ = compute_logprobs(
+            scores_S = compute_logprobs(
                 model, hidden_TC[chunk.node_S], chunk.target_S, chunk.distribution, chunk_tokens=len(chunk.target_S)
             )
-            logprobs.append(logprobs_S[chunk.site_E])
+            scores.append(torch.stack(scores_S)[:, chunk.site_E])
         event_indices.append(num_events + row.event_E)
         num_events += len(trie.parent_E)
-    logprobs_R = np.empty(num_events)
+    logprobs_R, entropies_R = np.empty(num_events), np.empty(num_events)
+    event_R = np.concatenate(event_indices)
     # the only device synchronization
-    logprobs_R[np.concatenate(event_indices)] = torch.cat(logprobs).double().cpu().numpy()
-    return logprobs_R
+    logprobs_R[event_R], entropies_R[event_R] = torch.cat(scores, dim=1).double().cpu().numpy()
+    return logprobs_R, entropies_R
 
 
 def scatter_to_samples(logprobs_R: np.ndarray, samples: Sequence[Sample], rows: Sequence[Trie]) -> list[np.ndarray]:
@@ -322,6 +339,7 @@ def build_scores(
         group_Q=np.asarray([samples[sample].group_index for sample in sample_Q]),
         is_expert_Q=np.asarray([samples[sample].is_expert for sample in sample_Q], dtype=bool),
         logprobs_E=get("logprobs"),
+        entropies_E=get("entropies"),
         reference_logprobs_E=get("reference"),
         teacher_logprobs_E=get("teacher"),
         values_E=get("values"),

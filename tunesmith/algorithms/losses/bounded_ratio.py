@@ -63,6 +63,21 @@ def compute_gspo_losses(
     return TokenLosses(losses_N=torch.maximum(plain_N, clipped_N), metrics=metrics)
 
 
+def compute_gmpo_losses(scores: TokenScores) -> TokenLosses:
+    """-A s with s the geometric mean over the sequence of ratios that are clipped token by token.
+
+    Zhao et al. (2025), "Geometric-mean policy optimization"; the limits are those of `compute_gmpo_terms`. A
+    clipped token has no gradient of its own but keeps its part in s. A sequence is a trajectory. Metric: `clip_frac`,
+    the share of clipped tokens.
+    """
+    assert scores.sequence_log_ratios_N is not None and scores.is_selected_N is not None
+    is_clipped_N = scores.is_selected_N > 0
+    own_N = (scores.logprobs_N - scores.logprobs_N.detach()).masked_fill(is_clipped_N, 0.0)
+    ratio_N = clamp_log_ratio(own_N + scores.sequence_log_ratios_N).exp()
+    metrics = {"clip_frac": is_clipped_N.to(ratio_N.dtype)}
+    return TokenLosses(losses_N=-scores.advantages_N * ratio_N, metrics=metrics)
+
+
 def compute_sapo_losses(
     scores: TokenScores, *, tau_pos: PositiveFloat = 1.0, tau_neg: PositiveFloat = 1.05
 ) -> TokenLosses:

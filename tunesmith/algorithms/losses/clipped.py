@@ -34,6 +34,8 @@ class TokenScores:
     """Mean log-ratio of policy and old policy over the token's sequence."""
     constants_N: Tensor | None = None
     """Constant part of the loss, without gradient."""
+    is_selected_N: Tensor | None = None
+    """1 for the tokens that `compute_terms` selected."""
     is_expert_N: Tensor | None = None
     """1 for expert tokens; None if there are none."""
 

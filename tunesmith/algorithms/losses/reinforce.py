@@ -34,6 +34,18 @@ def compute_importance_sampling_losses(scores: TokenScores) -> TokenLosses:
     return TokenLosses(losses_N=-scores.advantages_N * clamp_log_ratio(scores.logprobs_N - scores.old_logprobs_N).exp())
 
 
+def compute_kl_cov_losses(scores: TokenScores, *, penalty_coef: NonNegativeFloat = 1.0) -> TokenLosses:
+    """-A r, plus coef |d| at the tokens that `compute_kl_cov_terms` selects (Cui et al., 2025, KL-Cov, eq. 14).
+
+    |d| is the estimate of KL(old, policy) of the paper's listing 1; it has no gradient at d = 0. Metric: `kl_cov_frac`,
+    the share of selected tokens.
+    """
+    assert scores.is_selected_N is not None
+    log_ratio_N = clamp_log_ratio(scores.logprobs_N - scores.old_logprobs_N)
+    losses_N = -scores.advantages_N * log_ratio_N.exp() + penalty_coef * scores.is_selected_N * log_ratio_N.abs()
+    return TokenLosses(losses_N=losses_N, metrics={"kl_cov_frac": scores.is_selected_N})
+
+
 def compute_opmd_losses(scores: TokenScores, *, tau: NonNegativeFloat = 1.0) -> TokenLosses:
     """-A log p / (1 + tau): online policy mirror descent, with its regularizer as a factor of the step.
 
