@@ -32,16 +32,26 @@ DECODE_STEPS = 64
 CUDA = torch.device("cuda")
 
 
+def measure_decoding(
+    model: PreTrainedModel, arguments: argparse.Namespace, weight_format: str
+) -> tuple[list[float], list[str]]:
+    """Seconds of `DECODE_STEPS` steps, and the kernel profile."""
+    decoding = Decoding(
+        model,
+        num_sequences=arguments.sequences,
+        context=arguments.prompt_tokens,
+        num_steps=DECODE_STEPS,
+        mode="compiled",
+        weight_format=weight_format,
+    )
+    seconds = [decoding.run(DECODE_STEPS, 16) for _ in range(arguments.repeats + 1)][1:]
+    return seconds, profile_kernels(lambda: decoding.run(DECODE_STEPS, 16)) if arguments.profile else []
+
+
 def measure_format(model: PreTrainedModel, arguments: argparse.Namespace, weight_format: str) -> dict[str, Any]:
     """Rates and mismatch of sampling from one format of the weights."""
     num_sequences, first = arguments.sequences, arguments.prompt_tokens
-    decoding = Decoding(
-        model, num_sequences=num_sequences, context=first, num_steps=DECODE_STEPS, mode="compiled",
-        weight_format=weight_format,
-    )  # fmt: skip
-    decode_s = [decoding.run(DECODE_STEPS, 16) for _ in range(arguments.repeats + 1)][1:]
-    kernels = profile_kernels(lambda: decoding.run(DECODE_STEPS, 16)) if arguments.profile else []
-    del decoding
+    decode_s, kernels = measure_decoding(model, arguments, weight_format)
     torch.cuda.empty_cache()
     max_model_len = first + arguments.new_tokens
     section = EngineSection(
