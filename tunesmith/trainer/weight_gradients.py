@@ -23,6 +23,11 @@ def accumulate_weight_grad(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
     torch.addmm(total, grad.t(), inputs, out_dtype=total.dtype, out=total)
 
 
+@accumulate_weight_grad.register_fake
+def _(total: Tensor, grad: Tensor, inputs: Tensor) -> None:
+    return None
+
+
 class _AccumulateGrad(torch.autograd.Function):
     """A linear layer; the weight's gradient is added to `total`, and autograd gets none."""
 
@@ -35,9 +40,10 @@ class _AccumulateGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
         inputs, weight, total = ctx.saved_tensors
-        flat_grad = grad.reshape(-1, grad.shape[-1])
+        flat_grad = grad.reshape(-1, grad.shape[-1])  # one view for all products: compiled code stores it once
         accumulate_weight_grad(total, flat_grad, inputs.reshape(-1, inputs.shape[-1]))
-        return grad @ weight, None, flat_grad.sum(0) if ctx.has_bias else None, None
+        grad_inputs = (flat_grad @ weight).view(inputs.shape)
+        return grad_inputs, None, flat_grad.sum(0) if ctx.has_bias else None, None
 
 
 class _AccumulatingLinear(nn.Linear):

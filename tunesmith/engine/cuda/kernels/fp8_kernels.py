@@ -20,6 +20,8 @@ from tunesmith.engine.cuda.kernels.launch import get_launch_options, pdl_wait
 FP8_DTYPE = torch.float8_e4m3fn
 TILE = 4096
 """Columns that a program holds at once."""
+MAX_ROW = 32768
+"""Columns up to which a program holds the whole row of SiLU(gate) * value, so that it is computed once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,23 +92,30 @@ def _load_activated(products, columns, row_scale, column_scales, size, is_used, 
 
 @triton.jit
 def _silu_and_mul_quantize_kernel(
-    products, row_scales, column_scales, values, scales, size, TILE: tl.constexpr, HAS_PDL: tl.constexpr
+    products, row_scales, column_scales, values, scales, size,
+    IS_WHOLE_ROW: tl.constexpr, TILE: tl.constexpr, HAS_PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(HAS_PDL)
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     dtype: tl.constexpr = products.dtype.element_ty
     products += row * 2 * size
+    values += row * size
     row_scale = tl.load(row_scales + row)
-    maxima = tl.zeros((TILE,), tl.float32)
-    for start in range(0, size, TILE):
-        is_used = start + columns < size
-        x = _load_activated(products, start + columns, row_scale, column_scales, size, is_used, dtype)
-        maxima = tl.maximum(maxima, tl.abs(x))
-    scale = _choose_scale(tl.max(maxima, axis=0))
-    for start in range(0, size, TILE):
-        is_used = start + columns < size
-        x = _load_activated(products, start + columns, row_scale, column_scales, size, is_used, dtype)
-        _store_fp8(values + row * size, start + columns, x, scale, is_used)
+    if IS_WHOLE_ROW:
+        x = _load_activated(products, columns, row_scale, column_scales, size, columns < size, dtype)
+        scale = _choose_scale(tl.max(tl.abs(x), axis=0))
+        _store_fp8(values, columns, x, scale, columns < size)
+    else:
+        maxima = tl.zeros((TILE,), tl.float32)
+        for start in range(0, size, TILE):
+            is_used = start + columns < size
+            x = _load_activated(products, start + columns, row_scale, column_scales, size, is_used, dtype)
+            maxima = tl.maximum(maxima, tl.abs(x))
+        scale = _choose_scale(tl.max(maxima, axis=0))
+        for start in range(0, size, TILE):
+            is_used = start + columns < size
+            x = _load_activated(products, start + columns, row_scale, column_scales, size, is_used, dtype)
+            _store_fp8(values, start + columns, x, scale, is_used)
     tl.store(scales + row, scale)
 
 
@@ -168,10 +177,11 @@ def silu_and_mul_quantize(products_R2I: Tensor, row_scales_R: Tensor, column_sca
     """SiLU of the first half of the scaled products, times the second half, quantized."""
     num_rows, size = products_R2I.shape[0], products_R2I.shape[1] // 2
     rows = allocate_rows(num_rows, size, products_R2I.device)
-    tile, num_warps = _choose_tile(size)
+    is_whole_row = size <= MAX_ROW
+    tile, num_warps = (triton.next_power_of_2(size), 16) if is_whole_row and size > TILE else _choose_tile(size)
     _silu_and_mul_quantize_kernel[(num_rows,)](
-        products_R2I, row_scales_R, column_scales_2I, rows.values_RK, rows.scales_R, size, TILE=tile,
-        num_warps=num_warps, **get_launch_options(),
+        products_R2I, row_scales_R, column_scales_2I, rows.values_RK, rows.scales_R, size,
+        IS_WHOLE_ROW=is_whole_row, TILE=tile, num_warps=num_warps, **get_launch_options(),
     )  # fmt: skip
     return rows
 
