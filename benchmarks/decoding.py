@@ -17,8 +17,18 @@ BLOCK_SIZE = 16
 class Decoding:
     """Requests of one context length over a KV cache of random values."""
 
-    def __init__(self, model: PreTrainedModel, *, num_sequences: int, context: int, num_steps: int, mode: str) -> None:
-        from tunesmith.engine.cuda.cuda_graphs import build_graphs  # needs Triton, which only CUDA machines have
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_sequences: int,
+        context: int,
+        num_steps: int,
+        mode: str,
+        weight_format: str = "model",
+    ) -> None:
+        # needs Triton, which only CUDA machines have
+        from tunesmith.engine.cuda.cuda_graphs import build_fp8_weights, build_graphs
 
         self._num_sequences, self._context = num_sequences, context
         num_blocks = -(-(context + num_steps + 1) // BLOCK_SIZE)
@@ -30,7 +40,7 @@ class Decoding:
             tensor.normal_()
         self._decoder = build_graphs(
             model, cache, max_num_seqs=num_sequences, max_model_len=num_blocks * BLOCK_SIZE,
-            is_compiled=mode == "compiled",
+            is_compiled=mode == "compiled", fp8=build_fp8_weights(model) if weight_format == "fp8" else None,
         )  # fmt: skip
         blocks = np.random.default_rng(0).permutation(num_sequences * num_blocks).reshape(num_sequences, num_blocks)
         self._decoder.input_batch.block_table_SP[:, :num_blocks] = blocks

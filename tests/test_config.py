@@ -51,6 +51,12 @@ def test_the_error_of_an_unknown_key_suggests_the_nearest_key():
     [
         (TrainerSection, {"min_lr_ratio": 0.1}, "min_lr_ratio=0.1 has no effect with schedule=constant"),
         (EngineSection, {"kv_cache_tokens": 64, "kv_cache_gib": 1}, "kv_cache_tokens and kv_cache_gib are both given"),
+        (EngineSection, {"weight_format": "fp8", "cuda_decode": "graphs"}, "fp8 needs cuda_decode=compiled, and it is"),
+        (
+            RunConfig,
+            {"model": {"path": "m", "lora": {}}, "engine": {"weight_format": "fp8"}},
+            "weight_format=fp8 copies whole weights, not adapters",
+        ),
         (AuxiliaryModelSection, {"path": "m", "api_key_env": "KEY"}, "api_key_env has no effect without base_url"),
         (AuxiliaryModelSection, {"path": "m", "base_url": "u", "tool_call_parser": "none"}, "tool_call_parser has no"),
         (CriticSection, {"clip_range": 0.1}, "clip_range=0.1 has no effect with num_epochs=1"),
@@ -72,6 +78,14 @@ def test_the_error_of_an_unknown_key_suggests_the_nearest_key():
 def test_a_knob_without_effect_is_refused(section, values, message):
     with pytest.raises(ValidationError, match=message):
         section.model_validate(values)
+
+
+def test_the_cap_of_importance_weights_is_accepted_where_rollouts_are_off_policy():
+    values = {"model": {"path": "m"}, "algorithm": {"correction": {"cap": 3}}}
+    with pytest.raises(ValidationError, match="cap=3.0 has no effect"):
+        RunConfig.model_validate(values)
+    for changes in ({"engine": {"weight_format": "fp8"}}, {"experience": {"replay": {"num_groups": 2}}}):
+        assert RunConfig.model_validate(values | changes).algorithm.correction.cap == 3
 
 
 def test_sections_are_frozen():

@@ -13,6 +13,8 @@ from test_trainer import build_trainer, read_parameters, score
 from trainable_models import build_trainable
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError, TrainingError
+from tunesmith.trainer import trainer as trainer_module
+from tunesmith.trainer.scoring_pass import score_logprobs
 from tunesmith.types import Sample
 
 GRPO = {"algorithm_type": "grpo"}
@@ -89,6 +91,55 @@ def test_correction_cancels_a_sampler_error_below_the_cap(algorithm_type):
     build_trainer(model, plain).step(samples)
     expected = read_parameters(model)
     assert (corrected - expected).norm() < 1e-3 * (expected - before).norm()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kl_coef": 0.1}, {"algorithm_type": "reinforce"}, {"loss_args": {"clip_range_low": 0.01}}]
+)
+def test_weights_of_the_loss_pass_equal_those_of_a_forward_before_it(monkeypatch, options):
+    """In one update the policy of the loss pass is the proximal policy."""
+    section, forwards = AlgorithmSection(**GRPO | options), []
+    reference = {"reference_model": build_trainable(seed=3)} if "kl_coef" in options else {}
+
+    def run():
+        model = build_trainable()
+        samples = build_mixed(model, shift=-0.4)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                trainer_module, "score_logprobs", lambda *a, **o: forwards.append(1) or score_logprobs(*a, **o)
+            )
+            metrics = build_trainer(model, section, **reference).step(samples, policy_version=4)
+        return metrics, read_parameters(model)
+
+    (late, late_weights), num_late = run(), len(forwards)
+    monkeypatch.setattr(trainer_module, "can_weigh_in_loss_pass", lambda algorithm: False)
+    early, early_weights = run()
+    assert (num_late, len(forwards)) == (0, 1)
+    assert late == pytest.approx(early, rel=1e-4, abs=1e-6)
+    before = read_parameters(build_trainable())
+    assert (late_weights - early_weights).norm() < 1e-3 * (early_weights - before).norm()
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [{"importance": "sequence"}, {"mask": {"level": "token", "low": 0.5, "high": 5}}, {"negative_sequence_delta": 0.1}],
+)
+def test_weights_that_need_other_tokens_are_computed_before_the_loss_pass(monkeypatch, correction):
+    calls = []
+    monkeypatch.setattr(trainer_module, "score_logprobs", lambda *a, **o: calls.append(1) or score_logprobs(*a, **o))
+    run_step(AlgorithmSection(**GRPO, correction=correction), shift=-0.7)
+    assert calls == [1]
+
+
+def test_tokens_of_a_quantized_sampler_are_weighted_as_off_policy():
+    model = build_trainable()
+    fresh = set_version(score(model, build_samples()), 4, shift=-0.7)
+    metrics = build_trainer(model, AlgorithmSection(**GRPO), is_sampler_quantized=True).step(fresh, policy_version=4)
+    assert metrics["correction/truncated_frac"] == 1 and metrics["correction/mean_weight"] == pytest.approx(2)
+    assert metrics["mismatch/kl"] > 0.1
+    opmd = AlgorithmSection(algorithm_type="opmd")
+    metrics = build_trainer(build_trainable(), opmd, is_sampler_quantized=True).step(fresh, policy_version=4)
+    assert not any(name.startswith("correction") for name in metrics)
 
 
 def test_proximal_scores_are_those_of_the_step_start_in_every_minibatch():

@@ -24,7 +24,9 @@ GRPO = AlgorithmSection(algorithm_type="grpo")
 LOOSE = {"mismatch_warn": 1e9, "mismatch_stop": 1e9, "learning_rate": 1e-3}
 
 
-def build_trainer(model=None, algorithm: AlgorithmSection = GRPO, reference_model=None, **settings) -> Trainer:
+def build_trainer(
+    model=None, algorithm: AlgorithmSection = GRPO, reference_model=None, is_sampler_quantized=False, **settings
+) -> Trainer:
     return Trainer(
         model or build_trainable(dtype=torch.float32),
         TrainerSection(**{**LOOSE, **settings}),
@@ -32,6 +34,7 @@ def build_trainer(model=None, algorithm: AlgorithmSection = GRPO, reference_mode
         max_model_len=64,
         num_total_steps=10,
         reference_model=reference_model,
+        is_sampler_quantized=is_sampler_quantized,
     )
 
 

@@ -93,6 +93,9 @@ class TokenInputs(Generic[A]):
     is_selected_E: A | None = None
     """1 for the tokens that `compute_terms` selected."""
     reference_logprobs_E: A | None = None
+    importance_caps_E: A | None = None
+    """Upper bounds of importance weights that the loss pass computes from its own logprobs, which then are those of the
+    proximal policy; 0 for weight 1. None: `correction_E` has the weights, if any."""
     is_real_E: A | None = None
     """0 for padding, which has no weight; None: no padding."""
 

@@ -125,11 +125,21 @@ class EngineSection(Section):
     neither, for debugging."""
     decode_block: int = Field(default=16, ge=1, le=64)
     """On a GPU, decode steps per host synchronization; lower it if most answers are very short."""
+    weight_format: Literal["model", "fp8"] = "model"
+    """Weights that rollouts sample from. fp8: on a GPU, a copy of the decoder's linear weights in 8 bits, made again
+    after every step: faster for models of several billion parameters, at the price of a mismatch between sampler and
+    trainer, which `algorithm.correction` corrects."""
 
     @model_validator(mode="after")
     def _check_cache(self) -> Self:
         if self.kv_cache_tokens is not None and self.kv_cache_gib is not None:
             raise ValueError("kv_cache_tokens and kv_cache_gib are both given: set only one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_weight_format(self) -> Self:
+        if self.weight_format == "fp8" and self.cuda_decode != "compiled":
+            raise ValueError(f"weight_format=fp8 needs cuda_decode=compiled, and it is {self.cuda_decode}")
         return self
 
 
@@ -347,10 +357,19 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_correction(self) -> RunConfig:
         correction, default = self.algorithm.correction, CorrectionSection().cap
-        if correction.importance == "auto" and correction.cap != default and self.experience.replay.num_groups == 0:
+        is_off_policy = self.experience.replay.num_groups > 0 or self.engine.weight_format == "fp8"
+        if correction.importance == "auto" and correction.cap != default and not is_off_policy:
             raise ValueError(
                 f"algorithm.correction.cap={correction.cap} has no effect: with importance=auto only steps that train "
                 "groups of earlier steps truncate weights; set experience.replay.num_groups, or importance=token"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_weight_format(self) -> RunConfig:
+        if self.engine.weight_format == "fp8" and self.model.lora is not None:
+            raise ValueError(
+                "engine.weight_format=fp8 copies whole weights, not adapters: leave it out with model.lora"
             )
         return self
 

@@ -10,6 +10,7 @@ Axes: T tokens of the row, S sites and E events of a chunk (see `batch.py`), C h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import Algorithm
+from tunesmith.algorithms.corrections import MAX_LOG_RATIO
 from tunesmith.algorithms.kl import compute_kl
 from tunesmith.algorithms.losses.clipped import TokenScores
 from tunesmith.algorithms.scores import TokenInputs
@@ -29,6 +31,7 @@ from tunesmith.trainer.batch import DeviceInputs, PackedRow, build_row, copy_inp
 from tunesmith.trainer.compiled_layers import compile_function
 from tunesmith.trainer.metrics import PartTotals, Reduction, Total, add_parts
 from tunesmith.trainer.row_graphs import RowGraphs, can_replay
+from tunesmith.trainer.weight_gradients import accumulated_weight_grads
 from tunesmith.types import Sample
 
 ChunkTotals = dict[str, tuple[Reduction, Tensor]]
@@ -57,17 +60,19 @@ def run_loss_pass(
     start = 0
     dtype = torch.promote_types(model.dtype, torch.float32)
     kl_coef = torch.full((), algorithm.kl_coef, device=model.device, dtype=dtype)
-    for trie in rows:
-        part = slice(start, start := start + len(trie.parent_E))
-        distributions = index_distributions(samples, trie)
-        is_padded = graphs is not None and can_replay(trie, distributions)
-        row = build_row(trie, distributions, chunk_tokens=chunk_tokens, model=model, is_padded=is_padded)
-        device_inputs = copy_inputs_to_device(inputs.convert(itemgetter(part)), row, device=model.device, dtype=dtype)
-        run = partial(run_row, model, algorithm=algorithm, is_compiled=is_compiled)
-        if graphs is not None and is_padded:
-            parts.append(graphs.run(row, device_inputs, kl_coef, run))
-        else:
-            parts.append(run(row, device_inputs, kl_coef))
+    run = partial(run_row, model, algorithm=algorithm, is_compiled=is_compiled)
+    with accumulated_weight_grads(model) if torch.is_grad_enabled() else nullcontext():
+        for trie in rows:
+            part = slice(start, start := start + len(trie.parent_E))
+            distributions = index_distributions(samples, trie)
+            is_padded = graphs is not None and can_replay(trie, distributions)
+            row = build_row(trie, distributions, chunk_tokens=chunk_tokens, model=model, is_padded=is_padded)
+            row_inputs = inputs.convert(itemgetter(part))
+            device_inputs = copy_inputs_to_device(row_inputs, row, device=model.device, dtype=dtype)
+            if graphs is not None and is_padded:
+                parts.append(graphs.run(row, device_inputs, kl_coef, run))
+            else:
+                parts.append(run(row, device_inputs, kl_coef))
     if graphs is not None:
         graphs.end_update()
     return add_parts(parts)
@@ -141,14 +146,22 @@ def _compute_loss(
     `kl_coef` is that of the algorithm, as a tensor, so that a captured row can be replayed with another value.
     """
     logprobs_E = logprobs_S.index_select(0, site_E)
-    token_losses = algorithm.compute_losses(_build_scores(logprobs_E, inputs))
-    losses_E = inputs.correction_E * token_losses.losses_N
+    old_logprobs_E, correction_E, weights = inputs.old_logprobs_E, inputs.correction_E, {}
+    if inputs.importance_caps_E is not None:
+        old_logprobs_E = logprobs_E.detach()
+        weights_E, weights = _compute_importance_weights(
+            old_logprobs_E, inputs, inputs.importance_caps_E, floor=algorithm.correction.floor
+        )
+        correction_E = correction_E * weights_E
+    token_losses = algorithm.compute_losses(_build_scores(logprobs_E, old_logprobs_E, inputs))
+    losses_E = correction_E * token_losses.losses_N
     is_sampled = 1.0 if inputs.is_expert_E is None else 1 - inputs.is_expert_E
     per_token = {**token_losses.metrics, "entropy": entropy_S.detach()[site_E]}
     totals: ChunkTotals = {
         f"train/{name}": ("sampled_mean", _sum_real(is_sampled * values_E, inputs))
         for name, values_E in per_token.items()
     }
+    totals |= {name: ("sampled_mean", _sum_real(is_sampled * values_E, inputs)) for name, values_E in weights.items()}
     if not algorithm.is_supervised:
         totals["train/pg_loss"] = ("sum", torch.dot(inputs.weights_E, losses_E.detach()))
         totals |= _compute_mismatch(logprobs_E.detach(), inputs)
@@ -173,10 +186,26 @@ def _sum_real(values_E: Tensor, inputs: TokenInputs[Tensor]) -> Tensor:
     return values_E.sum() if inputs.is_real_E is None else values_E.where(inputs.is_real_E > 0, 0.0).sum()
 
 
-def _build_scores(logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> TokenScores:
+def _compute_importance_weights(
+    proximal_logprobs_E: Tensor, inputs: TokenInputs[Tensor], caps_E: Tensor, *, floor: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Truncated importance weights as in `compute_correction_weights`, and the tokens' metrics."""
+    log_ratio_E = (proximal_logprobs_E - inputs.sampler_logprobs_E).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio_E = log_ratio_E.where(caps_E > 0, 0.0).exp()
+    weights_E = torch.minimum(ratio_E, caps_E.where(caps_E > 0, 1.0)).clamp(min=floor)
+    metrics = {
+        "correction/mean_weight": weights_E,
+        "correction/truncated_frac": (ratio_E > weights_E).to(ratio_E.dtype),
+    }
+    if floor > 0:
+        metrics["correction/raised_frac"] = (ratio_E < weights_E).to(ratio_E.dtype)
+    return weights_E, metrics
+
+
+def _build_scores(logprobs_E: Tensor, old_logprobs_E: Tensor, inputs: TokenInputs[Tensor]) -> TokenScores:
     return TokenScores(
         logprobs_N=logprobs_E,
-        old_logprobs_N=inputs.old_logprobs_E,
+        old_logprobs_N=old_logprobs_E,
         advantages_N=inputs.advantages_E,
         sequence_log_ratios_N=inputs.sequence_log_ratios_E,
         constants_N=inputs.constants_E,

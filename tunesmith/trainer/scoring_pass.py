@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from tunesmith.algorithms.aggregation import compute_token_weights
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.corrections import compute_correction_weights
-from tunesmith.algorithms.scores import BatchScores, Need, TokenInputs, TokenTerms
+from tunesmith.algorithms.scores import BatchScores, Need, TokenInputs, TokenTerms, keep_advantages
 from tunesmith.algorithms.token_selection import find_top_entropy_tokens
 from tunesmith.experience.trie import Trie, read_array
 from tunesmith.model.adapters.adapter import disabled_adapter
@@ -51,15 +51,16 @@ class ScoringModels:
 class ProximalScores:
     """Logprobs under the proximal policy: the policy at the start of the step (Hilton et al., 2022)."""
 
-    logprobs: Sequence[np.ndarray]
-    """Per sample and token; NaN except at trained tokens."""
+    logprobs: Sequence[np.ndarray] | None
+    """Per sample and token; NaN except at trained tokens. None: those of the loss pass (`can_weigh_in_loss_pass`)."""
     is_weighted: bool
     """True: losses are multiplied by truncated importance weights, and their ratio is against the proximal policy.
     False: tokens are only masked, and the ratio is against the sampling policy."""
 
     def select(self, indices: Sequence[int]) -> ProximalScores:
         """The scores of some of the samples."""
-        return ProximalScores(logprobs=[self.logprobs[index] for index in indices], is_weighted=self.is_weighted)
+        chosen = None if self.logprobs is None else [self.logprobs[index] for index in indices]
+        return ProximalScores(logprobs=chosen, is_weighted=self.is_weighted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +130,18 @@ class EventIndex:
         return values_R
 
 
+def can_weigh_in_loss_pass(algorithm: Algorithm) -> bool:
+    """Whether importance weights depend on the token alone, and nothing else needs logprobs before the loss pass."""
+    correction = algorithm.correction
+    has_token_terms = getattr(algorithm.compute_terms, "func", None) is keep_advantages
+    return (
+        has_token_terms
+        and correction.importance != "sequence"
+        and correction.mask is None
+        and "logprobs" not in algorithm.needs
+    )
+
+
 def prepare_update(
     model: PreTrainedModel,
     samples: Sequence[Sample],
@@ -151,8 +164,9 @@ def prepare_update(
     """
     events = index_events(samples, rows)
     sampler_E = events.gather([sample.logprobs for sample in samples])
-    proximal_E = sampler_E if proximal is None else events.gather(proximal.logprobs)
-    is_weighted = proximal is not None and proximal.is_weighted
+    is_scored = proximal is not None and proximal.logprobs is not None
+    proximal_E = events.gather(proximal.logprobs) if is_scored else sampler_E
+    is_weighted = is_scored and proximal.is_weighted
     old_E = proximal_E if is_weighted else sampler_E
     known = {} if step_terms is None else step_terms.scores
     scored = run_scoring_passes(
@@ -181,6 +195,7 @@ def prepare_update(
         constants_E=terms.constants_E,
         is_selected_E=None if terms.is_selected_E is None else terms.is_selected_E.astype(np.float64),
         reference_logprobs_E=scores.reference_logprobs_E if algorithm.kl_coef > 0 else None,
+        importance_caps_E=None if proximal is None or is_scored else build_caps(scores, algorithm.correction.cap),
     )
     return PreparedUpdate(
         inputs=inputs.convert(events.scatter),
@@ -221,6 +236,11 @@ def compute_step_terms(
         returns=split(events.scatter(terms.returns_E)),
         metrics=terms.metrics,
     )
+
+
+def build_caps(scores: BatchScores, cap: float) -> np.ndarray:
+    """The cap [E] of the importance weights; 0 for expert tokens, which have weight 1."""
+    return np.where(scores.is_expert_Q[scores.sequence_E], 0.0, cap)
 
 
 def compute_weights(scores: BatchScores, algorithm: Algorithm, *, norm_length: int) -> np.ndarray:

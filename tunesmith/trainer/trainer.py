@@ -52,6 +52,7 @@ from tunesmith.trainer.scoring_pass import (
     ProximalScores,
     ScoringModels,
     StepTerms,
+    can_weigh_in_loss_pass,
     compute_step_terms,
     has_older_tokens,
     prepare_update,
@@ -90,13 +91,16 @@ class Trainer:
         teacher_model: PreTrainedModel | None = None,
         critic_model: ValueModel | None = None,
         dropout_seed: int = 0,
+        is_sampler_quantized: bool = False,
     ) -> None:
+        """With `is_sampler_quantized` every token is off-policy: importance weights apply as to replayed groups."""
         self._algorithm = resolve_algorithm(algorithm)
         self._settings = settings
         self._norm_length = algorithm.norm_length or max_model_len
         self._num_total_steps = num_total_steps
         self._dropouts = find_dropouts(model)
         self._dropout_seed = dropout_seed
+        self._is_sampler_quantized = is_sampler_quantized
         if self._dropouts and (not self._algorithm.is_supervised or "reference" in self._algorithm.needs):
             raise ConfigError(
                 f"model.lora.dropout={self._dropouts[0].p:g} is for supervised fine-tuning only: "
@@ -197,14 +201,24 @@ class Trainer:
     def _score_proximal_policy(self, samples: Sequence[Sample], policy_version: int | None) -> ProximalScores | None:
         """Logprobs under the policy at the start of the step, if the step has importance weights or a mask."""
         algorithm = self._algorithm
-        has_older = has_older_tokens(samples, policy_version)
-        is_weighted = algorithm.uses_importance_weights(has_older_tokens=has_older)
+        is_weighted = self._has_importance_weights(samples, policy_version)
+        if is_weighted and self._weighs_in_loss_pass():
+            return ProximalScores(logprobs=None, is_weighted=True)
         rows = self._pack(samples) if is_weighted or algorithm.correction.mask is not None else []
         if not rows:
             return None
         with compiled_layers(*self._compiled):
             logprobs_R = score_logprobs(self._model, samples, rows, chunk_tokens=self._chunk_tokens)
         return ProximalScores(logprobs=scatter_to_samples(logprobs_R, samples, rows), is_weighted=is_weighted)
+
+    def _has_importance_weights(self, samples: Sequence[Sample], policy_version: int | None) -> bool:
+        is_off_policy = self._is_sampler_quantized or has_older_tokens(samples, policy_version)
+        return self._algorithm.uses_importance_weights(has_older_tokens=is_off_policy)
+
+    def _weighs_in_loss_pass(self) -> bool:
+        """Whether the loss pass computes the weights: its policy is the proximal one in a step of one update."""
+        is_one_update = self._settings.num_minibatches == 1 and self._critic is None
+        return is_one_update and can_weigh_in_loss_pass(self._algorithm)
 
     def _compute_step_terms(self, samples: Sequence[Sample], proximal: ProximalScores | None) -> StepTerms | None:
         """Values, advantages and returns by the critic before the first update; None without a critic."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +19,16 @@ from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import build_decode_plan, build_prefill_plan
 from tunesmith.engine.cuda.custom_ops import Prologue
-from tunesmith.engine.cuda.fx_passes import FusedOps, fuse_layer
+from tunesmith.engine.cuda.fx_passes import FusedOps, QuantizedOps, fuse_layer
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
-from tunesmith.engine.cuda.merged_weights import find_merged_groups, get_merged_view, merge_weights
+from tunesmith.engine.cuda.merged_weights import (
+    find_merged_groups,
+    find_merged_tensors,
+    get_merged_view,
+    merge_weights,
+)
 from tunesmith.engine.worker.model_runner import probe_layers
+from tunesmith.errors import ModelError
 from tunesmith.model.forward.attention import run_body, use_plan_attention
 
 CPU = torch.device("cpu")
@@ -156,13 +163,90 @@ def test_a_layer_is_fused_into_eight_operations_with_the_same_hidden_states(name
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-def fuse(function: Callable[..., Any], *inputs: Any) -> tuple[Any, bool, Counter[str]]:
+class Rounded:
+    """What a quantizing operation returns: not a tensor, so that only products can read it."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+
+def build_quantized_ops(calls: Counter[str]) -> FusedOps:
+    """As `build_ops`, without rounding; products count the inputs that they have to quantize themselves."""
+
+    def read(inputs: Any) -> Tensor:
+        calls["quantized by a product"] += not isinstance(inputs, Rounded)
+        return inputs.rows if isinstance(inputs, Rounded) else inputs
+
+    plain = build_ops(calls)
+    return dataclasses.replace(
+        plain,
+        merged_linear=lambda inputs, *rest: plain.merged_linear(read(inputs), *rest),
+        swiglu=lambda inputs, *rest: plain.swiglu(read(inputs), *rest),
+        add_linear=lambda total, inputs, weight: plain.add_linear(total, read(inputs), weight),
+        quantized=QuantizedOps(
+            rms_norm=lambda *arguments: Rounded(plain.rms_norm(*arguments)),
+            swiglu=lambda inputs, *rest: Rounded(plain.swiglu(read(inputs), *rest)),
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+@torch.inference_mode()
+def test_quantized_layers_quantize_norms_and_gated_products_where_they_are_computed(name: str) -> None:
+    """Of four inputs of products in a layer, only the output of attention is left to the product."""
+    model = copy.deepcopy(build_tiny(name))
+    use_plan_attention(model)
+    calls: Counter[str] = Counter()
+    fused = FusedLayers(model, build_quantized_ops(calls), max_positions=32)
+    cache = KVCache(probe_layers(model), num_blocks=40, block_size=4, dtype=model.dtype, device=CPU)
+    ids = torch.randint(0, 97, (11,), generator=torch.Generator().manual_seed(0))
+    with fused.installed():
+        plan = build_prefill_plan(cache, [Span(0, 0, 11, list(range(3, 10)))], tile_tokens=8, device=CPU)
+        found = run_body(model, ids[None], torch.arange(11)[None], plan)[0]
+    num_layers = len(model.get_decoder().layers)
+    assert calls["quantized by a product"] == num_layers
+    assert (calls["merged linear of 3"], calls["swiglu"], calls["add linear"]) == (num_layers,) * 2 + (2 * num_layers,)
+    expected = model.get_decoder()(input_ids=ids[None]).last_hidden_state[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_quantized_layer_with_other_operations_is_refused() -> None:
+    model = copy.deepcopy(build_tiny("gemma2"))
+    use_plan_attention(model)
+    fused = FusedLayers(model, build_quantized_ops(Counter()), max_positions=32)
+    cache = KVCache(probe_layers(model), num_blocks=40, block_size=4, dtype=model.dtype, device=CPU)
+    plan = build_prefill_plan(cache, [Span(0, 0, 3, [1])], tile_tokens=8, device=CPU)
+    with (
+        fused.installed(),
+        pytest.raises(ModelError, match="weight_format=fp8 is not supported for Gemma2DecoderLayer"),
+    ):
+        run_body(model, torch.arange(3)[None], torch.arange(3)[None], plan)
+
+
+@torch.inference_mode()
+def test_a_single_linear_layer_is_a_product_of_quantized_layers() -> None:
+    x, a, w = torch.randn(1, 3, 8), torch.randn(8), torch.randn(5, 8)
+
+    def compute(x: Tensor, a: Tensor, w: Tensor) -> Tensor:
+        normed = a * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+        return functional.linear(normed, w)
+
+    output, is_whole, calls = fuse(compute, x, a, w, build=build_quantized_ops)
+    torch.testing.assert_close(output, compute(x, a, w))
+    assert is_whole
+    assert (calls["merged linear of 1"], calls["quantized by a product"]) == (1, 0)
+
+
+def fuse(
+    function: Callable[..., Any], *inputs: Any, build: Callable[[Counter[str]], FusedOps] = build_ops
+) -> tuple[Any, bool, Counter[str]]:
     """The fused function's output, whether it was fused completely, and the fused operations it called."""
     calls: Counter[str] = Counter()
     results = []
 
     def backend(module: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-        results.append(fuse_layer(module, build_ops(calls)))
+        results.append(fuse_layer(module, build(calls)))
         module.recompile()
         return module.forward
 
@@ -258,6 +342,18 @@ def test_merged_weights_share_one_tensor_and_keep_the_models_parameters(tmp_path
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+
+
+def test_every_linear_weight_is_found_once_with_the_ones_it_is_merged_with() -> None:
+    model = copy.deepcopy(build_tiny("qwen2"))
+    decoder = model.get_decoder()
+    linears = [layer.weight for layer in decoder.modules() if type(layer) is torch.nn.Linear]
+    assert sorted(map(len, find_merged_tensors(decoder))) == [1] * len(linears)
+    merge_weights(model)
+    found = find_merged_tensors(decoder)
+    assert sorted(map(len, found)) == sorted([3, 2, 1, 1] * len(decoder.layers))
+    assert {id(weight) for group in found for weight in group} == {id(weight) for weight in linears}
+    assert all(get_merged_view(group) is not None for group in found)
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from tunesmith.engine.batch.input_batch import InputBatch
 from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
+from tunesmith.engine.cuda.fp8_weights import Fp8Weights
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
 from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens
 from tunesmith.engine.cuda.kernels.sample import SamplingTensors, sample_next_tokens
@@ -69,10 +70,12 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_model_len: int,
         fused: FusedLayers | None,
+        fp8: Fp8Weights | None = None,
     ) -> None:
-        """The cache's last block is the scratch block; `fused` None runs the model's layers unfused."""
+        """The cache's last block is the scratch block; `fused` None runs the model's layers unfused; `fp8` is the copy
+        that fused layers read, to be refreshed with the weights."""
         device = model.device
-        self._model, self._cache, self._fused = model, cache, fused
+        self._model, self._cache, self._fused, self._fp8 = model, cache, fused, fp8
         self._num_slots = max_num_seqs
         num_columns = count_columns(max_model_len, cache.block_size)
         self.input_batch = InputBatch(max_num_seqs, num_columns=num_columns, scratch_block=len(cache.keys[0]) - 1)
@@ -129,13 +132,17 @@ class DecodeGraphs:
         return nullcontext() if self._fused is None else self._fused.installed()
 
     def refresh(self) -> None:
-        """Drop the graphs if parameters have moved in memory; in-place updates keep them valid."""
+        """Quantize FP8 weights again; drop the graphs if parameters have moved. In-place updates keep graphs valid."""
         if self._get_data_pointers() != self._data_pointers:
             self._graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
             if self._fused is not None:
                 merge_weights(self._model)
+            if self._fp8 is not None:
+                self._fp8.rebuild()
             self._data_pointers = self._get_data_pointers()
+        elif self._fp8 is not None:
+            self._fp8.refresh()
 
     def _get_data_pointers(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._model.parameters()]
@@ -283,12 +290,24 @@ def count_columns(max_model_len: int, block_size: int) -> int:
 
 
 def build_graphs(
-    model: PreTrainedModel, cache: KVCache, *, max_num_seqs: int, max_model_len: int, is_compiled: bool
+    model: PreTrainedModel,
+    cache: KVCache,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    is_compiled: bool,
+    fp8: Fp8Weights | None = None,
 ) -> DecodeGraphs:
-    """Decode graphs of the model; with fused layers if `is_compiled`."""
+    """Decode graphs of the model; with fused layers if `is_compiled`, which read FP8 weights if given."""
     fused = None
     if is_compiled:
         merge_weights(model)
         max_positions = count_columns(max_model_len, cache.block_size) * cache.block_size
-        fused = FusedLayers(model, CUDA_OPS, max_positions=max_positions)
-    return DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, fused=fused)
+        fused = FusedLayers(model, CUDA_OPS if fp8 is None else fp8.ops, max_positions=max_positions)
+    return DecodeGraphs(model, cache, max_num_seqs=max_num_seqs, max_model_len=max_model_len, fused=fused, fp8=fp8)
+
+
+def build_fp8_weights(model: PreTrainedModel) -> Fp8Weights:
+    """The FP8 copy of the model's weights, which are merged first."""
+    merge_weights(model)
+    return Fp8Weights(model)

@@ -30,6 +30,14 @@ ATTENTION = {ops.paged_decode, ops.paged_prefill}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedOps:
+    """Operations whose output is quantized, for a layer that multiplies quantized matrices."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Any]
+    swiglu: Callable[[Any, Tensor, Tensor], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FusedOps:
     """The implementations that a fused layer calls."""
 
@@ -45,6 +53,9 @@ class FusedOps:
     """`ops.paged_decode` with a `Prologue` as its last argument."""
     paged_prefill: Callable[..., Tensor]
     """`ops.paged_prefill` with a `Prologue` as its last argument."""
+    quantized: QuantizedOps | None = None
+    """Set if products quantize their inputs: `merged_linear` then runs single linear layers too, and the output of a
+    norm or SwiGLU that only products read is quantized at once."""
 
 
 def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
@@ -55,9 +66,15 @@ def fuse_layer(module: fx.GraphModule, fused_ops: FusedOps) -> bool:
     _fuse_swiglu(graph, fused_ops)
     _merge_linears(graph, fused_ops)
     _fuse_residual_adds(graph, fused_ops)
+    if fused_ops.quantized is not None:
+        _merge_linears(graph, fused_ops, min_linears=1)
+        _quantize_inputs(graph, fused_ops, fused_ops.quantized)
     graph.eliminate_dead_code()
     known = {*VIEWS, *LINEAR, *MUL, *ADD, *ATTENTION, build_prologue}
-    known.update(getattr(fused_ops, name) for name in FusedOps.__slots__)
+    known.update(getattr(fused_ops, name) for name in FusedOps.__slots__ if name != "quantized")
+    if fused_ops.quantized is not None:
+        known -= LINEAR
+        known |= {fused_ops.quantized.rms_norm, fused_ops.quantized.swiglu}
     is_known = all(node.target in known for node in graph.nodes if node.op in ("call_function", "call_method"))
     if is_known:
         graph.lint()
@@ -216,14 +233,14 @@ def _is_linear_without_bias(node: Any) -> bool:
     return _is_call(node, LINEAR) and (len(node.args) < 3 or node.args[2] is None) and not node.kwargs
 
 
-def _merge_linears(graph: fx.Graph, fused_ops: FusedOps) -> None:
-    """Merge the linear layers that share an input into one call."""
+def _merge_linears(graph: fx.Graph, fused_ops: FusedOps, *, min_linears: int = 2) -> None:
+    """Merge the linear layers that share an input into one call, if there are at least `min_linears`."""
     linears_of: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if _is_call(node, LINEAR) and not node.kwargs:
             linears_of[node.args[0]].append(node)
     for inputs, linears in linears_of.items():
-        if len(linears) < 2:
+        if len(linears) < min_linears:
             continue
         weights: tuple[Any, ...] = tuple(node.args[1] for node in linears)
         biases = tuple(node.args[2] if len(node.args) > 2 else None for node in linears)
@@ -258,6 +275,31 @@ def _fuse_residual_adds(graph: fx.Graph, fused_ops: FusedOps) -> None:
                 with graph.inserting_before(node):
                     _replace_node(node, graph.call_function(fused_ops.add_linear, (residual, *product.args[:2])))
                 break
+
+
+def _quantize_inputs(graph: fx.Graph, fused_ops: FusedOps, quantized: QuantizedOps) -> None:
+    """Quantize the output of a norm or a SwiGLU where it is computed, if only products read it."""
+    products = {fused_ops.merged_linear: 0, fused_ops.swiglu: 0, quantized.swiglu: 0, fused_ops.add_linear: 1}
+    variants = {fused_ops.rms_norm: quantized.rms_norm, fused_ops.swiglu: quantized.swiglu}
+    for node in graph.nodes:
+        if not _is_call(node, variants):
+            continue
+        if node.target is fused_ops.rms_norm:
+            _read_sizes_of_input(node)
+        places = [(user.args, products.get(user.target)) for user in node.users if user.op == "call_function"]
+        is_factor = [
+            place is not None and [index for index, argument in enumerate(arguments) if argument is node] == [place]
+            for arguments, place in places
+        ]
+        if node.users and len(is_factor) == len(node.users) and all(is_factor):
+            node.target = variants[node.target]
+
+
+def _read_sizes_of_input(norm: fx.Node) -> None:
+    """Let nodes that read the size of a norm's output read that of its input, which is the same."""
+    for user in list(norm.users):
+        if _is_call(user, {"size"}) or (_is_call(user, {getattr}) and user.args[1] == "shape"):
+            user.replace_input_with(norm, norm.args[0])
 
 
 def _replace_node(old: fx.Node, new: fx.Node) -> None:

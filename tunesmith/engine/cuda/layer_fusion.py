@@ -35,13 +35,14 @@ class FusedLayers:
     """Runs a model's decoder layers, final norm and rotary embedding as fused graphs."""
 
     def __init__(self, model: PreTrainedModel, ops: FusedOps, *, max_positions: int) -> None:
-        """`max_positions`: size of the table of rotary angles."""
+        """`max_positions`: size of the table of rotary angles. With quantized operations every layer must fuse."""
         decoder = model.get_decoder()
         layers = getattr(decoder, "layers", None)
         if not isinstance(layers, nn.ModuleList):
             name = type(decoder).__name__
             raise ModelError(f"{name} has no list of layers named layers; set engine.cuda_decode=graphs")
         backend = partial(_compile_layer, ops=ops)
+        self._is_quantized = ops.quantized is not None
         # Sizes are dynamic: one graph serves every batch size. Only a layer traced without graph breaks can be fused.
         self._run: Callable[..., Any] = torch.compile(_run_layer, backend=backend, dynamic=True, fullgraph=True)
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = [
@@ -80,6 +81,10 @@ class FusedLayers:
             return self._run(layer, *arguments, **options)
         except TorchDynamoException as error:
             first_line = (str(error).splitlines() or [""])[0]
+            if self._is_quantized:
+                raise ModelError(
+                    f"engine.weight_format=fp8 is not supported for {type(layer).__name__}: {first_line}; leave it out"
+                ) from error
             LOGGER.warning("%s runs unfused because torch cannot trace it: %s", type(layer).__name__, first_line)
             self._run = _run_layer
             return self._run(layer, *arguments, **options)
@@ -95,6 +100,8 @@ def _compile_layer(module: fx.GraphModule, inputs: Sequence[Any], *, ops: FusedO
     fused.graph = _copy_graph(module.graph)
     if fuse_layer(fused, ops):
         return fused.forward
+    if ops.quantized is not None:
+        raise ModelError("the layer has operations other than those of Llama, Qwen 2, Qwen 3 and Mistral")
     return cast(Callable[..., Any], compile_fx(module, list(inputs)))
 
 

@@ -25,6 +25,21 @@ def merge_weights(model: nn.Module) -> None:
                     _merge([getattr(layer, attribute) for layer in layers])
 
 
+def find_merged_tensors(model: nn.Module) -> list[list[Tensor]]:
+    """The weights of all plain linear layers; those that are merged are in one list, in the merged tensor's order."""
+    rest = {id(layer.weight): layer.weight for layer in model.modules() if type(layer) is nn.Linear}
+    merged = []
+    for module in model.modules():
+        for names in MERGED_LAYERS:
+            layers = [layer for layer in (_get_linear(module, name) for name in names) if layer is not None]
+            weights: list[Tensor] = [layer.weight for layer in layers]
+            if len(weights) == len(names) and get_merged_view(weights) is not None:
+                merged.append(weights)
+                for weight in weights:
+                    rest.pop(id(weight))
+    return [*merged, *([weight] for weight in rest.values())]
+
+
 def _get_linear(module: nn.Module, name: str) -> nn.Linear | None:
     """The linear layer of that name; in a PEFT layer, its base layer."""
     layer = getattr(module, name, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,8 +29,12 @@ from tunesmith.engine.core.span import Span
 from tunesmith.engine.cpu.onednn_linear import OneDnnLinears
 from tunesmith.engine.cpu.rms_norm import RmsNorms
 from tunesmith.errors import ConfigError, ModelError
+from tunesmith.model.adapters.adapter import has_adapter
 from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
 from tunesmith.model.forward.logits import compute_logits, verify_model
+
+if TYPE_CHECKING:
+    from tunesmith.engine.cuda.fp8_weights import Fp8Weights  # needs Triton, which only CUDA machines have
 
 DEFAULT_BATCHED_TOKENS = (4096, 16384)
 """`engine.max_batched_tokens` where it is not set: on a CPU, on other devices."""
@@ -42,6 +47,9 @@ ACTIVATION_FRACTION = 0.3
 CACHE_FRACTION = 0.5
 """Fraction of the remaining memory for this cache; the rest is for the caches of other models."""
 
+FP8_CAPABILITY = (8, 9)
+"""Lowest compute capability that multiplies FP8 matrices."""
+
 
 class ModelRunner:
     """A model and its KV cache."""
@@ -50,6 +58,7 @@ class ModelRunner:
         verify_model(model)
         self.model = model
         shapes = probe_layers(model)
+        fp8 = _build_fp8_weights(model) if settings.weight_format == "fp8" else None  # before memory is measured
         self.num_blocks = count_blocks(shapes, settings, model, max_model_len=max_model_len)
         self.max_batched_tokens = settings.max_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device.type != "cpu"]
         self.has_graphs = model.device.type == "cuda" and settings.cuda_decode != "eager"
@@ -62,7 +71,7 @@ class ModelRunner:
             is_head_major=not self.has_graphs,
         )
         self._burst_decoder = (
-            _build_burst_decoder(model, self.cache, settings, max_model_len) if self.has_graphs else None
+            _build_burst_decoder(model, self.cache, settings, max_model_len, fp8) if self.has_graphs else None
         )
         self._onednn_linears = OneDnnLinears(model) if settings.has_packed_weights else None
         self._rms_norms = RmsNorms(model)
@@ -166,7 +175,7 @@ class ModelRunner:
 
 
 def _build_burst_decoder(
-    model: PreTrainedModel, cache: KVCache, settings: EngineSection, max_model_len: int
+    model: PreTrainedModel, cache: KVCache, settings: EngineSection, max_model_len: int, fp8: Fp8Weights | None
 ) -> BurstDecoder:
     from tunesmith.engine.cuda.cuda_graphs import build_graphs  # needs Triton, which only CUDA machines have
 
@@ -176,7 +185,31 @@ def _build_burst_decoder(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
         is_compiled=settings.cuda_decode == "compiled",
+        fp8=fp8,
     )
+
+
+def _build_fp8_weights(model: PreTrainedModel) -> Fp8Weights:
+    check_fp8_device(model.device)
+    if has_adapter(model) or getattr(model, "is_quantized", False) or model.dtype.itemsize != 2:
+        raise ConfigError(
+            "engine.weight_format=fp8 copies whole 16-bit weights: leave it out with model.lora and float32 weights"
+        )
+    from tunesmith.engine.cuda.cuda_graphs import build_fp8_weights  # needs Triton, which only CUDA machines have
+
+    return build_fp8_weights(model)
+
+
+def check_fp8_device(device: torch.device) -> None:
+    """Raise unless the device multiplies FP8 matrices."""
+    if device.type != "cuda":
+        raise ConfigError(f"engine.weight_format=fp8 needs a GPU, and model.device is {device.type}: leave it out")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"engine.weight_format=fp8 needs a GPU of compute capability 8.9 (Ada, Hopper) or later; "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: leave it out"
+        )
 
 
 def _get_order(chunk: ScheduledChunk) -> tuple[int, int]:

@@ -24,7 +24,10 @@ from tunesmith.types import Distribution
 CHUNK_TOKENS = 1024
 """Default positions per chunk on a CPU."""
 CHUNK_BYTES = 600_000_000
-"""Default size of a chunk's float32 logits on other devices."""
+"""Least default size of a chunk's float32 logits on other devices."""
+CHUNK_FRACTION = 1 / 128
+"""Default size of a chunk's logits as a fraction of the device's memory, if that is more: the gradient of the head's
+weight is read and written once per chunk."""
 CHUNK_STEP = 128
 """On other devices a chunk is a multiple of this, for the tiles of matrix products."""
 
@@ -33,7 +36,10 @@ def choose_chunk_tokens(model: PreTrainedModel) -> int:
     """Default number of positions per chunk."""
     if model.device.type == "cpu":
         return CHUNK_TOKENS
-    num_tokens = CHUNK_BYTES // (4 * model.config.get_text_config().vocab_size)
+    num_bytes = CHUNK_BYTES
+    if model.device.type == "cuda":
+        num_bytes = max(num_bytes, int(CHUNK_FRACTION * torch.cuda.get_device_properties(model.device).total_memory))
+    num_tokens = num_bytes // (4 * model.config.get_text_config().vocab_size)
     return max(CHUNK_STEP, num_tokens // CHUNK_STEP * CHUNK_STEP)
 
 

@@ -120,7 +120,8 @@ def load_auxiliary(
     """A second local model on `device`, or a client of an OpenAI-compatible server."""
     if section.base_url is None:
         local = _to_model_section(section).model_copy(update={"device": device})
-        policy = load_policy(local, engine_section, build_model=build_model, is_recorded=False)
+        own_weights = engine_section.model_copy(update={"weight_format": "model"})
+        policy = load_policy(local, own_weights, build_model=build_model, is_recorded=False)
         return AuxiliaryModel(source=policy.service, engine=policy.engine)
     api_key = "EMPTY" if section.api_key_env is None else os.environ[section.api_key_env]
     endpoint = Endpoint(
