@@ -139,7 +139,7 @@ def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
 
 def choose_dtype(settings: ExportSection, config: PretrainedConfig) -> torch.dtype:
     """Type of the exported weights; float32 for a model whose config names no type."""
-    dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    dtype: torch.dtype | None = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if dtype is None:
         return torch.float32
     if dtype not in BYTES:

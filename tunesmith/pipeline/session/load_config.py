@@ -294,7 +294,8 @@ def describe_default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, tuple):
         value = list(value)
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+    text: str = yaml.safe_dump(value, default_flow_style=True)
+    return text.removesuffix("...\n").strip()
 
 
 def first_line(error: Exception) -> str:

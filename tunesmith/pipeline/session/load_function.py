@@ -25,7 +25,7 @@ def load_function(spec: str, *, knob: str) -> Callable[..., Any]:
     """Import the function named by `module:function` or `path/to/file.py:function`."""
     source, name = split_spec(spec, knob=knob)
     module = load_module(source, knob=knob)
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{knob}={spec!r}: {source} has no function {name!r}")
     return function
