@@ -26,7 +26,14 @@ from tunesmith import (
     sft,
     tune,
 )
-from tunesmith.config import AlgorithmSection, ConversationDataSection, DatasetSection, LoraSection, ModelSection
+from tunesmith.config import (
+    AlgorithmSection,
+    ConversationDataSection,
+    DatasetSection,
+    LoraSection,
+    ModelSection,
+    SftStage,
+)
 from tunesmith.errors import ConfigError
 from tunesmith.judges.composite import RewardPart, compose
 from tunesmith.judges.numeric import judge_number
@@ -83,9 +90,11 @@ model, tokenizer = result.model()
 data = ConversationDataSection(path="c")
 sft(SftConfig(model=ModelSection(path="m"), train_dataset=data), out="o").history.to_pandas()
 prefer(PreferenceConfig(model=ModelSection(path="m"), train_dataset=data), out="o").metrics["train/loss"]
-evaluate(EvalConfig(models={"a": "b"}, eval_datasets={"test": DatasetSection(path="d")}), workflow_func=plain).metrics
-export(path, out="e", formats=("hf", "gguf")).model_path
-run_pipeline(PipelineConfig(folder="f", stages={})).stages["rl"].history
+held_out = {"test": DatasetSection(path="d")}
+rates: dict[str, float] = evaluate(EvalConfig(models={"a": "b"}, eval_datasets=held_out), workflow_func=plain).metrics
+exported: str = export(path, out="e", formats=("hf", "gguf")).model_path
+stage = SftStage(model=ModelSection(path="m"), train_dataset=data)
+steps: tuple[int, ...] = run_pipeline(PipelineConfig(folder="f", stages={"sft": stage})).stages["sft"].history.steps
 measure_pass_rates(config, field="rate", out="o", workflow_func=plain, judge_func=judge)
 try:
     tune("run.yaml")
