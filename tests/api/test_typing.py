@@ -37,9 +37,8 @@ def errors(tmp_path_factory) -> dict[str, dict[int, str]]:
     folder = tmp_path_factory.mktemp("mypy")
     (folder / "mypy.ini").write_text(CONFIG.format(libraries=",".join(f"{name}.*" for name in LIBRARIES)))
     programs = sorted(str(path) for path in PROGRAMS.glob("*.py"))
-    command = [
-        sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", "cache", "--no-error-summary", *programs
-    ]  # fmt: skip
+    options = ["--config-file", "mypy.ini", "--cache-dir", "cache", "--no-error-summary"]
+    command = [sys.executable, "-m", "mypy", *options, *programs]
     environment = os.environ | {"MYPYPATH": str(ROOT)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr

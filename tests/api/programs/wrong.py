@@ -36,9 +36,7 @@ async def with_number(task: dict[str, Any], response: Any) -> float:
 
 config = RunConfig(model=ModelSection(path="m"))
 tune(config, workflow_func=without_model)  # error: Argument "workflow_func" to "tune" has incompatible type
-tune(
-    config, workflow_func=without_async
-)  # error: "Callable[[dict[str, Any], Any], WorkflowOutput]"; expected "Workflow |
+tune(config, workflow_func=without_async)  # error: "Callable[[dict[str, Any], Any], WorkflowOutput]"; expected
 tune(config, workflow_func=with_text)  # error: Coroutine[Any, Any, str]]"; expected "Workflow |
 tune(config, workflow_func=with_question)  # error: "Callable[[str, Any], Coroutine
 tune(config, workflow_func=with_other_name)  # error: Argument "workflow_func" to "tune" has incompatible type
@@ -49,4 +47,4 @@ AlgorithmSection(kl_coef="high")  # error: Argument "kl_coef" to "AlgorithmSecti
 AlgorithmSection(kl_estimator="k9")  # error: incompatible type "Literal['k9']"
 ModelSection(path="m", dtype="float8")  # error: expected "Literal['auto', 'float32', 'bfloat16']"
 ModelSection(path="m", lora=LoraSection(rank=8))  # error: Unexpected keyword argument "rank" for "LoraSection"
-tune(config).metric  # error: "TuneResult" has no attribute "metric"
+metric = tune(config).metric  # error: "TuneResult" has no attribute "metric"
