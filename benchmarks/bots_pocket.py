@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 from bots_train import SHARES, name_grade
 
-from tunesmith.api import load_run_file, measure_config
+from tunesmith import measure_pass_rates
 from tunesmith.pipeline.demo.run import DemoSettings, finetune, load_agent, save_base
 from tunesmith.storage import load_json_lines
 from tunesmith.tasks.arithmetic import Problem, Split, build_problems
@@ -95,7 +95,7 @@ def main() -> None:
     save_rows(root / "test.jsonl", draw_graded("test", num_tasks=arguments.num_held_out, seed=arguments.seed))
     (root / "run.yaml").write_text(yaml.safe_dump(build_run(root, model, num_steps=arguments.steps), sort_keys=False))
     measured = root / "measured.jsonl"
-    measure_config(load_run_file(root / "run.yaml"), field="pass_rate", num_runs=NUM_RUNS, out=str(measured))
+    measure_pass_rates(root / "run.yaml", field="pass_rate", num_runs=NUM_RUNS, out=measured)
     rows = load_json_lines(measured)
     grades = Counter(name_grade(row["pass_rate"]) for row in rows)
     print(json.dumps({name: grades[name] / len(rows) for name in SHARES}))

@@ -26,10 +26,12 @@ from typing import Any
 from bots import find_share
 from report import publish
 
-from tunesmith.api import choose_chat_model, load_functions, load_run_file
+from tunesmith.compat.chat_models import choose_chat_model
 from tunesmith.config import RunConfig
 from tunesmith.pipeline.eval.statistics import compute_bootstrap_interval
 from tunesmith.pipeline.rl.tune import run_tuning
+from tunesmith.pipeline.session.load_function import load_functions
+from tunesmith.run_files import load_run_file
 from tunesmith.storage import load_json_lines, save_json
 
 SHARES = {"easy": 0.45, "within reach": 0.15, "hard": 0.40}

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from tunesmith.config import ExportSection
 from tunesmith.model.checkpoint import hidden_progress_bars
-from tunesmith.pipeline.export.run import ExportReport, run_export
+from tunesmith.pipeline.export.run import ExportResult, run_export
 from tunesmith.storage import load_json_lines
 
 TYPES = ("f32", "f16", "q8_0", "q4_k_m")
@@ -226,7 +226,7 @@ def compare_folders(source: str, folder: Path, answers: Sequence[Answer]) -> flo
     return largest
 
 
-def run_questions(arguments: argparse.Namespace, report: ExportReport, console: Console) -> dict[str, Any]:
+def run_questions(arguments: argparse.Namespace, report: ExportResult, console: Console) -> dict[str, Any]:
     """Compare all GGUF types of the model on the questions."""
     questions = [row["question"] for row in load_json_lines(Path(arguments.prompts))[: arguments.num_prompts]]
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)

@@ -20,8 +20,10 @@ from typing import Any
 
 from report import publish
 
-from tunesmith.api import choose_chat_model, load_functions, load_run_file
+from tunesmith.compat.chat_models import choose_chat_model
 from tunesmith.pipeline.rl.tune import run_tuning
+from tunesmith.pipeline.session.load_function import load_functions
+from tunesmith.run_files import load_run_file
 from tunesmith.storage import load_json_lines
 from tunesmith.types import Group
 

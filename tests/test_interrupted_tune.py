@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tunesmith.api import run_outside_of_loops
 from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 
 WAIT_S = 60.0
 """Far longer than any test takes; only a run that is not interrupted waits for so long."""

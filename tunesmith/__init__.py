@@ -14,9 +14,18 @@ from tunesmith.version import __version__ as __version__
 if TYPE_CHECKING:
     from tunesmith.api import (
         AlgorithmConfig,
+        ChatModel,
         DatasetConfig,
+        EvalResult,
+        ExportResult,
         JudgeOutput,
         JudgeType,
+        MetricTable,
+        OfflineResult,
+        PassRates,
+        PipelineResult,
+        PrepareResult,
+        StageOutcome,
         TaskSelectorConfig,
         TuneResult,
         TunerModelConfig,
@@ -24,14 +33,58 @@ if TYPE_CHECKING:
         WorkflowType,
         check_judge_function,
         check_workflow_function,
+        evaluate,
+        export,
+        measure_pass_rates,
+        prefer,
+        prepare,
+        prepare_model,
+        run_pipeline,
+        sft,
         tune,
     )
+    from tunesmith.config import (
+        EvalConfig,
+        ExportSection,
+        PipelineConfig,
+        PreferenceConfig,
+        PrepareSection,
+        RunConfig,
+        SftConfig,
+    )
+
+CONFIGS = (
+    "EvalConfig",
+    "ExportSection",
+    "PipelineConfig",
+    "PreferenceConfig",
+    "PrepareSection",
+    "RunConfig",
+    "SftConfig",
+)
+"""Names that need only pydantic."""
 
 __all__ = [
     "AlgorithmConfig",
+    "ChatModel",
     "DatasetConfig",
+    "EvalConfig",
+    "EvalResult",
+    "ExportResult",
+    "ExportSection",
     "JudgeOutput",
     "JudgeType",
+    "MetricTable",
+    "OfflineResult",
+    "PassRates",
+    "PipelineConfig",
+    "PipelineResult",
+    "PreferenceConfig",
+    "PrepareResult",
+    "PrepareSection",
+    "RunConfig",
+    "SftConfig",
+    "StageOutcome",
     "TaskSelectorConfig",
     "TuneResult",
     "TunerModelConfig",
@@ -39,11 +92,21 @@ __all__ = [
     "WorkflowType",
     "check_judge_function",
     "check_workflow_function",
+    "evaluate",
+    "export",
+    "measure_pass_rates",
+    "prefer",
+    "prepare",
+    "prepare_model",
+    "run_pipeline",
+    "sft",
     "tune",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in CONFIGS:
+        return getattr(importlib.import_module("tunesmith.config"), name)
     if name in __all__:
         return getattr(importlib.import_module("tunesmith.api"), name)
     raise AttributeError(f"module 'tunesmith' has no attribute {name!r}")

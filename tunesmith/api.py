@@ -1,17 +1,14 @@
-"""Public functions: `tune`, with the names of AgentScope's tuner, and the functions of the commands that run agents.
+"""Public functions, one for each command: train, evaluate, prepare, export, and run a pipeline.
 
-`compat` translates AgentScope's classes and Trinity-RFT's files to a `RunConfig`; `pipeline` runs it. The class of the
-chat model that workflows receive is chosen here.
+Each takes the config object of its command or the path of its YAML file, and returns a small result that holds no
+weights. All may be called while an event loop runs, as in a notebook. `compat` translates AgentScope's classes and
+Trinity-RFT's files to a `RunConfig` and chooses the class of the chat model that workflows receive; `pipeline` does
+the work.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,30 +20,64 @@ from tunesmith.compat.agentscope import (
     collect_own_selectors,
     translate_tune_arguments,
 )
-from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
 from tunesmith.compat.agentscope_output import agent_output
-from tunesmith.config import EvalConfig, PipelineConfig, RunConfig
-from tunesmith.engine.event_loop.signal_handlers import interrupt_thread
+from tunesmith.compat.chat_models import choose_chat_model
+from tunesmith.config import (
+    EvalConfig,
+    ExportSection,
+    PipelineConfig,
+    PreferenceConfig,
+    PrepareSection,
+    RunConfig,
+    Section,
+    SftConfig,
+)
+from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.eval.compare import run_comparison, run_eval
-from tunesmith.pipeline.eval.comparison import Comparison
-from tunesmith.pipeline.eval.pass_rates import PassRates, measure_pass_rates
+from tunesmith.model.prepare import prepare_model
+from tunesmith.monitor.metric_table import MetricTable
+from tunesmith.pipeline.eval import pass_rates
+from tunesmith.pipeline.eval.compare import run_comparison
+from tunesmith.pipeline.eval.eval_result import EvalResult
+from tunesmith.pipeline.eval.pass_rates import PassRates
+from tunesmith.pipeline.export.run import ExportResult, run_export
+from tunesmith.pipeline.prepare.run import PrepareResult, run_prepare
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
+from tunesmith.pipeline.session.load_config import change_section
 from tunesmith.pipeline.session.load_function import load_functions
 from tunesmith.pipeline.session.policy import BuildModel
-from tunesmith.pipeline.stages.plan import StageSelection
-from tunesmith.pipeline.stages.run import run_pipeline
-from tunesmith.rollout.chat_model import ChatModel, Endpoint
+from tunesmith.pipeline.sft.preference import run_preference
+from tunesmith.pipeline.sft.train import OfflineResult, run_sft
+from tunesmith.pipeline.stages.plan import StageSelection, load_pipeline, plan_stages
+from tunesmith.pipeline.stages.result import PipelineResult, StageOutcome, load_pipeline_result
+from tunesmith.pipeline.stages.run import run_pipeline as run_stages
+from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
-from tunesmith.run_files import load_run_file
+from tunesmith.run_files import (
+    load_eval_file,
+    load_export_settings,
+    load_preference_file,
+    load_prepare_file,
+    load_run_file,
+    load_sft_file,
+)
 from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 
 __all__ = [
     "AlgorithmConfig",
+    "ChatModel",
     "DatasetConfig",
+    "EvalResult",
+    "ExportResult",
     "JudgeOutput",
     "JudgeType",
+    "MetricTable",
+    "OfflineResult",
+    "PassRates",
+    "PipelineResult",
+    "PrepareResult",
+    "StageOutcome",
     "TaskSelectorConfig",
     "TuneResult",
     "TunerModelConfig",
@@ -54,28 +85,25 @@ __all__ = [
     "WorkflowType",
     "check_judge_function",
     "check_workflow_function",
-    "evaluate_config",
-    "load_run_file",
-    "measure_config",
-    "run_config",
-    "run_pipeline_config",
+    "evaluate",
+    "export",
+    "measure_pass_rates",
+    "prefer",
+    "prepare",
+    "prepare_model",
+    "run_pipeline",
+    "sft",
     "tune",
 ]
 
-Result = TypeVar("Result")
-
-WAIT_S = 1.0
-"""Longest wait for a thread at a time; on Windows Ctrl-C is noticed only between two waits."""
-INTERRUPT_LINES = (
-    b"tunesmith: SIGINT: ending the run; a second signal interrupts the running code\n",
-    b"tunesmith: SIGINT: interrupting the running code; a third signal leaves it running\n",
-)
-MAX_INTERRUPTS = len(INTERRUPT_LINES)
+PathLike = str | Path
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def tune(
+    config: RunConfig | PathLike | None = None,
     *,
-    workflow_func: WorkflowType,
+    workflow_func: WorkflowType | None = None,
     judge_func: JudgeType | None = None,
     train_dataset: DatasetConfig | Mapping[str, DatasetConfig] | None = None,
     eval_dataset: DatasetConfig | Mapping[str, DatasetConfig] | None = None,
@@ -85,200 +113,222 @@ def tune(
     project_name: str | None = None,
     experiment_name: str | None = None,
     monitor_type: str | None = None,
-    config_path: str | Path | None = None,
+    config_path: PathLike | None = None,
     continue_from_checkpoint: bool = False,
     overrides: Sequence[str] = (),
     operators: Sequence[Callable[..., Any]] = (),
 ) -> TuneResult:
     """Train the model inside an agent; returns the run folder and the last checkpoint.
 
-    `config_path` is a run file of Tunesmith or of Trinity-RFT. The other arguments override its values, and `overrides`
-    ("a.b=value" with any key of a run file) override both. A mapping of training sets is a mixture of them. `operators`
-    are functions on the groups of a step, applied after the operators of the file.
+    `config` is a RunConfig or a run file (YAML) of Tunesmith or of Trinity-RFT, and holds every setting. In place of
+    `config`, AgentScope's form is accepted: `model` to `monitor_type` override the values of the run file
+    `config_path`, if it is given; a mapping of training sets is a mixture of them.
+
+    In both forms `overrides` ("a.b=value" with any key of a run file) override all other values, and `workflow_func`
+    and `judge_func` replace the functions that the config names. `operators` are functions on the groups of a step,
+    applied after the operators of the config.
 
     Raises ConfigError, DataError or ModelError before weights load, RolloutError when too many rollouts fail, and
     TrainingError when an update fails its checks (finite values, `trainer.mismatch_stop`). May be called while an event
     loop runs, as in a notebook; Ctrl-C then ends the run as it does in a script.
     """
-    check_workflow_function(workflow_func)
+    if workflow_func is not None:
+        check_workflow_function(workflow_func)
     if judge_func is not None:
         check_judge_function(judge_func)
-    given = translate_tune_arguments(
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        model=model,
-        auxiliary_models=auxiliary_models,
-        algorithm=algorithm,
-        project_name=project_name,
-        experiment_name=experiment_name,
-        monitor_type=monitor_type,
-    )
-    if continue_from_checkpoint:
-        given["continue_from_checkpoint"] = True
-    if model is None and config_path is None and not any(each.startswith("model.path=") for each in overrides):
-        raise ConfigError("model is missing: give tune() a TunerModelConfig, or a config_path that sets model.path")
-    config = load_run_file(config_path, overrides, values=given)
+    objects = {
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "model": model,
+        "auxiliary_models": auxiliary_models,
+        "algorithm": algorithm,
+        "project_name": project_name,
+        "experiment_name": experiment_name,
+        "monitor_type": monitor_type,
+    }
+    if config is None:
+        settings = load_agentscope_form(objects, config_path, continue_from_checkpoint, overrides)
+    else:
+        refuse_both_forms(objects | {"config_path": config_path})
+        if continue_from_checkpoint:
+            overrides = [*overrides, "continue_from_checkpoint=true"]
+        settings = load_settings(RunConfig, config, overrides, load_run_file)
+    workflow, judge = load_functions(settings, workflow_func, judge_func)
     custom = CustomComponents(selectors=collect_own_selectors(train_dataset), operators=tuple(operators))
-    build_model = choose_chat_model(config)
-    with agent_output(is_shown=config.rollout.has_agent_output):
-        return run_outside_of_loops(
-            lambda: run_tuning(config, workflow=workflow_func, judge=judge_func, build_model=build_model, custom=custom)
-        )
-
-
-def run_config(config: RunConfig) -> TuneResult:
-    """Train with the workflow and the judge that a run file names."""
-    with agent_output(is_shown=config.rollout.has_agent_output):
-        workflow, judge = load_functions(config)
-        return run_tuning(config, workflow=workflow, judge=judge, build_model=choose_chat_model(config))
-
-
-def evaluate_config(
-    settings: RunConfig | EvalConfig,
-    *,
-    models: Mapping[str, str] | None = None,
-    out: str | None = None,
-    has_plot: bool = False,
-) -> Comparison:
-    """Evaluate models (label -> path) on the held-out tasks of a run file or an evaluation file; write the results to
-    the folder `out`."""
-    folder = None if out is None else Path(out)
-    if isinstance(settings, EvalConfig):
-        changes = {"models": dict(models or settings.models), "has_plot": has_plot or settings.has_plot}
-        settings = settings.model_copy(update=changes)
-        config = settings.to_run_config()
-        with agent_output(is_shown=config.rollout.has_agent_output):
-            return run_eval(settings, out_dir=folder, build_model=choose_chat_model(config))
+    build_model = choose_chat_model(settings)
     with agent_output(is_shown=settings.rollout.has_agent_output):
-        workflow, judge = load_functions(settings)
-        return run_comparison(
-            settings,
-            models=models or {settings.model.path: settings.model.path},
-            workflow=workflow,
-            judge=judge,
-            build_model=choose_chat_model(settings),
-            out=folder,
-            has_plot=has_plot,
+        return run_outside_of_loops(
+            lambda: run_tuning(settings, workflow=workflow, judge=judge, build_model=build_model, custom=custom)
         )
 
 
-def measure_config(config: RunConfig, *, field: str, num_runs: int, out: str) -> PassRates:
-    """Write the training tasks of a run file to `out`, with the pass rate of its model in `field`."""
-    with agent_output(is_shown=config.rollout.has_agent_output):
-        workflow, judge = load_functions(config)
-        return measure_pass_rates(
-            config,
-            workflow=workflow,
-            judge=judge,
-            build_model=choose_chat_model(config),
-            field=field,
-            num_runs=num_runs,
-            out=Path(out),
+def sft(config: SftConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
+    """Fine-tune a model on conversations into the folder `out`; an unfinished training in it is resumed."""
+    return run_sft(load_settings(SftConfig, config, overrides, load_sft_file), out_dir=Path(out))
+
+
+def prefer(config: PreferenceConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:
+    """Train a model on preferences into the folder `out`; an unfinished training in it is resumed."""
+    settings = load_settings(PreferenceConfig, config, overrides, load_preference_file)
+    return run_preference(settings, out_dir=Path(out))
+
+
+def evaluate(
+    config: RunConfig | EvalConfig | PathLike,
+    *,
+    workflow_func: WorkflowType | None = None,
+    judge_func: JudgeType | None = None,
+    models: Mapping[str, PathLike] | None = None,
+    out: PathLike | None = None,
+    has_plot: bool = False,
+    overrides: Sequence[str] = (),
+) -> EvalResult:
+    """Compare models on the held-out tasks of a run config or an evaluation config.
+
+    `models` maps labels to model folders, hub ids or run folders; by default those of the evaluation config, or the
+    model of the run config. With the folder `out` the results are written there, and a killed evaluation resumes.
+    """
+    settings: RunConfig | EvalConfig
+    if isinstance(config, str | Path):
+        settings = load_eval_file(str(config), overrides)
+    else:
+        settings = change_section(config, overrides)
+    if isinstance(settings, EvalConfig):
+        run, compared, has_plot = settings.to_run_config(), settings.models, has_plot or settings.has_plot
+    else:
+        run, compared = settings, {settings.model.path: settings.model.path}
+    if models:
+        compared = {label: str(path) for label, path in models.items()}
+    workflow, judge = load_functions(run, workflow_func, judge_func)
+    folder = None if out is None else Path(out)
+    with agent_output(is_shown=run.rollout.has_agent_output):
+        comparison = run_outside_of_loops(
+            lambda: run_comparison(
+                run,
+                models=compared,
+                workflow=workflow,
+                judge=judge,
+                build_model=choose_chat_model(run),
+                out=folder,
+                has_plot=has_plot,
+            )
+        )
+    return EvalResult(folder=folder, sets=comparison)
+
+
+def measure_pass_rates(
+    config: RunConfig | PathLike,
+    *,
+    field: str,
+    out: PathLike,
+    num_runs: int = 8,
+    workflow_func: WorkflowType | None = None,
+    judge_func: JudgeType | None = None,
+    overrides: Sequence[str] = (),
+) -> PassRates:
+    """Write the training tasks of a run config to the JSON lines file `out`, with the pass rate of its model in
+    `field`."""
+    settings = load_settings(RunConfig, config, overrides, load_run_file)
+    workflow, judge = load_functions(settings, workflow_func, judge_func)
+    with agent_output(is_shown=settings.rollout.has_agent_output):
+        return run_outside_of_loops(
+            lambda: pass_rates.measure_pass_rates(
+                settings,
+                workflow=workflow,
+                judge=judge,
+                build_model=choose_chat_model(settings),
+                field=field,
+                num_runs=num_runs,
+                out=Path(out),
+            )
         )
 
 
-def run_pipeline_config(config: PipelineConfig, *, choice: StageSelection = StageSelection()) -> Path:
-    """Run the stages of a pipeline file that are not done; returns the path of the report."""
+def prepare(config: PrepareSection | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> PrepareResult:
+    """Convert questions with worked solutions, such as GSM8K, to conversations in the folder `out`."""
+    settings = load_settings(PrepareSection, config, overrides, load_prepare_file)
+    return run_outside_of_loops(lambda: run_prepare(settings, out_dir=Path(out)))
+
+
+def export(
+    model: PathLike | ExportSection,
+    *,
+    out: PathLike,
+    formats: Sequence[str] | None = None,
+    gguf_types: Sequence[str] | None = None,
+    name: str | None = None,
+    overrides: Sequence[str] = (),
+) -> ExportResult:
+    """Export a model to the folder `out` as a Hugging Face folder ("hf"), PEFT adapter ("adapter") or GGUF files
+    ("gguf"), and verify each against the source.
+
+    `model` is the folder of a model, adapter or run (its last checkpoint), a hub id, or an ExportSection with all
+    settings, which the other arguments override.
+    """
+    given = model.model_dump(exclude_unset=True) if isinstance(model, ExportSection) else {"path": str(model)}
+    changes = {"formats": formats, "gguf_types": gguf_types, "name": name}
+    given |= {key: value for key, value in changes.items() if value is not None}
+    return run_export(load_export_settings(given, overrides), out_dir=Path(out))
+
+
+def run_pipeline(
+    config: PipelineConfig | PathLike,
+    *,
+    only: str | None = None,
+    start_from: str | None = None,
+    is_rerun: bool = False,
+    overrides: Sequence[str] = (),
+) -> PipelineResult:
+    """Run the stages of a pipeline that are not done, up to the first that fails.
+
+    `only` runs one stage, `start_from` that stage and all later ones; `is_rerun` also runs selected stages that are
+    done, after moving their outputs aside.
+    """
+    settings = load_settings(PipelineConfig, config, overrides, load_pipeline)
+    selection = StageSelection(only=only, start_from=start_from, is_rerun=is_rerun)
     with agent_output(is_shown=False) as switch_output:
 
-        def choose_model(config: RunConfig) -> BuildModel:
-            switch_output(config.rollout.has_agent_output)
-            return choose_chat_model(config)
+        def choose_model(run: RunConfig) -> BuildModel:
+            switch_output(run.rollout.has_agent_output)
+            return choose_chat_model(run)
 
-        return run_pipeline(config, choose_model=choose_model, selection=choice)
-
-
-def choose_chat_model(config: RunConfig) -> BuildModel:
-    """The class of `model` in workflows: AgentScope's OpenAIChatModel, or Tunesmith's own on the OpenAI client."""
-    kind = config.rollout.chat_model
-    is_installed = has_agentscope()
-    if kind == "agentscope" and not is_installed:
-        raise ConfigError("rollout.chat_model='agentscope' needs AgentScope: pip install 'tunesmith[agentscope]'")
-    if kind == "agentscope" or (kind == "auto" and is_installed):
-        return build_agentscope_chat_model
-    return build_openai_chat_model
+        report = run_outside_of_loops(lambda: run_stages(settings, choose_model=choose_model, selection=selection))
+    return load_pipeline_result(report.parent, plan_stages(settings))
 
 
-def build_openai_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
-    return ChatModel(endpoint, options=options)
+def load_settings(
+    kind: type[AnySection],
+    config: AnySection | PathLike,
+    overrides: Sequence[str],
+    load_file: Callable[[str, Sequence[str]], AnySection],
+) -> AnySection:
+    """The config with the overrides applied, read from its file if it is a path."""
+    if isinstance(config, str | Path):
+        return load_file(str(config), overrides)
+    if not isinstance(config, kind):
+        raise ConfigError(f"config must be a {kind.__name__} or the path of a YAML file, got {type(config).__name__}")
+    return change_section(config, overrides)
 
 
-def build_agentscope_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
-    return build_agentscope_model(endpoint, options=options)
+def load_agentscope_form(
+    objects: Mapping[str, Any], path: PathLike | None, continue_from_checkpoint: bool, overrides: Sequence[str]
+) -> RunConfig:
+    """The run config of AgentScope's arguments, which override the file at `path`."""
+    given = translate_tune_arguments(**objects)
+    if continue_from_checkpoint:
+        given["continue_from_checkpoint"] = True
+    if objects["model"] is None and path is None and not any(each.startswith("model.path=") for each in overrides):
+        raise ConfigError(
+            "model is missing: give tune() a config, a TunerModelConfig, or a config_path that sets model.path"
+        )
+    return load_run_file(path, overrides, values=given)
 
 
-def is_event_loop_running() -> bool:
-    """Whether an event loop runs in the calling thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-def run_outside_of_loops(work: Callable[[], Result]) -> Result:
-    """Run `work`, which starts an event loop; in a new thread if the calling thread already runs one.
-
-    Ctrl-C while the new thread runs interrupts `work` there and raises KeyboardInterrupt once it has ended. As in a
-    command, the second Ctrl-C interrupts whatever runs; the third raises at once and leaves the thread running.
-    """
-    if not is_event_loop_running():
-        return work()
-    outcome: list[Result] = []
-    errors: list[BaseException] = []
-    has_ended = threading.Event()
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            errors.append(error)
-        finally:
-            has_ended.set()
-
-    thread = threading.Thread(target=run, name="tunesmith", daemon=True)
-    with interrupts_raised():
-        thread.start()
-        is_interrupted = wait_for_thread(thread, has_ended)
-    if is_interrupted and not (errors and isinstance(errors[0], KeyboardInterrupt)):
-        raise KeyboardInterrupt from (errors[0] if errors else None)
-    if errors:
-        raise errors[0]
-    return outcome[0]
-
-
-def wait_for_thread(thread: threading.Thread, has_ended: threading.Event) -> bool:
-    """Wait for the end of the thread's work; Ctrl-C is passed on to it. Returns whether there was one.
-
-    Waits for the event, because a `Thread.join` that Ctrl-C interrupts takes the thread for ended.
-    """
-    num_interrupts = 0
-    while True:
-        try:
-            while not has_ended.wait(WAIT_S):
-                pass
-        except KeyboardInterrupt:
-            num_interrupts += 1
-            if num_interrupts > MAX_INTERRUPTS:
-                raise
-            os.write(2, INTERRUPT_LINES[num_interrupts - 1])
-            interrupt_thread(thread)
-        else:
-            thread.join()
-            return num_interrupts > 0
-
-
-@contextlib.contextmanager
-def interrupts_raised() -> Iterator[None]:
-    """Within: Ctrl-C raises KeyboardInterrupt, although `asyncio.run` installed a handler that cancels its main task,
-    which could not happen before the caller awaits again."""
-    handler = signal.getsignal(signal.SIGINT)
-    is_of_runner = isinstance(getattr(getattr(handler, "func", None), "__self__", None), asyncio.Runner)
-    if not is_of_runner or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
+def refuse_both_forms(objects: Mapping[str, Any]) -> None:
+    """Raise ConfigError if arguments of AgentScope's form are given beside `config`."""
+    names = [name for name, value in objects.items() if value is not None]
+    if names:
+        raise ConfigError(
+            f"tune() got config and {', '.join(names)}: config holds every setting, so put these into it, or change "
+            "single keys with overrides=['key=value']"
+        )

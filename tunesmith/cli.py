@@ -77,9 +77,9 @@ def tune(
         chosen += [] if resume_from is None else [f"resume_from_step={resume_from}"]
         settings = run_files.load_run_file(config, chosen)
         run_files.check_and_announce("tune", settings, f"{config} is valid, loading libraries")
-        from tunesmith.api import run_config
+        from tunesmith import api
 
-        result = run_config(settings)
+        result = api.tune(settings)
         typer.echo(f"run folder: {result.folder}")
         if result.checkpoint is not None:
             typer.echo(f"{'trained' if result.has_learned else 'unchanged'} model: {result.checkpoint}")
@@ -118,10 +118,10 @@ def prepare_data(
             style=style, paraphrase=paraphrase, pass_rate=pass_rate or [], samples=samples, max_rows=max_rows,
         )  # fmt: skip
         run_files.check_and_announce("prepare", settings, f"loading libraries and {settings.data.path}")
-        from tunesmith.pipeline.prepare.run import format_summary, run_prepare
+        from tunesmith import api
+        from tunesmith.pipeline.prepare.run import format_summary
 
-        report = run_prepare(settings, out_dir=Path(out))
-        typer.echo(format_summary(report))
+        typer.echo(format_summary(api.prepare(settings, out=out)))
 
     run_guarded(work, is_debug=debug)
 
@@ -140,9 +140,9 @@ def finetune(
 
         settings = run_files.load_sft_file(config, overrides or [])
         run_files.check_and_announce("sft", settings, f"{config} is valid, loading libraries")
-        from tunesmith.pipeline.sft.train import run_sft
+        from tunesmith import api
 
-        print_training_result(run_sft(settings, out_dir=Path(out)), "fine-tuned model")
+        print_training_result(api.sft(settings, out=out), "fine-tuned model")
 
     run_guarded(work, is_debug=debug)
 
@@ -161,9 +161,9 @@ def learn_preferences(
 
         settings = run_files.load_preference_file(config, overrides or [])
         run_files.check_and_announce("prefer", settings, f"{config} is valid, loading libraries")
-        from tunesmith.pipeline.sft.preference import run_preference
+        from tunesmith import api
 
-        print_training_result(run_preference(settings, out_dir=Path(out)), "trained model")
+        print_training_result(api.prefer(settings, out=out), "trained model")
 
     run_guarded(work, is_debug=debug)
 
@@ -199,11 +199,9 @@ def evaluate(
         models = run_files.collect_models(model or [])
         settings = run_files.load_eval_file(config, chosen)
         run_files.check_and_announce("eval", settings, f"{config} is valid, loading libraries", has_models=False)
-        from tunesmith.api import evaluate_config
-        from tunesmith.pipeline.eval.comparison_table import format_comparison
+        from tunesmith import api
 
-        comparison = evaluate_config(settings, models=models, out=out, has_plot=plot)
-        typer.echo(format_comparison(comparison))
+        typer.echo(api.evaluate(settings, models=models, out=out, has_plot=plot))
 
     run_guarded(work, is_debug=debug)
 
@@ -230,16 +228,16 @@ def run_pipeline(
         names = ", ".join(stage.name for stage in selection.select(plan_stages(settings)))
         if not check:
             typer.echo(f"run: {config} is valid, loading libraries for {names}", err=True)
-        from tunesmith.api import run_pipeline_config
+        from tunesmith import api
         from tunesmith.pipeline.stages.run import check_pipeline
 
         if check:
             for name, state in check_pipeline(settings, selection=selection).items():
                 typer.echo(f"{name}: {state}")
             return
-        report = run_pipeline_config(settings, choice=selection)
-        typer.echo(report.read_text(encoding="utf-8"))
-        typer.echo(f"report: {report}")
+        result = api.run_pipeline(settings, only=only, start_from=start_from, is_rerun=again)
+        typer.echo(result.report.read_text(encoding="utf-8"))
+        typer.echo(f"report: {result.report}")
 
     run_guarded(work, is_debug=debug)
 
@@ -265,9 +263,9 @@ def measure_pass_rate(
         chosen += [] if model is None else [f"model.path={model}"]
         settings = run_files.load_run_file(config, chosen)
         run_files.check_and_announce("pass-rate", settings, f"{config} is valid, loading libraries")
-        from tunesmith.api import measure_config
+        from tunesmith import api
 
-        result = measure_config(settings, field=field, num_runs=runs, out=out)
+        result = api.measure_pass_rates(settings, field=field, num_runs=runs, out=out)
         typer.echo(f"{result.path}: {result.num_rows} rows, {result.num_unscored} dropped without a scored rollout")
 
     run_guarded(work, is_debug=debug)
@@ -345,9 +343,9 @@ def export_model(
         given = {"path": model, "formats": formats, "gguf_types": gguf_types, "name": name}
         settings = run_files.load_export_settings(given, overrides or [])
         run_files.check_and_announce("export", settings, f"loading libraries and {model}")
-        from tunesmith.pipeline.export.run import run_export
+        from tunesmith import api
 
-        report = run_export(settings, out_dir=Path(out))
+        report = api.export(settings, out=out)
         typer.echo(f"exported {report.name}, {report.num_parameters} parameters: {report.folder}")
         for place, figures in report.checks.items():
             typer.echo(f"  {place}: " + ", ".join(f"{key}={value:.4g}" for key, value in figures.items()))
@@ -367,7 +365,7 @@ def demo(
 
     def work() -> None:
         typer.echo("demo: loading libraries", err=True)
-        from tunesmith.api import build_agentscope_chat_model
+        from tunesmith.compat.chat_models import build_agentscope_chat_model
         from tunesmith.pipeline.demo.run import run_demo
 
         typer.echo(json.dumps(run_demo(seed=seed, out=Path(out), build_model=build_agentscope_chat_model)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from logging import Logger
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -39,8 +40,68 @@ class JudgeOutput(BaseModel):
     metrics: dict[str, float] | None = None
 
 
-WorkflowType = Callable[..., Awaitable[WorkflowOutput]]
-JudgeType = Callable[..., Awaitable[JudgeOutput]]
+class Workflow(Protocol):
+    """An agent: an async function of a task, a row of the data set, and the model bound to this rollout.
+
+    Arguments are passed by name. `functools.partial` objects and objects with `async def __call__` are workflows too.
+    `model` is a `ChatModel`, or AgentScope's `OpenAIChatModel` (`rollout.chat_model`), so its type is open.
+    """
+
+    def __call__(self, *, task: dict[str, Any], model: Any) -> Awaitable[WorkflowOutput]: ...
+
+
+class WorkflowWithModels(Protocol):
+    """A workflow that also receives the auxiliary models, by name."""
+
+    def __call__(
+        self, *, task: dict[str, Any], model: Any, auxiliary_models: dict[str, Any]
+    ) -> Awaitable[WorkflowOutput]: ...
+
+
+class WorkflowWithLogger(Protocol):
+    """A workflow that also receives a logger."""
+
+    def __call__(self, *, task: dict[str, Any], model: Any, logger: Logger) -> Awaitable[WorkflowOutput]: ...
+
+
+class WorkflowWithModelsAndLogger(Protocol):
+    """A workflow that also receives the auxiliary models and a logger."""
+
+    def __call__(
+        self, *, task: dict[str, Any], model: Any, auxiliary_models: dict[str, Any], logger: Logger
+    ) -> Awaitable[WorkflowOutput]: ...
+
+
+class Judge(Protocol):
+    """A reward function: an async function of a task and the workflow's response. Arguments are passed by name."""
+
+    def __call__(self, *, task: dict[str, Any], response: Any) -> Awaitable[JudgeOutput]: ...
+
+
+class JudgeWithModels(Protocol):
+    """A judge that also receives the auxiliary models, by name."""
+
+    def __call__(
+        self, *, task: dict[str, Any], response: Any, auxiliary_models: dict[str, Any]
+    ) -> Awaitable[JudgeOutput]: ...
+
+
+class JudgeWithLogger(Protocol):
+    """A judge that also receives a logger."""
+
+    def __call__(self, *, task: dict[str, Any], response: Any, logger: Logger) -> Awaitable[JudgeOutput]: ...
+
+
+class JudgeWithModelsAndLogger(Protocol):
+    """A judge that also receives the auxiliary models and a logger."""
+
+    def __call__(
+        self, *, task: dict[str, Any], response: Any, auxiliary_models: dict[str, Any], logger: Logger
+    ) -> Awaitable[JudgeOutput]: ...
+
+
+WorkflowType = Workflow | WorkflowWithModels | WorkflowWithLogger | WorkflowWithModelsAndLogger
+JudgeType = Judge | JudgeWithModels | JudgeWithLogger | JudgeWithModelsAndLogger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

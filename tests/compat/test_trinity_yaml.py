@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tunesmith.api import load_run_file
 from tunesmith.compat.trinity_draft import allow_neutral
 from tunesmith.compat.trinity_yaml import RULES, is_trinity_file, translate_trinity_file
 from tunesmith.config import AdaptiveKlSection, CorrectionSection, LoraSection, MaskSection
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.load_config import build_config
+from tunesmith.run_files import load_run_file
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "data_augment"
 MATH_AGENT = """

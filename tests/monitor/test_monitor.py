@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import builtins
 import io
 import subprocess
 import sys
@@ -134,3 +135,15 @@ def test_the_monitor_and_the_store_run_without_torch():
         "sys.exit(sorted({'torch', 'transformers', 'tensorflow'} & sys.modules.keys()) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_notebook_gets_plain_text_on_stdout(monkeypatch, tmp_path, capsys):
+    class ZMQInteractiveShell:
+        """The shell of a Jupyter kernel, by whose name rich recognizes notebooks."""
+
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    with Monitor(tmp_path, MonitorSection(trackers=()), total_steps=1) as monitor:
+        monitor.log(1, "train", build_metrics(1))
+    shown = capsys.readouterr()
+    assert shown.out.startswith("step 1/1")
+    assert shown.err == ""

@@ -81,7 +81,7 @@ REWARD_KL_TYPES = ("ppo", "reinforceplusplus", "rloo")
 
 def find_algorithm(draft: Draft) -> str:
     """The algorithm that has the parts named in the file."""
-    named = draft.find("algorithm.algorithm_type", DEFAULT_TYPE)
+    named: str = draft.find("algorithm.algorithm_type", DEFAULT_TYPE)
     if named in REFUSED_TYPES:
         raise ConfigError(f"algorithm.algorithm_type={named!r} is not supported: {REFUSED_TYPES[named]}")
     if named not in PARTS:

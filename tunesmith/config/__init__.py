@@ -10,7 +10,16 @@ from tunesmith.config.export import ExportSection
 from tunesmith.config.extra_models import CriticSection, ExpertSection, TeacherSection
 from tunesmith.config.lora import LoraSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedModelSection
-from tunesmith.config.pipeline import FunctionStage, PipelineConfig
+from tunesmith.config.pipeline import (
+    EvalStage,
+    ExportStage,
+    FunctionStage,
+    PipelineConfig,
+    PreferStage,
+    PrepareStage,
+    RlStage,
+    SftStage,
+)
 from tunesmith.config.preference import PreferenceConfig, PreferenceTrainerSection
 from tunesmith.config.prepare import (
     ContaminationSection,
@@ -52,10 +61,12 @@ __all__ = [
     "DatasetSection",
     "EngineSection",
     "EvalConfig",
+    "EvalStage",
     "EvaluationSection",
     "ExperienceSection",
     "ExpertSection",
     "ExportSection",
+    "ExportStage",
     "FunctionStage",
     "HeldOutSection",
     "LoraSection",
@@ -68,16 +79,20 @@ __all__ = [
     "PassRateModelSection",
     "PassRateSection",
     "PipelineConfig",
+    "PreferStage",
     "PreferenceConfig",
     "PreferenceTrainerSection",
     "PrepareSection",
+    "PrepareStage",
     "ReplaySection",
+    "RlStage",
     "RolloutSection",
     "RunConfig",
     "Section",
     "SelectorSection",
     "ServedModelSection",
     "SftConfig",
+    "SftStage",
     "SftTrainerSection",
     "SourceSection",
     "TeacherSection",

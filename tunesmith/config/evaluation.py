@@ -24,8 +24,8 @@ class EvalConfig(Section):
     models: dict[str, str] = Field(min_length=1)
     """Label -> model folder, hub id, adapter, or run folder (its last checkpoint), in table order; each model is
     compared with all earlier ones."""
-    workflow: str
-    """Agent, as `module:function` or `file.py:function`."""
+    workflow: str | None = None
+    """Agent, as `module:function` or `file.py:function`; required in files, while `evaluate()` takes the function."""
     judge: str | None = None
     """Judge, in the same form; null uses the workflow's reward."""
     eval_datasets: dict[str, DatasetSection] = Field(min_length=1)

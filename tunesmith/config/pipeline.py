@@ -28,28 +28,28 @@ MANAGED_KEYS = ("project", "name", "checkpoint_root_dir", "continue_from_checkpo
 class PrepareStage(PrepareSection):
     """Data preparation, as `tunesmith prepare`; writes train.jsonl and eval.jsonl."""
 
-    kind: Literal["prepare"]
+    kind: Literal["prepare"] = "prepare"
     """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
 class SftStage(SftConfig):
     """Supervised fine-tuning, as `tunesmith sft`; its result is a model."""
 
-    kind: Literal["sft"]
+    kind: Literal["sft"] = "sft"
     """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
 class PreferStage(PreferenceConfig):
     """Preference training, as `tunesmith prefer`; its result is a model."""
 
-    kind: Literal["prefer"]
+    kind: Literal["prefer"] = "prefer"
     """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
 class RlStage(RunConfig):
     """Reinforcement learning, as `tunesmith tune`; its result is a model."""
 
-    kind: Literal["rl"]
+    kind: Literal["rl"] = "rl"
     """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
     @model_validator(mode="after")
@@ -65,21 +65,21 @@ class RlStage(RunConfig):
 class EvalStage(EvalConfig):
     """Evaluation of models side by side, as `tunesmith eval`; writes comparison.json and comparison.md."""
 
-    kind: Literal["eval"]
+    kind: Literal["eval"] = "eval"
     """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
 class ExportStage(ExportSection):
     """Export, as `tunesmith export`; its result is a model if `formats` contains hf."""
 
-    kind: Literal["export"]
+    kind: Literal["export"] = "export"
     """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
 class FunctionStage(Section):
     """A user function that writes its results to a folder."""
 
-    kind: Literal["function"]
+    kind: Literal["function"] = "function"
     """Kind of the stage; it may be omitted if the stage's name is a kind."""
     function: str
     """Function, as `module:function` or `file.py:function`, called as `function(out_dir, **args)` with a new folder. It

@@ -16,7 +16,7 @@ from typing import Any
 from tunesmith.judges.answers import build_tolerant_match, match_exact, match_numeric, match_symbolic, score_f1
 from tunesmith.judges.style import score_conciseness, score_format, score_reasoning
 from tunesmith.judges.transcript import read_transcript
-from tunesmith.types import JudgeOutput, JudgeType
+from tunesmith.types import Judge, JudgeOutput
 
 SHARE_WHEN_WRONG = 0.5
 
@@ -40,7 +40,7 @@ class RewardPart:
             raise ValueError(f"the weight of part {self.name!r} is {self.weight}; it must be 0 or more")
 
 
-def compose(*parts: RewardPart, gate: str | None = None, share_when_wrong: float = SHARE_WHEN_WRONG) -> JudgeType:
+def compose(*parts: RewardPart, gate: str | None = None, share_when_wrong: float = SHARE_WHEN_WRONG) -> Judge:
     """Build a judge whose reward is the weighted sum of the parts, at least 0, with each part's score as a metric.
 
     `gate` names the part that scores correctness. If its score is s, the weights of the other parts are multiplied by

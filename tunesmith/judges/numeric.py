@@ -153,7 +153,8 @@ def _parse_expression(text: str) -> list[Any]:
     """Expressions that math-verify parses from `text`; empty if it is too long."""
     if len(text) > MAX_EXPRESSION_CHARACTERS:
         return []
-    return parse(f"${text}$", parsing_timeout=_find_timeout())
+    terms: list[Any] = parse(f"${text}$", parsing_timeout=_find_timeout())
+    return terms
 
 
 def _is_equivalent(candidate: str, reference_terms: list[Any]) -> bool:

@@ -45,7 +45,9 @@ class ConsoleProgress:
         more_metrics: Sequence[str] = (),
         stream: IO[str] | None = None,
     ) -> None:
-        self._console = RichConsole(file=stream, stderr=stream is None, highlight=False, soft_wrap=True)
+        # In a notebook rich would add one output cell a line, and stderr has a red background: print plain text.
+        is_stderr = stream is None and not RichConsole().is_jupyter
+        self._console = RichConsole(file=stream, stderr=is_stderr, highlight=False, soft_wrap=True, force_jupyter=False)
         self._total_steps = total_steps
         self._interval = log_interval_steps
         self._more_metrics = tuple(more_metrics)

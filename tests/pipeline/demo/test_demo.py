@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tunesmith.api import build_agentscope_chat_model
+from tunesmith.compat.chat_models import build_agentscope_chat_model
 from tunesmith.experience.store import load_rollouts
 from tunesmith.judges.numeric import read_text
 from tunesmith.model.load import load_tokenizer

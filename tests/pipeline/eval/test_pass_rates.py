@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tunesmith import JudgeOutput, WorkflowOutput
-from tunesmith.api import build_openai_chat_model
+from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
 from tunesmith.pipeline.session.load_config import load_config

@@ -12,9 +12,9 @@ import pytest
 
 from chat_templates import CHATML, QWEN3, QWEN25
 from fakes import FakeEngine, build_chat_tokenizer, say
-from tunesmith.api import build_openai_chat_model
 from tunesmith.chat.renderer import Renderer
 from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
+from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.experience.samples import build_samples
 from tunesmith.judges.composite import gsm8k_judge
 from tunesmith.pipeline.data.conversations import ConversationReader

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tunesmith import JudgeOutput, WorkflowOutput
-from tunesmith.api import build_openai_chat_model
+from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.errors import ConfigError, DataError, ModelError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.prepare import prepare_model

@@ -30,7 +30,7 @@ from tunesmith.pipeline.eval.comparison_table import format_comparison
 from tunesmith.pipeline.eval.held_out import run_held_out
 from tunesmith.pipeline.eval.sample_scores import TaskScores, score_groups, scores_from_json, scores_to_json
 from tunesmith.pipeline.session.actors import load_actors
-from tunesmith.pipeline.session.load_function import load_function
+from tunesmith.pipeline.session.load_function import load_functions
 from tunesmith.pipeline.session.policy import BuildModel, Policy, check_auxiliary, check_policy
 from tunesmith.pipeline.session.trained_model import find_model_folder
 from tunesmith.rollout.actors import Actors
@@ -118,11 +118,13 @@ def run_comparison(
 
 def run_eval(config: EvalConfig, *, out_dir: Path | None, build_model: BuildModel) -> Comparison:
     """Run an evaluation described by an evaluation file or an `eval` stage."""
+    run = config.to_run_config()
+    workflow, judge = load_functions(run)
     return run_comparison(
-        config.to_run_config(),
+        run,
         models=config.models,
-        workflow=load_function(config.workflow, knob="workflow"),
-        judge=None if config.judge is None else load_function(config.judge, knob="judge"),
+        workflow=workflow,
+        judge=judge,
         build_model=build_model,
         out=out_dir,
         has_plot=config.has_plot,

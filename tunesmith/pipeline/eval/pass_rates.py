@@ -18,6 +18,7 @@ from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.outcomes import compute_pass_rates
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.policy import BuildModel, check_policy
+from tunesmith.pipeline.session.result import Result
 from tunesmith.rollout.actors import Actors, run_tasks
 from tunesmith.rollout.groups import check_failures
 from tunesmith.storage import load_json_lines, save_text, storage_errors
@@ -25,14 +26,18 @@ from tunesmith.tasks.load import load_tasks
 from tunesmith.types import JudgeType, Task, WorkflowType
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassRates:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PassRates(Result):
     """Result of a measurement."""
 
     path: Path
     num_rows: int
     num_unscored: int
     """Tasks without a scored rollout; their rows are omitted."""
+
+    def list_facts(self) -> dict[str, str]:
+        rows = f"{self.num_rows}, {self.num_unscored} dropped without a scored rollout"
+        return {"path": str(self.path), "rows": rows}
 
 
 def measure_pass_rates(

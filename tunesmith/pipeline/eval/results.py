@@ -35,6 +35,14 @@ class EvaluationResult:
     """k -> mean over tasks of the probability that at least one of k rollouts has outcome 1. Empty unless tasks have
     several rollouts and every outcome is 0 or 1."""
 
+    def describe(self) -> str:
+        """The mean reward with its interval, in one line."""
+        if self.mean is None or self.interval is None:
+            return f"no reward: all {self.num_failures} rollouts failed"
+        low, high = self.interval
+        failures = f", {self.num_failures} rollouts failed" if self.num_failures else ""
+        return f"reward {self.mean:.4g} ({low:.4g} to {high:.4g}) on {len(self.groups)} tasks{failures}"
+
     def to_metrics(self) -> dict[str, float]:
         prefix = f"eval/{self.name}"
         metrics = {f"{prefix}/num_tasks": float(len(self.groups)), f"{prefix}/num_failures": float(self.num_failures)}

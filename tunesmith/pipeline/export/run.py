@@ -29,6 +29,7 @@ from tunesmith.model.source.adapter_files import BASE_FINGERPRINT
 from tunesmith.pipeline.export.gguf.files import GgufPlan, check_gguf_files, plan_gguf, write_gguf_files
 from tunesmith.pipeline.export.model_card import Card, write_card
 from tunesmith.pipeline.export.verify import build_prompts, check_hf_folder, compute_logits
+from tunesmith.pipeline.session.result import Result, load_for_inference, require_path
 from tunesmith.pipeline.session.trained_model import ExportSource, find_source
 from tunesmith.storage import (
     check_free_space,
@@ -41,8 +42,8 @@ BYTES = {torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
 """Bytes per parameter in the hf folder."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ExportResult(Result):
     """Result of an export."""
 
     folder: Path
@@ -54,6 +55,29 @@ class ExportReport:
     """GGUF files by type."""
     checks: Mapping[str, Mapping[str, float]]
     """Results of the comparison with the source, by file or folder; empty without verification."""
+
+    @property
+    def model_path(self) -> str:
+        """Path of the exported model, or of the adapter if there is no other; ModelError with GGUF files only."""
+        return require_path(self.hf or self.adapter)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The checks as one mapping: `<file or folder>/<name>`."""
+        return {f"{place}/{name}": value for place, found in self.checks.items() for name, value in found.items()}
+
+    def model(self, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load the exported model and its tokenizer; `options` are arguments of `from_pretrained`."""
+        return load_for_inference(self.model_path, **options)
+
+    def list_facts(self) -> dict[str, str]:
+        facts = {"name": f"{self.name}, {self.num_parameters:,} parameters"}
+        for path in (self.hf, self.adapter, *self.gguf.values()):
+            if path is not None:
+                place = str(path.relative_to(self.folder))
+                checks = ", ".join(f"{key} {value:.4g}" for key, value in self.checks.get(place, {}).items())
+                facts[place] = f"{path} ({checks or 'not verified'})"
+        return facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +92,7 @@ class ExportPlan:
     gguf: GgufPlan | None
 
 
-def run_export(settings: ExportSection, *, out_dir: Path) -> ExportReport:
+def run_export(settings: ExportSection, *, out_dir: Path) -> ExportResult:
     """Export into the new folder `out_dir`; return the report of one that already holds this export."""
     root = Path(out_dir).expanduser().absolute()
     source = find_source(settings)
@@ -115,7 +139,7 @@ def build_plan(settings: ExportSection, source: ExportSource) -> ExportPlan:
 
 def choose_dtype(settings: ExportSection, config: PretrainedConfig) -> torch.dtype:
     """Type of the exported weights; float32 for a model whose config names no type."""
-    dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    dtype: torch.dtype | None = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if dtype is None:
         return torch.float32
     if dtype not in BYTES:
@@ -222,7 +246,7 @@ def list_settings(settings: ExportSection) -> dict[str, Any]:
     return settings.model_dump(mode="json", exclude={"path", "base_path", "num_cpu_threads"})
 
 
-def load_report(root: Path, settings: ExportSection, source: ExportSource) -> ExportReport:
+def load_report(root: Path, settings: ExportSection, source: ExportSource) -> ExportResult:
     """The report of an existing export; raises StorageError if it is damaged or has other settings or sources."""
     record = load_json(root / DONE)
     if record.get("settings") != list_settings(settings) or record.get("source") != source.describe():
@@ -231,9 +255,9 @@ def load_report(root: Path, settings: ExportSection, source: ExportSource) -> Ex
     return build_report(root, record["figures"])
 
 
-def build_report(root: Path, figures: Mapping[str, Any]) -> ExportReport:
+def build_report(root: Path, figures: Mapping[str, Any]) -> ExportResult:
     formats = figures["formats"]
-    return ExportReport(
+    return ExportResult(
         folder=root,
         name=figures["name"],
         num_parameters=figures["num_parameters"],

@@ -17,7 +17,7 @@ from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED, create_chat_completio
 from tunesmith.chat.parsers import CALL_OPEN
 from tunesmith.judges.transcript import build_transcript
 from tunesmith.tools.calculator import CALCULATOR_TOOL, answer_call
-from tunesmith.types import WorkflowOutput, WorkflowType
+from tunesmith.types import Workflow, WorkflowOutput
 
 SYSTEM_PROMPT = (
     "Solve the math problem. Think inside <think></think> and let the calculator compute every calculation. "
@@ -41,7 +41,7 @@ def build_conversation(question: str) -> list[dict[str, Any]]:
 
 def build_calculator_agent(
     *, max_model_calls: int = MAX_MODEL_CALLS, max_parallel_calls: int = MAX_PARALLEL_CALLS
-) -> WorkflowType:
+) -> Workflow:
     """The calculator agent with the given limits."""
 
     async def calculator_agent(task: Mapping[str, Any], model: Any) -> WorkflowOutput:

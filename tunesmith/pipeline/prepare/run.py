@@ -39,11 +39,12 @@ from tunesmith.pipeline.prepare.rows import (
     read_evaluation_rows,
     read_training_rows,
 )
+from tunesmith.pipeline.session.result import Result
 from tunesmith.tasks.load import check_required_fields, load_preview, load_rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PrepareResult(Result):
     """Result of a preparation."""
 
     folder: Path
@@ -67,8 +68,14 @@ class PrepareReport:
     def report_path(self) -> Path:
         return self.folder / REPORT
 
+    def list_facts(self) -> dict[str, str]:
+        facts = {"folder": str(self.folder), "train": describe_counts(self.content["train"])}
+        if self.eval_path is not None:
+            facts["eval"] = describe_counts(self.content["eval"])
+        return facts
 
-def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareReport:
+
+def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareResult:
     """Write the prepared rows to the new folder `out_dir`; return the report of one that already holds them.
 
     Raises ConfigError, DataError or ModelError for invalid input before any weights load, and StorageError if the
@@ -79,7 +86,7 @@ def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareReport:
     if content is None:
         content = prepare_folder(settings, folder)
     evaluation = content["eval"]
-    return PrepareReport(
+    return PrepareResult(
         folder=folder,
         num_train=content["train"]["num_kept"],
         num_eval=0 if evaluation is None else evaluation["num_kept"],
@@ -207,12 +214,12 @@ def describe_overlaps(overlaps: Sequence[Mapping[str, Any]], settings: PrepareSe
     }
 
 
-def format_summary(report: PrepareReport) -> str:
+def format_summary(report: PrepareResult) -> str:
     """Text of a few lines with the numbers of kept and dropped rows."""
     content = report.content
-    lines = [describe_set("train", content["train"])]
+    lines = [f"train: {describe_counts(content['train'])}"]
     if content["eval"] is not None:
-        lines.append(describe_set("eval", content["eval"]))
+        lines.append(f"eval: {describe_counts(content['eval'])}")
     contamination = content["contamination"]
     if contamination is not None:
         lines.append(
@@ -226,6 +233,6 @@ def format_summary(report: PrepareReport) -> str:
     return "\n".join([*lines, f"prepared data: {report.folder}"])
 
 
-def describe_set(name: str, counts: Mapping[str, Any]) -> str:
+def describe_counts(counts: Mapping[str, Any]) -> str:
     dropped = ", ".join(f"{reason} {count}" for reason, count in counts["dropped"].items()) or "none"
-    return f"{name}: {counts['num_kept']} rows of {counts['num_rows']}; dropped: {dropped}"
+    return f"{counts['num_kept']} rows of {counts['num_rows']}; dropped: {dropped}"

@@ -7,8 +7,9 @@ committed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -28,6 +29,7 @@ from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.extra_models import load_extra_models
 from tunesmith.pipeline.session.policy import BuildModel, Policy, build_sampling
+from tunesmith.pipeline.session.result import TrainingResult, require_path
 from tunesmith.pipeline.session.run_folder import RunFolder, open_run_folder
 from tunesmith.rollout.actors import Actors, RolloutProgress
 from tunesmith.rollout.failures import list_causes
@@ -37,9 +39,11 @@ from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, JudgeType, WorkflowType
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TuneResult:
-    """Result of a finished run. Its repr omits `metrics` and the trajectories of evaluations."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class TuneResult(TrainingResult):
+    """Result of a finished run. What it prints omits `metrics` and the trajectories of evaluations."""
+
+    curve: ClassVar[str] = "rollout/reward_mean"
 
     folder: Path
     checkpoint: Path | None
@@ -47,10 +51,29 @@ class TuneResult:
     num_steps: int
     has_learned: bool
     """Whether any step of this call changed the weights; also True if no steps were left to run."""
-    metrics: dict[str, float] = field(repr=False)
+    metrics: dict[str, float]
     """Metrics of the last step."""
     evaluations: dict[str, EvaluationResult]
     """The last evaluation of each held-out set."""
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder
+
+    @property
+    def model_path(self) -> str:
+        return require_path(self.checkpoint)
+
+    def list_facts(self) -> dict[str, str]:
+        rewards = [value for _, value in self.history.collect_points(self.curve)]
+        facts = {"folder": str(self.folder), "model": str(self.checkpoint), "steps": str(self.num_steps)}
+        if rewards:
+            facts["reward"] = f"{rewards[0]:.4g} in the first step, {rewards[-1]:.4g} in the last"
+        for name, result in self.evaluations.items():
+            facts[f"eval {name}"] = result.describe()
+        if not self.has_learned:
+            facts["note"] = "no step changed the weights"
+        return facts
 
 
 def run_tuning(

@@ -87,6 +87,14 @@ def load_section(
     return build_section(kind, resolve(merged, path))
 
 
+def change_section(section: AnySection, overrides: Sequence[str]) -> AnySection:
+    """The section with `a.b=value` overrides applied; keys that were not set stay unset."""
+    if not overrides:
+        return section
+    values = section.model_dump(mode="json", exclude_unset=True)
+    return load_section(type(section), None, overrides, values=values)
+
+
 def drop_overridden(merged: DictConfig, layer: Mapping[str, Any]) -> None:
     """Remove from `merged` what `layer` replaces instead of merging with: training sets that it does not list, held-out
     sets if it empties them, and the settings of another selector."""
@@ -286,7 +294,8 @@ def describe_default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, tuple):
         value = list(value)
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+    text: str = yaml.safe_dump(value, default_flow_style=True)
+    return text.removesuffix("...\n").strip()
 
 
 def first_line(error: Exception) -> str:

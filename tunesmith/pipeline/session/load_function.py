@@ -25,20 +25,27 @@ def load_function(spec: str, *, knob: str) -> Callable[..., Any]:
     """Import the function named by `module:function` or `path/to/file.py:function`."""
     source, name = split_spec(spec, knob=knob)
     module = load_module(source, knob=knob)
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{knob}={spec!r}: {source} has no function {name!r}")
     return function
 
 
-def load_functions(config: RunConfig) -> tuple[WorkflowType, JudgeType | None]:
-    """Import the workflow and judge of a config."""
-    if config.workflow is None:
+def load_functions(
+    config: RunConfig, workflow: WorkflowType | None = None, judge: JudgeType | None = None
+) -> tuple[WorkflowType, JudgeType | None]:
+    """The given workflow and judge; those that are None are imported as the config names them."""
+    if workflow is None and config.workflow is None:
         raise ConfigError(
-            "workflow is missing: name the agent as file.py:function (--workflow, or workflow: in the file)"
+            "workflow is missing: name the agent as file.py:function (--workflow, or workflow: in the file), or pass "
+            "workflow_func"
         )
-    judge = None if config.judge is None else load_function(config.judge, knob="judge")
-    return load_function(config.workflow, knob="workflow"), judge
+    if judge is None and config.judge is not None:
+        judge = load_function(config.judge, knob="judge")
+    if workflow is None:
+        assert config.workflow is not None
+        workflow = load_function(config.workflow, knob="workflow")
+    return workflow, judge
 
 
 def load_component(spec: str, *, knob: str) -> Callable[..., Any]:

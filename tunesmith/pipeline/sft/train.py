@@ -23,6 +23,7 @@ from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoin
 from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.model.load import check_vocabulary, load_section_model
 from tunesmith.monitor.monitor import Monitor
+from tunesmith.pipeline.session.result import TrainingResult
 from tunesmith.pipeline.sft.folder import (
     MODEL,
     OfflineFolder,
@@ -36,8 +37,8 @@ from tunesmith.storage import check_free_space
 from tunesmith.trainer.trainer import Trainer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfflineResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class OfflineResult(TrainingResult):
     """Result of supervised fine-tuning or preference training."""
 
     folder: Path
@@ -56,6 +57,32 @@ class OfflineResult:
     """Rows dropped because they exceed the model's context."""
     num_trained_tokens: int
     """Trained tokens in one epoch."""
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder.parent
+
+    @property
+    def model_path(self) -> str:
+        return str(self.folder)
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """Metrics of the last step."""
+        return dict(self.history.rows.get(self.num_steps, {}))
+
+    def list_facts(self) -> dict[str, str]:
+        facts = {
+            "folder": str(self.run_folder),
+            "model": self.model_path,
+            "steps": f"{self.num_steps} on {self.num_rows} rows",
+            "loss": f"{self.loss:.4f} over the last epoch",
+        }
+        if self.num_dropped_rows:
+            facts["dropped"] = f"{self.num_dropped_rows} rows longer than the context"
+        if self.eval_loss is not None:
+            facts["eval loss"] = f"{self.eval_loss:.4f} at step {self.best_step}, whose weights are kept"
+        return facts
 
 
 @dataclass(slots=True, kw_only=True)

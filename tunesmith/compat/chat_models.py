@@ -1,0 +1,30 @@
+"""The class of the `model` that workflows receive: AgentScope's OpenAIChatModel, or Tunesmith's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tunesmith.compat.agentscope_model import build_agentscope_model, has_agentscope
+from tunesmith.config import RunConfig
+from tunesmith.errors import ConfigError
+from tunesmith.rollout.chat_model import ChatModel, Endpoint
+
+
+def choose_chat_model(config: RunConfig) -> Callable[[Endpoint, Mapping[str, Any]], Any]:
+    """The class of `model` in workflows: AgentScope's OpenAIChatModel, or Tunesmith's own on the OpenAI client."""
+    kind = config.rollout.chat_model
+    is_installed = has_agentscope()
+    if kind == "agentscope" and not is_installed:
+        raise ConfigError("rollout.chat_model='agentscope' needs AgentScope: pip install 'tunesmith[agentscope]'")
+    if kind == "agentscope" or (kind == "auto" and is_installed):
+        return build_agentscope_chat_model
+    return build_openai_chat_model
+
+
+def build_openai_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
+    return ChatModel(endpoint, options=options)
+
+
+def build_agentscope_chat_model(endpoint: Endpoint, options: Mapping[str, Any]) -> Any:
+    return build_agentscope_model(endpoint, options=options)

@@ -1,0 +1,100 @@
+"""Runs a call that starts an event loop while the caller's thread already runs one, as in a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from tunesmith.engine.event_loop.signal_handlers import interrupt_thread
+
+Result = TypeVar("Result")
+
+WAIT_S = 1.0
+"""Longest wait for a thread at a time; on Windows Ctrl-C is noticed only between two waits."""
+INTERRUPT_LINES = (
+    b"tunesmith: SIGINT: ending the run; a second signal interrupts the running code\n",
+    b"tunesmith: SIGINT: interrupting the running code; a third signal leaves it running\n",
+)
+MAX_INTERRUPTS = len(INTERRUPT_LINES)
+
+
+def is_event_loop_running() -> bool:
+    """Whether an event loop runs in the calling thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def run_outside_of_loops(work: Callable[[], Result]) -> Result:
+    """Run `work`, which starts an event loop; in a new thread if the calling thread already runs one.
+
+    Ctrl-C while the new thread runs interrupts `work` there and raises KeyboardInterrupt once it has ended. As in a
+    command, the second Ctrl-C interrupts whatever runs; the third raises at once and leaves the thread running.
+    """
+    if not is_event_loop_running():
+        return work()
+    outcome: list[Result] = []
+    errors: list[BaseException] = []
+    has_ended = threading.Event()
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            errors.append(error)
+        finally:
+            has_ended.set()
+
+    thread = threading.Thread(target=run, name="tunesmith", daemon=True)
+    with interrupts_raised():
+        thread.start()
+        is_interrupted = wait_for_thread(thread, has_ended)
+    if is_interrupted and not (errors and isinstance(errors[0], KeyboardInterrupt)):
+        raise KeyboardInterrupt from (errors[0] if errors else None)
+    if errors:
+        raise errors[0]
+    return outcome[0]
+
+
+def wait_for_thread(thread: threading.Thread, has_ended: threading.Event) -> bool:
+    """Wait for the end of the thread's work; Ctrl-C is passed on to it. Returns whether there was one.
+
+    Waits for the event, because a `Thread.join` that Ctrl-C interrupts takes the thread for ended.
+    """
+    num_interrupts = 0
+    while True:
+        try:
+            while not has_ended.wait(WAIT_S):
+                pass
+        except KeyboardInterrupt:
+            num_interrupts += 1
+            if num_interrupts > MAX_INTERRUPTS:
+                raise
+            os.write(2, INTERRUPT_LINES[num_interrupts - 1])
+            interrupt_thread(thread)
+        else:
+            thread.join()
+            return num_interrupts > 0
+
+
+@contextlib.contextmanager
+def interrupts_raised() -> Iterator[None]:
+    """Within: Ctrl-C raises KeyboardInterrupt, although `asyncio.run` installed a handler that cancels its main task,
+    which could not happen before the caller awaits again."""
+    handler = signal.getsignal(signal.SIGINT)
+    is_of_runner = isinstance(getattr(getattr(handler, "func", None), "__self__", None), asyncio.Runner)
+    if not is_of_runner or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)

@@ -1,0 +1,97 @@
+"""Base classes of the results that the public functions return: short text, a table in notebooks, history and model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from tunesmith.errors import ModelError
+from tunesmith.hub import offline_if_unreachable
+from tunesmith.model.checkpoint import hidden_progress_bars
+from tunesmith.model.load import LOAD_ERRORS, load_tokenizer
+from tunesmith.model.source.resolve import explain_load_error, find_model
+from tunesmith.monitor.learning_curve import draw_curve
+from tunesmith.monitor.metric_table import MetricTable, load_metric_table
+
+
+class Result:
+    """A result that prints as a few lines and is shown as a table in notebooks."""
+
+    __slots__ = ()
+
+    def list_facts(self) -> Mapping[str, str]:
+        """What is shown, by its label."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        facts = self.list_facts()
+        width = max(map(len, facts))
+        return "\n".join([type(self).__name__, *(f"  {label:<{width}}  {text}" for label, text in facts.items())])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<tr><th style="text-align:left">{escape(label)}</th><td style="text-align:left">{escape(text)}</td></tr>'
+            for label, text in self.list_facts().items()
+        )
+        return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
+
+
+class TrainingResult(Result):
+    """The result of a training: its run folder with the metrics of each step, and the trained model."""
+
+    __slots__ = ()
+    curve: ClassVar[str] = "train/loss"
+    """The metric drawn in notebooks."""
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder with config.yaml and metrics.jsonl."""
+        raise NotImplementedError
+
+    @property
+    def model_path(self) -> str:
+        """Path of the trained model or adapter, which `ModelSection(path=...)` and `export()` accept."""
+        raise NotImplementedError
+
+    @property
+    def history(self) -> MetricTable:
+        """The metrics of every step, read from metrics.jsonl."""
+        return load_metric_table(self.run_folder / "metrics.jsonl")
+
+    def model(self, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load the trained model and its tokenizer; `options` are arguments of `from_pretrained`."""
+        return load_for_inference(self.model_path, **options)
+
+    def _repr_html_(self) -> str:
+        points = self.history.collect_points(self.curve)
+        return super()._repr_html_() + draw_curve(self.curve, points)
+
+
+def load_for_inference(path: str, **options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A plain transformers model in eval mode, and its tokenizer; an adapter folder becomes a `PeftModel` on its base.
+
+    Unlike `load_model`, attention is that of transformers, so `generate` and every other method of the model work.
+    """
+    source = find_model(path)
+    try:
+        with hidden_progress_bars(), offline_if_unreachable(source.name_or_path):
+            model = AutoModelForCausalLM.from_pretrained(source.name_or_path, **source.kwargs, **options)
+            if source.adapter is not None:
+                from peft import PeftModel  # PEFT takes seconds to import
+
+                model = PeftModel.from_pretrained(model, str(source.adapter.folder))
+    except LOAD_ERRORS as error:
+        raise explain_load_error(path, source, error) from error
+    tokenizer = load_tokenizer(path, trust_remote_code=options.get("trust_remote_code", False))
+    return cast(PreTrainedModel, model.eval()), tokenizer
+
+
+def require_path(path: Path | None) -> str:
+    """The path of a result's model; raises ModelError if there is none."""
+    if path is None:
+        raise ModelError("this result has no model in Hugging Face format")
+    return str(path)
