@@ -94,7 +94,14 @@ def test_correction_cancels_a_sampler_error_below_the_cap(algorithm_type):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"kl_coef": 0.1}, {"algorithm_type": "reinforce"}, {"loss_args": {"clip_range_low": 0.01}}]
+    "options",
+    [
+        {},
+        {"kl_coef": 0.1},
+        {"algorithm_type": "reinforce"},
+        {"loss_args": {"clip_range_low": 0.01}},
+        {"correction": {"importance": "token", "floor": 0.8}},
+    ],
 )
 def test_weights_of_the_loss_pass_equal_those_of_a_forward_before_it(monkeypatch, options):
     """In one update the policy of the loss pass is the proximal policy."""
@@ -103,7 +110,7 @@ def test_weights_of_the_loss_pass_equal_those_of_a_forward_before_it(monkeypatch
 
     def run():
         model = build_trainable()
-        samples = build_mixed(model, shift=-0.4)
+        samples = build_mixed(model, shift=0.4 if "correction" in options else -0.4)
         with monkeypatch.context() as patch:
             patch.setattr(
                 trainer_module, "score_logprobs", lambda *a, **o: forwards.append(1) or score_logprobs(*a, **o)
@@ -116,6 +123,8 @@ def test_weights_of_the_loss_pass_equal_those_of_a_forward_before_it(monkeypatch
     early, early_weights = run()
     assert (num_late, len(forwards)) == (0, 1)
     assert late == pytest.approx(early, rel=1e-4, abs=1e-6)
+    assert ("correction/raised_frac" in late) == ("correction" in options)
+    assert late.get("correction/raised_frac", 1) > 0
     before = read_parameters(build_trainable())
     assert (late_weights - early_weights).norm() < 1e-3 * (early_weights - before).norm()
 
