@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from tiny_models import CONFIGS, build_tiny
 from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.errors import EngineError
+from tunesmith.engine.worker.model_runner import check_fp8_device
+from tunesmith.errors import ConfigError, EngineError
 from tunesmith.model.forward.distribution import truncate_logits
 from tunesmith.model.load import load_model
 from tunesmith.types import Completion, Distribution, Sampling
@@ -236,3 +238,16 @@ def test_a_failed_request_does_not_affect_requests_with_the_same_prompt(bad_prom
         assert isinstance(completion, Completion)
         assert completion.sampled_ids == alone.sampled_ids
         assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+def test_fp8_weights_are_refused_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="engine.weight_format=fp8 needs a GPU, and model.device is cpu"):
+        build_engine("llama", weight_format="fp8")
+
+
+@pytest.mark.parametrize(("capability", "is_refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False)])
+def test_fp8_weights_are_refused_on_a_gpu_without_fp8_products(monkeypatch, capability, is_refused) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    with pytest.raises(ConfigError, match="8.9 .* a GPU has 8.0") if is_refused else nullcontext():
+        check_fp8_device(torch.device("cuda"))

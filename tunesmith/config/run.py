@@ -196,7 +196,7 @@ class TrainerSection(Section):
     """Tokens packed into one forward and backward; lower it if training runs out of memory."""
     logprob_chunk_tokens: int | None = Field(default=None, ge=1)
     """Positions whose logits are materialized at once; lower it to save memory, the result is the same. null uses as
-    many as fit in 0.6 GB on a GPU, and 1024 on a CPU."""
+    many as fit in 0.6 GB or a 128th of its memory on a GPU, and 1024 on a CPU."""
     has_gradient_checkpointing: bool = False
     """Store only layer inputs and recompute activations in the backward pass: less memory, about a third more time."""
     has_compiled_layers: bool = True

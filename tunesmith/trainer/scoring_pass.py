@@ -160,14 +160,13 @@ def prepare_update(
 
     The ratio in the loss is against the sampler's logprobs, which on fresh data equal those of the proximal policy up
     to rounding; with `proximal.is_weighted` it is against the proximal policy. `step_terms` replaces `compute_terms`.
-    Sampler and trainer must agree on tokens of `newest_version`; None means the newest version in the samples.
+    Sampler and trainer must agree on tokens of `newest_version` (None: the newest in the samples).
     """
     events = index_events(samples, rows)
     sampler_E = events.gather([sample.logprobs for sample in samples])
     is_scored = proximal is not None and proximal.logprobs is not None
     proximal_E = events.gather(proximal.logprobs) if is_scored else sampler_E
-    is_weighted = is_scored and proximal.is_weighted
-    old_E = proximal_E if is_weighted else sampler_E
+    old_E = proximal_E if is_scored and proximal.is_weighted else sampler_E
     known = {} if step_terms is None else step_terms.scores
     scored = run_scoring_passes(
         model, samples, rows, algorithm.needs - known.keys(), scoring_models=scoring_models, chunk_tokens=chunk_tokens
@@ -180,7 +179,7 @@ def prepare_update(
         algorithm.correction,
         advantages_E=terms.advantages_E,
         proximal_logprobs_E=proximal_E,
-        is_weighted=is_weighted,
+        is_weighted=is_scored and proximal.is_weighted,
     )
     kept_E, entropy_metrics = find_top_entropy_tokens(scores, fraction=algorithm.top_entropy_fraction)
     inputs = TokenInputs(

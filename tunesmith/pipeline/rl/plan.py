@@ -18,7 +18,7 @@ from tunesmith.pipeline.rl.load_experts import load_expert_feed
 from tunesmith.pipeline.rl.load_tasks import CustomComponents, build_task_feed
 from tunesmith.pipeline.session.extra_models import check_extra_models
 from tunesmith.pipeline.session.load_function import load_component
-from tunesmith.pipeline.session.policy import check_auxiliary, check_trained_model
+from tunesmith.pipeline.session.policy import check_auxiliary, check_engine, check_trained_model
 from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.types import Task
@@ -59,6 +59,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         for name, dataset in config.eval_datasets.items()
     }
     check_trained_model(config.model, config.trainer)
+    check_engine(config.engine, config.model)
     check_extra_models(algorithm, config.algorithm, config.model)
     check_trackers(config.monitor.trackers)
     for name, section in config.auxiliary_models.items():

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection, TrainerSection
 from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.worker.model_runner import check_fp8_device
 from tunesmith.errors import ConfigError
 from tunesmith.model.load import (
     check_section,
@@ -67,6 +68,12 @@ def check_trained_model(section: ModelSection, trainer: TrainerSection) -> None:
     is_wide = resolve_dtype(section.dtype, device) == torch.float32
     if trainer.has_row_graphs and (device.type == "cpu" or is_quantized or is_wide):
         raise ConfigError("trainer.has_row_graphs needs a GPU and unquantized 16-bit weights: remove it")
+
+
+def check_engine(section: EngineSection, model: ModelSection) -> None:
+    """Raise if the device of the model cannot sample from the configured weights."""
+    if section.weight_format == "fp8":
+        check_fp8_device(resolve_device(model.device))
 
 
 def load_policy(
