@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.compat.agentscope import (
     AlgorithmConfig,
     DatasetConfig,
@@ -89,12 +90,15 @@ def tune(
     continue_from_checkpoint: bool = False,
     overrides: Sequence[str] = (),
     operators: Sequence[Callable[..., Any]] = (),
+    advantage_func: Callable[..., Any] | None = None,
+    loss_func: Callable[..., Any] | None = None,
 ) -> TuneResult:
     """Train the model inside an agent; returns the run folder and the last checkpoint.
 
     `config_path` is a run file of Tunesmith or of Trinity-RFT. The other arguments override its values, and `overrides`
     ("a.b=value" with any key of a run file) override both. A mapping of training sets is a mixture of them. `operators`
-    are functions on the groups of a step, applied after the operators of the file.
+    are functions on the groups of a step, applied after the operators of the file. `advantage_func` and `loss_func`
+    replace those of the algorithm.
 
     Raises ConfigError, DataError or ModelError before weights load, RolloutError when too many rollouts fail, and
     TrainingError when an update fails its checks (finite values, `trainer.mismatch_stop`). May be called while an event
@@ -117,8 +121,12 @@ def tune(
         given["continue_from_checkpoint"] = True
     if model is None and config_path is None and not any(each.startswith("model.path=") for each in overrides):
         raise ConfigError("model is missing: give tune() a TunerModelConfig, or a config_path that sets model.path")
-    config = load_run_file(config_path, overrides, values=given)
-    custom = CustomComponents(selectors=collect_own_selectors(train_dataset), operators=tuple(operators))
+    custom = CustomComponents(
+        selectors=collect_own_selectors(train_dataset),
+        operators=tuple(operators),
+        functions=OwnFunctions(advantage=advantage_func, loss=loss_func),
+    )
+    config = load_run_file(config_path, overrides, values=custom.record_names(given))
     build_model = choose_chat_model(config)
     with agent_output(is_shown=config.rollout.has_agent_output):
         return run_outside_of_loops(

@@ -63,6 +63,11 @@ class AlgorithmSection(Section):
     many groups have equal rewards."""
     batch_size: int = Field(default=32, ge=1)
     """Tasks per step; raise it for less noisy updates."""
+    advantage: str | None = None
+    """Own advantage function, as `module:function` or `file.py:function`, in place of that of `algorithm_type`, whose
+    other parts stay; null uses the algorithm's."""
+    loss: str | None = None
+    """Own loss function, in the same form; null uses the algorithm's."""
     advantage_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the advantage function that differ from its defaults."""
     loss_args: dict[str, Any] = Field(default_factory=dict)

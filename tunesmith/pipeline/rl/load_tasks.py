@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.session.load_function import load_component
+from tunesmith.pipeline.session.load_function import load_component, name_function
 from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.mixture import Mixture
 from tunesmith.tasks.selector import Selector
@@ -26,12 +27,24 @@ from tunesmith.types import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomComponents:
-    """Selectors and operators that the caller of `tune()` passed as objects."""
+    """Selectors, operators and functions that the caller of `tune()` passed as objects."""
 
     selectors: Mapping[str, Any] = field(default_factory=dict)
     """Training set name -> a selector, or a class or function that builds one from the tasks."""
     operators: Sequence[Callable[..., Any]] = ()
     """Operators on groups, applied after those of the config."""
+    functions: OwnFunctions = field(default_factory=OwnFunctions)
+    """Advantage and loss function, whose names are in the config."""
+
+    def record_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Nested values of a run file, with the names of the functions that were passed as objects."""
+        named = {"algorithm": {"advantage": self.functions.advantage, "loss": self.functions.loss}}
+        recorded = dict(values)
+        for section, knobs in named.items():
+            names = {knob: name_function(function) for knob, function in knobs.items() if function is not None}
+            if names:
+                recorded[section] = {**recorded.get(section, {}), **names}
+        return recorded
 
 
 def build_task_feed(config: RunConfig, custom: CustomComponents) -> tuple[TaskFeed, dict[str, float]]:

@@ -104,6 +104,7 @@ def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -
         reference_model=extra.reference,
         teacher_model=extra.teacher,
         critic_model=extra.critic,
+        own_functions=plan.functions,
     )
     batch_size, has_baselines = config.algorithm.batch_size, "baselines" in plan.algorithm.needs
     return StepParts(
