@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tunesmith.algorithms.advantages.group import RunOutcome
+from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.compat.agentscope import (
     AlgorithmConfig,
@@ -32,6 +34,16 @@ from tunesmith.errors import ConfigError
 from tunesmith.pipeline.eval.compare import run_comparison, run_eval
 from tunesmith.pipeline.eval.comparison import Comparison
 from tunesmith.pipeline.eval.pass_rates import PassRates, measure_pass_rates
+from tunesmith.pipeline.rl.callbacks import (
+    Callbacks,
+    CheckpointEnd,
+    EvaluationEnd,
+    OnCheckpoint,
+    OnEvaluation,
+    OnStepEnd,
+    StepEnd,
+    Stop,
+)
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
 from tunesmith.pipeline.session.load_function import load_functions
@@ -45,10 +57,17 @@ from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 
 __all__ = [
     "AlgorithmConfig",
+    "CheckpointEnd",
     "DatasetConfig",
+    "EvaluationEnd",
     "JudgeOutput",
     "JudgeType",
+    "RunOutcome",
+    "StepEnd",
+    "Stop",
     "TaskSelectorConfig",
+    "TokenLosses",
+    "TokenScores",
     "TuneResult",
     "TunerModelConfig",
     "WorkflowOutput",
@@ -92,13 +111,16 @@ def tune(
     operators: Sequence[Callable[..., Any]] = (),
     advantage_func: Callable[..., Any] | None = None,
     loss_func: Callable[..., Any] | None = None,
+    on_step_end: OnStepEnd | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    on_checkpoint: OnCheckpoint | None = None,
 ) -> TuneResult:
     """Train the model inside an agent; returns the run folder and the last checkpoint.
 
     `config_path` is a run file of Tunesmith or of Trinity-RFT. The other arguments override its values, and `overrides`
     ("a.b=value" with any key of a run file) override both. A mapping of training sets is a mixture of them. `operators`
-    are functions on the groups of a step, applied after the operators of the file. `advantage_func` and `loss_func`
-    replace those of the algorithm.
+    on groups are applied after those of the file; `advantage_func` and `loss_func` replace those of the algorithm; the
+    `on_` functions are called with a record (`StepEnd`, `EvaluationEnd`, `CheckpointEnd`) and may return `Stop`.
 
     Raises ConfigError, DataError or ModelError before weights load, RolloutError when too many rollouts fail, and
     TrainingError when an update fails its checks (finite values, `trainer.mismatch_stop`). May be called while an event
@@ -121,11 +143,10 @@ def tune(
         given["continue_from_checkpoint"] = True
     if model is None and config_path is None and not any(each.startswith("model.path=") for each in overrides):
         raise ConfigError("model is missing: give tune() a TunerModelConfig, or a config_path that sets model.path")
-    custom = CustomComponents(
-        selectors=collect_own_selectors(train_dataset),
-        operators=tuple(operators),
-        functions=OwnFunctions(advantage=advantage_func, loss=loss_func),
-    )
+    functions = OwnFunctions(advantage=advantage_func, loss=loss_func)
+    callbacks = Callbacks(on_step_end=on_step_end, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
+    selectors = collect_own_selectors(train_dataset)
+    custom = CustomComponents(selectors=selectors, operators=operators, functions=functions, callbacks=callbacks)
     config = load_run_file(config_path, overrides, values=custom.record_names(given))
     build_model = choose_chat_model(config)
     with agent_output(is_shown=config.rollout.has_agent_output):

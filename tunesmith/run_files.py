@@ -145,6 +145,7 @@ def list_function_knobs(config: RunConfig | EvalConfig) -> list[tuple[str, str]]
     named = {"workflow": config.workflow, "judge": config.judge}
     if isinstance(config, RunConfig):
         named |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
+        named |= {f"callbacks.{name}": spec for name, spec in config.callbacks.model_dump().items()}
     return [(knob, spec) for knob, spec in named.items() if spec is not None]
 
 

@@ -3,6 +3,7 @@ commands."""
 
 from __future__ import annotations
 
+from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection
 from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection, MaskSection
 from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
@@ -45,11 +46,13 @@ __all__ = [
     "AdaptiveKlSection",
     "AlgorithmSection",
     "AuxiliaryModelSection",
+    "CallbacksSection",
     "ContaminationSection",
     "ConversationDataSection",
     "CorrectionSection",
     "CriticSection",
     "DatasetSection",
+    "EarlyStoppingSection",
     "EngineSection",
     "EvalConfig",
     "EvaluationSection",
@@ -58,6 +61,7 @@ __all__ = [
     "ExportSection",
     "FunctionStage",
     "HeldOutSection",
+    "KeepBestSection",
     "LoraSection",
     "MaskSection",
     "ModelSection",

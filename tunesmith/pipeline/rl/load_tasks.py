@@ -10,6 +10,7 @@ from typing import Any
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
+from tunesmith.pipeline.rl.callbacks import Callbacks
 from tunesmith.pipeline.session.load_function import load_component, name_function
 from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.mixture import Mixture
@@ -35,10 +36,15 @@ class CustomComponents:
     """Operators on groups, applied after those of the config."""
     functions: OwnFunctions = field(default_factory=OwnFunctions)
     """Advantage and loss function, whose names are in the config."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    """Callbacks, whose names are in the config."""
 
     def record_names(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Nested values of a run file, with the names of the functions that were passed as objects."""
-        named = {"algorithm": {"advantage": self.functions.advantage, "loss": self.functions.loss}}
+        named = {
+            "algorithm": {"advantage": self.functions.advantage, "loss": self.functions.loss},
+            "callbacks": self.callbacks.list_functions(),
+        }
         recorded = dict(values)
         for section, knobs in named.items():
             names = {knob: name_function(function) for knob, function in knobs.items() if function is not None}

@@ -14,6 +14,7 @@ from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.trackers import check_trackers
+from tunesmith.pipeline.rl.callbacks import Callbacks, load_callbacks
 from tunesmith.pipeline.rl.learning_check import check_sampling_is_random
 from tunesmith.pipeline.rl.load_experts import load_expert_feed
 from tunesmith.pipeline.rl.load_tasks import CustomComponents, build_task_feed
@@ -32,6 +33,7 @@ class Plan:
     algorithm: Algorithm
     functions: OwnFunctions
     """Own advantage and loss function of the algorithm."""
+    callbacks: Callbacks
     feed: TaskFeed
     task_counts: dict[str, float]
     """Metrics of operators on tasks."""
@@ -70,6 +72,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     return Plan(
         algorithm=algorithm,
         functions=functions,
+        callbacks=load_callbacks(config.callbacks, custom.callbacks),
         feed=feed,
         task_counts=counted,
         operators=operators,
