@@ -3,7 +3,7 @@ commands."""
 
 from __future__ import annotations
 
-from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection
+from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, PatienceSection
 from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection, MaskSection
 from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
@@ -71,6 +71,7 @@ __all__ = [
     "ParaphraseSection",
     "PassRateModelSection",
     "PassRateSection",
+    "PatienceSection",
     "PipelineConfig",
     "PreferenceConfig",
     "PreferenceTrainerSection",

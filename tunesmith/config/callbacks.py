@@ -51,6 +51,15 @@ class EarlyStoppingSection(Section):
         return self
 
 
+class PatienceSection(Section):
+    """Ends a training on rows once the evaluation loss no longer falls."""
+
+    patience: int = Field(default=3, ge=1)
+    """Evaluations in a row without improvement that end the training."""
+    min_delta: float = Field(default=0.0, ge=0)
+    """Smallest decrease of the evaluation loss that counts as an improvement."""
+
+
 class KeepBestSection(Section):
     """Keeps the checkpoint with the best evaluation besides the newest ones."""
 
