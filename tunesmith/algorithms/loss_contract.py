@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def build_random_scores(compute_terms: Callable[[BatchScores], TokenTerms], need
     is_expert_Q = np.zeros(NUM_SEQUENCES, dtype=bool)
     is_expert_Q[-1] = "experts" in needs
     logprobs_E = -rng.uniform(0.05, 4.0, num_tokens)
-    optional = {
+    optional: dict[str, Any] = {
         each.name: -rng.uniform(0.05, 4.0, num_tokens)
         for each in fields(BatchScores)
         if each.default is None and each.name != "logprobs_E"
@@ -88,8 +89,8 @@ def build_random_scores(compute_terms: Callable[[BatchScores], TokenTerms], need
         each.name: known.get(each.name.removesuffix("_N"), getattr(terms, f"{each.name.removesuffix('_N')}_E", None))
         for each in fields(TokenScores)
     }
-    tensors = {name: None if array is None else torch.tensor(array) for name, array in arrays.items()}
-    return _with_gradient(TokenScores(**tensors))  # type: ignore[arg-type]
+    tensors: dict[str, Any] = {name: None if array is None else torch.tensor(array) for name, array in arrays.items()}
+    return _with_gradient(TokenScores(**tensors))
 
 
 class HeldDetached(TorchFunctionMode):
@@ -199,7 +200,7 @@ def _check_tokens_alone(
 ) -> None:
     """Raise if loss or gradient of a token differ when the token is the only one."""
     for index in range(len(losses_N)):
-        single = _with_gradient(_map(scores, lambda values_N, start=index: values_N.detach()[start : start + 1]))
+        single = _with_gradient(_map(scores, itemgetter(slice(index, index + 1))))
         loss_1 = compute(single)
         gradient_1 = _differentiate(loss_1, single.logprobs_N, torch.ones_like(loss_1))
         for name, whole_N, alone_1 in (("loss", losses_N, loss_1), ("gradient", gradient_N, gradient_1)):
@@ -243,7 +244,7 @@ def _check_differences(compute_losses: LossFunction, scores: TokenScores, gradie
 
 
 def _map(scores: TokenScores, function: Callable[[Tensor], Tensor]) -> TokenScores:
-    values = {each.name: getattr(scores, each.name) for each in fields(TokenScores)}
+    values: dict[str, Any] = {each.name: getattr(scores, each.name) for each in fields(TokenScores)}
     return TokenScores(**{name: None if value is None else function(value) for name, value in values.items()})
 
 

@@ -295,6 +295,7 @@ class RunConfig(Section):
     early_stopping: EarlyStoppingSection | None = None
     """End the run once a metric no longer improves; null runs all steps."""
     callbacks: CallbacksSection = CallbacksSection()
+    """Functions called after steps, evaluations and checkpoints."""
     steps_per_file: int = Field(default=100, ge=1)
     """Committed steps whose rollouts are merged into one Parquet file, and whose selections into one JSON Lines file,
     to bound the number of files; 1 keeps one file per step."""

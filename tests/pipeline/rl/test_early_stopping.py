@@ -105,6 +105,14 @@ def test_a_run_without_improvement_ends_and_keeps_its_best_checkpoint(workplace)
     assert json.loads((run / "stopped.json").read_text())["step"] == 5
 
 
+def test_the_link_to_the_best_checkpoint_is_a_model_path(workplace):
+    folder, zygote = workplace
+    models = ["--model", "best=runs/AgentScope/whole/best", "--model", "second=runs/AgentScope/whole/global_step_2"]
+    assert zygote.run(["eval", "run.yaml", *models, "--out", "compared"]) == 0, (folder / "zygote.log").read_text()
+    compared = json.loads((folder / "compared/comparison.json").read_text())
+    assert "best" in json.dumps(compared)
+
+
 def test_a_killed_run_ends_at_the_same_step(workplace):
     folder, zygote = workplace
     num_kills = 0

@@ -154,7 +154,8 @@ def train(
     if plan.num_dropped_rows:
         monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were dropped")
     batches, epochs = plan.batches, plan.progress
-    while progress.step < len(batches) and progress.stop_reason is None:
+    has_ended = progress.stop_reason is not None
+    while progress.step < len(batches) and not has_ended:
         step = progress.step + 1
         started = time.perf_counter()
         metrics = trainer.step(batches[step - 1])
@@ -166,9 +167,10 @@ def train(
         progress.losses.append(metrics["train/loss"])
         is_last = step == len(batches)
         is_best = evaluate(config, plan, trainer, progress, monitor, stopping, is_last=is_last)
-        if progress.stop_reason is not None:
+        has_ended = progress.stop_reason is not None
+        if has_ended:
             monitor.show_line(f"ended early, after step {step} of {len(batches)}: {progress.stop_reason}")
-        if is_last or is_best or progress.stop_reason is not None or step % config.save_interval_steps == 0:
+        if is_last or is_best or has_ended or step % config.save_interval_steps == 0:
             commit(config, plan, model, trainer, folder, progress)
     return progress
 
