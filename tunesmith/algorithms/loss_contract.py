@@ -244,8 +244,9 @@ def _check_differences(compute_losses: LossFunction, scores: TokenScores, gradie
 
 
 def _map(scores: TokenScores, function: Callable[[Tensor], Tensor]) -> TokenScores:
-    values: dict[str, Any] = {each.name: getattr(scores, each.name) for each in fields(TokenScores)}
-    return TokenScores(**{name: None if value is None else function(value) for name, value in values.items()})
+    values = {each.name: getattr(scores, each.name) for each in fields(TokenScores)}
+    mapped: dict[str, Any] = {name: None if value is None else function(value) for name, value in values.items()}
+    return TokenScores(**mapped)
 
 
 def _copy(scores: TokenScores) -> TokenScores:
