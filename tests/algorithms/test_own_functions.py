@@ -136,6 +136,14 @@ def test_sequence_ratios_come_with_an_algorithm_that_computes_them():
     assert "logprobs" in resolve(loss=reads_sequence_ratios, algorithm_type="gspo").needs
 
 
+def test_metrics_may_be_of_any_dtype():
+    def loss(scores):
+        metrics = {"is_up": scores.advantages_N > 0, "low": scores.old_logprobs_N.float()}
+        return TokenLosses(losses_N=-scores.advantages_N * scores.logprobs_N, metrics=metrics)
+
+    resolve(loss=loss)
+
+
 def test_detached_weights_are_constants_of_the_loss():
     def loss(scores):
         with torch.no_grad():

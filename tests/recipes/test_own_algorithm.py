@@ -6,13 +6,12 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
-from tunesmith import JudgeOutput, WorkflowOutput, tune
+from tunesmith import JudgeOutput, StepEnd, Stop, WorkflowOutput, tune
 from tunesmith.algorithms.advantages.group import RunOutcome
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions
-from tunesmith.config import AlgorithmSection
+from tunesmith.config import AlgorithmSection, CallbacksSection
+from tunesmith.pipeline.rl.callbacks import Callbacks, load_callbacks
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = ROOT / "recipes/own_algorithm/config.yaml"
@@ -50,16 +49,17 @@ def test_the_recipe_trains_and_publishes_its_best_checkpoint(tmp_path, pocket_fo
     assert published == (result.best_checkpoint / "model.safetensors").read_bytes()
 
 
-@pytest.fixture(scope="module")
-def example():
-    text = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(# my_algorithm.py\n.*?)```", text, flags=re.DOTALL)[1]
+def run_example(page, name):
+    """The names that a Python block of the docs defines; its first line is a comment with its file name."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    code = re.search(rf"```python\n(# {name}\n.*?)```", text, flags=re.DOTALL)[1]
     names = {}
-    exec(compile(code, "my_algorithm.py", "exec"), names)
+    exec(compile(code, name, "exec"), names)
     return names
 
 
-def test_the_example_of_the_docs_satisfies_the_contracts(example):
+def test_the_functions_in_the_docs_satisfy_the_contracts():
+    example = run_example("algorithms.md", "my_algorithm.py")
     own = OwnFunctions(advantage=example["advantages"], loss=example["loss"])
     section = AlgorithmSection(
         algorithm_type="grpo", advantage="my_algorithm.py:advantages", loss="my_algorithm.py:loss"
@@ -67,3 +67,11 @@ def test_the_example_of_the_docs_satisfies_the_contracts(example):
     algorithm = resolve_algorithm(section, own=own)
     groups = [[RunOutcome(reward=reward, num_turns=1) for reward in row] for row in ([0.0, 1.0, 1.0], [1.0, 1.0])]
     assert algorithm.compute_advantages(groups) == [[-1.0, 0.0, 0.0], [None, None]]
+
+
+def test_the_callbacks_in_the_docs_have_the_right_signatures():
+    example = run_example("pipeline.md", "my_callbacks.py")
+    given = Callbacks(on_step_end=example["watch"], on_evaluation=example["report"], on_checkpoint=example["push"])
+    assert load_callbacks(CallbacksSection(), given) == given
+    record = StepEnd(step=1, total_steps=2, folder=ROOT, metrics={"train/kl": 0.6}, groups=(), advantages=())
+    assert example["watch"](record) == Stop("the policy is too far from the starting model")

@@ -32,7 +32,12 @@ STEP = 1e-6
 """Step of the finite differences, in nats."""
 GRADIENT_TOLERANCE = 1e-4
 TOKEN_TOLERANCE = 1e-9
-RESERVED_METRICS = frozenset({"loss", "pg_loss", "kl", "kl_coef", "entropy", "grad_norm", "learning_rate"})
+RESERVED_METRICS = frozenset(
+    {
+        "changed_ratio", "entropy", "epoch", "grad_norm", "kl", "kl_coef", "learning_rate", "loss", "m2po_masked_frac",
+        "num_flat_tokens", "num_tokens", "num_trained_tokens", "num_updates", "pg_loss", "reward_kl",
+    }
+)  # fmt: skip
 """Names of metrics under `train/` that the trainer reports."""
 
 LossFunction = Callable[[TokenScores], TokenLosses]
@@ -129,6 +134,11 @@ def _compute(compute_losses: LossFunction, scores: TokenScores, *, knob: str, al
     if not isinstance(result, TokenLosses):
         raise ConfigError(f"{knob} must return TokenLosses(losses_N=..., metrics=...), got {type(result).__name__}")
     _check_tensor(result.losses_N, scores.logprobs_N, f"{knob}: losses_N")
+    if result.losses_N.dtype != scores.logprobs_N.dtype:
+        raise ConfigError(
+            f"{knob}: losses_N must have the dtype of logprobs_N, {scores.logprobs_N.dtype} here, got "
+            f"{result.losses_N.dtype}"
+        )
     for name, values_N in result.metrics.items():
         if not isinstance(name, str) or name in RESERVED_METRICS:
             raise ConfigError(f"{knob}: the metric {name!r} is reported by the trainer: choose another name")
@@ -145,8 +155,6 @@ def _check_tensor(found: Any, like: Tensor, name: str) -> None:
         raise ConfigError(
             f"{name} must have one value per token, shape {list(like.shape)} like logprobs_N, got {list(found.shape)}"
         )
-    if found.dtype != like.dtype:
-        raise ConfigError(f"{name} must have the dtype of logprobs_N, {like.dtype} here, got {found.dtype}")
     if not found.isfinite().all():
         raise ConfigError(f"{name} is not finite for log-ratios below {like.abs().max():.1f}: bound exp() and log()")
 
