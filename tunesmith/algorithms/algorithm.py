@@ -78,11 +78,10 @@ def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunct
         needs |= {"reference"}
     if section.correction.negative_sequence_delta is not None:
         needs |= {"logprobs"}
-    loss_name = repr(name) if section.loss is None else repr(section.loss)
     algorithm = Algorithm(
         name=name,
         compute_advantages=_bind_advantages(section, entry),
-        compute_losses=bind_arguments(entry.compute_losses, loss_args, where=f"loss_args of {loss_name}"),
+        compute_losses=bind_arguments(entry.compute_losses, loss_args, where=f"loss_args of {section.loss or name!r}"),
         compute_terms=bind_arguments(entry.compute_terms, terms_args, where=f"terms_args of {name!r}"),
         needs=needs,
         aggregation=section.loss_aggregation or entry.aggregation,
@@ -96,7 +95,10 @@ def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunct
         trains_zero_advantages=_trains_zero_advantages(section, entry),
     )
     _check_section(section, algorithm)
-    _check_arguments(section, algorithm)
+    if section.loss is None:
+        _check_arguments(algorithm)
+    else:
+        _check_own_loss(section, algorithm)
     return algorithm
 
 
@@ -128,20 +130,23 @@ def _trains_zero_advantages(section: AlgorithmSection, entry: AlgorithmEntry) ->
     return is_zero and has_other_gradient and not drops_by_threshold
 
 
-def _check_arguments(section: AlgorithmSection, algorithm: Algorithm) -> None:
-    """Call the functions on empty inputs, which raises ConfigError for incompatible arguments before a run starts; an
-    own loss function is checked on random ones."""
+def _check_own_loss(section: AlgorithmSection, algorithm: Algorithm) -> None:
+    """As `_check_arguments`, with the contract of the user's loss function."""
     if algorithm.compute_advantages is not None:
         algorithm.compute_advantages([])
-    if section.loss is not None:
-        check_own_loss(
-            algorithm.compute_losses,
-            knob=f"algorithm.loss={section.loss!r}",
-            algorithm_type=algorithm.name,
-            compute_terms=algorithm.compute_terms,
-            needs=algorithm.needs,
-        )
-        return
+    check_own_loss(
+        algorithm.compute_losses,
+        knob=f"algorithm.loss={section.loss!r}",
+        algorithm_type=algorithm.name,
+        compute_terms=algorithm.compute_terms,
+        needs=algorithm.needs,
+    )
+
+
+def _check_arguments(algorithm: Algorithm) -> None:
+    """Call the functions on empty inputs, which raises ConfigError for incompatible arguments before a run starts."""
+    if algorithm.compute_advantages is not None:
+        algorithm.compute_advantages([])
     empty = torch.zeros(0)
     algorithm.compute_losses(
         TokenScores(
