@@ -25,7 +25,7 @@ from tunesmith.pipeline.rl.checkpoints import commit, restore, save_unfinished
 from tunesmith.pipeline.rl.learning_check import UpdateLog, check_reply_fits
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition
-from tunesmith.pipeline.rl.run_watch import RunWatch
+from tunesmith.pipeline.rl.run_control import RunControl
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.extra_models import load_extra_models
 from tunesmith.pipeline.session.policy import BuildModel, Policy, build_sampling
@@ -147,31 +147,31 @@ async def train(
     """Run all remaining steps, from the last checkpoint or from the beginning."""
     first_step = step = restore(folder, policy, parts)
     show_notes(config, plan, folder, monitor, first_step=first_step)
-    watch = RunWatch(config, plan.callbacks, folder.paths, total_steps=plan.total_steps)
-    watch.replay(committed_step=first_step)
+    control = RunControl(config, plan.callbacks, folder.paths, total_steps=plan.total_steps)
+    control.replay(committed_step=first_step)
     evaluations: dict[str, EvaluationResult] = {}
     if first_step == 0 and config.evaluation.at_start:
-        evaluations = await evaluate(config, plan, parts.actors, folder, monitor, watch, step=0)
-        watch.raise_error()
+        evaluations = await evaluate(config, plan, parts.actors, folder, monitor, control, step=0)
+        control.raise_error()
     metrics: dict[str, float] = {}
     updates = UpdateLog(monitor.show_line)
-    while step < plan.total_steps and watch.stop is None:
+    while step < plan.total_steps and control.stop is None:
         step += 1
         result = await run_saved_step(parts, folder, monitor, step=step)
         metrics = result.metrics
         updates.add(step, metrics, result.batch.collected)
         monitor.log(step, "train", metrics)
         show_failures(monitor, result.batch.collected)
-        await watch.end_step(step, result)
-        if watch.is_last(step) or is_due(step, config.evaluation.interval_steps):
-            found = await evaluate(config, plan, parts.actors, folder, monitor, watch, step=step)
+        await control.end_step(step, result)
+        if control.is_last(step) or is_due(step, config.evaluation.interval_steps):
+            found = await evaluate(config, plan, parts.actors, folder, monitor, control, step=step)
             evaluations = found or evaluations
-        if watch.is_saved(step) or is_due(step, config.save_interval_steps):
-            commit(config, policy, parts, folder, watch, step=step)
-            await watch.end_checkpoint(step)
-        watch.raise_error()
+        if control.is_saved(step) or is_due(step, config.save_interval_steps):
+            commit(config, policy, parts, folder, control, step=step)
+            await control.end_checkpoint(step)
+        control.raise_error()
     updates.close()
-    if (ending := watch.save_ending(step, first_step=first_step)) is not None:
+    if (ending := control.save_ending(step, first_step=first_step)) is not None:
         monitor.show_line(ending)
     checkpoint = folder.paths.checkpoint(step)
     return TuneResult(
@@ -181,8 +181,8 @@ async def train(
         has_learned=updates.has_changed_weights,
         metrics=metrics,
         evaluations=evaluations,
-        best_checkpoint=None if watch.best is None else folder.paths.checkpoint(watch.best.step),
-        stop_reason=watch.find_stop_reason(step),
+        best_checkpoint=None if control.best is None else folder.paths.checkpoint(control.best.step),
+        stop_reason=control.find_stop_reason(step),
     )
 
 
@@ -216,7 +216,14 @@ def show_failures(monitor: Monitor, groups: Sequence[Group]) -> None:
 
 
 async def evaluate(
-    config: RunConfig, plan: Plan, actors: Actors, folder: RunFolder, monitor: Monitor, watch: RunWatch, *, step: int
+    config: RunConfig,
+    plan: Plan,
+    actors: Actors,
+    folder: RunFolder,
+    monitor: Monitor,
+    control: RunControl,
+    *,
+    step: int,
 ) -> dict[str, EvaluationResult]:
     """Evaluate every held-out set; save and log the results."""
     if not plan.eval_tasks:
@@ -228,7 +235,7 @@ async def evaluate(
         merged |= result.to_metrics()
     monitor.log(step, "eval", merged)
     show_failures(monitor, [group for result in results.values() for group in result.groups])
-    await watch.end_evaluation(step, results, merged)
+    await control.end_evaluation(step, results, merged)
     return results
 
 

@@ -20,8 +20,8 @@ from tunesmith.pipeline.session.early_stopping import BestEvaluation, BestValue,
 from tunesmith.storage import RunPaths, save_json, save_link, storage_errors
 
 
-class RunWatch:
-    """Decides after each step whether the run ends, and whether its checkpoint is the best."""
+class RunControl:
+    """Decides after each step whether the run ends and whether the step is saved; calls the callbacks."""
 
     def __init__(self, config: RunConfig, callbacks: Callbacks, paths: RunPaths, *, total_steps: int) -> None:
         self._callbacks = callbacks
