@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tunesmith.algorithms.advantages.group import RunOutcome
+from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
+from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.compat.agentscope import (
     AlgorithmConfig,
     DatasetConfig,
@@ -42,6 +45,16 @@ from tunesmith.pipeline.eval.eval_result import EvalResult
 from tunesmith.pipeline.eval.pass_rates import PassRates
 from tunesmith.pipeline.export.run import ExportResult, run_export
 from tunesmith.pipeline.prepare.run import PrepareResult, run_prepare
+from tunesmith.pipeline.rl.callbacks import (
+    Callbacks,
+    CheckpointEnd,
+    EvaluationEnd,
+    OnCheckpoint,
+    OnEvaluation,
+    OnStepEnd,
+    StepEnd,
+    Stop,
+)
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
 from tunesmith.pipeline.session.load_config import change_section
@@ -67,8 +80,10 @@ from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 __all__ = [
     "AlgorithmConfig",
     "ChatModel",
+    "CheckpointEnd",
     "DatasetConfig",
     "EvalResult",
+    "EvaluationEnd",
     "ExportResult",
     "JudgeOutput",
     "JudgeType",
@@ -77,8 +92,13 @@ __all__ = [
     "PassRates",
     "PipelineResult",
     "PrepareResult",
+    "RunOutcome",
     "StageOutcome",
+    "StepEnd",
+    "Stop",
     "TaskSelectorConfig",
+    "TokenLosses",
+    "TokenScores",
     "TuneResult",
     "TunerModelConfig",
     "WorkflowOutput",
@@ -117,25 +137,27 @@ def tune(
     continue_from_checkpoint: bool = False,
     overrides: Sequence[str] = (),
     operators: Sequence[Callable[..., Any]] = (),
+    advantage_func: Callable[..., Any] | None = None,
+    loss_func: Callable[..., Any] | None = None,
+    on_step_end: OnStepEnd | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    on_checkpoint: OnCheckpoint | None = None,
 ) -> TuneResult:
     """Train the model inside an agent; returns the run folder and the last checkpoint.
 
     `config` is a RunConfig or a run file (YAML) of Tunesmith or of Trinity-RFT, and holds every setting. In place of
     `config`, AgentScope's form is accepted: `model` to `monitor_type` override the values of the run file
-    `config_path`, if it is given; a mapping of training sets is a mixture of them.
+    `config_path`, if it is given; a mapping of training sets is a mixture of them. In both forms `overrides`
+    ("a.b=value" with any key of a run file) override all other values.
 
-    In both forms `overrides` ("a.b=value" with any key of a run file) override all other values, and `workflow_func`
-    and `judge_func` replace the functions that the config names. `operators` are functions on the groups of a step,
-    applied after the operators of the config.
+    Functions replace those that the config names: `workflow_func`, `judge_func`, the algorithm's `advantage_func` and
+    `loss_func`, and the callbacks, which get a record (`StepEnd`, `EvaluationEnd`, `CheckpointEnd`) and may return
+    `Stop`. `operators` on the groups of a step are applied after the operators of the config.
 
     Raises ConfigError, DataError or ModelError before weights load, RolloutError when too many rollouts fail, and
     TrainingError when an update fails its checks (finite values, `trainer.mismatch_stop`). May be called while an event
     loop runs, as in a notebook; Ctrl-C then ends the run as it does in a script.
     """
-    if workflow_func is not None:
-        check_workflow_function(workflow_func)
-    if judge_func is not None:
-        check_judge_function(judge_func)
     objects = {
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
@@ -146,15 +168,26 @@ def tune(
         "experiment_name": experiment_name,
         "monitor_type": monitor_type,
     }
-    if config is None:
-        settings = load_agentscope_form(objects, config_path, continue_from_checkpoint, overrides)
-    else:
-        refuse_both_forms(objects | {"config_path": config_path})
-        if continue_from_checkpoint:
-            overrides = [*overrides, "continue_from_checkpoint=true"]
-        settings = load_settings(RunConfig, config, overrides, load_run_file)
+    custom = CustomComponents(
+        selectors=collect_own_selectors(train_dataset),
+        operators=tuple(operators),
+        functions=OwnFunctions(advantage=advantage_func, loss=loss_func),
+        callbacks=Callbacks(on_step_end=on_step_end, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint),
+    )
+    changes = [*overrides, *custom.list_overrides()]
+    settings = load_tune_config(config, objects, config_path, continue_from_checkpoint, changes)
+    return run_tune(settings, workflow_func, judge_func, custom)
+
+
+def run_tune(
+    settings: RunConfig, workflow_func: WorkflowType | None, judge_func: JudgeType | None, custom: CustomComponents
+) -> TuneResult:
+    """Train with these functions, or those that the config names."""
+    if workflow_func is not None:
+        check_workflow_function(workflow_func)
+    if judge_func is not None:
+        check_judge_function(judge_func)
     workflow, judge = load_functions(settings, workflow_func, judge_func)
-    custom = CustomComponents(selectors=collect_own_selectors(train_dataset), operators=tuple(operators))
     build_model = choose_chat_model(settings)
     with agent_output(is_shown=settings.rollout.has_agent_output):
         return run_outside_of_loops(
@@ -308,6 +341,22 @@ def load_settings(
     if not isinstance(config, kind):
         raise ConfigError(f"config must be a {kind.__name__} or the path of a YAML file, got {type(config).__name__}")
     return change_section(config, overrides)
+
+
+def load_tune_config(
+    config: RunConfig | PathLike | None,
+    objects: Mapping[str, Any],
+    path: PathLike | None,
+    continue_from_checkpoint: bool,
+    overrides: Sequence[str],
+) -> RunConfig:
+    """The run config of either form of `tune`'s arguments."""
+    if config is None:
+        return load_agentscope_form(objects, path, continue_from_checkpoint, overrides)
+    refuse_both_forms({**objects, "config_path": path})
+    if continue_from_checkpoint:
+        overrides = [*overrides, "continue_from_checkpoint=true"]
+    return load_settings(RunConfig, config, overrides, load_run_file)
 
 
 def load_agentscope_form(

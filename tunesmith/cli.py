@@ -83,6 +83,8 @@ def tune(
         typer.echo(f"run folder: {result.folder}")
         if result.checkpoint is not None:
             typer.echo(f"{'trained' if result.has_learned else 'unchanged'} model: {result.checkpoint}")
+        if result.best_checkpoint is not None:
+            typer.echo(f"best model: {result.best_checkpoint}")
 
     run_guarded(work, is_debug=debug)
 

@@ -43,6 +43,10 @@ class TrainingError(TunesmithError, RuntimeError):
     """An update cannot be trusted: a non-finite loss, or sampler and trainer disagree."""
 
 
+class CallbackError(TunesmithError, RuntimeError):
+    """A callback of the user raised, or returned something that it may not."""
+
+
 class StorageError(TunesmithError, OSError):
     """A file or run folder cannot be written or read; existing files are unchanged."""
 

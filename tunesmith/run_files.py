@@ -136,10 +136,17 @@ def check_paths(config: Section, *, has_models: bool = True) -> None:
                 for path in [section.path] if isinstance(section.path, str) else section.path:
                     check_data_path(path)
     if isinstance(config, RunConfig | EvalConfig):
-        for knob in ("workflow", "judge"):
-            spec = getattr(config, knob)
-            if spec is not None:
-                check_function(spec, knob=knob)
+        for knob, spec in list_function_knobs(config):
+            check_function(spec, knob=knob)
+
+
+def list_function_knobs(config: RunConfig | EvalConfig) -> list[tuple[str, str]]:
+    """Knobs that name a function, and their values, as far as they are set."""
+    named = {"workflow": config.workflow, "judge": config.judge}
+    if isinstance(config, RunConfig):
+        named |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
+        named |= {f"callbacks.{name}": spec for name, spec in config.callbacks.model_dump().items()}
+    return [(knob, spec) for knob, spec in named.items() if spec is not None]
 
 
 def iter_sections(value: Any) -> Iterator[Section]:

@@ -81,6 +81,21 @@ class RunPaths:
         """File that records the newest step that had a checkpoint."""
         return self.root / "last_commit.json"
 
+    @property
+    def best(self) -> Path:
+        """Link to the checkpoint with the best evaluation."""
+        return self.root / "best"
+
+    @property
+    def best_record(self) -> Path:
+        """File that records the step and the value of the best evaluation."""
+        return self.root / "best.json"
+
+    @property
+    def stopped(self) -> Path:
+        """File that records why a run ended before its last step."""
+        return self.root / "stopped.json"
+
 
 def parse_checkpoint_step(folder: Path) -> int:
     """The step number in the name of a checkpoint folder."""
@@ -129,6 +144,16 @@ def save_text(path: Path, text: str) -> None:
 def save_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
     save_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def save_link(path: Path, target: str) -> None:
+    """Replace `path` atomically by a symbolic link to a neighbor."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with storage_errors(path, "write"):
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target)
+        temporary.replace(path)
+        sync_folder(path.parent)
 
 
 def load_json(path: Path) -> Any:

@@ -149,8 +149,11 @@ def test_the_last_checkpoint_is_the_highest_committed_step(tmp_path):
     assert find_last_checkpoint(tmp_path) == tmp_path / "global_step_10"
     remove_old_checkpoints(tmp_path, num_kept=2)
     assert [path.name for path in find_checkpoints(tmp_path)] == ["global_step_9", "global_step_10"]
+    (tmp_path / "best.tmp-5").symlink_to("global_step_9")
     remove_leftovers(tmp_path)
-    assert not (tmp_path / "global_step_12.tmp-5").exists()
+    assert not (tmp_path / "global_step_12.tmp-5").exists() and not (tmp_path / "best.tmp-5").is_symlink()
+    remove_old_checkpoints(tmp_path, num_kept=1, best_step=9)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["global_step_9", "global_step_10"]
 
 
 def test_a_committed_step_is_never_written_again(tmp_path):

@@ -92,7 +92,10 @@ async def grouped(task, model):
         (grouped, "RuntimeError: first line"),
         (missing_field, "KeyError: 'answer' (fields of the task: question, tags)"),
         (wrong_type, "the workflow must return a WorkflowOutput, got str"),
-        (foreign_output, "the workflow must return a WorkflowOutput, got test_runner_failures.foreign_output.<locals>."),
+        (
+            foreign_output,
+            "the workflow must return a WorkflowOutput, got test_runner_failures.foreign_output.<locals>.",
+        ),
         (not_finite, "the workflow returned reward nan; it must be a finite number"),
         (absurd, "the workflow returned reward 1e+308; it must be within 1e+09 of 0"),
         (absurd_metric, "the workflow returned metric m=-1e+308; it must be within 1e+100 of 0"),

@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 
 from trainable_models import build_deep, build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.algorithms.losses.clipped import TokenLosses
+from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.model.forward.attention import CausalPlan, run_body
@@ -126,9 +128,17 @@ def test_compiled_loss_equals_the_eager_loss(compile_function, entropy_coef):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def compute_own_losses(scores, *, clip=0.2):
+    ratio_N = (scores.logprobs_N - scores.old_logprobs_N).exp()
+    is_outside_N = (ratio_N - 1).abs() > clip
+    losses_N = -scores.advantages_N * torch.where(is_outside_N, ratio_N.detach() * scores.logprobs_N, ratio_N)
+    return TokenLosses(losses_N=losses_N, metrics={"outside_frac": is_outside_N.to(losses_N.dtype)})
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft", "own"])
 def test_one_graph_serves_all_chunk_sizes_and_kl_coefs(compile_function, kind):
-    algorithm = resolve_algorithm(AlgorithmSection(algorithm_type=kind))
+    section = AlgorithmSection(loss="own:loss") if kind == "own" else AlgorithmSection(algorithm_type=kind)
+    algorithm = resolve_algorithm(section, own=OwnFunctions(loss=compute_own_losses if kind == "own" else None))
     names = (
         "weights_E", "correction_E", "advantages_E", "old_logprobs_E", "sampler_logprobs_E", "is_newest_E",
         "reference_logprobs_E",

@@ -12,9 +12,16 @@ import torch
 from tunesmith.algorithms.advantages.group import Advantages, RunOutcome
 from tunesmith.algorithms.aggregation import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
+from tunesmith.algorithms.loss_contract import check_own_loss
 from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
+from tunesmith.algorithms.own_functions import CheckedAdvantages, OwnFunctions, replace_functions
 from tunesmith.algorithms.scores import BatchScores, Need, TokenTerms, keep_advantages
-from tunesmith.algorithms.table import ALGORITHMS, GROUP_RELATIVE_ADVANTAGES, ZERO_AT_EQUAL_REWARDS
+from tunesmith.algorithms.table import (
+    ALGORITHMS,
+    GROUP_RELATIVE_ADVANTAGES,
+    ZERO_AT_EQUAL_REWARDS,
+    AlgorithmEntry,
+)
 from tunesmith.arguments import bind_arguments, suggest_name
 from tunesmith.config import AdaptiveKlSection, AlgorithmSection, CorrectionSection
 from tunesmith.errors import ConfigError
@@ -40,6 +47,8 @@ class Algorithm:
     kl_adaptive: AdaptiveKlSection | None
     correction: CorrectionSection
     is_on_policy: bool
+    is_group_relative: bool
+    """Whether advantages are known to only compare the rollouts of a group; False for an own advantage function."""
     trains_zero_advantages: bool
     """Whether groups of zero advantage are trained: a KL, an entropy bonus or a regularizer has a gradient on them."""
 
@@ -55,19 +64,15 @@ class Algorithm:
         return self.correction.importance != "none"
 
 
-def resolve_algorithm(section: AlgorithmSection) -> Algorithm:
-    """Look up the algorithm and bind its arguments; an unknown name is a ConfigError with the nearest known name."""
+def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunctions()) -> Algorithm:
+    """Look up the algorithm and bind its arguments; an unknown name is a ConfigError with the nearest known name.
+
+    `own` are the loaded functions of `section.advantage` and `section.loss`.
+    """
     name = section.algorithm_type
     if name not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm_type {name!r}: {suggest_name(name, list(ALGORITHMS))}")
-    entry = ALGORITHMS[name]
-    compute_advantages = None
-    if entry.compute_advantages is not None:
-        compute_advantages = bind_arguments(
-            entry.compute_advantages, section.advantage_args, where=f"advantage_args of {name!r}"
-        )
-    elif section.advantage_args:
-        raise ConfigError(f"advantage_args has no effect with {name!r}, which computes no advantages: leave it out")
+    entry = replace_functions(ALGORITHMS[name], section, own)
     loss_args = {**entry.loss_args, **section.loss_args}
     terms_args = {**entry.terms_args, **section.terms_args}
     needs = entry.needs | entry.find_needs({**section.advantage_args, **terms_args, **loss_args})
@@ -79,8 +84,8 @@ def resolve_algorithm(section: AlgorithmSection) -> Algorithm:
         needs |= {"entropies"}
     algorithm = Algorithm(
         name=name,
-        compute_advantages=compute_advantages,
-        compute_losses=bind_arguments(entry.compute_losses, loss_args, where=f"loss_args of {name!r}"),
+        compute_advantages=_bind_advantages(section, entry),
+        compute_losses=bind_arguments(entry.compute_losses, loss_args, where=f"loss_args of {section.loss or name!r}"),
         compute_terms=bind_arguments(entry.compute_terms, terms_args, where=f"terms_args of {name!r}"),
         needs=needs,
         aggregation=section.loss_aggregation or entry.aggregation,
@@ -91,14 +96,33 @@ def resolve_algorithm(section: AlgorithmSection) -> Algorithm:
         top_entropy_fraction=section.top_entropy_fraction,
         correction=section.correction,
         is_on_policy=entry.is_on_policy,
-        trains_zero_advantages=_trains_zero_advantages(section),
+        is_group_relative=entry.compute_advantages in GROUP_RELATIVE_ADVANTAGES,
+        trains_zero_advantages=_trains_zero_advantages(section, entry),
     )
     _check_section(section, algorithm)
-    _check_arguments(algorithm)
+    if section.loss is None:
+        _check_arguments(algorithm)
+    else:
+        _check_own_loss(section, algorithm)
     return algorithm
 
 
-def _trains_zero_advantages(section: AlgorithmSection) -> bool:
+def _bind_advantages(
+    section: AlgorithmSection, entry: AlgorithmEntry
+) -> Callable[[Sequence[Sequence[RunOutcome]]], Advantages] | None:
+    name = section.algorithm_type
+    if entry.compute_advantages is None:
+        if section.advantage_args:
+            raise ConfigError(f"advantage_args has no effect with {name!r}, which computes no advantages: leave it out")
+        return None
+    if section.advantage is None:
+        return bind_arguments(entry.compute_advantages, section.advantage_args, where=f"advantage_args of {name!r}")
+    where = f"advantage_args of {section.advantage!r}"
+    bound = bind_arguments(entry.compute_advantages, section.advantage_args, where=where)
+    return CheckedAdvantages(bound, knob=f"algorithm.advantage={section.advantage!r}")
+
+
+def _trains_zero_advantages(section: AlgorithmSection, entry: AlgorithmEntry) -> bool:
     """Whether zero-advantage groups are trained; a `std_threshold` above 0 always drops them."""
     has_other_gradient = (
         section.kl_coef > 0
@@ -107,8 +131,21 @@ def _trains_zero_advantages(section: AlgorithmSection) -> bool:
         or section.loss_args.get("regularizer_coef", 0) > 0
     )
     drops_by_threshold = section.advantage_args.get("std_threshold", 0) > 0
-    is_zero = ALGORITHMS[section.algorithm_type].compute_advantages in ZERO_AT_EQUAL_REWARDS
+    is_zero = entry.compute_advantages in ZERO_AT_EQUAL_REWARDS
     return is_zero and has_other_gradient and not drops_by_threshold
+
+
+def _check_own_loss(section: AlgorithmSection, algorithm: Algorithm) -> None:
+    """As `_check_arguments`, with the contract of the user's loss function."""
+    if algorithm.compute_advantages is not None:
+        algorithm.compute_advantages([])
+    check_own_loss(
+        algorithm.compute_losses,
+        knob=f"algorithm.loss={section.loss!r}",
+        algorithm_type=algorithm.name,
+        compute_terms=algorithm.compute_terms,
+        needs=algorithm.needs,
+    )
 
 
 def _check_arguments(algorithm: Algorithm) -> None:
@@ -135,8 +172,7 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
             f"algorithm.loss_aggregation has no effect with {algorithm.name!r}, whose loss includes the token weights: "
             "leave it out"
         )
-    is_group_relative = ALGORITHMS[algorithm.name].compute_advantages in GROUP_RELATIVE_ADVANTAGES
-    if section.group_size == 1 and is_group_relative and "experts" not in algorithm.needs:
+    if section.group_size == 1 and algorithm.is_group_relative and "experts" not in algorithm.needs:
         raise ConfigError(
             f"algorithm.group_size=1: {algorithm.name!r} compares rollouts of a task, so one rollout has no advantage; "
             "raise group_size, or choose an algorithm without a group baseline, such as reinforceplusplus"

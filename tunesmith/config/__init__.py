@@ -3,6 +3,7 @@ commands."""
 
 from __future__ import annotations
 
+from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, PatienceSection
 from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection, MaskSection
 from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
@@ -54,11 +55,13 @@ __all__ = [
     "AdaptiveKlSection",
     "AlgorithmSection",
     "AuxiliaryModelSection",
+    "CallbacksSection",
     "ContaminationSection",
     "ConversationDataSection",
     "CorrectionSection",
     "CriticSection",
     "DatasetSection",
+    "EarlyStoppingSection",
     "EngineSection",
     "EvalConfig",
     "EvalStage",
@@ -69,6 +72,7 @@ __all__ = [
     "ExportStage",
     "FunctionStage",
     "HeldOutSection",
+    "KeepBestSection",
     "LoraSection",
     "MaskSection",
     "ModelSection",
@@ -78,6 +82,7 @@ __all__ = [
     "ParaphraseSection",
     "PassRateModelSection",
     "PassRateSection",
+    "PatienceSection",
     "PipelineConfig",
     "PreferStage",
     "PreferenceConfig",

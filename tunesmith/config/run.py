@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
 from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.extra_models import CriticSection, ExpertSection, TeacherSection
@@ -63,6 +64,11 @@ class AlgorithmSection(Section):
     many groups have equal rewards."""
     batch_size: int = Field(default=32, ge=1)
     """Tasks per step; raise it for less noisy updates."""
+    advantage: str | None = None
+    """Own advantage function, as `module:function` or `file.py:function`, in place of that of `algorithm_type`, whose
+    other parts stay; null uses the algorithm's."""
+    loss: str | None = None
+    """Own loss function, in the same form; null uses the algorithm's."""
     advantage_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the advantage function that differ from its defaults."""
     loss_args: dict[str, Any] = Field(default_factory=dict)
@@ -297,6 +303,12 @@ class RunConfig(Section):
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int | None = Field(default=None, ge=1)
     """Number of newest checkpoints kept on disk; null keeps all."""
+    keep_best: KeepBestSection | None = None
+    """Also keep the checkpoint with the best evaluation, as `best` in the run folder; null does not."""
+    early_stopping: EarlyStoppingSection | None = None
+    """End the run once a metric no longer improves; null runs all steps."""
+    callbacks: CallbacksSection = CallbacksSection()
+    """Functions called after steps, evaluations and checkpoints."""
     steps_per_file: int = Field(default=100, ge=1)
     """Committed steps whose rollouts are merged into one Parquet file, and whose selections into one JSON Lines file,
     to bound the number of files; 1 keeps one file per step."""
@@ -352,6 +364,14 @@ class RunConfig(Section):
             for key in ("task_selector", "weight", "operators"):
                 if getattr(dataset, key) != DatasetSection.model_fields[key].default:
                     raise ValueError(f"eval_datasets.{name}.{key} has no effect: evaluations run every task unchanged")
+        return self
+
+    @model_validator(mode="after")
+    def _check_watched_metrics(self) -> RunConfig:
+        sets, interval_steps = self.eval_datasets, self.evaluation.interval_steps
+        for knob, section in (("early_stopping", self.early_stopping), ("keep_best", self.keep_best)):
+            if section is not None:
+                check_metric_name(knob, section.metric, eval_sets=sets, interval_steps=interval_steps)
         return self
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.callbacks import PatienceSection
 from tunesmith.config.model import ModelSection
 from tunesmith.config.run import MonitorSection, TrainerSection
 from tunesmith.config.section import LearningRate, NumThreads, Section
@@ -87,6 +88,9 @@ class OfflineConfig(Section):
     keep_checkpoints: int | None = Field(default=None, ge=1)
     """Number of newest checkpoints kept on disk, also after the end; during training the best one is kept too. null
     keeps 1 during training and 0 once `model/` is written."""
+    early_stopping: PatienceSection | None = None
+    """End once the evaluation loss no longer falls; null trains all steps. The learning rate schedule is that of all
+    steps."""
     trainer: SftTrainerSection = SftTrainerSection()
     """Optimizer, memory and speed."""
     monitor: MonitorSection = MonitorSection()
@@ -103,11 +107,17 @@ class OfflineConfig(Section):
     def _check_evaluation(self) -> OfflineConfig:
         if self.eval_dataset is not None and self.eval_fraction > 0:
             raise ValueError("eval_dataset and eval_fraction are both given: set only one of them")
+        has_held_out = self.eval_dataset is not None or self.eval_fraction > 0
+        if self.early_stopping is not None and not (has_held_out and self.evaluation_interval_steps):
+            raise ValueError(
+                "early_stopping needs held-out rows and evaluations during training: set eval_dataset or "
+                "eval_fraction, and evaluation_interval_steps above 0"
+            )
         interval, default = (
             self.evaluation_interval_steps,
             OfflineConfig.model_fields["evaluation_interval_steps"].default,
         )
-        if self.eval_dataset is None and self.eval_fraction == 0 and interval != default:
+        if not has_held_out and interval != default:
             raise ValueError(
                 f"evaluation_interval_steps={interval} has no effect without held-out rows: set eval_dataset or "
                 "eval_fraction"

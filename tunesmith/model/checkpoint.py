@@ -125,11 +125,12 @@ def find_last_checkpoint(run_root: Path) -> Path | None:
     return next(reversed(find_checkpoints(run_root)), None)
 
 
-def remove_old_checkpoints(run_root: Path, *, num_kept: int) -> None:
-    """Remove all but the newest `num_kept` checkpoints."""
+def remove_old_checkpoints(run_root: Path, *, num_kept: int, best_step: int | None = None) -> None:
+    """Remove all checkpoints but the newest `num_kept` and the one of `best_step`."""
     assert num_kept >= 1
     for folder in find_checkpoints(run_root)[:-num_kept]:
-        remove_tree(folder)
+        if parse_checkpoint_step(folder) != best_step:
+            remove_tree(folder)
 
 
 def remove_leftovers(run_root: Path) -> None:
@@ -137,7 +138,7 @@ def remove_leftovers(run_root: Path) -> None:
     for path in run_root.iterdir():
         if TEMPORARY.search(path.name):
             with storage_errors(path, "remove"):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def save_model_files(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

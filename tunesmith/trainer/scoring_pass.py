@@ -164,9 +164,8 @@ def prepare_update(
     """
     events = index_events(samples, rows)
     sampler_E = events.gather([sample.logprobs for sample in samples])
-    is_scored = proximal is not None and proximal.logprobs is not None
-    proximal_E = events.gather(proximal.logprobs) if is_scored else sampler_E
-    old_E = proximal_E if is_scored and proximal.is_weighted else sampler_E
+    proximal_E, is_weighted = gather_proximal(events, proximal, sampler_E)
+    old_E = proximal_E if is_weighted else sampler_E
     known = {} if step_terms is None else step_terms.scores
     scored = run_scoring_passes(
         model, samples, rows, algorithm.needs - known.keys(), scoring_models=scoring_models, chunk_tokens=chunk_tokens
@@ -179,7 +178,7 @@ def prepare_update(
         algorithm.correction,
         advantages_E=terms.advantages_E,
         proximal_logprobs_E=proximal_E,
-        is_weighted=is_scored and proximal.is_weighted,
+        is_weighted=is_weighted,
     )
     kept_E, entropy_metrics = find_top_entropy_tokens(scores, fraction=algorithm.top_entropy_fraction)
     inputs = TokenInputs(
@@ -194,7 +193,7 @@ def prepare_update(
         constants_E=terms.constants_E,
         is_selected_E=None if terms.is_selected_E is None else terms.is_selected_E.astype(np.float64),
         reference_logprobs_E=scores.reference_logprobs_E if algorithm.kl_coef > 0 else None,
-        importance_caps_E=None if proximal is None or is_scored else build_caps(scores, algorithm.correction.cap),
+        importance_caps_E=build_caps(scores, algorithm, proximal),
     )
     return PreparedUpdate(
         inputs=inputs.convert(events.scatter),
@@ -217,9 +216,8 @@ def compute_step_terms(
 ) -> StepTerms:
     """Run the critic and the other models that do not change within the step on all of its samples."""
     events = index_events(samples, rows)
-    old_E = events.gather(
-        proximal.logprobs if proximal is not None and proximal.is_weighted else [sample.logprobs for sample in samples]
-    )
+    known = proximal.logprobs if proximal is not None and proximal.is_weighted else None
+    old_E = events.gather([sample.logprobs for sample in samples] if known is None else known)
     scored = run_scoring_passes(
         model, samples, rows, algorithm.needs - POLICY_SCORES, scoring_models=scoring_models, chunk_tokens=chunk_tokens
     )
@@ -237,9 +235,20 @@ def compute_step_terms(
     )
 
 
-def build_caps(scores: BatchScores, cap: float) -> np.ndarray:
-    """The cap [E] of the importance weights; 0 for expert tokens, which have weight 1."""
-    return np.where(scores.is_expert_Q[scores.sequence_E], 0.0, cap)
+def gather_proximal(
+    events: EventIndex, proximal: ProximalScores | None, sampler_E: np.ndarray
+) -> tuple[np.ndarray, bool]:
+    """Logprobs [E] of the proximal policy, the sampler's if it was not scored; whether losses are weighted by them."""
+    if proximal is None or proximal.logprobs is None:
+        return sampler_E, False
+    return events.gather(proximal.logprobs), proximal.is_weighted
+
+
+def build_caps(scores: BatchScores, algorithm: Algorithm, proximal: ProximalScores | None) -> np.ndarray | None:
+    """The cap [E] of importance weights that the loss pass computes; 0 for expert tokens, which have weight 1."""
+    if proximal is None or proximal.logprobs is not None:
+        return None
+    return np.where(scores.is_expert_Q[scores.sequence_E], 0.0, algorithm.correction.cap)
 
 
 def compute_weights(scores: BatchScores, algorithm: Algorithm, *, norm_length: int) -> np.ndarray:

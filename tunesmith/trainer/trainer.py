@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.kl import adapt_kl_coef
+from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.scores import Need
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError, ModelError, TrainingError
@@ -92,9 +93,10 @@ class Trainer:
         critic_model: ValueModel | None = None,
         dropout_seed: int = 0,
         is_sampler_quantized: bool = False,
+        own_functions: OwnFunctions = OwnFunctions(),
     ) -> None:
         """With `is_sampler_quantized` every token is off-policy: importance weights apply as to replayed groups."""
-        self._algorithm = resolve_algorithm(algorithm)
+        self._algorithm = resolve_algorithm(algorithm, own=own_functions)
         self._settings = settings
         self._norm_length = algorithm.norm_length or max_model_len
         self._num_total_steps = num_total_steps

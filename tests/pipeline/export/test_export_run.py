@@ -23,6 +23,7 @@ from tunesmith.model.load import load_model
 from tunesmith.pipeline.export.gguf import files as export_gguf
 from tunesmith.pipeline.export.run import run_export
 from tunesmith.pipeline.session.load_config import build_section, dump_config
+from tunesmith.storage import save_link
 
 IDS = torch.tensor([[1, 17, 300, 5, 42, 42, 99, 260, 8, 2, 31]])
 
@@ -184,6 +185,15 @@ def test_a_run_folder_stands_for_its_last_checkpoint(tmp_path):
     assert torch.equal(compute_logits(AutoModelForCausalLM.from_pretrained(report.hf)), expected)
     assert report.name == "my-run"
     assert not (report.hf / "trainer").exists() and not (report.hf / "DONE.json").exists()
+
+
+def test_the_best_checkpoint_of_a_run_is_exported_by_its_link(tmp_path):
+    save_run(tmp_path / "solver", steps=(2, 10))
+    save_link(tmp_path / "solver" / "best", "global_step_2")
+    report = run_export(ExportSection(path=str(tmp_path / "solver" / "best")), out_dir=tmp_path / "out")
+    expected = compute_logits(build_random_model(CONFIGS["qwen2"], seed=2))
+    assert torch.equal(compute_logits(AutoModelForCausalLM.from_pretrained(report.hf)), expected)
+    assert report.name == "solver"
 
 
 def test_an_incomplete_checkpoint_is_refused(tmp_path):

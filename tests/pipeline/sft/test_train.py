@@ -17,7 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conversation_examples import CALL, ROW
 from fakes import full_disk
-from tunesmith.config import ConversationDataSection, LoraSection, ModelSection, SftConfig, SftTrainerSection
+from tunesmith.config import (
+    ConversationDataSection,
+    LoraSection,
+    ModelSection,
+    PatienceSection,
+    SftConfig,
+    SftTrainerSection,
+)
 from tunesmith.errors import ConfigError, DataError, ModelError, StorageError
 from tunesmith.model.adapters.dropout import find_dropouts
 from tunesmith.model.checkpoint import find_checkpoints
@@ -208,6 +215,42 @@ def test_the_best_evaluation_is_kept(folder, data, tmp_path):
     assert result.best_step == min(losses, key=losses.get) < result.num_steps
     assert result.eval_loss == losses[result.best_step]
     assert compute_loss_by_hand(result.folder, held_out) == pytest.approx(result.eval_loss, rel=1e-4)
+
+
+def test_training_ends_when_the_evaluation_loss_no_longer_falls_and_resumes_to_the_same_end(folder, data, tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "x" * 9}]}]
+    held_out = write_rows(tmp_path / "eval.jsonl", rows)
+    config = build_config(
+        folder, data, eval_dataset=ConversationDataSection(path=str(held_out)), evaluation_interval_steps=1,
+        num_epochs=6, save_interval_steps=1, keep_checkpoints=50, early_stopping=PatienceSection(patience=3),
+    )  # fmt: skip
+    root = tmp_path / "sft"
+    result, before = run_sft(config, out_dir=root), read_metrics(root)
+    assert result.num_steps == result.best_step + 3 < len([*range(6)]) * len(build_batches_of(config, data))
+    assert f"eval/loss has not improved on {result.eval_loss:.6g} of step {result.best_step} in 3" in result.stop_reason
+    assert run_sft(config, out_dir=root) == result
+    for num_removed in (0, 2):  # as if killed before `model/` was written, and two steps earlier
+        shutil.rmtree(root / "model")
+        for checkpoint in find_checkpoints(root)[len(find_checkpoints(root)) - num_removed :]:
+            shutil.rmtree(checkpoint)
+        assert run_sft(config, out_dir=root) == result
+        assert [strip_times(row) for row in read_metrics(root)] == [strip_times(row) for row in before]
+
+
+def build_batches_of(config, data):
+    reader = ConversationReader(AutoTokenizer.from_pretrained(config.model.path))
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    samples = reader.read(rows, max_model_len=config.model.max_model_len, drops_long_rows=False)
+    return build_batches(samples, config, epoch=0)
+
+
+def strip_times(row):
+    return {name: value for name, value in row.items() if not name.startswith("perf/")}
+
+
+def test_early_stopping_without_held_out_rows_is_refused(folder, data):
+    with pytest.raises(ValueError, match="early_stopping needs held-out rows"):
+        build_config(folder, data, early_stopping=PatienceSection())
 
 
 def compute_loss_by_hand(folder, data):

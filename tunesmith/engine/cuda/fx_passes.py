@@ -297,9 +297,11 @@ def _quantize_inputs(graph: fx.Graph, fused_ops: FusedOps, quantized: QuantizedO
 
 def _read_sizes_of_input(norm: fx.Node) -> None:
     """Let nodes that read the size of a norm's output read that of its input, which is the same."""
+    source = norm.args[0]
+    assert isinstance(source, fx.Node)
     for user in list(norm.users):
         if _is_call(user, {"size"}) or (_is_call(user, {getattr}) and user.args[1] == "shape"):
-            user.replace_input_with(norm, norm.args[0])
+            user.replace_input_with(norm, source)
 
 
 def _replace_node(old: fx.Node, new: fx.Node) -> None:

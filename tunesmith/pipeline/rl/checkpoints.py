@@ -16,6 +16,7 @@ from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
 from tunesmith.loop import StepParts
 from tunesmith.model.checkpoint import load_checkpoint, remove_old_checkpoints, save_checkpoint
+from tunesmith.pipeline.rl.run_control import RunControl
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.pipeline.session.resume_point import describe_recovery
 from tunesmith.pipeline.session.run_folder import RunFolder
@@ -40,7 +41,9 @@ def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
     return int(state.run_state["step"])
 
 
-def commit(config: RunConfig, policy: Policy, parts: StepParts, folder: RunFolder, *, step: int) -> None:
+def commit(
+    config: RunConfig, policy: Policy, parts: StepParts, folder: RunFolder, control: RunControl, *, step: int
+) -> None:
     """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints."""
     save_checkpoint(
         folder.paths.checkpoint(step),
@@ -55,8 +58,10 @@ def commit(config: RunConfig, policy: Policy, parts: StepParts, folder: RunFolde
     )
     save_json(folder.paths.last_commit, {"step": step})
     merge_steps(folder.paths, committed_step=step, steps_per_file=config.steps_per_file)
+    control.save_best()
     if config.keep_checkpoints is not None:
-        remove_old_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints)
+        best_step = None if control.best is None else control.best.step
+        remove_old_checkpoints(folder.paths.root, num_kept=config.keep_checkpoints, best_step=best_step)
 
 
 def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) -> None:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from tunesmith.algorithms.algorithm import Algorithm
-from tunesmith.algorithms.table import ALGORITHMS, GROUP_RELATIVE_ADVANTAGES
 from tunesmith.chat.messages import Message
 from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.config import RunConfig
@@ -24,8 +23,7 @@ SHOWN_STREAKS = frozenset(10**power for power in range(1, 7))
 
 def check_sampling_is_random(config: RunConfig, algorithm: Algorithm) -> None:
     """Refuse a group-relative algorithm with greedy sampling, where all rollouts of a group are identical."""
-    is_comparison = ALGORITHMS[algorithm.name].compute_advantages in GROUP_RELATIVE_ADVANTAGES
-    if not is_comparison or "experts" in algorithm.needs:
+    if not algorithm.is_group_relative or "experts" in algorithm.needs:
         return
     for knob, value, is_greedy in (
         ("temperature", config.model.temperature, config.model.temperature == 0),

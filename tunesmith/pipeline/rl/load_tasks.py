@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
-from tunesmith.pipeline.session.load_function import load_component
+from tunesmith.pipeline.rl.callbacks import Callbacks
+from tunesmith.pipeline.session.load_function import load_component, name_function
 from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.mixture import Mixture
 from tunesmith.tasks.selector import Selector
@@ -26,12 +28,25 @@ from tunesmith.types import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomComponents:
-    """Selectors and operators that the caller of `tune()` passed as objects."""
+    """Selectors, operators and functions that the caller of `tune()` passed as objects."""
 
     selectors: Mapping[str, Any] = field(default_factory=dict)
     """Training set name -> a selector, or a class or function that builds one from the tasks."""
     operators: Sequence[Callable[..., Any]] = ()
     """Operators on groups, applied after those of the config."""
+    functions: OwnFunctions = field(default_factory=OwnFunctions)
+    """Advantage and loss function, whose names are in the config."""
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    """Callbacks, whose names are in the config."""
+
+    def list_overrides(self) -> list[str]:
+        """Overrides of a run file ("a.b=value") with the names of the functions that were passed as objects."""
+        functions = {
+            "algorithm.advantage": self.functions.advantage,
+            "algorithm.loss": self.functions.loss,
+            **{f"callbacks.{name}": function for name, function in self.callbacks.list_functions().items()},
+        }
+        return [f"{knob}={name_function(function)}" for knob, function in functions.items() if function is not None]
 
 
 def build_task_feed(config: RunConfig, custom: CustomComponents) -> tuple[TaskFeed, dict[str, float]]:

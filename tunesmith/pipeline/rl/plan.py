@@ -6,18 +6,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
-from tunesmith.config import RunConfig
+from tunesmith.algorithms.own_functions import OwnFunctions, list_functions
+from tunesmith.config import AlgorithmSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.experience.expert_feed import ExpertFeed
 from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.experience.table import BoundOperator, build_operators
 from tunesmith.model.load import load_section_tokenizer
 from tunesmith.monitor.trackers import check_trackers
+from tunesmith.pipeline.rl.callbacks import Callbacks, load_callbacks
 from tunesmith.pipeline.rl.learning_check import check_sampling_is_random
 from tunesmith.pipeline.rl.load_experts import load_expert_feed
 from tunesmith.pipeline.rl.load_tasks import CustomComponents, build_task_feed
 from tunesmith.pipeline.session.extra_models import check_extra_models
-from tunesmith.pipeline.session.load_function import load_component
+from tunesmith.pipeline.session.load_function import load_component, load_function
 from tunesmith.pipeline.session.policy import check_auxiliary, check_engine, check_trained_model
 from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.task_feed import TaskFeed
@@ -29,6 +31,9 @@ class Plan:
     """Everything a run needs that does not depend on weights."""
 
     algorithm: Algorithm
+    functions: OwnFunctions
+    """Own advantage and loss function of the algorithm."""
+    callbacks: Callbacks
     feed: TaskFeed
     task_counts: dict[str, float]
     """Metrics of operators on tasks."""
@@ -42,7 +47,8 @@ class Plan:
 
 def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents()) -> Plan:
     """Run every check that needs no weights, and read the data."""
-    algorithm = resolve_algorithm(config.algorithm)
+    functions = load_own_functions(config.algorithm, custom.functions)
+    algorithm = resolve_algorithm(config.algorithm, own=functions)
     if algorithm.is_supervised:
         raise ConfigError(
             f"algorithm.algorithm_type={algorithm.name!r} does not train on rewards: choose another, or use "
@@ -66,6 +72,8 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         check_auxiliary(name, section)
     return Plan(
         algorithm=algorithm,
+        functions=functions,
+        callbacks=load_callbacks(config.callbacks, custom.callbacks),
         feed=feed,
         task_counts=counted,
         operators=operators,
@@ -74,6 +82,14 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         eval_tasks=eval_tasks,
         total_steps=compute_total_steps(config, num_tasks=len(feed.tasks)),
     )
+
+
+def load_own_functions(section: AlgorithmSection, given: OwnFunctions) -> OwnFunctions:
+    """The advantage and loss function that the section names; those in `given` are loaded already."""
+    loaded = dict.fromkeys(("advantage", "loss"))
+    for knob, spec, function in list_functions(section, given):
+        loaded[knob.removeprefix("algorithm.")] = function or load_function(spec, knob=knob)
+    return OwnFunctions(**loaded)
 
 
 def check_refill(config: RunConfig) -> None:

@@ -16,7 +16,7 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import TunesmithError
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.store import save_rollouts
-from tunesmith.loop import StepParts, run_step
+from tunesmith.loop import StepParts, StepResult, run_step
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, find_last_checkpoint
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.monitor.monitor import Monitor
@@ -26,6 +26,7 @@ from tunesmith.pipeline.rl.checkpoints import commit, restore, save_unfinished
 from tunesmith.pipeline.rl.learning_check import UpdateLog, check_reply_fits
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition
+from tunesmith.pipeline.rl.run_control import RunControl
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.extra_models import load_extra_models
 from tunesmith.pipeline.session.policy import BuildModel, Policy, build_sampling
@@ -55,6 +56,10 @@ class TuneResult(TrainingResult):
     """Metrics of the last step."""
     evaluations: dict[str, EvaluationResult]
     """The last evaluation of each held-out set."""
+    best_checkpoint: Path | None = None
+    """The checkpoint with the best evaluation; None without `keep_best`."""
+    stop_reason: str | None = None
+    """Why the run ended before its last step; None if it did not."""
 
     @property
     def run_folder(self) -> Path:
@@ -128,6 +133,7 @@ def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -
         teacher_model=extra.teacher,
         critic_model=extra.critic,
         is_sampler_quantized=config.engine.weight_format != "model",
+        own_functions=plan.functions,
     )
     batch_size, has_baselines = config.algorithm.batch_size, "baselines" in plan.algorithm.needs
     return StepParts(
@@ -163,46 +169,68 @@ async def train(
     config: RunConfig, plan: Plan, policy: Policy, parts: StepParts, folder: RunFolder, monitor: Monitor
 ) -> TuneResult:
     """Run all remaining steps, from the last checkpoint or from the beginning."""
-    first_step = restore(folder, policy, parts)
+    first_step = step = restore(folder, policy, parts)
+    show_notes(config, plan, folder, monitor, first_step=first_step)
+    control = RunControl(config, plan.callbacks, folder.paths, total_steps=plan.total_steps)
+    control.replay(committed_step=first_step)
+    evaluations: dict[str, EvaluationResult] = {}
+    if first_step == 0 and config.evaluation.at_start:
+        evaluations = await evaluate(config, plan, parts.actors, folder, monitor, control, step=0)
+        control.raise_error()
+    metrics: dict[str, float] = {}
+    updates = UpdateLog(monitor.show_line)
+    while step < plan.total_steps and control.stop is None:
+        step += 1
+        result = await run_saved_step(parts, folder, monitor, step=step)
+        metrics = result.metrics
+        updates.add(step, metrics, result.batch.collected)
+        monitor.log(step, "train", metrics)
+        show_failures(monitor, result.batch.collected)
+        await control.end_step(step, result)
+        if control.is_last(step) or is_due(step, config.evaluation.interval_steps):
+            found = await evaluate(config, plan, parts.actors, folder, monitor, control, step=step)
+            evaluations = found or evaluations
+        if control.is_saved(step) or is_due(step, config.save_interval_steps):
+            commit(config, policy, parts, folder, control, step=step)
+            await control.end_checkpoint(step)
+        control.raise_error()
+    updates.close()
+    if (ending := control.save_ending(step, first_step=first_step)) is not None:
+        monitor.show_line(ending)
+    checkpoint = folder.paths.checkpoint(step)
+    return TuneResult(
+        folder=folder.paths.root,
+        checkpoint=checkpoint if checkpoint.exists() else folder.checkpoint,
+        num_steps=step,
+        has_learned=updates.has_changed_weights,
+        metrics=metrics,
+        evaluations=evaluations,
+        best_checkpoint=None if control.best is None else folder.paths.checkpoint(control.best.step),
+        stop_reason=control.find_stop_reason(step),
+    )
+
+
+def show_notes(config: RunConfig, plan: Plan, folder: RunFolder, monitor: Monitor, *, first_step: int) -> None:
+    """Print what the user should know before the first step."""
     if (repetition := describe_repetition(config, num_tasks=len(plan.feed.tasks))) is not None:
         monitor.show_line(repetition)
     if folder.archive is not None:
         monitor.show_line(f"resumed from step {first_step}; files of later steps were moved to {folder.archive}")
     for name, number in plan.task_counts.items():
         monitor.show_line(f"{name} {number:g}")
-    evaluations: dict[str, EvaluationResult] = {}
-    if first_step == 0 and config.evaluation.at_start:
-        evaluations = await evaluate(config, plan, parts.actors, folder, monitor, step=0)
-    metrics: dict[str, float] = {}
-    updates = UpdateLog(monitor.show_line)
-    for step in range(first_step + 1, plan.total_steps + 1):
-        progress = RolloutProgress(status=monitor)
-        try:
-            result = await run_step(parts, step=step, progress=progress)
-        except TunesmithError:
-            save_unfinished(folder.paths.rollouts(step), progress.finished)
-            raise
-        metrics = result.metrics
-        save_rollouts(folder.paths.rollouts(step), result.batch.collected, result.batch.spread(result.advantages))
-        parts.tasks.save_selection(folder.paths.selection(step))
-        updates.add(step, metrics, result.batch.collected)
-        monitor.log(step, "train", metrics)
-        show_failures(monitor, result.batch.collected)
-        is_last = step == plan.total_steps
-        if is_last or is_due(step, config.evaluation.interval_steps):
-            evaluations = await evaluate(config, plan, parts.actors, folder, monitor, step=step) or evaluations
-        if is_last or is_due(step, config.save_interval_steps):
-            commit(config, policy, parts, folder, step=step)
-    updates.close()
-    checkpoint = folder.paths.checkpoint(plan.total_steps)
-    return TuneResult(
-        folder=folder.paths.root,
-        checkpoint=checkpoint if checkpoint.exists() else folder.checkpoint,
-        num_steps=max(plan.total_steps, first_step),
-        has_learned=updates.has_changed_weights,
-        metrics=metrics,
-        evaluations=evaluations,
-    )
+
+
+async def run_saved_step(parts: StepParts, folder: RunFolder, monitor: Monitor, *, step: int) -> StepResult:
+    """Run a step and save its rollouts and selection; rollouts of a step that fails are saved too."""
+    progress = RolloutProgress(status=monitor)
+    try:
+        result = await run_step(parts, step=step, progress=progress)
+    except TunesmithError:
+        save_unfinished(folder.paths.rollouts(step), progress.finished)
+        raise
+    save_rollouts(folder.paths.rollouts(step), result.batch.collected, result.batch.spread(result.advantages))
+    parts.tasks.save_selection(folder.paths.selection(step))
+    return result
 
 
 def show_failures(monitor: Monitor, groups: Sequence[Group]) -> None:
@@ -212,7 +240,14 @@ def show_failures(monitor: Monitor, groups: Sequence[Group]) -> None:
 
 
 async def evaluate(
-    config: RunConfig, plan: Plan, actors: Actors, folder: RunFolder, monitor: Monitor, *, step: int
+    config: RunConfig,
+    plan: Plan,
+    actors: Actors,
+    folder: RunFolder,
+    monitor: Monitor,
+    control: RunControl,
+    *,
+    step: int,
 ) -> dict[str, EvaluationResult]:
     """Evaluate every held-out set; save and log the results."""
     if not plan.eval_tasks:
@@ -224,6 +259,7 @@ async def evaluate(
         merged |= result.to_metrics()
     monitor.log(step, "eval", merged)
     show_failures(monitor, [group for result in results.values() for group in result.groups])
+    await control.end_evaluation(step, results, merged)
     return results
 
 

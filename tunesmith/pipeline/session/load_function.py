@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -54,6 +55,14 @@ def load_component(spec: str, *, knob: str) -> Callable[..., Any]:
         source, _, name = spec.rpartition(".")
         spec = f"{source}:{name}"
     return load_function(spec, knob=knob)
+
+
+def name_function(function: Callable[..., Any]) -> str:
+    """`module:name` of a function or object, under which a run's config records it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def check_function(spec: str, *, knob: str) -> None:

@@ -42,6 +42,9 @@ MUTABLE_KEYS = (
     "total_steps",
     "save_interval_steps",
     "keep_checkpoints",
+    "keep_best",
+    "early_stopping",
+    "callbacks",
     "steps_per_file",
     "evaluation.interval_steps",
     "evaluation.at_start",
@@ -52,7 +55,8 @@ MUTABLE_KEYS = (
     "trainer.mismatch_warn",
     "trainer.mismatch_stop",
 )
-"""Keys that may change when a run is resumed: paths, length, saving, evaluation, reporting and failure limits."""
+"""Keys that may change when a run is resumed: paths, length, saving, evaluation, callbacks, reporting and failure
+limits."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -57,7 +57,7 @@ def find_source(settings: ExportSection) -> ExportSource:
             "export the model folder that it was converted from"
         )
     if folder.is_dir():
-        folder = find_model_folder(folder.absolute())
+        folder = find_model_folder(folder.resolve() if folder.is_symlink() else folder.absolute())
     path = str(folder) if folder.is_dir() else settings.path
     run = find_run(folder)
     return ExportSource(

@@ -53,10 +53,8 @@ class OfflinePlan:
         """The batch of each step."""
         return [batch for epoch in self.epochs for batch in epoch][: self.max_steps]
 
-    @property
-    def num_last_epoch_steps(self) -> int:
-        """Number of steps in the epoch of the last step."""
-        num_steps = len(self.batches)
+    def count_last_epoch_steps(self, num_steps: int) -> int:
+        """Number of steps in the epoch of the last of `num_steps` steps."""
         for epoch in self.epochs:
             if num_steps <= len(epoch):
                 break

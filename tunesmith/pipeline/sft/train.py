@@ -17,12 +17,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from tunesmith.config import AlgorithmSection, OfflineConfig, SftConfig
+from tunesmith.config import AlgorithmSection, EarlyStoppingSection, OfflineConfig, SftConfig
 from tunesmith.errors import TrainingError
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, load_checkpoint, save_checkpoint
 from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.model.load import check_vocabulary, load_section_model
+from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.monitor.monitor import Monitor
+from tunesmith.pipeline.session.early_stopping import EarlyStopping
 from tunesmith.pipeline.session.result import TrainingResult
 from tunesmith.pipeline.sft.folder import (
     MODEL,
@@ -57,6 +59,8 @@ class OfflineResult(TrainingResult):
     """Rows dropped because they exceed the model's context."""
     num_trained_tokens: int
     """Trained tokens in one epoch."""
+    stop_reason: str | None = None
+    """Why the training ended before its last step; None if it did not."""
 
     @property
     def run_folder(self) -> Path:
@@ -93,6 +97,7 @@ class Progress:
     losses: list[float] = field(default_factory=list)
     best_step: int | None = None
     best_loss: float | None = None
+    stop_reason: str | None = None
 
 
 def run_sft(config: SftConfig, *, out_dir: Path) -> OfflineResult:
@@ -172,10 +177,13 @@ def train(
 ) -> Progress:
     """Run all remaining steps, from the last checkpoint or the beginning; the last step is always saved."""
     progress = restore(folder, model, trainer)
+    stopping = build_early_stopping(config, folder)
     if plan.num_dropped_rows:
         monitor.show_line(f"{plan.num_dropped_rows} rows are longer than model.max_model_len and were dropped")
     batches, epochs = plan.batches, plan.progress
-    for step in range(progress.step + 1, len(batches) + 1):
+    has_ended = progress.stop_reason is not None
+    while progress.step < len(batches) and not has_ended:
+        step = progress.step + 1
         started = time.perf_counter()
         metrics = trainer.step(batches[step - 1])
         metrics["perf/train_s"] = time.perf_counter() - started
@@ -185,8 +193,11 @@ def train(
         progress.step = step
         progress.losses.append(metrics["train/loss"])
         is_last = step == len(batches)
-        is_best = evaluate(config, plan, trainer, progress, monitor, is_last=is_last)
-        if is_last or is_best or step % config.save_interval_steps == 0:
+        is_best = evaluate(config, plan, trainer, progress, monitor, stopping, is_last=is_last)
+        has_ended = progress.stop_reason is not None
+        if has_ended:
+            monitor.show_line(f"ended early, after step {step} of {len(batches)}: {progress.stop_reason}")
+        if is_last or is_best or has_ended or step % config.save_interval_steps == 0:
             commit(config, plan, model, trainer, folder, progress)
     return progress
 
@@ -197,10 +208,12 @@ def evaluate(
     trainer: Trainer,
     progress: Progress,
     monitor: Monitor,
+    stopping: EarlyStopping | None,
     *,
     is_last: bool,
 ) -> bool:
-    """Compute the evaluation loss if it is due; return whether these weights are the best so far."""
+    """Compute the evaluation loss if it is due; return whether these weights are the best so far. Sets
+    `progress.stop_reason` if the training ends here although it is not the last step."""
     if not plan.eval_samples:
         progress.best_step = progress.step
         return False
@@ -214,8 +227,23 @@ def evaluate(
     is_best = progress.best_loss is None or loss < progress.best_loss
     if is_best:
         progress.best_step, progress.best_loss = progress.step, loss
-    monitor.log(progress.step, "eval", {"eval/loss": loss, "perf/evaluation_s": time.perf_counter() - started})
+    metrics = {"eval/loss": loss, "perf/evaluation_s": time.perf_counter() - started}
+    monitor.log(progress.step, "eval", metrics)
+    if stopping is not None and not is_last:
+        stopping.add(progress.step, "eval", metrics)
+        progress.stop_reason = stopping.reason
     return is_best
+
+
+def build_early_stopping(config: OfflineConfig, folder: OfflineFolder) -> EarlyStopping | None:
+    """The rule of `early_stopping` with the evaluations up to the checkpoint; None without the knob."""
+    if config.early_stopping is None:
+        return None
+    rule = EarlyStoppingSection(metric="eval/loss", mode="min", **config.early_stopping.model_dump())
+    stopping = EarlyStopping(rule)
+    for record in load_metrics(folder.paths.metrics):
+        stopping.add(record["step"], record["kind"], {"eval/loss": record.get("eval/loss")})
+    return stopping
 
 
 def restore(folder: OfflineFolder, model: PreTrainedModel, trainer: Trainer) -> Progress:
@@ -249,7 +277,7 @@ def commit(
 
 def summarize_training(plan: OfflinePlan, progress: Progress) -> dict[str, Any]:
     """The fields of the result except its folder."""
-    last_losses = progress.losses[-plan.num_last_epoch_steps :]
+    last_losses = progress.losses[-plan.count_last_epoch_steps(progress.step) :]
     return {
         "num_steps": progress.step,
         "loss": sum(last_losses) / len(last_losses),
@@ -259,4 +287,5 @@ def summarize_training(plan: OfflinePlan, progress: Progress) -> dict[str, Any]:
         "num_eval_rows": count_rows(plan.eval_samples),
         "num_dropped_rows": plan.num_dropped_rows,
         "num_trained_tokens": sum(sum(sample.is_sampled) for sample in plan.samples),
+        "stop_reason": progress.stop_reason,
     }

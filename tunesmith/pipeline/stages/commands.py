@@ -112,7 +112,8 @@ def run_rl_stage(config: RunConfig, out_dir: Path, choose_model: ChooseModel) ->
     config = config.model_copy(update=location)
     workflow, judge = load_functions(config)
     result = run_tuning(config, workflow=workflow, judge=judge, build_model=choose_model(config))
-    assert result.checkpoint is not None, "the last step is always saved"
+    if result.checkpoint is None:
+        raise ConfigError(f"the run ended before its first step, so it has no model: {result.stop_reason}")
     return StageResult(
         model=result.checkpoint,
         device=describe_device(config.model.device, config.num_cpu_threads),
