@@ -146,7 +146,8 @@ def _compute_loss(
     `kl_coef` is that of the algorithm, as a tensor, so that a captured row can be replayed with another value.
     """
     logprobs_E = logprobs_S.index_select(0, site_E)
-    old_logprobs_E, correction_E, weights = inputs.old_logprobs_E, inputs.correction_E, {}
+    old_logprobs_E, correction_E = inputs.old_logprobs_E, inputs.correction_E
+    weights: dict[str, Tensor] = {}
     if inputs.importance_caps_E is not None:
         old_logprobs_E = logprobs_E.detach()
         weights_E, weights = _compute_importance_weights(old_logprobs_E, inputs, inputs.importance_caps_E)

@@ -161,9 +161,10 @@ def prepare_update(
     """
     events = index_events(samples, rows)
     sampler_E = events.gather([sample.logprobs for sample in samples])
-    is_scored = proximal is not None and proximal.logprobs is not None
-    proximal_E = events.gather(proximal.logprobs) if is_scored else sampler_E
-    is_weighted = is_scored and proximal.is_weighted
+    is_weighted, proximal_E = False, sampler_E
+    if proximal is not None and proximal.logprobs is not None:
+        is_weighted, proximal_E = proximal.is_weighted, events.gather(proximal.logprobs)
+    is_weighted_later = proximal is not None and proximal.logprobs is None
     old_E = proximal_E if is_weighted else sampler_E
     known = {} if step_terms is None else step_terms.scores
     scored = run_scoring_passes(
@@ -190,7 +191,7 @@ def prepare_update(
         sequence_log_ratios_E=terms.sequence_log_ratios_E,
         constants_E=terms.constants_E,
         reference_logprobs_E=scores.reference_logprobs_E if algorithm.kl_coef > 0 else None,
-        importance_caps_E=None if proximal is None or is_scored else build_caps(scores, algorithm.correction.cap),
+        importance_caps_E=build_caps(scores, algorithm.correction.cap) if is_weighted_later else None,
     )
     return PreparedUpdate(
         inputs=inputs.convert(events.scatter),
@@ -213,9 +214,10 @@ def compute_step_terms(
 ) -> StepTerms:
     """Run the critic and the other models that do not change within the step on all of its samples."""
     events = index_events(samples, rows)
-    old_E = events.gather(
-        proximal.logprobs if proximal is not None and proximal.is_weighted else [sample.logprobs for sample in samples]
-    )
+    old_E = events.gather([sample.logprobs for sample in samples])
+    if proximal is not None and proximal.is_weighted:
+        assert proximal.logprobs is not None, "with a critic importance weights are computed before the loss pass"
+        old_E = events.gather(proximal.logprobs)
     scored = run_scoring_passes(
         model, samples, rows, algorithm.needs - {"logprobs"}, scoring_models=scoring_models, chunk_tokens=chunk_tokens
     )

@@ -91,7 +91,8 @@ class Fp8Weights:
     def _run_merged_linear(
         self, inputs: Tensor | QuantizedRows, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> Sequence[Tensor]:
-        rows, outputs = _quantize(inputs), {}
+        rows = _quantize(inputs)
+        outputs: dict[int, Tensor] = {}
         for group in find_merged_groups(weights, biases):
             present = [bias for bias in (biases[index] for index in group) if bias is not None]
             weight = self.get([weights[index] for index in group])
