@@ -216,8 +216,10 @@ def compute_step_terms(
 ) -> StepTerms:
     """Run the critic and the other models that do not change within the step on all of its samples."""
     events = index_events(samples, rows)
-    known = proximal.logprobs if proximal is not None and proximal.is_weighted else None
-    old_E = events.gather([sample.logprobs for sample in samples] if known is None else known)
+    old_E = events.gather([sample.logprobs for sample in samples])
+    if proximal is not None and proximal.is_weighted:
+        assert proximal.logprobs is not None, "with a critic importance weights are computed before the loss pass"
+        old_E = events.gather(proximal.logprobs)
     scored = run_scoring_passes(
         model, samples, rows, algorithm.needs - POLICY_SCORES, scoring_models=scoring_models, chunk_tokens=chunk_tokens
     )

@@ -284,8 +284,8 @@ def _quantize_inputs(graph: fx.Graph, fused_ops: FusedOps, quantized: QuantizedO
     for node in graph.nodes:
         if not _is_call(node, variants):
             continue
-        if node.target is fused_ops.rms_norm:
-            _read_sizes_of_input(node)
+        if node.target is fused_ops.rms_norm and isinstance(node.args[0], fx.Node):
+            _read_sizes_of_input(node, node.args[0])
         places = [(user.args, products.get(user.target)) for user in node.users if user.op == "call_function"]
         is_factor = [
             place is not None and [index for index, argument in enumerate(arguments) if argument is node] == [place]
@@ -295,10 +295,8 @@ def _quantize_inputs(graph: fx.Graph, fused_ops: FusedOps, quantized: QuantizedO
             node.target = variants[node.target]
 
 
-def _read_sizes_of_input(norm: fx.Node) -> None:
-    """Let nodes that read the size of a norm's output read that of its input, which is the same."""
-    source = norm.args[0]
-    assert isinstance(source, fx.Node)
+def _read_sizes_of_input(norm: fx.Node, source: fx.Node) -> None:
+    """Let nodes that read the size of a norm's output read that of its input `source`, which is the same."""
     for user in list(norm.users):
         if _is_call(user, {"size"}) or (_is_call(user, {getattr}) and user.args[1] == "shape"):
             user.replace_input_with(norm, source)
