@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tunesmith.algorithms.advantages.group import Advantages, RunOutcome
+from tunesmith.algorithms.advantages.pass_at_k import DEFAULT_K, compute_pass_at_k_advantages
 from tunesmith.algorithms.aggregation import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
 from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
@@ -135,6 +136,13 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
             f"algorithm.group_size=1: {algorithm.name!r} compares rollouts of a task, so one rollout has no advantage; "
             "raise group_size, or choose an algorithm without a group baseline, such as reinforceplusplus"
         )
+    if ALGORITHMS[algorithm.name].compute_advantages is compute_pass_at_k_advantages:
+        k = section.advantage_args.get("k", DEFAULT_K)
+        if k >= section.group_size:
+            raise ConfigError(
+                f"advantage_args.k={k} of {algorithm.name!r} must be below algorithm.group_size={section.group_size}: "
+                "the advantage compares different subsets of k rollouts"
+            )
     if section.norm_length is not None and algorithm.aggregation != "seq-mean-token-sum-norm":
         raise ConfigError(
             f"algorithm.norm_length={section.norm_length} has no effect on {algorithm.name!r} with loss_aggregation="
