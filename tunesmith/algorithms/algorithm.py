@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tunesmith.algorithms.advantages.group import Advantages, RunOutcome
@@ -111,6 +112,20 @@ def _check_arguments(algorithm: Algorithm) -> None:
     """Call the functions on empty inputs, which raises ConfigError for incompatible arguments before a run starts."""
     if algorithm.compute_advantages is not None:
         algorithm.compute_advantages([])
+    no_tokens = np.zeros(0)
+    algorithm.compute_terms(
+        BatchScores(
+            old_logprobs_E=no_tokens,
+            advantages_E=no_tokens,
+            sequence_E=np.zeros(0, dtype=np.int64),
+            group_Q=np.zeros(0, dtype=np.int64),
+            is_expert_Q=np.zeros(0, dtype=bool),
+            logprobs_E=no_tokens,
+            reference_logprobs_E=no_tokens,
+            teacher_logprobs_E=no_tokens,
+            values_E=no_tokens,
+        )
+    )
     empty = torch.zeros(0)
     algorithm.compute_losses(
         TokenScores(

@@ -56,6 +56,7 @@ from tunesmith.algorithms.losses.expert_mixture import (
     compute_mix_terms,
 )
 from tunesmith.algorithms.losses.preference import compute_dpo_terms, compute_kto_terms, compute_preference_losses
+from tunesmith.algorithms.losses.reference_free import compute_orpo_terms, compute_simpo_terms
 from tunesmith.algorithms.losses.reinforce import (
     compute_importance_sampling_losses,
     compute_opmd_losses,
@@ -261,6 +262,20 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_terms=compute_kto_terms,
         compute_losses=compute_preference_losses,
         needs=frozenset({"logprobs", "reference"}),
+        aggregation="sum",
+    ),
+    "orpo": AlgorithmEntry(
+        compute_advantages=None,
+        compute_terms=compute_orpo_terms,
+        compute_losses=compute_preference_losses,
+        needs=frozenset({"logprobs"}),
+        aggregation="sum",
+    ),
+    "simpo": AlgorithmEntry(
+        compute_advantages=None,
+        compute_terms=compute_simpo_terms,
+        compute_losses=compute_preference_losses,
+        needs=frozenset({"logprobs"}),
         aggregation="sum",
     ),
 }

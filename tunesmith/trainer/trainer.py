@@ -97,7 +97,7 @@ class Trainer:
         self._num_total_steps = num_total_steps
         self._dropouts = find_dropouts(model)
         self._dropout_seed = dropout_seed
-        if self._dropouts and (not self._algorithm.is_supervised or "reference" in self._algorithm.needs):
+        if self._dropouts and (not self._algorithm.is_supervised or "logprobs" in self._algorithm.needs):
             raise ConfigError(
                 f"model.lora.dropout={self._dropouts[0].p:g} is for supervised fine-tuning only: "
                 f"{self._algorithm.name!r} compares logprobs of different forward passes; set it to 0"
