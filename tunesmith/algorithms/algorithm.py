@@ -167,6 +167,11 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
         raise ConfigError(f"algorithm.kl_estimator={section.kl_estimator!r} has no effect with kl_coef=0: set kl_coef")
     if section.kl_adaptive is not None and section.kl_coef == 0:
         raise ConfigError("algorithm.kl_adaptive has no effect with kl_coef=0: set kl_coef to the initial coefficient")
+    if section.reference_refresh_steps is not None and "reference" not in algorithm.needs:
+        raise ConfigError(
+            f"algorithm.reference_refresh_steps={section.reference_refresh_steps} has no effect on {algorithm.name!r} "
+            "without a KL: set kl_coef, or reward_kl_coef where the algorithm has it"
+        )
     correction = section.correction
     is_corrected = correction.importance in ("token", "sequence") or correction.mask is not None
     if algorithm.is_supervised and (is_corrected or correction.negative_sequence_delta is not None):

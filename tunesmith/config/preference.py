@@ -28,10 +28,10 @@ class PreferenceConfig(OfflineConfig):
     completions: rows with `prompt`, `completion` and `label`, true for a desirable completion. orpo and simpo have no
     reference model: choose orpo to learn from the chosen completions too, simpo after fine-tuning."""
     terms_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments that differ from the algorithm's defaults: for dpo and kto `beta`, lower to allow a larger distance from
-    the starting model; for dpo also `loss_type` (sigmoid, ipo, hinge, robust) and `label_smoothing`, the share of pairs
-    assumed to be swapped; for kto `desirable_weight` and `undesirable_weight`, to balance unequal numbers of labels;
-    for orpo `odds_coef`; for simpo `beta` and the margin `gamma`."""
+    """Arguments that differ from the algorithm's defaults: for dpo and kto `beta`, lower to allow a larger distance
+    from the starting model; for dpo also `loss_type` (sigmoid, ipo, hinge, robust) and `label_smoothing`, the share of
+    pairs assumed to be swapped; for kto `desirable_weight` and `undesirable_weight`, to balance unequal numbers of
+    labels; for orpo `odds_coef`; for simpo `beta` and the margin `gamma`."""
     trainer: PreferenceTrainerSection = PreferenceTrainerSection()
     """Optimizer, memory and speed."""
 

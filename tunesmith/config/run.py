@@ -84,6 +84,9 @@ class AlgorithmSection(Section):
     """Estimator of the KL (Schulman, 2020); corrected_k3 weights k3 by the ratio of policy to sampler."""
     kl_adaptive: AdaptiveKlSection | None = None
     """Adapt the KL coefficient, starting from `kl_coef`, to reach a target KL; null keeps it constant."""
+    reference_refresh_steps: int | None = Field(default=None, ge=1)
+    """Steps after which the reference of the KL becomes the current policy, again and again; null keeps the starting
+    model. Set it in long runs, where the KL to the starting model stops further learning."""
     correction: CorrectionSection = CorrectionSection()
     """Importance weights and masks for off-policy tokens."""
     entropy_coef: float = Field(default=0.0, ge=0)

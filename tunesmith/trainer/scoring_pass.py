@@ -24,10 +24,10 @@ from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.corrections import compute_correction_weights
 from tunesmith.algorithms.scores import BatchScores, Need, TokenInputs, TokenTerms
 from tunesmith.experience.trie import Trie, read_array
-from tunesmith.model.adapters.adapter import disabled_adapter
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.batch import build_row, index_distributions
+from tunesmith.trainer.reference import Reference, reference_weights
 from tunesmith.types import Sample
 
 ScoreRows = Callable[[Sequence[Trie]], np.ndarray]
@@ -40,6 +40,8 @@ class ScoringModels:
 
     reference: PreTrainedModel | None = None
     """Scored with its adapter disabled: the policy itself can serve as the reference of its base model."""
+    reference_state: Reference | None = None
+    """Holds the adapter with which the reference is scored instead, once it was refreshed."""
     teacher: PreTrainedModel | None = None
     score_values: ScoreRows | None = None
 
@@ -259,7 +261,9 @@ def run_scoring_passes(
     for need, scorer in models.items():
         if need in needs:
             assert scorer is not None, need
-            with disabled_adapter(scorer) if need == "reference" else nullcontext():
+            state = scoring_models.reference_state
+            adapter = None if state is None else state.adapter
+            with reference_weights(scorer, adapter) if need == "reference" else nullcontext():
                 scores[need] = score_logprobs(scorer, samples, rows, chunk_tokens=chunk_tokens)
     if "values" in needs:
         assert scoring_models.score_values is not None

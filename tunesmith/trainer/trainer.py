@@ -46,6 +46,7 @@ from tunesmith.trainer.metrics import (
 )
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.row_graphs import RowGraphs, can_capture, is_launch_bound
 from tunesmith.trainer.scoring_pass import (
     PreparedUpdate,
@@ -110,8 +111,12 @@ class Trainer:
                 raise ModelError(f"{type(each).__name__} was not prepared with use_plan_attention")
         self._model = model.eval()
         self._critic = None if critic_model is None else Critic(critic_model, algorithm.critic, settings)
+        self._reference: Reference | None = None
+        if reference_model is not None:
+            self._reference = Reference(reference_model.eval(), refresh_steps=algorithm.reference_refresh_steps)
         self._scoring_models = ScoringModels(
-            reference=None if reference_model is None else reference_model.eval(),
+            reference=reference_model,
+            reference_state=self._reference,
             teacher=None if teacher_model is None else teacher_model.eval(),
             score_values=None if self._critic is None else self._critic.score,
         )
@@ -161,7 +166,8 @@ class Trainer:
                 updates.append(update)
                 self._adapt_kl_coef(update, minibatch)
         self.num_steps += 1
-        return build_metrics(updates) | {"train/learning_rate": learning_rate}
+        metrics = build_metrics(updates) | {"train/learning_rate": learning_rate}
+        return metrics if self._reference is None else metrics | self._reference.advance(self._model, self.num_steps)
 
     @torch.no_grad()
     def compute_loss(self, samples: Sequence[Sample]) -> float:
@@ -175,6 +181,8 @@ class Trainer:
         """Everything that resuming needs in addition to the parameters; tensors are not copied."""
         kl_coef = self._algorithm.kl_coef
         state = {"num_steps": self.num_steps, "kl_coef": kl_coef, "optimizer": self._optimizer.state_dict()}
+        if self._reference is not None:
+            state |= self._reference.state_dict()
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -185,6 +193,8 @@ class Trainer:
             self._algorithm = replace(self._algorithm, kl_coef=state["kl_coef"])
         if self._critic is not None:
             self._critic.load_state_dict(state["critic"])
+        if self._reference is not None:
+            self._reference.load_state_dict(state)
 
     def _pack(self, samples: Sequence[Sample]) -> list[Trie]:
         return pack_samples(

@@ -62,8 +62,8 @@ def _read_part(run: RunOutcome, name: str) -> RunOutcome:
     if name not in run.metrics:
         raise ConfigError(
             f"advantage_args.rewards of 'gdpo' names {name!r}, but the judge scored a rollout without that metric (it "
-            f"has {', '.join(run.metrics) or 'none'}): report it in JudgeOutput.metrics of every scored rollout, or name "
-            "another metric"
+            f"has {', '.join(run.metrics) or 'none'}): report it in JudgeOutput.metrics of every scored rollout, or "
+            "name another metric"
         )
     return RunOutcome(reward=float(run.metrics[name]), num_turns=run.num_turns)
 

@@ -15,14 +15,15 @@ DEFAULT_K = 4
 def compute_pass_at_k_advantages(
     groups: Sequence[Sequence[RunOutcome]], *, k: PositiveInt = DEFAULT_K, min_reward: float = 1.0
 ) -> Advantages:
-    """The mean advantage of a rollout over all subsets of k rollouts that contain it (Chen et al., 2025, Pass@k training).
+    """The mean advantage of a rollout over all subsets of k rollouts that contain it.
 
-    The reward of a subset is 1 if one of its rollouts succeeded, with a reward of at least `min_reward`; its advantage
-    is (reward - P) / sqrt(P (1 - P)), where P is the mean over all subsets. In closed form, with n scored rollouts of
-    which f failed, P = 1 - C(f, k) / C(n, k), a success gets (1 - P) / std and a failure
-    (1 - P - C(f - 1, k - 1) / C(n - 1, k - 1)) / std ("analytical derivation" in the paper). A group is dropped if all
-    subsets have the same reward: no success, fewer than k failures, or no more than k scored rollouts. With k = 1 this
-    is GRPO with the population std.
+    Chen et al. (2025), "Pass@k training for adaptively balancing exploration and exploitation". The reward of a subset
+    is 1 if one of its rollouts succeeded, with a reward of at least `min_reward`; its advantage is
+    (reward - P) / sqrt(P (1 - P)), where P is the mean over all subsets. In closed form (the paper's analytical
+    derivation), with n scored rollouts of which f failed, P = 1 - C(f, k) / C(n, k), a success gets (1 - P) / std and a
+    failure (1 - P - C(f - 1, k - 1) / C(n - 1, k - 1)) / std. A group is dropped if all subsets have the same reward:
+    no success, fewer than k failures, or no more than k scored rollouts. With k = 1 this is GRPO with the population
+    std.
     """
 
     def average_over_subsets(rewards: list[float]) -> list[float] | None:

@@ -90,8 +90,8 @@ def _check_label_smoothing(loss_type: DpoLossType, label_smoothing: float) -> No
         raise ConfigError("loss_type='robust' of 'dpo' equals sigmoid with label_smoothing=0: set label_smoothing")
     if loss_type in ("hinge", "ipo") and label_smoothing > 0:
         raise ConfigError(
-            f"label_smoothing={label_smoothing:g} has no effect with loss_type={loss_type!r} of 'dpo': leave it out, or "
-            "choose sigmoid or robust"
+            f"label_smoothing={label_smoothing:g} has no effect with loss_type={loss_type!r} of 'dpo': leave it out, "
+            "or choose sigmoid or robust"
         )
 
 

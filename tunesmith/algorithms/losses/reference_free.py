@@ -27,9 +27,7 @@ MAX_MEAN_LOGPROB = -1e-6
 """Upper bound of a in odds, which are infinite at a = 0."""
 
 
-def compute_simpo_terms(
-    scores: BatchScores, *, beta: PositiveFloat = 2.0, gamma: NonNegativeFloat = 1.0
-) -> TokenTerms:
+def compute_simpo_terms(scores: BatchScores, *, beta: PositiveFloat = 2.0, gamma: NonNegativeFloat = 1.0) -> TokenTerms:
     """Mean over pairs of -log sigmoid(beta (a_chosen - a_rejected) - gamma) (Meng et al., 2024, SimPO, eq. 6).
 
     `gamma` is the margin by which the reward beta a of the chosen completion should exceed that of the rejected one.
