@@ -52,6 +52,22 @@ def test_loss_aggregation_overrides_the_default():
         ({"algorithm_type": "sft", "loss_args": {"beta": 1}}, "it takes none"),
         ({"algorithm_type": "dpo", "loss_aggregation": "token-mean"}, "loss_aggregation has no effect with 'dpo'"),
         ({"algorithm_type": "sft", "advantage_args": {"epsilon": 1e-6}}, "computes no advantages"),
+        (
+            {"algorithm_type": "pass_at_k", "advantage_args": {"k": 8}},
+            "k=8 of 'pass_at_k' must be below .*group_size=8",
+        ),
+        ({"algorithm_type": "pass_at_k", "group_size": 4}, "k=4 of 'pass_at_k' must be below"),
+        ({"algorithm_type": "pass_at_k", "advantage_args": {"k": 0}}, "k=0"),
+        ({"algorithm_type": "gdpo", "advantage_args": {"rewards": {}}}, "finite weights other than 0"),
+        ({"algorithm_type": "gdpo", "advantage_args": {"rewards": ["accuracy"]}}, "rewards=.*dictionary"),
+        ({"algorithm_type": "dpo", "terms_args": {"loss_type": "exo"}}, "loss_type='exo'"),
+        ({"algorithm_type": "dpo", "terms_args": {"loss_type": "robust"}}, "label_smoothing=0: set label_smoothing"),
+        ({"algorithm_type": "dpo", "terms_args": {"label_smoothing": 0.5}}, "label_smoothing=0.5.*less than 0.5"),
+        (
+            {"algorithm_type": "dpo", "terms_args": {"loss_type": "ipo", "label_smoothing": 0.1}},
+            "label_smoothing=0.1 has no effect with loss_type='ipo'",
+        ),
+        ({"reference_refresh_steps": 10}, "reference_refresh_steps=10 has no effect on 'multi_step_grpo' without a KL"),
     ],
 )
 def test_unknown_names_and_arguments_are_errors(section, message):
@@ -71,6 +87,10 @@ def test_unknown_names_and_arguments_are_errors(section, message):
         ({"algorithm_type": "rloo", "terms_args": {"reward_kl_coef": 0.1}}, {"reference"}),
         ({"algorithm_type": "rloo", "terms_args": {"reward_kl_coef": 0.0}}, set()),
         ({"correction": {"negative_sequence_delta": 0.1}}, {"logprobs"}),
+        ({"algorithm_type": "dpo"}, {"logprobs", "reference"}),
+        ({"algorithm_type": "orpo"}, {"logprobs"}),
+        ({"algorithm_type": "simpo"}, {"logprobs"}),
+        ({"algorithm_type": "gdpo"}, {"reward_parts"}),
     ],
 )
 def test_needs_follow_from_arguments(section, needs):
@@ -91,7 +111,10 @@ def build_group(*rewards: float | None) -> Group:
     return Group(task=task, trajectories=tuple(runs))
 
 
-@pytest.mark.parametrize("name", ["multi_step_grpo", "rloo", "bnpo", "rec"])
+@pytest.mark.parametrize(
+    "name",
+    ["multi_step_grpo", "rloo", "bnpo", "rec", "opo", "maxrl", "gdpo", "reinforceplusplus_baseline"],
+)
 def test_group_relative_algorithms_refuse_group_size_one(name):
     with pytest.raises(ConfigError, match="group_size=1: .* one rollout has no advantage; raise group_size"):
         resolve_algorithm(AlgorithmSection(algorithm_type=name, group_size=1))
