@@ -29,7 +29,14 @@ from tunesmith.storage import load_json_lines
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes" / "algorithms"
 EVALUATION = ROOT / "recipes" / "pocket" / "config.yaml"
-PREFERENCES = ("dpo", "kto")
+PREFERENCES = ("dpo", "kto", "orpo", "simpo")
+VARIANTS = {
+    "dpo_ipo": ("dpo", {"terms_args.loss_type": "ipo"}),
+    "dpo_hinge": ("dpo", {"terms_args.loss_type": "hinge"}),
+    "dpo_robust": ("dpo", {"terms_args.loss_type": "robust", "terms_args.label_smoothing": 0.1}),
+    "dpo_conservative": ("dpo", {"terms_args.label_smoothing": 0.1}),
+}
+"""Rows that run a recipe with other settings."""
 
 
 def run_command(arguments: list[str], *, demo: Path) -> None:
@@ -40,12 +47,14 @@ def run_command(arguments: list[str], *, demo: Path) -> None:
 
 def train(name: str, args: argparse.Namespace, folder: Path) -> Path:
     """Run a recipe in its own folder; return the folder of the trained model."""
-    recipe = RECIPES / f"{name}.yaml"
+    stem, changes = VARIANTS.get(name, (name, {}))
+    recipe = RECIPES / f"{stem}.yaml"
     content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     shutil.rmtree(folder, ignore_errors=True)
     if "workflow" not in content:
-        command = "prefer" if name in PREFERENCES else "sft"
-        run_command([command, str(recipe), "--out", str(folder)], demo=args.demo)
+        command = "prefer" if stem in PREFERENCES else "sft"
+        settings = [item for key, value in changes.items() for item in ("--set", f"{key}={value}")]
+        run_command([command, str(recipe), "--out", str(folder), *settings], demo=args.demo)
         return folder / "model"
     overrides = {
         "checkpoint_root_dir": folder.parent,
@@ -102,7 +111,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", type=Path, required=True, help="output folder of tunesmith demo")
     parser.add_argument("--work", type=Path, required=True, help="folder for the runs; existing ones are replaced")
-    parser.add_argument("--only", nargs="*", help="names of recipes; default: all")
+    parser.add_argument("--only", nargs="*", help="names of recipes or variants of them; default: all")
     parser.add_argument("--steps", type=int, default=20, help="steps of algorithms that train on rewards")
     parser.add_argument("--scale", type=float, default=0.5, help="factor on their batch size")
     parser.add_argument("--tasks", type=int, default=200, help="number of held-out problems")
@@ -114,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    names = args.only or sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    names = args.only or sorted([*(path.stem for path in RECIPES.glob("*.yaml")), *VARIANTS])
     before = evaluate(args.demo / "sft" / "model", args, args.work / f"before-{args.tasks}")
     failed = []
     for name in names:

@@ -28,5 +28,5 @@ def test_a_recipe_loads_as_its_algorithm(path, monkeypatch):
         assert resolve_algorithm(config.algorithm).name == path.stem
         assert config.model.path == "demo/sft/model"
     else:
-        kind = PreferenceConfig if path.stem in ("dpo", "kto") else SftConfig
+        kind = PreferenceConfig if path.stem in ("dpo", "kto", "orpo", "simpo") else SftConfig
         assert load_section(kind, path).algorithm_type == path.stem

@@ -1,4 +1,4 @@
-"""DPO, its forms and KTO in float64 against autograd of the textbook losses, and against TRL's trainers on the same numbers."""
+"""DPO, its forms and KTO in float64 against autograd of the textbook losses, and against TRL on the same numbers."""
 
 from __future__ import annotations
 
