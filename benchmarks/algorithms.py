@@ -6,7 +6,8 @@
 
 Each recipe runs in its own process, one after another, from the demo's fine-tuned model and with the same seed.
 Algorithms that train on rewards run `--steps` steps with `--scale` times the recipe's batch size; the others run their
-recipe unchanged. Each result is merged into `--out` when it is done. An algorithm has learned when its `reward` after
+recipe unchanged. Each result is merged into `--out` when it is done. `--set algorithm.top_entropy_fraction=0.2` trains
+the recipes with other settings, whose results are named after them. An algorithm has learned when its `reward` after
 training lies outside the interval before.
 """
 
@@ -30,13 +31,6 @@ ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes" / "algorithms"
 EVALUATION = ROOT / "recipes" / "pocket" / "config.yaml"
 PREFERENCES = ("dpo", "kto", "orpo", "simpo")
-VARIANTS = {
-    "dpo_ipo": ("dpo", {"terms_args.loss_type": "ipo"}),
-    "dpo_hinge": ("dpo", {"terms_args.loss_type": "hinge"}),
-    "dpo_robust": ("dpo", {"terms_args.loss_type": "robust", "terms_args.label_smoothing": 0.1}),
-    "dpo_conservative": ("dpo", {"terms_args.label_smoothing": 0.1}),
-}
-"""Rows that run a recipe with other settings."""
 
 
 def run_command(arguments: list[str], *, demo: Path) -> None:
@@ -47,14 +41,13 @@ def run_command(arguments: list[str], *, demo: Path) -> None:
 
 def train(name: str, args: argparse.Namespace, folder: Path) -> Path:
     """Run a recipe in its own folder; return the folder of the trained model."""
-    stem, changes = VARIANTS.get(name, (name, {}))
-    recipe = RECIPES / f"{stem}.yaml"
+    recipe = RECIPES / f"{name}.yaml"
     content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     shutil.rmtree(folder, ignore_errors=True)
     if "workflow" not in content:
-        command = "prefer" if stem in PREFERENCES else "sft"
-        settings = [item for key, value in changes.items() for item in ("--set", f"{key}={value}")]
-        run_command([command, str(recipe), "--out", str(folder), *settings], demo=args.demo)
+        command = "prefer" if name in PREFERENCES else "sft"
+        changes = [item for setting in args.set for item in ("--set", setting)]
+        run_command([command, str(recipe), "--out", str(folder), *changes], demo=args.demo)
         return folder / "model"
     overrides = {
         "checkpoint_root_dir": folder.parent,
@@ -66,7 +59,8 @@ def train(name: str, args: argparse.Namespace, folder: Path) -> Path:
         "monitor.trackers": "[]",
         "monitor.log_interval_steps": 5,
     }
-    settings = [item for key, value in overrides.items() for item in ("--set", f"{key}={value}")]
+    given = [f"{key}={value}" for key, value in overrides.items()] + args.set
+    settings = [item for setting in given for item in ("--set", setting)]
     run_command(["tune", str(recipe), *settings], demo=args.demo)
     return folder / "run" / f"global_step_{args.steps}"
 
@@ -111,7 +105,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", type=Path, required=True, help="output folder of tunesmith demo")
     parser.add_argument("--work", type=Path, required=True, help="folder for the runs; existing ones are replaced")
-    parser.add_argument("--only", nargs="*", help="names of recipes or variants of them; default: all")
+    parser.add_argument("--only", nargs="*", help="names of recipes; default: all")
+    parser.add_argument("--set", nargs="*", default=[], help="settings, as KEY=VALUE, that differ from the recipes'")
     parser.add_argument("--steps", type=int, default=20, help="steps of algorithms that train on rewards")
     parser.add_argument("--scale", type=float, default=0.5, help="factor on their batch size")
     parser.add_argument("--tasks", type=int, default=200, help="number of held-out problems")
@@ -123,11 +118,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    names = args.only or sorted([*(path.stem for path in RECIPES.glob("*.yaml")), *VARIANTS])
+    names = args.only or sorted(path.stem for path in RECIPES.glob("*.yaml"))
     before = evaluate(args.demo / "sft" / "model", args, args.work / f"before-{args.tasks}")
     failed = []
     for name in names:
-        folder, results = args.work / name, args.work / f"{name}-eval"
+        label = " ".join([name, *args.set])
+        folder, results = args.work / label.replace(" ", "-"), args.work / f"{label.replace(' ', '-')}-eval"
         shutil.rmtree(results, ignore_errors=True)
         started = time.perf_counter()
         try:
@@ -139,8 +135,8 @@ def main() -> None:
             failed.append(name)
             continue
         row = {"before": before, "after": after, "train_seconds": round(seconds, 1)} | read_progress(folder)
-        save_row(args.out, name, row)
-        print(f"{name}: {before['reward']:.3f} -> {after['reward']:.3f} {after['interval']}", flush=True)
+        save_row(args.out, label, row)
+        print(f"{label}: {before['reward']:.3f} -> {after['reward']:.3f} {after['interval']}", flush=True)
     if failed:
         sys.exit(f"these failed: {', '.join(failed)}")
 

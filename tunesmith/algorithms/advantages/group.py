@@ -127,18 +127,18 @@ def compute_batch_normalized_advantages(
     advantage is zero. The paper also subtracts the mean of R - mean over the batch, which is zero. Each rollout counts
     once (verl and OpenRLHF count each token, so long rollouts weigh more).
     """
-    return normalize_over_batch(map_groups(groups, _subtract_mean_if_different), groups, epsilon=epsilon)
+    return normalize_over_batch(map_scored(groups, _subtract_mean_if_different), groups, epsilon=epsilon)
 
 
 def normalize_over_batch(
-    advantages: Advantages, groups: Sequence[Sequence[RunOutcome]], *, epsilon: float
+    advantages: Sequence[Sequence[float | None]], groups: Sequence[Sequence[RunOutcome]], *, epsilon: float
 ) -> Advantages:
     """Centered advantages divided by their sample std over all scored rollouts; None counts as 0 and stays None.
 
     The values of each group sum to zero, so their mean is zero and is not subtracted.
     """
     values = [
-        0.0 if value is None else float(value)
+        value or 0.0
         for row, group in zip(advantages, groups, strict=True)
         for value, run in zip(row, group, strict=True)
         if run.reward is not None
@@ -177,7 +177,14 @@ def map_groups(
     groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
 ) -> Advantages:
     """Apply `compute` to each group's scored rewards; None, or a single scored rollout, drops the group."""
-    advantages: Advantages = []
+    return [list(row) for row in map_scored(groups, compute)]
+
+
+def map_scored(
+    groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
+) -> list[list[float | None]]:
+    """As `map_groups`, with one number or None for each rollout."""
+    advantages: list[list[float | None]] = []
     for group in groups:
         rewards = [run.reward for run in group if run.reward is not None]
         values = compute(rewards) if len(rewards) > 1 else None

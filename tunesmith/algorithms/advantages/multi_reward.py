@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import PositiveFloat
 
-from tunesmith.algorithms.advantages.group import Advantages, RunOutcome, map_groups, normalize_over_batch
+from tunesmith.algorithms.advantages.group import Advantages, RunOutcome, map_scored, normalize_over_batch
 from tunesmith.errors import ConfigError
 
 
@@ -31,17 +31,17 @@ def compute_gdpo_advantages(
         if not groups:
             return []
         raise ConfigError(f"algorithm_type='gdpo' needs {NEEDED_REWARDS}")
-    rows = [[0.0 if run.reward is not None else None for run in group] for group in groups]
+    rows: list[list[float | None]] = [[0.0 if run.reward is not None else None for run in group] for group in groups]
     for name, weight in rewards.items():
         parts = [[_read_part(run, name) for run in group] for group in groups]
-        normalized = map_groups(parts, lambda values: _normalize(values, epsilon))
+        normalized = map_scored(parts, lambda values: _normalize(values, epsilon))
         for row, added in zip(rows, normalized, strict=True):
             row[:] = [
-                None if total is None else total + weight * float(value or 0.0)
+                None if total is None else total + weight * (value or 0.0)
                 for total, value in zip(row, added, strict=True)
             ]
-    sums: Advantages = [list(row) if any(row) else [None] * len(row) for row in rows]
-    return normalize_over_batch(sums, groups, epsilon=epsilon)
+    rows = [row if any(row) else [None] * len(row) for row in rows]
+    return normalize_over_batch(rows, groups, epsilon=epsilon)
 
 
 NEEDED_REWARDS = (
