@@ -30,7 +30,7 @@ from tunesmith.storage import load_json_lines
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes" / "algorithms"
 EVALUATION = ROOT / "recipes" / "pocket" / "config.yaml"
-PREFERENCES = ("dpo", "kto")
+PREFERENCES = ("dpo", "kto", "orpo", "simpo")
 
 
 def run_command(arguments: list[str], *, demo: Path) -> None:
@@ -46,7 +46,8 @@ def train(name: str, args: argparse.Namespace, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     if "workflow" not in content:
         command = "prefer" if name in PREFERENCES else "sft"
-        run_command([command, str(recipe), "--out", str(folder)], demo=args.demo)
+        changes = [item for setting in args.set for item in ("--set", setting)]
+        run_command([command, str(recipe), "--out", str(folder), *changes], demo=args.demo)
         return folder / "model"
     overrides = {
         "checkpoint_root_dir": folder.parent,

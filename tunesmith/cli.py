@@ -156,7 +156,7 @@ def learn_preferences(
     overrides: Overrides = None,
     debug: Debug = False,
 ) -> None:
-    """Train a model on preferences: pairs of completions (DPO), or completions with a label (KTO)."""
+    """Train a model on preferences: pairs of completions (DPO, ORPO, SimPO), or completions with a label (KTO)."""
 
     def work() -> None:
         from tunesmith import run_files

@@ -61,6 +61,22 @@ def test_loss_aggregation_overrides_the_default():
         ),
         ({"correction": {"importance": "none", "floor": 0.5}}, "correction.floor=0.5 has no effect"),
         ({"algorithm_type": "sft", "advantage_args": {"epsilon": 1e-6}}, "computes no advantages"),
+        (
+            {"algorithm_type": "pass_at_k", "advantage_args": {"k": 8}},
+            "k=8 of 'pass_at_k' must be below .*group_size=8",
+        ),
+        ({"algorithm_type": "pass_at_k", "group_size": 4}, "k=4 of 'pass_at_k' must be below"),
+        ({"algorithm_type": "pass_at_k", "advantage_args": {"k": 0}}, "k=0"),
+        ({"algorithm_type": "gdpo", "advantage_args": {"rewards": {}}}, "finite weights other than 0"),
+        ({"algorithm_type": "gdpo", "advantage_args": {"rewards": ["accuracy"]}}, "rewards=.*dictionary"),
+        ({"algorithm_type": "dpo", "terms_args": {"loss_type": "exo"}}, "loss_type='exo'"),
+        ({"algorithm_type": "dpo", "terms_args": {"loss_type": "robust"}}, "label_smoothing=0: set label_smoothing"),
+        ({"algorithm_type": "dpo", "terms_args": {"label_smoothing": 0.5}}, "label_smoothing=0.5.*less than 0.5"),
+        (
+            {"algorithm_type": "dpo", "terms_args": {"loss_type": "ipo", "label_smoothing": 0.1}},
+            "label_smoothing=0.1 has no effect with loss_type='ipo'",
+        ),
+        ({"reference_refresh_steps": 10}, "reference_refresh_steps=10 has no effect on 'multi_step_grpo' without a KL"),
     ],
 )
 def test_unknown_names_and_arguments_are_errors(section, message):
@@ -84,6 +100,10 @@ def test_unknown_names_and_arguments_are_errors(section, message):
         ({"algorithm_type": "kl_cov"}, {"logprobs"}),
         ({"algorithm_type": "rec", "top_entropy_fraction": 0.2}, {"entropies"}),
         ({"algorithm_type": "gmpo", "top_entropy_fraction": 0.2}, {"logprobs", "entropies"}),
+        ({"algorithm_type": "dpo"}, {"logprobs", "reference"}),
+        ({"algorithm_type": "orpo"}, {"logprobs"}),
+        ({"algorithm_type": "simpo"}, {"logprobs"}),
+        ({"algorithm_type": "gdpo"}, {"reward_parts"}),
     ],
 )
 def test_needs_follow_from_arguments(section, needs):
@@ -104,7 +124,10 @@ def build_group(*rewards: float | None) -> Group:
     return Group(task=task, trajectories=tuple(runs))
 
 
-@pytest.mark.parametrize("name", ["multi_step_grpo", "rloo", "bnpo", "rec"])
+@pytest.mark.parametrize(
+    "name",
+    ["multi_step_grpo", "rloo", "bnpo", "rec", "opo", "maxrl", "gdpo", "reinforceplusplus_baseline"],
+)
 def test_group_relative_algorithms_refuse_group_size_one(name):
     with pytest.raises(ConfigError, match="group_size=1: .* one rollout has no advantage; raise group_size"):
         resolve_algorithm(AlgorithmSection(algorithm_type=name, group_size=1))

@@ -1,9 +1,11 @@
-"""The expected policy gradient by enumeration: three tokens, sequences of two, every group of two sequences."""
+"""The expected policy gradient by enumeration: three tokens, sequences of two, every group of two or three."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,8 +13,10 @@ from tunesmith.algorithms.advantages.baselines import compute_reinforce_advantag
 from tunesmith.algorithms.advantages.group import (
     RunOutcome,
     compute_dr_grpo_advantages,
+    compute_maxrl_advantages,
     compute_multi_step_grpo_advantages,
 )
+from tunesmith.algorithms.advantages.pass_at_k import compute_pass_at_k_advantages
 from tunesmith.algorithms.losses.clipped import TokenScores, compute_ppo_clip_losses
 from tunesmith.algorithms.losses.reinforce import compute_importance_sampling_losses, compute_reinforce_losses
 
@@ -36,11 +40,13 @@ def compute_exact_gradient(logits: Tensor) -> Tensor:
     return logits.grad
 
 
-def compute_expected_gradient(logits: Tensor, compute_advantages, compute_losses) -> Tensor:
-    """Expectation over every pair of sequences."""
+def compute_expected_gradient(
+    logits: Tensor, compute_advantages, compute_losses, *, rewards=REWARDS, group_size: int = 2
+) -> Tensor:
+    """Expectation over every group of sequences."""
     total = torch.zeros_like(logits)
-    for pair in itertools.product(range(len(SEQUENCES)), repeat=2):
-        outcomes = [RunOutcome(reward=REWARDS[index], num_turns=1) for index in pair]
+    for pair in itertools.product(range(len(SEQUENCES)), repeat=group_size):
+        outcomes = [RunOutcome(reward=rewards[index], num_turns=1) for index in pair]
         probability = torch.stack([compute_token_logprobs(logits, SEQUENCES[i]).sum() for i in pair]).sum().exp()
         for index, advantage in zip(pair, compute_advantages([outcomes])[0], strict=True):
             if advantage is None:
@@ -94,3 +100,35 @@ def test_a_constant_baseline_does_not_change_the_expected_gradient():
         return compute_reinforce_advantages(groups, baseline=0.7)
 
     assert_unbiased(compute_expected_gradient(logits, compute_advantages, compute_reinforce_losses), logits)
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_maxrl_has_the_gradient_of_the_truncated_log_likelihood(group_size):
+    """-sum over k < n of (1 - p)^k / k, where p is the probability of the two correct sequences."""
+    logits, rewards = build_logits(), [float(index in (2, 7)) for index in range(len(SEQUENCES))]
+    found = compute_expected_gradient(
+        logits, compute_maxrl_advantages, compute_ppo_clip_losses, rewards=rewards, group_size=group_size
+    )
+    x = logits.clone().requires_grad_()
+    probability = sum(compute_token_logprobs(x, SEQUENCES[index]).sum().exp() for index in (2, 7))
+    sum(-((1 - probability) ** k) / k for k in range(1, group_size)).backward()
+    torch.testing.assert_close(found, x.grad, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_pass_at_k_points_along_the_gradient_of_pass_at_k(k):
+    """Without the division by the std, by enumeration; it scales each group, so it is undone group by group."""
+    logits, rewards = build_logits(), [float(index in (2, 7)) for index in range(len(SEQUENCES))]
+
+    def compute_unscaled(groups):
+        (row,) = compute_pass_at_k_advantages(groups, k=k)
+        n, num_failed = len(row), sum(run.reward == 0 for run in groups[0])
+        mean = 1 - math.comb(num_failed, k) / math.comb(n, k)
+        return [[None if value is None else value * math.sqrt(mean * (1 - mean)) for value in row]]
+
+    found = compute_expected_gradient(logits, compute_unscaled, compute_ppo_clip_losses, rewards=rewards, group_size=3)
+    x = logits.clone().requires_grad_()
+    probability = sum(compute_token_logprobs(x, SEQUENCES[index]).sum().exp() for index in (2, 7))
+    (1 - (1 - probability) ** k).backward()
+    assert found.norm() > 0
+    torch.testing.assert_close(found, x.grad * found.norm() / x.grad.norm(), rtol=1e-7, atol=1e-9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from test_table import build_group
@@ -30,6 +32,10 @@ def compute(section: dict, *groups: Group):
         {"algorithm_type": "dppo_tv", "loss_args": {"regularizer_coef": 1e-3}},
         {"algorithm_type": "gigpo", "kl_coef": 0.1},
         {"algorithm_type": "mix", "kl_coef": 0.1},
+        {"algorithm_type": "maxrl", "kl_coef": 0.1},
+        {"algorithm_type": "opo", "entropy_coef": 0.01},
+        {"algorithm_type": "reinforceplusplus_baseline", "kl_coef": 0.1},
+        {"algorithm_type": "pass_at_k", "kl_coef": 0.1, "advantage_args": {"k": 1}},
     ],
 )
 def test_zero_advantage_groups_train_with_another_gradient(section):
@@ -51,6 +57,10 @@ def test_zero_advantage_groups_train_with_another_gradient(section):
         {},
         {"algorithm_type": "rloo"},
         {"algorithm_type": "gigpo"},
+        {"algorithm_type": "maxrl"},
+        {"algorithm_type": "opo"},
+        {"algorithm_type": "reinforceplusplus_baseline"},
+        {"algorithm_type": "pass_at_k"},
         {"algorithm_type": "grpo", "kl_coef": 0.1, "advantage_args": {"std_threshold": 0.1}},
     ],
 )
@@ -82,3 +92,23 @@ def test_equal_rewards_with_unequal_kl_have_advantages():
         [[row[0]], [row[1], row[1]]], groups=[0, 0], reference_logprobs=[[-1.0], [-2.0, -1.0]]
     )  # the sampler's logprobs are 0
     np.testing.assert_allclose(compute_rloo_terms(scores, reward_kl_coef=0.1).advantages_E, [0.2, -0.2, -0.2])
+
+
+def test_gdpo_drops_groups_by_their_metrics_not_by_the_reward():
+    """Equal rewards of unequal parts are trained; equal parts are dropped, or trained with a KL."""
+
+    def build(*parts: tuple[float, float]) -> Group:
+        group = build_group(*(1.0 for _ in parts))
+        runs = [
+            replace(run, metrics={"one": one, "two": two})
+            for run, (one, two) in zip(group.trajectories, parts, strict=True)
+        ]
+        return replace(group, trajectories=tuple(runs))
+
+    section = {"algorithm_type": "gdpo", "advantage_args": {"rewards": {"one": 1.0, "two": 0.5}}}
+    groups = [build((1.0, 0.0), (0.0, 1.0)), build((1.0, 0.5), (1.0, 0.5))]
+    advantages, metrics = compute(section, *groups)
+    assert advantages[0][0] == -advantages[0][1] > 0 and advantages[1] == [None, None]
+    assert metrics["algorithm/num_dropped_groups"] == 1
+    assert has_advantage(resolve_algorithm(AlgorithmSection(**section)), groups[0])
+    assert compute({**section, "kl_coef": 0.1}, *groups)[0][1] == [0.0, 0.0]

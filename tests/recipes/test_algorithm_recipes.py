@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import PreferenceConfig, SftConfig
 from tunesmith.pipeline.session.load_config import load_config, load_section
+from tunesmith.pipeline.session.load_function import load_function
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes" / "algorithms").glob("*.yaml"))
 
@@ -28,5 +30,19 @@ def test_a_recipe_loads_as_its_algorithm(path, monkeypatch):
         assert resolve_algorithm(config.algorithm).name == path.stem
         assert config.model.path == "demo/sft/model"
     else:
-        kind = PreferenceConfig if path.stem in ("dpo", "kto") else SftConfig
+        kind = PreferenceConfig if path.stem in ("dpo", "kto", "orpo", "simpo") else SftConfig
         assert load_section(kind, path).algorithm_type == path.stem
+
+
+@pytest.mark.parametrize(
+    ("response", "metrics"),
+    [
+        ("The answer is 42.", {"accuracy": 1.0, "closeness": 1.0}),
+        ("The answer is 45.", {"accuracy": 0.0, "closeness": 0.25}),
+        ("I do not know.", {"accuracy": 0.0, "closeness": 0.0}),
+    ],
+)
+def test_the_judge_of_gdpo_reports_both_rewards(response, metrics):
+    judge = load_function(f"{RECIPES[0].parent / 'two_rewards.py'}:judge", knob="judge")
+    verdict = asyncio.run(judge({"answer": "42"}, response))
+    assert verdict.metrics == metrics and verdict.reward == metrics["accuracy"]

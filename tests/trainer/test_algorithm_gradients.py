@@ -132,6 +132,40 @@ def test_dpo_equals_the_textbook_gradient():
     assert_equal_to(section, samples, compute, reference=reference)
 
 
+@pytest.mark.parametrize("loss_type", ["ipo", "hinge", "robust"])
+def test_dpo_forms_equal_the_textbook_gradient(loss_type):
+    samples, reference = build_batch([1, -1, 1, -1, -1, 1], [0, 0, 1, 1, 2, 2]), build_trainable(seed=1)
+    fixed = [row.sum() for row in score_with(reference, samples)]
+
+    def compute(rows):
+        r = [row.sum() - ref for row, ref in zip(rows, fixed, strict=True)]
+        gaps = torch.stack([r[0] - r[1], r[2] - r[3], r[5] - r[4]])
+        if loss_type == "ipo":
+            return (gaps - 1 / 0.6).square().mean()
+        if loss_type == "hinge":
+            return (1 - 0.3 * gaps).relu().mean()
+        return ((-0.9 * functional.logsigmoid(0.3 * gaps) + 0.1 * functional.logsigmoid(-0.3 * gaps)) / 0.8).mean()
+
+    args = {"beta": 0.3, "loss_type": loss_type} | ({"label_smoothing": 0.1} if loss_type == "robust" else {})
+    assert_equal_to(AlgorithmSection(algorithm_type="dpo", terms_args=args), samples, compute, reference=reference)
+
+
+@pytest.mark.parametrize("name", ["orpo", "simpo"])
+def test_losses_without_a_reference_equal_the_textbook_gradient(name):
+    samples = build_batch([1, -1, 1, -1, -1, 1], [0, 0, 1, 1, 2, 2])
+
+    def compute(rows):
+        a = torch.stack([row.mean() for row in rows])
+        chosen, rejected = a[[0, 2, 5]], a[[1, 3, 4]]
+        if name == "simpo":
+            return -functional.logsigmoid(2.5 * (chosen - rejected) - 0.5).mean()
+        odds = [p / (1 - p) for p in (chosen.exp(), rejected.exp())]
+        return (-chosen - 0.5 * functional.logsigmoid((odds[0] / odds[1]).log())).mean()
+
+    args = {"beta": 2.5, "gamma": 0.5} if name == "simpo" else {"odds_coef": 0.5}
+    assert_equal_to(AlgorithmSection(algorithm_type=name, terms_args=args), samples, compute)
+
+
 def test_kto_equals_the_textbook_gradient():
     samples = build_batch([1, -1, 1, -1, 0, 0, 0, 0], [0, 1, 2, 3, 0, 1, 2, 3], seed=3)
     reference = build_trainable(seed=1)

@@ -89,6 +89,9 @@ def test_gradient_of_every_algorithm_does_not_depend_on_packing(name):
         {"kl_coef": 0.1, "kl_estimator": "corrected_k3"},
         {"kl_coef": 0.1, "kl_estimator": "abs"},
         {"correction": {"negative_sequence_delta": 0.0}},
+        {"algorithm_type": "dpo", "terms_args": {"loss_type": "ipo", "has_length_norm": True}},
+        {"algorithm_type": "dpo", "terms_args": {"loss_type": "hinge"}},
+        {"algorithm_type": "dpo", "terms_args": {"loss_type": "robust", "label_smoothing": 0.2}},
         *({"algorithm_type": "gspo", "loss_aggregation": each} for each in ("token-mean", "seq-mean-token-sum")),
     ],
 )

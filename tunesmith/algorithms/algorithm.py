@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tunesmith.algorithms.advantages.group import Advantages, RunOutcome
+from tunesmith.algorithms.advantages.pass_at_k import DEFAULT_K, compute_pass_at_k_advantages
 from tunesmith.algorithms.aggregation import Aggregation
 from tunesmith.algorithms.kl import KlEstimator
 from tunesmith.algorithms.loss_contract import check_own_loss
@@ -152,6 +154,20 @@ def _check_arguments(algorithm: Algorithm) -> None:
     """Call the functions on empty inputs, which raises ConfigError for incompatible arguments before a run starts."""
     if algorithm.compute_advantages is not None:
         algorithm.compute_advantages([])
+    no_tokens = np.zeros(0)
+    algorithm.compute_terms(
+        BatchScores(
+            old_logprobs_E=no_tokens,
+            advantages_E=no_tokens,
+            sequence_E=np.zeros(0, dtype=np.int64),
+            group_Q=np.zeros(0, dtype=np.int64),
+            is_expert_Q=np.zeros(0, dtype=bool),
+            logprobs_E=no_tokens,
+            reference_logprobs_E=no_tokens,
+            teacher_logprobs_E=no_tokens,
+            values_E=no_tokens,
+        )
+    )
     empty = torch.zeros(0)
     algorithm.compute_losses(
         TokenScores(
@@ -177,6 +193,13 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
             f"algorithm.group_size=1: {algorithm.name!r} compares rollouts of a task, so one rollout has no advantage; "
             "raise group_size, or choose an algorithm without a group baseline, such as reinforceplusplus"
         )
+    if ALGORITHMS[algorithm.name].compute_advantages is compute_pass_at_k_advantages:
+        k = section.advantage_args.get("k", DEFAULT_K)
+        if k >= section.group_size:
+            raise ConfigError(
+                f"advantage_args.k={k} of {algorithm.name!r} must be below algorithm.group_size={section.group_size}: "
+                "the advantage compares different subsets of k rollouts"
+            )
     if section.norm_length is not None and algorithm.aggregation != "seq-mean-token-sum-norm":
         raise ConfigError(
             f"algorithm.norm_length={section.norm_length} has no effect on {algorithm.name!r} with loss_aggregation="
@@ -186,6 +209,11 @@ def _check_section(section: AlgorithmSection, algorithm: Algorithm) -> None:
         raise ConfigError(f"algorithm.kl_estimator={section.kl_estimator!r} has no effect with kl_coef=0: set kl_coef")
     if section.kl_adaptive is not None and section.kl_coef == 0:
         raise ConfigError("algorithm.kl_adaptive has no effect with kl_coef=0: set kl_coef to the initial coefficient")
+    if section.reference_refresh_steps is not None and "reference" not in algorithm.needs:
+        raise ConfigError(
+            f"algorithm.reference_refresh_steps={section.reference_refresh_steps} has no effect on {algorithm.name!r} "
+            "without a KL: set kl_coef, or reward_kl_coef where the algorithm has it"
+        )
     correction = section.correction
     is_corrected = correction.importance in ("token", "sequence") or correction.mask is not None
     if algorithm.is_supervised and (is_corrected or correction.negative_sequence_delta is not None):

@@ -15,10 +15,10 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-Need = Literal["logprobs", "entropies", "reference", "teacher", "values", "experts", "baselines"]
+Need = Literal["logprobs", "entropies", "reference", "teacher", "values", "experts", "baselines", "reward_parts"]
 """What an algorithm may need besides rewards. From the scoring pass: logprobs and entropies of the current policy,
 logprobs of the reference or the teacher, values of the critic. From the step: demonstrations of experts, a greedy
-rollout of each task."""
+rollout of each task, metrics of the judge that are rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

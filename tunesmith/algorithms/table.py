@@ -14,6 +14,7 @@ from typing import Any
 from tunesmith.algorithms.advantages.baselines import (
     compute_asymre_advantages,
     compute_opmd_advantages,
+    compute_opo_advantages,
     compute_raft_advantages,
     compute_rec_advantages,
     compute_reinforce_advantages,
@@ -23,11 +24,15 @@ from tunesmith.algorithms.advantages.distillation import compute_distillation_te
 from tunesmith.algorithms.advantages.gigpo import compute_gigpo_advantages
 from tunesmith.algorithms.advantages.group import (
     Advantages,
+    compute_batch_normalized_advantages,
     compute_bnpo_advantages,
     compute_dr_grpo_advantages,
     compute_grpo_advantages,
+    compute_maxrl_advantages,
     compute_multi_step_grpo_advantages,
 )
+from tunesmith.algorithms.advantages.multi_reward import compute_gdpo_advantages
+from tunesmith.algorithms.advantages.pass_at_k import compute_pass_at_k_advantages
 from tunesmith.algorithms.advantages.returns import compute_ppo_terms, compute_reinforce_plus_plus_terms
 from tunesmith.algorithms.advantages.single_run import compute_remax_advantages, keep_rewards
 from tunesmith.algorithms.aggregation import Aggregation
@@ -53,6 +58,7 @@ from tunesmith.algorithms.losses.expert_mixture import (
     compute_mix_terms,
 )
 from tunesmith.algorithms.losses.preference import compute_dpo_terms, compute_kto_terms, compute_preference_losses
+from tunesmith.algorithms.losses.reference_free import compute_orpo_terms, compute_simpo_terms
 from tunesmith.algorithms.losses.reinforce import (
     compute_importance_sampling_losses,
     compute_kl_cov_losses,
@@ -121,6 +127,19 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         loss_args={"clip_range_high": 0.28},
     ),
     "bnpo": AlgorithmEntry(compute_advantages=compute_bnpo_advantages, compute_losses=compute_ppo_clip_losses),
+    "maxrl": AlgorithmEntry(
+        compute_advantages=compute_maxrl_advantages,
+        compute_losses=compute_ppo_clip_losses,
+        aggregation="seq-mean-token-sum",
+    ),
+    "pass_at_k": AlgorithmEntry(
+        compute_advantages=compute_pass_at_k_advantages, compute_losses=compute_ppo_clip_losses
+    ),
+    "gdpo": AlgorithmEntry(
+        compute_advantages=compute_gdpo_advantages,
+        compute_losses=compute_ppo_clip_losses,
+        needs=frozenset({"reward_parts"}),
+    ),
     "gigpo": AlgorithmEntry(compute_advantages=compute_gigpo_advantages, compute_losses=compute_ppo_clip_losses),
     "rloo": AlgorithmEntry(
         compute_advantages=compute_rloo_advantages,
@@ -130,6 +149,11 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
     ),
     "reinforce": AlgorithmEntry(
         compute_advantages=compute_reinforce_advantages,
+        compute_losses=compute_reinforce_losses,
+        aggregation="seq-mean-token-sum",
+    ),
+    "opo": AlgorithmEntry(
+        compute_advantages=compute_opo_advantages,
         compute_losses=compute_reinforce_losses,
         aggregation="seq-mean-token-sum",
     ),
@@ -196,6 +220,9 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_advantages=keep_rewards,
         compute_terms=compute_reinforce_plus_plus_terms,
         compute_losses=compute_ppo_clip_losses,
+    ),
+    "reinforceplusplus_baseline": AlgorithmEntry(
+        compute_advantages=compute_batch_normalized_advantages, compute_losses=compute_ppo_clip_losses
     ),
     "remax": AlgorithmEntry(
         compute_advantages=compute_remax_advantages,
@@ -291,6 +318,20 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         needs=frozenset({"logprobs", "reference"}),
         aggregation="sum",
     ),
+    "orpo": AlgorithmEntry(
+        compute_advantages=None,
+        compute_terms=compute_orpo_terms,
+        compute_losses=compute_preference_losses,
+        needs=frozenset({"logprobs"}),
+        aggregation="sum",
+    ),
+    "simpo": AlgorithmEntry(
+        compute_advantages=None,
+        compute_terms=compute_simpo_terms,
+        compute_losses=compute_preference_losses,
+        needs=frozenset({"logprobs"}),
+        aggregation="sum",
+    ),
 }
 
 GROUP_RELATIVE_ADVANTAGES = frozenset(
@@ -299,7 +340,12 @@ GROUP_RELATIVE_ADVANTAGES = frozenset(
         compute_multi_step_grpo_advantages,
         compute_dr_grpo_advantages,
         compute_bnpo_advantages,
+        compute_maxrl_advantages,
+        compute_pass_at_k_advantages,
+        compute_gdpo_advantages,
+        compute_batch_normalized_advantages,
         compute_rloo_advantages,
+        compute_opo_advantages,
         compute_opmd_advantages,
         compute_rec_advantages,
     }

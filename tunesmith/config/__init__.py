@@ -3,8 +3,8 @@ commands."""
 
 from __future__ import annotations
 
+from tunesmith.config.algorithm import AdaptiveKlSection, AlgorithmSection, CorrectionSection, MaskSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, PatienceSection
-from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection, MaskSection
 from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
 from tunesmith.config.export import ExportSection
@@ -32,7 +32,6 @@ from tunesmith.config.prepare import (
     TokensSection,
 )
 from tunesmith.config.run import (
-    AlgorithmSection,
     DatasetSection,
     EngineSection,
     EvaluationSection,

@@ -21,20 +21,23 @@ class PreferenceTrainerSection(SftTrainerSection):
 
 
 class PreferenceConfig(OfflineConfig):
-    """Preference training: like supervised fine-tuning, with a frozen copy of the starting model as reference."""
+    """Preference training: like supervised fine-tuning; dpo and kto also load a frozen copy of the starting model."""
 
-    algorithm_type: Literal["dpo", "kto"] = "dpo"
-    """dpo trains on pairs: rows with `prompt`, `chosen` and `rejected`. kto trains on labeled completions: rows with
-    `prompt`, `completion` and `label`, true for a desirable completion."""
+    algorithm_type: Literal["dpo", "kto", "orpo", "simpo"] = "dpo"
+    """dpo, orpo and simpo train on pairs: rows with `prompt`, `chosen` and `rejected`. kto trains on labeled
+    completions: rows with `prompt`, `completion` and `label`, true for a desirable completion. orpo and simpo have no
+    reference model: choose orpo to learn from the chosen completions too, simpo after fine-tuning."""
     terms_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments that differ from the algorithm's defaults: `beta`, lower to allow a larger distance from the starting
-    model; for kto also `desirable_weight` and `undesirable_weight`, to balance unequal numbers of labels."""
+    """Arguments that differ from the algorithm's defaults: for dpo and kto `beta`, lower to allow a larger distance
+    from the starting model; for dpo also `loss_type` (sigmoid, ipo, hinge, robust) and `label_smoothing`, the share of
+    pairs assumed to be swapped; for kto `desirable_weight` and `undesirable_weight`, to balance unequal numbers of
+    labels; for orpo `odds_coef`; for simpo `beta` and the margin `gamma`."""
     trainer: PreferenceTrainerSection = PreferenceTrainerSection()
     """Optimizer, memory and speed."""
 
     @model_validator(mode="after")
     def _check_dropout(self) -> PreferenceConfig:
-        refuse_dropout(self.model.lora, "preference training compares the model with its reference")
+        refuse_dropout(self.model.lora, "preference training compares logprobs of different forward passes")
         return self
 
     @model_validator(mode="after")

@@ -11,10 +11,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.algorithm import AlgorithmSection, CorrectionSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
-from tunesmith.config.correction import AdaptiveKlSection, CorrectionSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
-from tunesmith.config.extra_models import CriticSection, ExpertSection, TeacherSection
 from tunesmith.config.lora import refuse_dropout
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection
 from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature
@@ -52,57 +51,6 @@ class DatasetSection(Section):
     """Selection of training tasks; evaluations run all tasks."""
     weight: float | None = Field(default=None, gt=0)
     """Relative share of this set among several training sets; null in all of them mixes by size."""
-
-
-class AlgorithmSection(Section):
-    """Advantages, loss, KL and batch size."""
-
-    algorithm_type: str = "multi_step_grpo"
-    """Algorithm; `tunesmith config --algorithms` lists the names and their arguments."""
-    group_size: int = Field(default=8, ge=1)
-    """Rollouts per task in a step; 1 suffices only for algorithms that do not compare rollouts of a task. Raise it if
-    many groups have equal rewards."""
-    batch_size: int = Field(default=32, ge=1)
-    """Tasks per step; raise it for less noisy updates."""
-    advantage: str | None = None
-    """Own advantage function, as `module:function` or `file.py:function`, in place of that of `algorithm_type`, whose
-    other parts stay; null uses the algorithm's."""
-    loss: str | None = None
-    """Own loss function, in the same form; null uses the algorithm's."""
-    advantage_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the advantage function that differ from its defaults."""
-    loss_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the loss function that differ from its defaults."""
-    terms_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the function that computes per-sequence terms (returns, preference pairs, sequence ratios) between
-    scoring and loss, if they differ from its defaults."""
-    loss_aggregation: (
-        Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
-    ) = None
-    """Weighting of token losses in the batch loss; null uses the algorithm's default."""
-    norm_length: int | None = Field(default=None, ge=1)
-    """Divisor, in tokens, of a sequence's summed loss in seq-mean-token-sum-norm (dr_grpo). Set it to the longest
-    expected answer, so that the loss scale does not depend on the context length. null uses `model.max_model_len`."""
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the KL to the starting model; raise it if the policy drifts too far. Above 0 a frozen copy of the
-    model is loaded, except with `model.lora`, where the base weights are the reference."""
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "corrected_k3"] = "k2"
-    """Estimator of the KL (Schulman, 2020); corrected_k3 weights k3 by the ratio of policy to sampler."""
-    kl_adaptive: AdaptiveKlSection | None = None
-    """Adapt the KL coefficient, starting from `kl_coef`, to reach a target KL; null keeps it constant."""
-    correction: CorrectionSection = CorrectionSection()
-    """Importance weights and masks for off-policy tokens."""
-    top_entropy_fraction: float = Field(default=1.0, gt=0, le=1)
-    """Compute the policy loss only on this fraction of the tokens of an update, those of highest entropy; 0.2 for long
-    chains of thought. Below 1 it costs one extra forward per update. 1 trains all tokens."""
-    entropy_coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the entropy bonus; raise it slightly (0.001) if answers lose diversity too early."""
-    critic: CriticSection = CriticSection()
-    """Critic of ppo."""
-    teacher: TeacherSection | None = None
-    """Teacher model of on_policy_distill and jsd."""
-    expert: ExpertSection | None = None
-    """Expert demonstrations of mix and mix_chord."""
 
 
 class EngineSection(Section):

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunesmith.algorithms.scores import TokenInputs
-from tunesmith.experience.trie import Trie
+from tunesmith.experience.trie import Trie, read_array
 from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
 from tunesmith.trainer.tree_attention.tile_schedule import PADDING, pad_trie
 from tunesmith.types import Distribution, Sample
@@ -211,3 +211,35 @@ def _pad_chunks(chunks: Sequence[_ChunkArrays], chunk_tokens: int) -> list[_Chun
             )
         )
     return padded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventIndex:
+    """Position of each trained token of an update: its sample, its position there, and its event in the rows."""
+
+    sample_E: np.ndarray
+    time_E: np.ndarray
+    event_E: np.ndarray
+
+    def gather(self, per_token: Sequence[Sequence[float | None] | np.ndarray]) -> np.ndarray:
+        """Values [E] from values per sample and token; None becomes NaN."""
+        flat = np.concatenate([read_array(values, np.float64) for values in per_token])
+        starts = np.cumsum([0, *(len(values) for values in per_token)])
+        return flat[starts[self.sample_E] + self.time_E]
+
+    def scatter(self, values_E: np.ndarray) -> np.ndarray:
+        """Values [R] in the order of the rows."""
+        values_R = np.empty_like(values_E)
+        values_R[self.event_E] = values_E
+        return values_R
+
+
+def index_events(samples: Sequence[Sample], rows: Sequence[Trie]) -> EventIndex:
+    """The trained tokens of the rows, ordered by trajectory, sample, time."""
+    sample_R = np.concatenate([row.sample_E for row in rows])
+    time_R = np.concatenate([row.time_E for row in rows])
+    order = np.argsort([sample.trajectory_index for sample in samples], kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    event_E = np.argsort(rank[sample_R] * (time_R.max(initial=0) + 1) + time_R, kind="stable")
+    return EventIndex(sample_E=sample_R[event_E], time_E=time_R[event_E], event_E=event_E)

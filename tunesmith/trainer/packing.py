@@ -63,3 +63,13 @@ def _fill_rows(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) 
         row_lengths[row] += lengths[index]
         row_costs[row] += costs[index]
     return [sorted(row) for row in rows if row]
+
+
+def split_minibatches(samples: Sequence[Sample], num_minibatches: int) -> list[list[int]]:
+    """Assign groups to minibatches round-robin, as sample indices; empty minibatches are left out."""
+    index_of_group: dict[int, int] = {}
+    minibatches: list[list[int]] = [[] for _ in range(num_minibatches)]
+    for index, sample in enumerate(samples):
+        group = index_of_group.setdefault(sample.group_index, len(index_of_group))
+        minibatches[group % num_minibatches].append(index)
+    return [minibatch for minibatch in minibatches if minibatch]

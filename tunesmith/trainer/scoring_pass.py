@@ -24,11 +24,11 @@ from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.corrections import compute_correction_weights
 from tunesmith.algorithms.scores import BatchScores, Need, TokenInputs, TokenTerms, keep_advantages
 from tunesmith.algorithms.token_selection import find_top_entropy_tokens
-from tunesmith.experience.trie import Trie, read_array
-from tunesmith.model.adapters.adapter import disabled_adapter
+from tunesmith.experience.trie import Trie
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
-from tunesmith.trainer.batch import build_row, index_distributions
+from tunesmith.trainer.batch import EventIndex, build_row, index_distributions, index_events
+from tunesmith.trainer.reference import Reference, reference_weights
 from tunesmith.types import Sample
 
 POLICY_SCORES: frozenset[Need] = frozenset({"logprobs", "entropies"})
@@ -43,6 +43,8 @@ class ScoringModels:
 
     reference: PreTrainedModel | None = None
     """Scored with its adapter disabled: the policy itself can serve as the reference of its base model."""
+    reference_state: Reference | None = None
+    """Holds the adapter with which the reference is scored instead, once it was refreshed."""
     teacher: PreTrainedModel | None = None
     score_values: ScoreRows | None = None
 
@@ -107,27 +109,6 @@ class PreparedUpdate:
     """Values by the critic: before the first update of the step where `StepTerms` were passed, else now."""
     returns_R: np.ndarray | None
     """Targets of the critic."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventIndex:
-    """Position of each trained token of an update: its sample, its position there, and its event in the rows."""
-
-    sample_E: np.ndarray
-    time_E: np.ndarray
-    event_E: np.ndarray
-
-    def gather(self, per_token: Sequence[Sequence[float | None] | np.ndarray]) -> np.ndarray:
-        """Values [E] from values per sample and token; None becomes NaN."""
-        flat = np.concatenate([read_array(values, np.float64) for values in per_token])
-        starts = np.cumsum([0, *(len(values) for values in per_token)])
-        return flat[starts[self.sample_E] + self.time_E]
-
-    def scatter(self, values_E: np.ndarray) -> np.ndarray:
-        """Values [R] in the order of the rows."""
-        values_R = np.empty_like(values_E)
-        values_R[self.event_E] = values_E
-        return values_R
 
 
 def can_weigh_in_loss_pass(algorithm: Algorithm) -> bool:
@@ -264,17 +245,6 @@ def compute_weights(scores: BatchScores, algorithm: Algorithm, *, norm_length: i
     return weights_E
 
 
-def index_events(samples: Sequence[Sample], rows: Sequence[Trie]) -> EventIndex:
-    """The trained tokens of the rows, ordered by trajectory, sample, time."""
-    sample_R = np.concatenate([row.sample_E for row in rows])
-    time_R = np.concatenate([row.time_E for row in rows])
-    order = np.argsort([sample.trajectory_index for sample in samples], kind="stable")
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    event_E = np.argsort(rank[sample_R] * (time_R.max(initial=0) + 1) + time_R, kind="stable")
-    return EventIndex(sample_E=sample_R[event_E], time_E=time_R[event_E], event_E=event_E)
-
-
 def run_scoring_passes(
     model: PreTrainedModel,
     samples: Sequence[Sample],
@@ -297,7 +267,9 @@ def run_scoring_passes(
     for need, scorer in models.items():
         if need in needs:
             assert scorer is not None, need
-            with disabled_adapter(scorer) if need == "reference" else nullcontext():
+            state = scoring_models.reference_state
+            adapter = None if state is None else state.adapter
+            with reference_weights(scorer, adapter) if need == "reference" else nullcontext():
                 scores[need] = score_logprobs(scorer, samples, rows, chunk_tokens=chunk_tokens)
     if "values" in needs:
         assert scoring_models.score_values is not None

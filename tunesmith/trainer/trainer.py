@@ -46,7 +46,8 @@ from tunesmith.trainer.metrics import (
     count_tokens,
 )
 from tunesmith.trainer.optimizer import MasterAdamW
-from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.packing import pack_samples, split_minibatches
+from tunesmith.trainer.reference import Reference
 from tunesmith.trainer.row_graphs import RowGraphs, can_capture, is_launch_bound
 from tunesmith.trainer.scoring_pass import (
     PreparedUpdate,
@@ -103,7 +104,7 @@ class Trainer:
         self._dropouts = find_dropouts(model)
         self._dropout_seed = dropout_seed
         self._is_sampler_quantized = is_sampler_quantized
-        if self._dropouts and (not self._algorithm.is_supervised or "reference" in self._algorithm.needs):
+        if self._dropouts and (not self._algorithm.is_supervised or "logprobs" in self._algorithm.needs):
             raise ConfigError(
                 f"model.lora.dropout={self._dropouts[0].p:g} is for supervised fine-tuning only: "
                 f"{self._algorithm.name!r} compares logprobs of different forward passes; set it to 0"
@@ -116,8 +117,12 @@ class Trainer:
                 raise ModelError(f"{type(each).__name__} was not prepared with use_plan_attention")
         self._model = model.eval()
         self._critic = None if critic_model is None else Critic(critic_model, algorithm.critic, settings)
+        self._reference: Reference | None = None
+        if reference_model is not None:
+            self._reference = Reference(reference_model.eval(), refresh_steps=algorithm.reference_refresh_steps)
         self._scoring_models = ScoringModels(
-            reference=None if reference_model is None else reference_model.eval(),
+            reference=reference_model,
+            reference_state=self._reference,
             teacher=None if teacher_model is None else teacher_model.eval(),
             score_values=None if self._critic is None else self._critic.score,
         )
@@ -157,7 +162,7 @@ class Trainer:
         proximal = self._score_proximal_policy(samples, policy_version)
         step_terms = self._compute_step_terms(samples, proximal)
         updates: list[Update] = []
-        for indices in _split_minibatches(samples, self._settings.num_minibatches):
+        for indices in split_minibatches(samples, self._settings.num_minibatches):
             minibatch = [samples[index] for index in indices]
             rows = self._pack(minibatch)
             if rows:
@@ -167,7 +172,8 @@ class Trainer:
                 updates.append(update)
                 self._adapt_kl_coef(update, minibatch)
         self.num_steps += 1
-        return build_metrics(updates) | {"train/learning_rate": learning_rate}
+        metrics = build_metrics(updates) | {"train/learning_rate": learning_rate}
+        return metrics if self._reference is None else metrics | self._reference.advance(self._model, self.num_steps)
 
     @torch.no_grad()
     def compute_loss(self, samples: Sequence[Sample]) -> float:
@@ -181,6 +187,8 @@ class Trainer:
         """Everything that resuming needs in addition to the parameters; tensors are not copied."""
         kl_coef = self._algorithm.kl_coef
         state = {"num_steps": self.num_steps, "kl_coef": kl_coef, "optimizer": self._optimizer.state_dict()}
+        if self._reference is not None:
+            state |= self._reference.state_dict()
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -191,6 +199,8 @@ class Trainer:
             self._algorithm = replace(self._algorithm, kl_coef=state["kl_coef"])
         if self._critic is not None:
             self._critic.load_state_dict(state["critic"])
+        if self._reference is not None:
+            self._reference.load_state_dict(state)
 
     def _pack(self, samples: Sequence[Sample]) -> list[Trie]:
         return pack_samples(
@@ -381,13 +391,3 @@ class Trainer:
                 "sampler and trainer logprobs differ: KL %.3g per token is above trainer.mismatch_warn=%g; %s",
                 mismatch, limits.mismatch_warn, MISMATCH_CAUSES,
             )  # fmt: skip
-
-
-def _split_minibatches(samples: Sequence[Sample], num_minibatches: int) -> list[list[int]]:
-    """Assign groups to minibatches round-robin, as sample indices; empty minibatches are left out."""
-    index_of_group: dict[int, int] = {}
-    minibatches: list[list[int]] = [[] for _ in range(num_minibatches)]
-    for index, sample in enumerate(samples):
-        group = index_of_group.setdefault(sample.group_index, len(index_of_group))
-        minibatches[group % num_minibatches].append(index)
-    return [minibatch for minibatch in minibatches if minibatch]

@@ -10,6 +10,7 @@ import pytest
 from tunesmith.algorithms.advantages.baselines import (
     compute_asymre_advantages,
     compute_opmd_advantages,
+    compute_opo_advantages,
     compute_raft_advantages,
     compute_rec_advantages,
     compute_reinforce_advantages,
@@ -70,6 +71,35 @@ def test_rloo_is_the_centered_reward_scaled():
 def test_reinforce_subtracts_a_constant_from_every_reward():
     assert compute_reinforce_advantages(outcomes([1, None, 0], [1])) == [[1, None, 0], [1]]
     assert compute_reinforce_advantages(outcomes([1, 0]), baseline=0.5) == [[0.5, -0.5]]
+
+
+def test_opo_subtracts_the_length_weighted_mean():
+    """Lengths 4, 2 and 6 over all turns, rewards 1, 0 and 0.5: b = (4 + 3) / 12."""
+    turns = [((-1.0,) * 3, (-1.0,)), ((-1.0,) * 2,), ((-1.0,) * 6,), ((-1.0,) * 9,)]
+    group = [
+        RunOutcome(reward=reward, num_turns=len(each), turn_logprobs=each)
+        for reward, each in zip([1.0, 0.0, 0.5, None], turns, strict=True)
+    ]
+    (row,) = compute_opo_advantages([group])
+    assert row == pytest.approx([1 - 7 / 12, -7 / 12, 0.5 - 7 / 12, None])
+    lengths, rewards = [4, 2, 6], [1.0, 0.0, 0.5]
+
+    def sum_squares(baseline: float) -> float:
+        return sum(n * (reward - baseline) ** 2 for n, reward in zip(lengths, rewards, strict=True))
+
+    best = min(range(1001), key=lambda step: sum_squares(step / 1000))
+    assert best / 1000 == pytest.approx(7 / 12, abs=1e-3)  # least variance if squared norms are as the lengths
+
+
+def test_opo_of_equal_lengths_is_dr_grpo():
+    assert compute_opo_advantages(GOLDEN) == [pytest.approx(row) for row in compute_dr_grpo_advantages(GOLDEN)]
+
+
+def test_opo_drops_groups_without_a_comparison():
+    empty = RunOutcome(reward=1.0, num_turns=0)
+    assert compute_opo_advantages([*outcomes([1, 1], [1], [None, 0], [None]), [empty, empty]]) == [
+        [None, None], [None], [None, None], [None], [None, None],
+    ]  # fmt: skip
 
 
 def test_asymre_shifts_the_baseline():

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from tunesmith.algorithms.advantages.group import (
     RunOutcome,
+    compute_batch_normalized_advantages,
     compute_grpo_advantages,
+    compute_maxrl_advantages,
     compute_multi_step_grpo_advantages,
 )
+from tunesmith.errors import ConfigError
 
 
 def outcomes(*groups: list[float | None]) -> list[list[RunOutcome]]:
@@ -97,3 +100,44 @@ def test_multi_step_grpo_equals_the_textbook(groups):
             mean, std = statistics.mean(scored), statistics.stdev(scored)
             expected = [None if reward is None else (reward - mean) / (std + 1e-6) for reward in rewards]
             assert row == [None if value is None else pytest.approx(value, abs=1e-9) for value in expected]
+
+
+def test_maxrl_divides_by_the_mean_reward():
+    assert compute_maxrl_advantages(outcomes([1, 0, 0, 0], [1, 1, 1, 0])) == [
+        pytest.approx([3, -1, -1, -1]),
+        pytest.approx([1 / 3, 1 / 3, 1 / 3, -1]),
+    ]
+    assert compute_maxrl_advantages(outcomes([0.5, None, 0.25])) == [pytest.approx([1 / 3, None, -1 / 3])]
+
+
+def test_maxrl_drops_groups_without_a_difference():
+    groups = outcomes([0, 0], [1, 1], [1], [0, None])
+    assert compute_maxrl_advantages(groups) == [[None, None], [None, None], [None], [None, None]]
+
+
+def test_maxrl_refuses_negative_rewards():
+    with pytest.raises(ConfigError, match="rewards of at least 0, got -0.5"):
+        compute_maxrl_advantages(outcomes([1, -0.5]))
+
+
+def test_batch_normalization_divides_by_the_std_of_centered_rewards():
+    """Groups of another mean do not widen the std; groups with equal rewards, and unscored rollouts, are as defined."""
+    rewards = [[1, 0, 0, 1], [5, 5, 5, 8], [2, 2, 2, 2]]
+    centered = [reward - statistics.fmean(row) for row in rewards for reward in row]
+    expected = [value / (statistics.stdev(centered) + 1e-6) for value in centered]
+    found = compute_batch_normalized_advantages(outcomes(*rewards))
+    assert found[0] + found[1] == pytest.approx(expected[:8], rel=1e-12)
+    assert found[2] == [None] * 4
+    with_unscored = [[1, None, 0, 0, 1], *rewards[1:]]
+    assert compute_batch_normalized_advantages(outcomes(*with_unscored))[0] == [
+        None if reward is None else pytest.approx(value)
+        for reward, value in zip(with_unscored[0], [found[0][0], None, *found[0][1:]], strict=True)
+    ]
+
+
+def test_batch_normalization_of_one_group_is_grpo():
+    groups = outcomes([1, 0, 0, 0.5])
+    assert compute_batch_normalized_advantages(groups)[0] == pytest.approx(
+        compute_multi_step_grpo_advantages(groups)[0]
+    )
+    assert compute_batch_normalized_advantages(outcomes([1], [None])) == [[None], [None]]

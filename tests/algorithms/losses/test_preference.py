@@ -1,4 +1,4 @@
-"""DPO and KTO in float64 against autograd of the textbook losses, and against TRL's trainers on the same numbers."""
+"""DPO, its forms and KTO in float64 against autograd of the textbook losses, and against TRL on the same numbers."""
 
 from __future__ import annotations
 
@@ -57,15 +57,34 @@ def differentiate(policy, loss: torch.Tensor) -> tuple[float, torch.Tensor]:
     return loss.item(), torch.cat(filled)
 
 
-def compute_dpo_reference(policy, reference, labels, groups, beta) -> torch.Tensor:
-    losses = []
+def compute_gaps(policy, reference, labels, groups, *, has_length_norm=False) -> torch.Tensor:
+    """Implicit reward of the chosen minus that of the rejected completion of each pair."""
+    gaps = []
     for group in dict.fromkeys(groups):
-        margin = 0.0
+        gap = 0.0
         for row, ref, label, of_group in zip(policy, reference, labels, groups, strict=True):
             if of_group == group:
-                margin = margin + label * (row.sum() - ref.sum())
-        losses.append(-functional.logsigmoid(beta * margin))
-    return torch.stack(losses).mean()
+                gap = gap + label * (row.sum() - ref.sum()) / (len(row) if has_length_norm else 1)
+        gaps.append(gap)
+    return torch.stack(gaps)
+
+
+def compute_dpo_reference(policy, reference, labels, groups, beta) -> torch.Tensor:
+    return -functional.logsigmoid(beta * compute_gaps(policy, reference, labels, groups)).mean()
+
+
+TEXTBOOK = {
+    "conservative": lambda d, beta: -0.7 * functional.logsigmoid(beta * d) - 0.3 * functional.logsigmoid(-beta * d),
+    "robust": lambda d, beta: (-0.7 * functional.logsigmoid(beta * d) + 0.3 * functional.logsigmoid(-beta * d)) / 0.4,
+    "hinge": lambda d, beta: (1 - beta * d).clamp(min=0),
+    "ipo": lambda d, beta: (d - 1 / (2 * beta)) ** 2,
+}
+FORMS = {
+    "conservative": {"label_smoothing": 0.3},
+    "robust": {"loss_type": "robust", "label_smoothing": 0.3},
+    "hinge": {"loss_type": "hinge"},
+    "ipo": {"loss_type": "ipo"},
+}
 
 
 def compute_kto_reference(policy, reference, labels, beta, desirable, undesirable) -> torch.Tensor:
@@ -91,6 +110,53 @@ def test_dpo_equals_autograd_of_the_textbook(beta):
     policy, reference = draw()
     ours = run_ours(compute_dpo_terms, policy, reference, DPO_LABELS, DPO_GROUPS, beta=beta)
     assert_same(ours, differentiate(policy, compute_dpo_reference(policy, reference, DPO_LABELS, DPO_GROUPS, beta)))
+
+
+@pytest.mark.parametrize("has_length_norm", [False, True])
+@pytest.mark.parametrize("beta", [0.1, 0.7])
+@pytest.mark.parametrize("form", FORMS)
+def test_dpo_forms_equal_autograd_of_the_textbook(form, beta, has_length_norm):
+    policy, reference = draw(2)
+    args = {**FORMS[form], "beta": beta, "has_length_norm": has_length_norm}
+    ours = run_ours(compute_dpo_terms, policy, reference, DPO_LABELS, DPO_GROUPS, **args)
+    gaps = compute_gaps(policy, reference, DPO_LABELS, DPO_GROUPS, has_length_norm=has_length_norm)
+    assert_same(ours, differentiate(policy, TEXTBOOK[form](gaps, beta).mean()))
+    assert ours[2]["preference/margin"] == pytest.approx(beta * gaps.mean().item())
+
+
+def test_robust_dpo_is_unbiased_under_swapped_labels():
+    """With 30 % of the labels swapped, the expected loss and gradient are those of DPO on the true labels."""
+    policy, reference = draw(1)
+    swapped = [-label for label in DPO_LABELS]
+    args = {"loss_type": "robust", "label_smoothing": 0.3}
+    kept, flipped = (
+        run_ours(compute_dpo_terms, policy, reference, labels, DPO_GROUPS, **args) for labels in (DPO_LABELS, swapped)
+    )
+    true = run_ours(compute_dpo_terms, policy, reference, DPO_LABELS, DPO_GROUPS)
+    assert 0.7 * kept[0] + 0.3 * flipped[0] == pytest.approx(true[0])
+    torch.testing.assert_close(0.7 * kept[1] + 0.3 * flipped[1], true[1])
+
+
+def test_hinge_and_ipo_have_no_gradient_at_their_optimum():
+    """Hinge beyond the margin 1 / beta, ipo at a gap of 1 / (2 beta)."""
+    policy = [torch.tensor([value], dtype=torch.float64) for value in (0.0, -5.0, 0.0, -10.5)]
+    reference = [torch.zeros(1, dtype=torch.float64)] * 4
+    labels, groups = [1, -1, 1, -1], [0, 0, 1, 1]
+    ipo = run_ours(compute_dpo_terms, policy, reference, labels, groups, loss_type="ipo")[1].tolist()
+    assert ipo == pytest.approx([0, 0, 5.5, -5.5])  # pushed back from 10.5 to 5
+    hinge = run_ours(compute_dpo_terms, policy, reference, labels, groups, loss_type="hinge")[1].tolist()
+    assert hinge == pytest.approx([-0.05, 0.05, 0, 0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dpo_forms_are_finite_for_extreme_margins_and_empty_updates(form):
+    policy = [torch.tensor([value], dtype=torch.float64) for value in (-1e5, 0.0, 0.0, -1e5)]
+    reference = [torch.zeros(1, dtype=torch.float64)] * 4
+    loss, gradient, _ = run_ours(compute_dpo_terms, policy, reference, [1, -1, 1, -1], [0, 0, 1, 1], **FORMS[form])
+    assert np.isfinite(loss) and gradient.isfinite().all()
+    loss, gradient, metrics = run_ours(compute_dpo_terms, policy[:1], reference[:1], [1], [0], **FORMS[form])
+    assert (loss, gradient.abs().sum(), metrics) == (0, 0, {"preference/num_pairs": 0.0})
+    assert run_ours(compute_dpo_terms, [torch.zeros(0)], [torch.zeros(0)], [1], **FORMS[form])[0] == 0
 
 
 def test_dpo_is_a_mean_over_pairs():
@@ -202,14 +268,25 @@ def answer_with(rows) -> SimpleNamespace:
     return SimpleNamespace(log_probs=padded, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
 
 
-def test_dpo_equals_trl():
+@pytest.mark.parametrize(
+    ("loss_type", "args"),
+    [
+        ("sigmoid", {}),
+        ("hinge", {"loss_type": "hinge"}),
+        ("robust", {"loss_type": "robust", "label_smoothing": 0.2}),
+        ("ipo", {"loss_type": "ipo", "has_length_norm": True}),
+        ("sigmoid_norm", {"has_length_norm": True}),
+    ],
+)
+def test_dpo_equals_trl(loss_type, args):
     peer = pytest.importorskip("trl.trainer.dpo_trainer")
     policy, reference = draw()
     chosen, rejected = [0, 3, 4], [1, 2, 5]
     order = chosen + rejected
     mask = pad([policy[i] for i in order])[1]
     settings = {"ld_alpha": None, "f_divergence_type": "reverse_kl", "beta": 0.3, "use_weighting": False}
-    trainer = PeerTrainer(loss_types=["sigmoid"], loss_weights=[1.0], **settings)
+    settings["label_smoothing"] = args.get("label_smoothing", 0.0)
+    trainer = PeerTrainer(loss_types=[loss_type], loss_weights=[1.0], **settings)
     inputs = {
         "input_ids": mask,
         "attention_mask": mask,
@@ -220,9 +297,10 @@ def test_dpo_equals_trl():
     loss = peer.DPOTrainer._compute_loss(
         trainer, lambda **_: answer_with([policy[i] for i in order]), inputs, return_outputs=False
     )
-    ours = run_ours(compute_dpo_terms, policy, reference, DPO_LABELS, DPO_GROUPS, beta=0.3)
+    ours = run_ours(compute_dpo_terms, policy, reference, DPO_LABELS, DPO_GROUPS, beta=0.3, **args)
     assert_same(ours, differentiate(policy, loss))
-    assert trainer._metrics["train"]["rewards/margins"] == [pytest.approx(ours[2]["preference/margin"])]
+    if not args.get("has_length_norm"):  # TRL's metrics are of the summed rewards
+        assert trainer._metrics["train"]["rewards/margins"] == [pytest.approx(ours[2]["preference/margin"])]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -69,6 +69,7 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 EXTRA_SETTINGS = {
     "ppo": ["algorithm.critic.learning_rate=1e-3"],
     "reinforceplusplus": ["algorithm.terms_args.reward_kl_coef=0.01"],
+    "grpo": ["algorithm.kl_coef=0.1", "algorithm.reference_refresh_steps=1"],
     "remax": [],
     "mix": ["algorithm.expert.path={experts}"],
     "mix_chord": ["algorithm.expert.path={experts}", "algorithm.terms_args={{mu_peak: 0.5, mu_warmup_steps: 3}}"],
@@ -93,6 +94,31 @@ def test_a_stopped_run_resumes_to_the_same_metrics(run, tmp_path, teacher, name)
     assert all(torch.equal(expected[key], found[key]) for key in expected)
     assert whole.metrics["train/grad_norm"] > 0
     assert whole.metrics["mismatch/max_log_ratio"] < 1e-4
+
+
+def test_a_refreshed_reference_of_an_adapter_resumes_to_the_same_metrics(run):
+    settings = ["algorithm.kl_coef=0.1", "algorithm.reference_refresh_steps=2", "model.lora.r=2"]
+    whole = run("grpo", *settings, "name=whole", "total_steps=4")
+    run("grpo", *settings, "name=cut", "total_steps=3")
+    resumed = run("grpo", *settings, "name=cut", "total_steps=4", "continue_from_checkpoint=true")
+    rows = read_metrics(whole.folder)
+    assert read_metrics(resumed.folder) == rows
+    assert [row["train/reference_step"] for row in rows] == [0, 0, 2, 2]
+    assert rows[1]["train/kl"] > 0 < rows[3]["train/kl"]
+    assert rows[2]["train/kl"] < 1e-9
+
+
+def test_gdpo_trains_on_the_metrics_of_the_judge(run):
+    async def judge(task, response):
+        parts = {"letters": float(sum(map(ord, response)) % 7), "length": float(len(response))}
+        return JudgeOutput(reward=1.0, metrics=parts)
+
+    weights = "algorithm.advantage_args.rewards={letters: 1.0, length: -0.1}"
+    metrics = run("gdpo", weights, judge=judge).metrics
+    assert metrics["algorithm/num_trained_groups"] == 2  # although every reward is 1
+    assert metrics["train/grad_norm"] > 0
+    with pytest.raises(ConfigError, match=r"names 'words', but the judge .* \(it has letters, length\)"):
+        run("gdpo", "algorithm.advantage_args.rewards={words: 1.0}", "name=other", judge=judge)
 
 
 def test_ppo_reports_its_critic_and_saves_it(run):
@@ -161,6 +187,9 @@ def test_experts_are_mixed_in_their_ratio(run, tmp_path):
     [
         ("jsd", [], ConfigError, "'jsd' needs algorithm.teacher.path"),
         ("mix", [], ConfigError, "'mix' needs algorithm.expert.path"),
+        ("gdpo", [], ConfigError, "'gdpo' needs algorithm.advantage_args.rewards: the metrics of the judge"),
+        ("pass_at_k", [], ConfigError, "k=4 of 'pass_at_k' must be below algorithm.group_size=3"),
+        ("grpo", ["algorithm.reference_refresh_steps=5"], ConfigError, "reference_refresh_steps=5 has no effect"),
         ("grpo", ["algorithm.teacher.path=x"], ConfigError, "algorithm.teacher has no effect"),
         ("grpo", ["algorithm.expert.path=x"], ConfigError, "algorithm.expert has no effect"),
         ("grpo", ["algorithm.critic.learning_rate=1"], ConfigError, "algorithm.critic has no effect"),

@@ -160,7 +160,7 @@ LABELED_ROWS = [
     {"prompt": f"{n} apples?", "completion": f"I see {n}." if n % 2 else f"No {n}.", "label": n % 2 == 1}
     for n in range(8)
 ]
-ROWS = {"dpo": PAIRS, "kto": LABELED_ROWS}
+ROWS = {"dpo": PAIRS, "kto": LABELED_ROWS, "orpo": PAIRS, "simpo": PAIRS}
 
 
 @pytest.fixture
@@ -208,7 +208,39 @@ def test_kto_loss_starts_at_one_half_and_falls(run, tmp_path):
     assert result.loss < 0.45
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", ["orpo", "simpo"])
+def test_losses_without_a_reference_separate_the_pairs_and_load_one_model(run, tmp_path, name, monkeypatch):
+    from_pretrained, loaded = AutoModelForCausalLM.from_pretrained, []
+
+    def count(path, *args, **kwargs):
+        loaded.append(path)
+        return from_pretrained(path, *args, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", count)
+    run(name, "out", num_epochs=12)
+    metrics = read_metrics(tmp_path / "out")
+    assert len(loaded) == 1
+    assert metrics[-1]["preference/accuracy"] == 1
+    assert metrics[-1]["preference/margin"] > max(metrics[0]["preference/margin"], 0.5)
+    if name == "orpo":
+        assert metrics[-1]["preference/sft_loss"] < metrics[0]["preference/sft_loss"] - 0.5
+    run("dpo", "with-reference")
+    assert len(loaded) == 3
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "first_loss"), [("ipo", 25.0), ("hinge", 1.0), ("robust", math.log(2))]
+)  # at a gap of 0
+def test_forms_of_dpo_start_at_their_loss_of_the_starting_model(run, tmp_path, loss_type, first_loss):
+    args = {"loss_type": loss_type} | ({"label_smoothing": 0.1} if loss_type == "robust" else {})
+    run("dpo", "out", num_epochs=4, terms_args=args)
+    metrics = read_metrics(tmp_path / "out")
+    assert metrics[0]["train/loss"] == pytest.approx(first_loss, rel=1e-4)
+    assert metrics[-1]["preference/accuracy"] == 1
+    assert metrics[-1]["train/loss"] < metrics[0]["train/loss"]
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "orpo"])
 def test_a_stopped_run_resumes_to_the_same_weights(run, tmp_path, name, monkeypatch):
     settings = {"num_epochs": 3, "eval_fraction": 0.25, "evaluation_interval_steps": 2, "save_interval_steps": 2}
     whole = run(name, "whole", **settings)
@@ -286,6 +318,9 @@ def test_a_pipeline_has_a_stage_for_preferences(folder, tmp_path):
         ("dpo", {"terms_args": {"betta": 0.2}}, "unknown argument 'betta'.*did you mean 'beta'"),
         ("dpo", {"terms_args": {"beta": 0.0}}, "beta=0.0"),
         ("dpo", {"terms_args": {"desirable_weight": 1.0}}, "unknown argument 'desirable_weight'"),
+        ("dpo", {"terms_args": {"loss_type": "robust"}}, "loss_type='robust' .* set label_smoothing"),
+        ("simpo", {"terms_args": {"label_smoothing": 0.1}}, "unknown argument 'label_smoothing'"),
+        ("orpo", {"model": {"lora": {"dropout": 0.1}}}, "dropout.*logprobs of different forward passes"),
         ("kto", {"max_rows_per_batch": 1}, "max_rows_per_batch=1: kto pairs"),
         ("dpo", {"trainer": {"num_minibatches": 2}}, "num_minibatches has no effect"),
     ],

@@ -37,6 +37,24 @@ def compute_rloo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantage
     return map_groups(groups, leave_one_out)
 
 
+def compute_opo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
+    """R - b with b the mean reward of the group weighted by length, sum(l R) / sum(l) (Hao et al., 2025, OPO).
+
+    This baseline minimizes the variance of the gradient of the summed logprobs if its squared norm is proportional to
+    the length l, the number of sampled tokens over all turns. Rollouts without a token have no weight.
+    """
+    advantages: Advantages = []
+    for group in groups:
+        lengths = [sum(map(len, run.turn_logprobs)) for run in group]
+        scored = [(run.reward, n) for run, n in zip(group, lengths, strict=True) if run.reward is not None and n > 0]
+        if len({reward for reward, _ in scored}) <= 1:
+            advantages.append([None] * len(group))
+            continue
+        baseline = math.fsum(reward * n for reward, n in scored) / sum(n for _, n in scored)
+        advantages.append([None if run.reward is None else run.reward - baseline for run in group])
+    return advantages
+
+
 def compute_opmd_advantages(
     groups: Sequence[Sequence[RunOutcome]],
     *,

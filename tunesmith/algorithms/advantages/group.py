@@ -90,7 +90,61 @@ def compute_dr_grpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advant
     Liu et al. (2025), "Understanding R1-Zero-like training", section 3.2. The paper's second change is the aggregation
     (`seq-mean-token-sum-norm`).
     """
-    return map_groups(groups, lambda rewards: _subtract_mean(rewards) if len(set(rewards)) > 1 else None)
+    return map_groups(groups, _subtract_mean_if_different)
+
+
+def compute_maxrl_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
+    """(R - mean) / mean with the group's mean reward (Tajwar et al., 2026, "Maximum likelihood RL", MaxRL).
+
+    The fewer rollouts of a task succeed, the larger the weight of each success. With rewards of 0 and 1, sums of token
+    losses and n rollouts, the expected gradient is that of log p, p the success rate, truncated after order n - 1:
+    -sum over k < n of (1 - p)^k / k; REINFORCE has the first order only. Without a success the advantage is zero; the
+    paper's estimator of order n keeps the baseline there. Rewards must not be negative.
+    """
+    lowest = min((run.reward for group in groups for run in group if run.reward is not None), default=0.0)
+    if lowest < 0:
+        raise ConfigError(
+            f"algorithm_type='maxrl' divides by the mean reward and needs rewards of at least 0, got {lowest:g}: shift "
+            "them in the judge, or choose grpo"
+        )
+
+    def normalize(rewards: list[float]) -> list[float] | None:
+        if len(set(rewards)) == 1:
+            return None
+        mean = math.fsum(rewards) / len(rewards)
+        return [(reward - mean) / mean for reward in rewards]
+
+    return map_groups(groups, normalize)
+
+
+def compute_batch_normalized_advantages(
+    groups: Sequence[Sequence[RunOutcome]], *, epsilon: PositiveFloat = 1e-6
+) -> Advantages:
+    """(R - mean of the group) / (std + epsilon), with the std of R - mean over all rollouts of the step.
+
+    REINFORCE++ with baseline (Hu et al., 2025). The group's own std, as in GRPO, would give more weight to very easy
+    and very hard tasks, and depends on the rollout that it scales. Groups with equal rewards are part of the std; their
+    advantage is zero. The paper also subtracts the mean of R - mean over the batch, which is zero. Each rollout counts
+    once (verl and OpenRLHF count each token, so long rollouts weigh more).
+    """
+    return normalize_over_batch(map_scored(groups, _subtract_mean_if_different), groups, epsilon=epsilon)
+
+
+def normalize_over_batch(
+    advantages: Sequence[Sequence[float | None]], groups: Sequence[Sequence[RunOutcome]], *, epsilon: float
+) -> Advantages:
+    """Centered advantages divided by their sample std over all scored rollouts; None counts as 0 and stays None.
+
+    The values of each group sum to zero, so their mean is zero and is not subtracted.
+    """
+    values = [
+        value or 0.0
+        for row, group in zip(advantages, groups, strict=True)
+        for value, run in zip(row, group, strict=True)
+        if run.reward is not None
+    ]
+    scale = math.sqrt(math.fsum(value**2 for value in values) / max(len(values) - 1, 1)) + epsilon
+    return [[None if value is None else value / scale for value in row] for row in advantages]
 
 
 def compute_bnpo_advantages(groups: Sequence[Sequence[RunOutcome]]) -> Advantages:
@@ -123,7 +177,14 @@ def map_groups(
     groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
 ) -> Advantages:
     """Apply `compute` to each group's scored rewards; None, or a single scored rollout, drops the group."""
-    advantages: Advantages = []
+    return [list(row) for row in map_scored(groups, compute)]
+
+
+def map_scored(
+    groups: Sequence[Sequence[RunOutcome]], compute: Callable[[list[float]], list[float] | None]
+) -> list[list[float | None]]:
+    """As `map_groups`, with one number or None for each rollout."""
+    advantages: list[list[float | None]] = []
     for group in groups:
         rewards = [run.reward for run in group if run.reward is not None]
         values = compute(rewards) if len(rewards) > 1 else None
@@ -175,6 +236,10 @@ def _compute_mean(rewards: Sequence[float]) -> float | None:
 def _subtract_mean(rewards: Sequence[float]) -> list[float]:
     mean = math.fsum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
+
+
+def _subtract_mean_if_different(rewards: Sequence[float]) -> list[float] | None:
+    return _subtract_mean(rewards) if len(set(rewards)) > 1 else None
 
 
 def _compute_advantages(

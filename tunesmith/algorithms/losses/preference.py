@@ -1,45 +1,98 @@
-"""Preference optimization (DPO, KTO): losses over whole completions, as coefficients of single tokens.
+"""Losses over whole completions: DPO and its forms, and KTO.
 
-Such a loss is a function of a completion's implicit reward r = log policy(y | x) - log reference(y | x), a sum over its
-tokens. The scoring pass gives every r, hence the derivative of the loss by each r. That number times the logprob, as
-the loss of each token, has the gradient of the whole loss, independent of packing. Chosen or desirable completions have
-advantage 1, rejected or undesirable ones -1; a pair shares its group. Coefficients include the weights of the loss: no
-further aggregation (aggregation "sum").
+A completion's implicit reward r = log policy(y | x) - log reference(y | x), a sum over its tokens. The scoring pass
+gives every r, hence the derivative of the loss by each r. That number times the logprob, as the loss of each token, has
+the gradient of the whole loss, independent of packing. Chosen or desirable completions have advantage 1, rejected or
+undesirable ones -1; a pair shares its group. Coefficients include the weights of the loss: no further aggregation
+(aggregation "sum").
 
 Axes: E trained tokens of one update, Q sequences, P pairs.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import numpy as np
-from pydantic import NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.scores import BatchScores, TokenTerms, sum_sequences
+from tunesmith.errors import ConfigError
 from tunesmith.metric import Count
 
+DpoLossType = Literal["sigmoid", "hinge", "ipo", "robust"]
+FlipRate = Annotated[float, Field(ge=0, lt=0.5)]
 
-def compute_dpo_terms(scores: BatchScores, *, beta: PositiveFloat = 0.1) -> TokenTerms:
-    """Mean over pairs of -log sigmoid(beta (r_chosen - r_rejected)) (Rafailov et al., 2023, eq. 7).
 
-    A completion without its partner in the update is not trained.
+def compute_dpo_terms(
+    scores: BatchScores,
+    *,
+    beta: PositiveFloat = 0.1,
+    loss_type: DpoLossType = "sigmoid",
+    label_smoothing: FlipRate = 0.0,
+    has_length_norm: bool = False,
+) -> TokenTerms:
+    """Mean over pairs of a loss of d = r_chosen - r_rejected (Rafailov et al., 2023, DPO, eq. 7, and later forms).
+
+    With m = beta d and e = `label_smoothing`, the assumed share of pairs whose labels are swapped:
+
+    - sigmoid: -log sigmoid(m); with e above 0 conservative DPO, -(1 - e) log sigmoid(m) - e log sigmoid(-m) (Mitchell,
+      2023, "A note on DPO with noisy preferences");
+    - robust: (-(1 - e) log sigmoid(m) + e log sigmoid(-m)) / (1 - 2 e), whose expectation over swapped labels is the
+      loss of the true labels (Chowdhury et al., 2024);
+    - hinge: max(0, 1 - m) (Zhao et al., 2023, SLiC; Liu et al., 2024, RSO);
+    - ipo: (d - 1 / (2 beta))^2, with a finite optimum (Azar et al., 2024, IPO, eq. 17).
+
+    `has_length_norm` divides each r by the number of tokens of its completion, as TRL does for ipo; in the papers r is
+    a sum. A completion without its partner in the update is not trained.
     """
+    _check_label_smoothing(loss_type, label_smoothing)
     rewards_Q, labels_Q = compute_implicit_rewards(scores), find_labels(scores)
+    scale_Q = 1 / np.maximum(count_tokens(scores), 1) if has_length_norm else np.ones(len(rewards_Q))
+    rewards_Q = rewards_Q * scale_Q
     chosen_P, rejected_P = find_pairs(scores.group_Q, labels_Q)
-    margins_P = beta * (rewards_Q[chosen_P] - rewards_Q[rejected_P])
-    slopes_P = beta * sigmoid(-margins_P) / max(len(margins_P), 1)
-    slopes_Q, losses_Q = np.zeros(len(rewards_Q)), np.zeros(len(rewards_Q))
-    slopes_Q[chosen_P], slopes_Q[rejected_P] = slopes_P, -slopes_P
-    losses_Q[chosen_P] = np.logaddexp(0.0, -margins_P) / max(len(margins_P), 1)
-    metrics: dict[str, float] = {"preference/num_pairs": Count(len(margins_P))}
-    if len(margins_P):
+    gaps_P = rewards_Q[chosen_P] - rewards_Q[rejected_P]
+    losses_P, slopes_P = compute_pair_losses(gaps_P, beta=beta, loss_type=loss_type, label_smoothing=label_smoothing)
+    metrics: dict[str, float] = {"preference/num_pairs": Count(len(gaps_P))}
+    if len(gaps_P):
         metrics |= {
-            "preference/accuracy": float((margins_P > 0).mean()),
-            "preference/margin": float(margins_P.mean()),
+            "preference/accuracy": float((gaps_P > 0).mean()),
+            "preference/margin": float(beta * gaps_P.mean()),
             "preference/chosen_reward": float(beta * rewards_Q[chosen_P].mean()),
             "preference/rejected_reward": float(beta * rewards_Q[rejected_P].mean()),
         }
-    return _build_terms(scores, slopes_Q, losses_Q, metrics)
+    slopes_Q = spread_pairs(scores, chosen_P, rejected_P, chosen=slopes_P, rejected=-slopes_P) * scale_Q
+    losses_Q = spread_pairs(scores, chosen_P, rejected_P, chosen=losses_P)
+    return build_terms(scores, slopes_Q, losses_Q, metrics)
+
+
+def compute_pair_losses(
+    gaps_P: np.ndarray, *, beta: float, loss_type: DpoLossType, label_smoothing: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The share of each pair in the mean loss, and minus its derivative by the gap."""
+    num_pairs, margins_P = max(len(gaps_P), 1), beta * gaps_P
+    if loss_type == "hinge":
+        return np.maximum(1 - margins_P, 0.0) / num_pairs, np.where(margins_P < 1, beta, 0.0) / num_pairs
+    if loss_type == "ipo":
+        errors_P = gaps_P - 1 / (2 * beta)
+        return errors_P**2 / num_pairs, -2 * errors_P / num_pairs
+    kept, flipped = 1 - label_smoothing, label_smoothing
+    if loss_type == "robust":
+        kept, flipped = kept / (1 - 2 * label_smoothing), -flipped / (1 - 2 * label_smoothing)
+    losses_P = kept * np.logaddexp(0.0, -margins_P) + flipped * np.logaddexp(0.0, margins_P)
+    slopes_P = beta * (kept * sigmoid(-margins_P) - flipped * sigmoid(margins_P))
+    return losses_P / num_pairs, slopes_P / num_pairs
+
+
+def _check_label_smoothing(loss_type: DpoLossType, label_smoothing: float) -> None:
+    if loss_type == "robust" and label_smoothing == 0:
+        raise ConfigError("loss_type='robust' of 'dpo' equals sigmoid with label_smoothing=0: set label_smoothing")
+    if loss_type in ("hinge", "ipo") and label_smoothing > 0:
+        raise ConfigError(
+            f"label_smoothing={label_smoothing:g} has no effect with loss_type={loss_type!r} of 'dpo': leave it out, "
+            "or choose sigmoid or robust"
+        )
 
 
 def compute_kto_terms(
@@ -70,7 +123,7 @@ def compute_kto_terms(
     for name, label in (("desirable_reward", 1), ("undesirable_reward", -1)):
         if (labels_Q == label).any():
             metrics[f"preference/{name}"] = float(beta * rewards_Q[labels_Q == label].mean())
-    return _build_terms(scores, slopes_Q, weights_Q * (1 - values_Q), metrics)
+    return build_terms(scores, slopes_Q, weights_Q * (1 - values_Q), metrics)
 
 
 def compute_preference_losses(scores: TokenScores) -> TokenLosses:
@@ -104,19 +157,39 @@ def find_pairs(group_Q: np.ndarray, labels_Q: np.ndarray) -> tuple[np.ndarray, n
     )
 
 
+def count_tokens(scores: BatchScores) -> np.ndarray:
+    """Trained tokens [Q] of each sequence."""
+    return np.bincount(scores.sequence_E, minlength=scores.num_sequences)
+
+
+def spread_pairs(
+    scores: BatchScores,
+    chosen_P: np.ndarray,
+    rejected_P: np.ndarray,
+    *,
+    chosen: np.ndarray,
+    rejected: np.ndarray | None = None,
+) -> np.ndarray:
+    """Values [Q] of sequences from values [P] of their pairs; 0 elsewhere."""
+    values_Q = np.zeros(scores.num_sequences)
+    values_Q[chosen_P] = chosen
+    if rejected is not None:
+        values_Q[rejected_P] = rejected
+    return values_Q
+
+
 def sigmoid(values: np.ndarray) -> np.ndarray:
     """1 / (1 + e^-x) without overflow."""
     return np.exp(-np.logaddexp(0.0, -values))
 
 
-def _build_terms(
+def build_terms(
     scores: BatchScores, slopes_Q: np.ndarray, losses_Q: np.ndarray, metrics: dict[str, float]
 ) -> TokenTerms:
     """The slope of the sequence as the advantage of each token, and an equal share of the loss of the sequence."""
-    length_Q = np.bincount(scores.sequence_E, minlength=scores.num_sequences)
     return TokenTerms(
         advantages_E=slopes_Q[scores.sequence_E],
         weights_E=np.ones(len(scores.sequence_E)),
-        constants_E=(losses_Q / np.maximum(length_Q, 1))[scores.sequence_E],
+        constants_E=(losses_Q / np.maximum(count_tokens(scores), 1))[scores.sequence_E],
         metrics=metrics,
     )

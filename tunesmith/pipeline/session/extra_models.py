@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tunesmith.algorithms.advantages.multi_reward import NEEDED_REWARDS
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.config import AlgorithmSection, CriticSection, ModelSection
 from tunesmith.errors import ConfigError, ModelError
@@ -40,6 +41,8 @@ def check_extra_models(algorithm: Algorithm, section: AlgorithmSection, model: M
             raise ConfigError(f"algorithm_type={algorithm.name!r} needs algorithm.{key}.path")
         if need not in algorithm.needs and given is not None:
             raise ConfigError(f"algorithm.{key} has no effect with algorithm_type={algorithm.name!r}: remove it")
+    if "reward_parts" in algorithm.needs and section.advantage_args.get("rewards") is None:
+        raise ConfigError(f"algorithm_type={algorithm.name!r} needs {NEEDED_REWARDS}")
     if "values" not in algorithm.needs and section.critic != CriticSection():
         raise ConfigError(f"algorithm.critic has no effect with algorithm_type={algorithm.name!r}: remove it")
     others = {

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning and preference training (DPO, KTO): training on rows, without sampling."""
+"""Supervised fine-tuning and preference training (DPO, KTO, ORPO, SimPO): training on rows, without sampling."""

@@ -1,4 +1,7 @@
-"""Preference training (DPO, KTO): like supervised fine-tuning, with a loss relative to the frozen starting model."""
+"""Preference training (DPO, KTO, ORPO, SimPO): like supervised fine-tuning, with a loss over whole completions.
+
+DPO and KTO compare the model with its frozen copy, the reference; ORPO and SimPO load none.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from tunesmith.trainer.trainer import Trainer
 def run_preference(config: PreferenceConfig, *, out_dir: Path) -> OfflineResult:
     """Train into `out_dir`, resuming an interrupted run with the same settings; raises if training fails."""
     algorithm = AlgorithmSection(algorithm_type=config.algorithm_type, terms_args=config.terms_args)
-    resolve_algorithm(algorithm)
+    has_reference = "reference" in resolve_algorithm(algorithm).needs
 
     def build_trainer_with_reference(model: PreTrainedModel, num_total_steps: int) -> Trainer:
-        reference = load_reference(config.model, policy=model)
+        reference = load_reference(config.model, policy=model) if has_reference else None
         return build_trainer(config, algorithm, model, num_total_steps, reference_model=reference)
 
     return run_offline(

@@ -1,0 +1,100 @@
+"""The reference of the KL, replaced by the current policy every n steps.
+
+Without an adapter the reference is a model of its own, and a refresh copies the policy's weights into it. With an
+adapter it is the policy's frozen base: before the first refresh the base alone, after it the base with a copy of the
+adapter. While the reference is scored, that copy is in the adapter's parameters; then the policy's values are put back
+bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tunesmith.errors import ConfigError
+from tunesmith.model.adapters.adapter import disabled_adapter, has_adapter
+
+Weights = Mapping[str, Tensor]
+
+
+class Reference:
+    """Which policy the reference is, and the weights that a checkpoint needs to restore it."""
+
+    def __init__(self, model: PreTrainedModel, *, refresh_steps: int | None = None) -> None:
+        """`model` scores the reference: the policy itself with an adapter, else a model of its own."""
+        self._model = model
+        self._refresh_steps = refresh_steps
+        self._step = 0
+        self.adapter: dict[str, Tensor] | None = None
+        """Adapter of the reference; None before the first refresh, and without an adapter."""
+
+    @torch.no_grad()
+    def advance(self, policy: PreTrainedModel, num_steps: int) -> dict[str, float]:
+        """After a step, make the policy the reference if it is due; metrics of the step, empty without refreshes.
+
+        `train/reference_step` is the number of steps made by the policy that was the reference in this step.
+        """
+        if self._refresh_steps is None:
+            return {}
+        metrics = {"train/reference_step": float(self._step)}
+        if num_steps % self._refresh_steps == 0:
+            if has_adapter(self._model):
+                self.adapter = {name: tensor.detach().clone() for name, tensor in _list_adapter(policy).items()}
+            else:
+                _copy_weights(policy.state_dict(), self._model.state_dict())
+            self._step = num_steps
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty before the first refresh; tensors are not copied."""
+        if self._step == 0:
+            return {}
+        weights = self._model.state_dict() if self.adapter is None else self.adapter
+        return {"reference": {"step": self._step, "weights": dict(weights)}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a trainer state that holds a `state_dict`; without one the reference stays the starting model."""
+        if "reference" not in state:
+            return
+        self._step = state["reference"]["step"]
+        if has_adapter(self._model):
+            self.adapter = {name: torch.empty_like(value) for name, value in _list_adapter(self._model).items()}
+        target = self._model.state_dict() if self.adapter is None else self.adapter
+        _copy_weights(state["reference"]["weights"], target)
+
+
+@contextmanager
+def reference_weights(model: PreTrainedModel, adapter: Weights | None) -> Iterator[None]:
+    """Within, the model computes the reference: with the given adapter, or with its adapter disabled."""
+    if adapter is None:
+        with disabled_adapter(model):
+            yield
+        return
+    parameters = _list_adapter(model)
+    own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with torch.no_grad():
+        _copy_weights(adapter, parameters)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            _copy_weights(own, parameters)
+
+
+def _list_adapter(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The trained parameters of a model with an adapter."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _copy_weights(source: Weights, target: Weights) -> None:
+    if source.keys() != target.keys():
+        name = sorted(source.keys() ^ target.keys())[0]
+        raise ConfigError(f"the reference and the policy differ in their weights ({name}): they are different models")
+    for name, tensor in target.items():
+        tensor.copy_(source[name])
