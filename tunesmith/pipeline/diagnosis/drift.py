@@ -5,14 +5,13 @@ from __future__ import annotations
 from tunesmith.config import RunConfig
 from tunesmith.pipeline.diagnosis.finding import Evidence, Finding, Outcome, Passed
 from tunesmith.pipeline.diagnosis.record import RunRecord
+from tunesmith.pipeline.diagnosis.rewards import is_solved
 from tunesmith.pipeline.diagnosis.series import Series, split_ends
 
 MISMATCH_GROWTH, MIN_GROWN_MISMATCH = 10.0, 1e-3
 """bfloat16 alone gives 1e-4 to 2e-3 nats per token; growth within float32's 1e-12 means nothing."""
 COLLAPSED_SHARE, COLLAPSED_ENTROPY = 0.1, 0.05
 """Entropy in nats per token below which almost every token is certain, and its share of the entropy at the start."""
-SOLVED_REWARD = 0.8
-"""Share of the way from the lowest to the highest reward from which a policy may be certain."""
 RISEN_FACTOR, RISEN_NATS = 2.0, 1.0
 """Entropy that doubles and rises by a nat: the policy turns into noise."""
 KL_RUNAWAY, KL_GROWTH = 0.5, 4.0
@@ -69,7 +68,7 @@ def find_entropy(run: RunRecord) -> Outcome:
         return Finding(
             check="entropy",
             severity="warning",
-            problem=f"entropy has collapsed to {last.mean / first.mean:.0%} of its start while tasks are still unsolved: "
+            problem=f"entropy has collapsed to {last.mean / first.mean:.0%} of its start while tasks are unsolved: "
             "rollouts of a task hardly differ any more",
             evidence=evidence,
             change=f"resume from an earlier checkpoint under another name with {join(settings)}",
@@ -86,15 +85,6 @@ def find_entropy(run: RunRecord) -> Outcome:
             settings=settings,
         )
     return Passed(check="entropy", figure=observed)
-
-
-def is_solved(run: RunRecord) -> bool:
-    """Whether the mean reward is near the highest one."""
-    mean, low, high = (run.get(f"rollout/reward_{name}") for name in ("mean", "min", "max"))
-    if mean is None or low is None or high is None:
-        return False
-    lowest, highest = float(low.values.min()), float(high.values.max())
-    return lowest < highest and mean.recent.mean >= lowest + SOLVED_REWARD * (highest - lowest)
 
 
 def find_kl(run: RunRecord) -> Outcome:

@@ -54,7 +54,7 @@ def find_failures(run: RunRecord) -> Outcome:
     total, recent = run.sum_recent("rollout/num_trajectories"), run.get_recent("rollout/num_failed")
     causes = list_recent_causes(run)
     if run.error is not None and run.error["error"] == "RolloutError" and causes:  # its step has no metrics
-        counts = {where: float(len(failures)) for where, failures in causes.items()}
+        counts = {where: float(len(causes.get(where, ()))) for where in get_args(FailureWhere)}
         total = max(total or 0.0, sum(counts.values()))
     if not total or not isinstance(run.config, RunConfig):
         return None

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import ValidationError
 
 from tunesmith.config import OfflineConfig, PreferenceConfig, RunConfig, SftConfig
 from tunesmith.errors import StorageError
@@ -24,7 +25,7 @@ from tunesmith.experience.store import load_table
 from tunesmith.monitor.metrics_file import Kind, iter_metrics
 from tunesmith.pipeline.diagnosis.finding import RunState
 from tunesmith.pipeline.diagnosis.series import Series
-from tunesmith.pipeline.session.load_config import load_section, load_values
+from tunesmith.pipeline.session.load_config import build_section, load_values
 from tunesmith.storage import CHECKPOINT, RunPaths, load_json
 
 MAX_LISTED_RUNS = 5
@@ -116,11 +117,29 @@ def describe_runs_below(root: Path) -> str:
 
 
 def load_run_config(path: Path) -> RunConfig | OfflineConfig:
-    """The config of any kind of run: only reinforcement learning has a section `algorithm`."""
+    """The config of any kind of run. Values that this version refuses, in the file of an earlier one, are left out."""
     values = load_values(path)
-    if "algorithm" in values or "algorithm_type" not in values:
-        return load_section(RunConfig, path)
-    return load_section(SftConfig if values["algorithm_type"].startswith("sft") else PreferenceConfig, path)
+    kind: type[RunConfig | OfflineConfig] = RunConfig
+    if values.keys() & (PreferenceConfig.model_fields.keys() - RunConfig.model_fields.keys()):
+        kind = SftConfig if str(values.get("algorithm_type", "sft")).startswith("sft") else PreferenceConfig
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        for refused in error.errors():
+            remove_value(values, refused["loc"])
+    return build_section(kind, values)
+
+
+def remove_value(values: dict[str, Any], location: Sequence[str | int]) -> None:
+    """Remove the value at a location, or the section or list that holds it."""
+    current: Any = values
+    for key in location[:-1]:
+        if not isinstance(current.get(key), dict):
+            current.pop(key, None)
+            return
+        current = current[key]
+    if location:
+        current.pop(location[-1], None)
 
 
 def load_columns(path: Path) -> tuple[dict[str, Series], dict[str, Series]]:

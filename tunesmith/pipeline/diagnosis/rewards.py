@@ -25,6 +25,8 @@ MAX_REFILL_BUDGET = 4.0
 MAX_GROUP_SIZE = 32
 SIGNIFICANT_T = 3.0
 """A trend counts from three standard errors on: with dozens of runs and metrics, two occur by chance."""
+SOLVED_REWARD = 0.8
+"""Share of the way from the lowest to the highest reward from which a policy may be certain."""
 FLAT_T = 1.0
 MIN_FLAT_STEPS = 50
 """Fewer steps without progress are usual at the learning rates of reinforcement learning."""
@@ -109,14 +111,14 @@ def explain_equal_groups(run: RunRecord) -> EqualGroups:
     common = ", ".join(f"{count} x {value:g}" for value, count in values.most_common(4))
     observed = f"rewards of {number} equal groups: {common}"
     cause: Cause = "mixed"
-    if num_identical >= CAUSE_SHARE * number:
+    if lowest < highest and values[highest] >= CAUSE_SHARE * number:
+        cause = "high"  # sure of right answers, so identical rollouts are no fault
+    elif num_identical >= CAUSE_SHARE * number:
         cause, observed = "identical", f"{observed}; all rollouts of {num_identical} groups sampled the same tokens"
     elif lowest == highest:
         cause = "constant"
     elif values[lowest] >= CAUSE_SHARE * number:
         cause = "low"
-    elif values[highest] >= CAUSE_SHARE * number:
-        cause = "high"
     evidence = Evidence(source="rollouts/", observed=observed, value=float(number), steps=(steps[0], steps[-1]))
     return EqualGroups(cause=cause, lowest=lowest, highest=highest, evidence=evidence)
 
@@ -140,46 +142,37 @@ def explain_by_metrics(run: RunRecord) -> EqualGroups:
 def describe_cause(config: RunConfig, groups: EqualGroups) -> tuple[str, str, dict[str, object]]:
     """The problem, what to change, and knobs with values."""
     size = min(2 * config.algorithm.group_size, max(MAX_GROUP_SIZE, config.algorithm.group_size))
-    refill = min(2 * config.experience.refill_budget, MAX_REFILL_BUDGET)
-    selector = {"train_dataset.task_selector.selector_type": "difficulty_based"}
+    refill = max(config.experience.refill_budget, min(2 * config.experience.refill_budget, MAX_REFILL_BUDGET))
+    temperature = 1.0 if config.model.temperature < 1 else round(1.2 * config.model.temperature, 1)
+    selection = (
+        "choose tasks of medium difficulty (`tunesmith pass-rate`, then "
+        "train_dataset.task_selector.selector_type=difficulty_based)"
+    )
+    selector: dict[str, object] = {"train_dataset.task_selector.selector_type": "difficulty_based"}
     match groups.cause:
         case "identical":
-            settings: dict[str, object] = {"model.temperature": 1.0}
-            return (
-                "the rollouts of a task sample the same tokens",
-                "set model.temperature=1.0, and leave model.top_k and model.top_p at their defaults",
-                settings,
-            )
+            problem = f"all rollouts of a task sample the same tokens at model.temperature={config.model.temperature:g}"
+            change = f"set model.temperature={temperature:g}, and leave model.top_k and model.top_p at their defaults"
+            return problem, change, {"model.temperature": temperature}
+        case "constant" if groups.lowest == 0:
+            problem = "every reward is 0, so the tasks are too hard or the judge recognizes no right answer"
+            change = "print a few responses and correct `judge`; if the answers are wrong, reward partial ones in "
+            return problem, change + "`judge`, or fine-tune first with `tunesmith sft`", {}
         case "constant":
-            kind = {0.0: "0, so tasks are too hard or the judge recognizes no answer"}.get(
-                groups.lowest, f"{groups.lowest:g}: the judge does not distinguish answers, or tasks are too easy"
-            )
-            return (
-                f"every reward is {kind}",
-                "print a few responses with their rewards and correct `judge` (for tasks that are too hard give a "
-                "partial reward, or fine-tune first with `tunesmith sft`)",
-                {},
-            )
+            problem = f"every reward is {groups.lowest:g}, so the judge does not distinguish answers, or every task is"
+            change = "print a few responses with their rewards and correct `judge`; if all are right, use harder tasks"
+            return f"{problem} too easy", change, {}
         case "low":
-            return (
-                "all rollouts of most tasks get the lowest reward, so the tasks are too hard for this model",
-                f"fine-tune first with `tunesmith sft`, reward partial answers in `judge`, choose easier tasks "
-                f"(train_dataset.task_selector.selector_type=difficulty_based), or set algorithm.group_size={size}",
-                selector | {"algorithm.group_size": size},
-            )
+            problem = "all rollouts of most tasks get the lowest reward: the tasks are too hard for this model"
+            change = f"fine-tune first with `tunesmith sft`, reward partial answers in `judge`, {selection}, or set "
+            return problem, f"{change}algorithm.group_size={size}", selector | {"algorithm.group_size": size}
         case "high":
-            return (
-                "all rollouts of most tasks get the highest reward, so the tasks are too easy for this model",
-                "use harder tasks, or choose among the present ones with "
-                "train_dataset.task_selector.selector_type=difficulty_based",
-                selector,
-            )
-    return (
-        "most tasks are either always solved or never",
-        f"choose tasks of medium difficulty (train_dataset.task_selector.selector_type=difficulty_based), or replace "
-        f"equal groups by others with experience.refill_budget={refill:g}",
-        selector | {"experience.refill_budget": refill},
-    )
+            problem = "all rollouts of most tasks get the highest reward: the tasks are too easy for this model"
+            return problem, f"use harder tasks, or {selection}", selector
+    problem = "the rollouts of a task are rewarded equally, whatever they answer, or are all right or all wrong"
+    change = f"check that `judge` looks at the response, {selection}, or replace equal groups by others with "
+    settings = selector | {"experience.refill_budget": refill}
+    return problem, f"{change}experience.refill_budget={refill:g}", settings
 
 
 def find_small_batch(run: RunRecord) -> Outcome:
@@ -191,14 +184,14 @@ def find_small_batch(run: RunRecord) -> Outcome:
     per_update = groups / updates
     configured = run.config.algorithm.batch_size / run.config.trainer.num_minibatches
     observed = f"{per_update:.1f} groups an update; batch_size / num_minibatches is {configured:g}"
-    if per_update >= min(MIN_GROUPS_PER_UPDATE, configured) or per_update > configured / 2:
+    if per_update >= min(MIN_GROUPS_PER_UPDATE, configured / 2) or is_solved(run):
         return Passed(check="small-batch", figure=observed)
     settings: dict[str, float] = {"experience.refill_budget": min(math.ceil(1 / (1 - share)), MAX_REFILL_BUDGET)}
     if run.config.trainer.num_minibatches > 1:
         settings["trainer.num_minibatches"] = 1
     return Finding(
         check="small-batch",
-        severity="note" if has_risen(run) else "warning",
+        severity="warning",
         problem=f"an update is computed from {per_update:.1f} groups, since {share:.0%} of the groups give no gradient",
         evidence=(Evidence(source=useful.name, observed=observed, value=per_update, steps=useful.span),),
         change="set " + ", or ".join(f"{knob}={value:g}" for knob, value in settings.items()),
@@ -245,6 +238,15 @@ def find_reward_trend(run: RunRecord) -> Outcome:
             settings={"trainer.learning_rate": rate * 3, "algorithm.batch_size": 2 * _get_batch_size(run)},
         )
     return Passed(check="reward-trend", figure=observed)
+
+
+def is_solved(run: RunRecord) -> bool:
+    """Whether the mean reward is near the highest one."""
+    mean, low, high = (run.get(f"rollout/reward_{name}") for name in ("mean", "min", "max"))
+    if mean is None or low is None or high is None:
+        return False
+    lowest, highest = float(low.values.min()), float(high.values.max())
+    return lowest < highest and mean.recent.mean >= lowest + SOLVED_REWARD * (highest - lowest)
 
 
 def chooses_steadily(run: RunRecord) -> bool:

@@ -41,8 +41,8 @@ def find_branches(run: RunRecord) -> Outcome:
         severity="note",
         problem="many model calls do not extend the conversation of their rollout, which is then trained in pieces",
         evidence=tuple(evidence),
-        change="if the workflow has no sub-agents or retries, let it only append to its messages (no edited, summarized "
-        "or removed ones, no timestamp in the system prompt), and do not strip reasoning from earlier turns",
+        change="if the workflow has no sub-agents or retries, let it only append to its messages (do not edit, "
+        "summarize or remove any, nor put the time into the system prompt), and keep the reasoning of earlier turns",
     )
 
 

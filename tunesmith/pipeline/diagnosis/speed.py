@@ -44,7 +44,7 @@ def find_idle_engine(run: RunRecord) -> Outcome:
     return Finding(
         check="idle-engine",
         severity="warning",
-        problem=f"the engine is idle for {share:.0%} of a step while workflows wait for tools, servers or their own code",
+        problem=f"the engine is idle for {share:.0%} of a step, while workflows wait for tools or run their own code",
         evidence=tuple(evidence),
         change=f"make tools and judges faster or asynchronous (`await` instead of blocking calls), or {advice}",
         settings=settings,
@@ -68,8 +68,8 @@ def find_stragglers(run: RunRecord) -> Outcome:
         severity="note",
         problem="each step waits for a few rollouts that take much longer than the others",
         evidence=(Evidence(source=longest.name, observed=observed, value=factor, steps=longest.span),),
-        change=f"limit turns and retries in the workflow, lower model.max_tokens, or set rollout.timeout_s={timeout_s:g} "
-        "(a rollout that times out counts as failed)",
+        change="limit turns and retries in the workflow, lower model.max_tokens, or set "
+        f"rollout.timeout_s={timeout_s:g} (a rollout that times out counts as failed)",
         settings={"rollout.timeout_s": timeout_s},
     )
 
