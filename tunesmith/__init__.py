@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         WorkflowType,
         check_judge_function,
         check_workflow_function,
+        doctor,
         tune,
     )
 
@@ -39,6 +40,7 @@ __all__ = [
     "WorkflowType",
     "check_judge_function",
     "check_workflow_function",
+    "doctor",
     "tune",
 ]
 

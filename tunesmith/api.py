@@ -28,6 +28,7 @@ from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.config import EvalConfig, PipelineConfig, RunConfig
 from tunesmith.engine.event_loop.signal_handlers import interrupt_thread
 from tunesmith.errors import ConfigError
+from tunesmith.pipeline.diagnosis.diagnose import diagnose as doctor
 from tunesmith.pipeline.eval.compare import run_comparison, run_eval
 from tunesmith.pipeline.eval.comparison import Comparison
 from tunesmith.pipeline.eval.pass_rates import PassRates, measure_pass_rates
@@ -54,6 +55,7 @@ __all__ = [
     "WorkflowType",
     "check_judge_function",
     "check_workflow_function",
+    "doctor",
     "evaluate_config",
     "load_run_file",
     "measure_config",

@@ -28,8 +28,6 @@ def run(tmp_path, pocket_folder):
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    seen: set[str] = set()
-
     def call(*overrides, steps=2, **arguments):
         defaults = {
             "workflow_func": ask,
@@ -49,8 +47,6 @@ def run(tmp_path, pocket_folder):
         )
         with contextlib.suppress(TunesmithError):
             tune(**(defaults | arguments), overrides=(*fixed, *overrides))
-        (folder,) = [each for each in (tmp_path / "runs/AgentScope").iterdir() if each.name not in seen]
-        seen.add(folder.name)
-        return diagnose(folder)
+        return diagnose(tmp_path / "runs/AgentScope" / arguments.get("experiment_name", "x"))
 
     return call

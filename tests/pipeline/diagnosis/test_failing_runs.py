@@ -152,7 +152,9 @@ def test_an_engine_without_requests_while_tools_run(run):
     finding = find(diagnosis, "idle-engine")
     assert finding.settings == {"algorithm.batch_size": 8}
     assert "waiting for workflows" in diagnosis.step_time
-    limited = find(run("rollout.max_concurrency=8", "name=y", steps=1, workflow_func=workflow), "idle-engine")
+    limited = find(
+        run("rollout.max_concurrency=8", experiment_name="y", steps=1, workflow_func=workflow), "idle-engine"
+    )
     assert limited.settings == {"rollout.max_concurrency": 16}
 
 

@@ -28,7 +28,9 @@ def load(tmp_path, monkeypatch):
 
     def call(metrics):
         shutil.copy(RESULTS / metrics, tmp_path / "metrics.jsonl")
-        shutil.copy(RESULTS / RUNS[metrics], tmp_path / "config.yaml")
+        settings = (RESULTS / RUNS[metrics]).read_text()
+        # a run without held-out rows, whose file has a key that was accepted then
+        (tmp_path / "config.yaml").write_text(settings.replace("evaluation_interval_steps: 0\n", ""))
         return diagnose(tmp_path)
 
     return call

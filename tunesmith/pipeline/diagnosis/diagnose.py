@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from tunesmith.config import OfflineConfig
 from tunesmith.pipeline.diagnosis.drift import (
@@ -19,7 +20,7 @@ from tunesmith.pipeline.diagnosis.finding import SEVERITIES, Diagnosis, Finding,
 from tunesmith.pipeline.diagnosis.fine_tuning import find_evaluation_loss, find_loss_trend
 from tunesmith.pipeline.diagnosis.lengths import find_length_growth, find_refused_prompts, find_truncation
 from tunesmith.pipeline.diagnosis.optimizer import find_dead_learning_rate, find_gradients
-from tunesmith.pipeline.diagnosis.record import RunRecord, load_record
+from tunesmith.pipeline.diagnosis.record import RunRecord, find_run_folder, load_record
 from tunesmith.pipeline.diagnosis.rewards import find_equal_rewards, find_reward_trend, find_small_batch
 from tunesmith.pipeline.diagnosis.samples import find_branches, find_repeated_tasks
 from tunesmith.pipeline.diagnosis.speed import (
@@ -36,7 +37,6 @@ SHARED_CHECKS: Mapping[str, Check] = {
     "stopped": find_stop,
     "learning-rate": find_dead_learning_rate,
     "gradients": find_gradients,
-    "entropy": find_entropy,
 }
 """Checks of every run, by the name that their outcome has."""
 RL_CHECKS: Mapping[str, Check] = {
@@ -48,6 +48,7 @@ RL_CHECKS: Mapping[str, Check] = {
     "refused-prompts": find_refused_prompts,
     "length-growth": find_length_growth,
     "mismatch": find_mismatch,
+    "entropy": find_entropy,
     "kl": find_kl,
     "update-size": find_large_updates,
     "stale-samples": find_stale_samples,
@@ -63,9 +64,16 @@ RL_CHECKS: Mapping[str, Check] = {
 OFFLINE_CHECKS: Mapping[str, Check] = {"loss": find_loss_trend, "evaluation-loss": find_evaluation_loss}
 
 
-def diagnose(run: str | Path) -> Diagnosis:
-    """Check the run in a folder; StorageError if the folder holds no run."""
-    root = Path(run).expanduser().absolute()
+class RunResult(Protocol):
+    """Result of `tune()`, `sft()` or `prefer()`."""
+
+    @property
+    def folder(self) -> Path: ...
+
+
+def diagnose(run: str | Path | RunResult) -> Diagnosis:
+    """Check a run by its folder, a checkpoint or model in it, or its result; StorageError if there is no run."""
+    root = find_run_folder(Path(run if isinstance(run, str | Path) else run.folder).expanduser().absolute())
     return diagnose_record(load_record(root), folder=root)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from tunesmith.pipeline.diagnosis.drift import join, observe
 from tunesmith.pipeline.diagnosis.finding import Evidence, Finding, Outcome, Passed
 from tunesmith.pipeline.diagnosis.record import RunRecord
-from tunesmith.pipeline.diagnosis.series import Series, find_longest_streak
+from tunesmith.pipeline.diagnosis.series import Series, find_longest_streak, find_spikes
 
 MIN_RELATIVE_UPDATE = 1e-6
 """RMS of an update relative to that of the weights. A learning rate of 1e-6 gives 1e-5 to 1e-4; below 1e-6 a thousand
@@ -23,8 +23,9 @@ DEAD_RATE_SHARE, MIN_DEAD_STEPS, MIN_DEAD_RUN_SHARE = 1e-3, 10, 0.1
 CLIP_FACTOR, MIN_CLIPPED_SHARE = 5.0, 0.9
 """AdamW's step does not depend on the scale of gradients, so clipping by a constant factor is harmless. Clipping to a
 fifth on almost every step gives all updates one size, the noisy ones too."""
-SPIKE_FACTOR, MAX_SPIKE_SHARE, MIN_SPIKE_STEPS = 10.0, 0.02, 10
-"""A gradient norm of ten times the median comes from a few tokens of very low probability."""
+SPIKE_FACTOR, SPIKE_WINDOW, MAX_SPIKE_SHARE, MIN_SPIKE_STEPS = 10.0, 10, 0.02, 10
+"""A gradient norm of ten times the median of the ten steps before it comes from a few tokens of very low probability.
+Norms that fall from the start on, as in fine-tuning, are no spikes."""
 NEAR_ZERO = 1e-12
 
 
@@ -93,14 +94,14 @@ def find_gradients(run: RunRecord) -> Outcome:
             evidence=(observe(series.recent, observed, 0.0),),
             change="check that rewards differ and that experience.operators leave tokens to train",
         )
-    is_spike = series.values > np.maximum(SPIKE_FACTOR * series.median, limit)
+    is_spike = find_spikes(series, factor=SPIKE_FACTOR, width=SPIKE_WINDOW) & (series.values > limit)
     if len(series) >= MIN_SPIKE_STEPS and is_spike.mean() > MAX_SPIKE_SHARE:
         spikes, settings = series.select(is_spike), {"trainer.learning_rate": rate / 3, "trainer.betas": [0.9, 0.95]}
         listed = ", ".join(map(str, spikes.steps[:5].tolist()))
         return Finding(
             check="gradients",
             severity="warning",
-            problem=f"the gradient norm exceeds {SPIKE_FACTOR:g} times its median in {len(spikes)} steps",
+            problem=f"the gradient norm exceeds {SPIKE_FACTOR:g} times that of the steps before it in {len(spikes)} steps",
             evidence=(observe(spikes, f"{observed}; first at step {listed}", float(spikes.values.max())),),
             change=f"read the rollouts of these steps for degenerate text, and set {join(settings)}",
             settings=settings,

@@ -28,6 +28,8 @@ from tunesmith.pipeline.diagnosis.series import Series
 from tunesmith.pipeline.session.load_config import build_section, load_values
 from tunesmith.storage import CHECKPOINT, RunPaths, load_json
 
+MODEL, DONE = "model", "DONE.json"
+"""Folder of a finished fine-tuning's model, and the file in it that is written last."""
 MAX_LISTED_RUNS = 5
 
 
@@ -87,6 +89,12 @@ class RunRecord:
         return load_json(path) if path is not None and path.is_file() else {}
 
 
+def find_run_folder(path: Path) -> Path:
+    """The run folder of a checkpoint or of the model of a fine-tuning; any other path is one itself."""
+    is_inside = CHECKPOINT.fullmatch(path.name) or path.name == MODEL
+    return path.parent if is_inside and RunPaths(path.parent).metrics.is_file() else path
+
+
 def load_record(root: Path) -> RunRecord:
     """Read the folder of a run; StorageError if it is none."""
     paths = RunPaths(root)
@@ -126,7 +134,8 @@ def load_run_config(path: Path) -> RunConfig | OfflineConfig:
         return kind.model_validate(values)
     except ValidationError as error:
         for refused in error.errors():
-            remove_value(values, refused["loc"])
+            unknown = (refused["ctx"]["key"],) if refused["type"] == "unknown_key" else ()
+            remove_value(values, (*refused["loc"], *unknown))
     return build_section(kind, values)
 
 
@@ -168,7 +177,7 @@ def find_state(paths: RunPaths, config: RunConfig | OfflineConfig, *, num_steps:
     if is_stopped:
         return "stopped"
     if isinstance(config, OfflineConfig):
-        return "finished" if (paths.root / "model" / "DONE.json").is_file() else "interrupted"
+        return "finished" if (paths.root / MODEL / DONE).is_file() else "interrupted"
     steps = [int(match[1]) for entry in paths.root.iterdir() if (match := CHECKPOINT.fullmatch(entry.name))]
     if max(steps, default=0) < num_steps or not num_steps:
         return "interrupted"

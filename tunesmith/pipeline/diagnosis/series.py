@@ -75,6 +75,15 @@ def compute_slope_t(series: Series) -> float:
     return slope / error if error > 0 else float(np.sign(slope)) * np.inf
 
 
+def find_spikes(series: Series, *, factor: float, width: int) -> np.ndarray:
+    """Mask of the values above `factor` times the median of the `width` values before them."""
+    values = series.values
+    medians = [np.median(values[max(index - width, 0) : index]) for index in range(MIN_WINDOW_STEPS, len(values))]
+    mask = np.zeros(len(values), bool)
+    mask[MIN_WINDOW_STEPS:] = values[MIN_WINDOW_STEPS:] > factor * np.array(medians)
+    return mask
+
+
 def find_longest_streak(mask: np.ndarray) -> int:
     """Length of the longest run of True."""
     longest = current = 0
