@@ -101,7 +101,7 @@ def find_gradients(run: RunRecord) -> Outcome:
         return Finding(
             check="gradients",
             severity="warning",
-            problem=f"the gradient norm exceeds {SPIKE_FACTOR:g} times that of the steps before it in {len(spikes)} steps",
+            problem=f"the gradient norm jumped {SPIKE_FACTOR:g}-fold over the steps before in {len(spikes)} steps",
             evidence=(observe(spikes, f"{observed}; first at step {listed}", float(spikes.values.max())),),
             change=f"read the rollouts of these steps for degenerate text, and set {join(settings)}",
             settings=settings,
