@@ -110,7 +110,7 @@ def test_failures_by_cause(run):
 
     diagnosis = run(steps=1, workflow_func=workflow)
     finding = find(diagnosis, "failures")
-    assert finding.severity == "warning" and "25% of the recent rollouts failed" in finding.problem
+    assert finding.severity == "warning" and "4 of 16 recent rollouts (25.0%) failed" in finding.problem
     assert "4 workflow" in write_evidence(finding)
     assert "4 x workflow: RuntimeError: the tool broke" in write_evidence(finding)
     assert "test_failing_runs.py:" in write_evidence(finding)
@@ -127,6 +127,7 @@ def test_a_run_that_stops_because_rollouts_fail(run):
     assert (stopped.check, stopped.severity) == ("stopped", "error")
     assert "step 1 with a RolloutError" in stopped.problem and "16 of 16 rollouts failed" in write_evidence(stopped)
     assert (failures.check, failures.severity) == ("failures", "error")
+    assert "16 of 16 recent rollouts (100.0%) failed" in failures.problem
 
 
 def test_rollouts_that_time_out(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 from tunesmith.config import RunConfig
@@ -14,11 +15,10 @@ from tunesmith.types import Failure, FailureWhere, Group, Task, Trajectory
 MAX_FAILURE_SHARE = 0.05
 """Servers and tools time out now and then; one rollout of twenty is more than that."""
 NUM_READ_STEPS = 3
-ADVICE: dict[FailureWhere, str] = {
+ADVICE: Mapping[FailureWhere, str] = {
     "workflow": "correct the line of the workflow named above; if it raises on tool results that the model caused, "
     "return them to the model as an observation",
     "judge": "correct the line of the judge named above; it must return a number for any response",
-    "timeout": "",
     "engine": "lower engine.max_num_seqs or engine.kv_cache_gib if memory is short, else report the message",
 }
 
@@ -50,48 +50,56 @@ def find_stop(run: RunRecord) -> Outcome:
 
 def find_failures(run: RunRecord) -> Outcome:
     """Rollouts without a reward, by boundary and cause."""
-    counts = {where: run.sum_recent(f"rollout/num_failed_{where}") or 0.0 for where in get_args(FailureWhere)}
-    total, recent = run.sum_recent("rollout/num_trajectories"), run.get_recent("rollout/num_failed")
-    causes = list_recent_causes(run)
-    if run.error is not None and run.error["error"] == "RolloutError" and causes:  # its step has no metrics
+    on_disk = run.list_rollout_steps()
+    stopped_at = int(run.error["step"]) if run.error is not None and run.error["error"] == "RolloutError" else None
+    if stopped_at in on_disk:  # this step has no metrics
+        causes = list_causes_by_boundary(run, [stopped_at])
+        total: float | None = run.load_rollouts(stopped_at, ("run_index",)).num_rows
         counts = {where: float(len(causes.get(where, ()))) for where in get_args(FailureWhere)}
-        total = max(total or 0.0, sum(counts.values()))
+        steps: tuple[int, int] | None = (stopped_at, stopped_at)
+    else:
+        causes = list_causes_by_boundary(run, on_disk[-NUM_READ_STEPS:])
+        total, recent = run.sum_recent("rollout/num_trajectories"), run.get_recent("rollout/num_failed")
+        counts = {where: run.sum_recent(f"rollout/num_failed_{where}") or 0.0 for where in get_args(FailureWhere)}
+        steps = None if recent is None else recent.span
     if not total or not isinstance(run.config, RunConfig):
         return None
     failed = sum(counts.values())
     if not failed:
         return Passed(check="failures", figure=f"none of {total:.0f} recent rollouts failed")
-    by_place = ", ".join(f"{number:.0f} {where}" for where, number in counts.items() if number)
-    worst: FailureWhere = max(get_args(FailureWhere), key=lambda where: counts[where])
-    timeout_s = 2 * run.config.rollout.timeout_s
-    advice, settings = ADVICE[worst], {}
-    if worst == "timeout":
-        settings = {"rollout.timeout_s": timeout_s}
-        advice = f"set rollout.timeout_s={timeout_s:g}, or find out why the line named above takes so long"
-    steps = None if recent is None else recent.span
-    evidence = [Evidence(source="rollout/num_failed", observed=by_place, value=failed, steps=steps)]
+    by_boundary = ", ".join(f"{number:.0f} {where}" for where, number in counts.items() if number)
+    evidence = [Evidence(source="rollout/num_failed", observed=by_boundary, value=failed, steps=steps)]
     evidence += [
         Evidence(source="rollouts/", observed=line) for failures in causes.values() for line in list_causes(failures)
     ]
-    share = failed / total
+    worst: FailureWhere = max(get_args(FailureWhere), key=lambda where: counts[where])
+    advice, settings = advise(worst, run.config)
+    is_limit = stopped_at is not None and failed / total > run.config.rollout.max_failure_rate
     return Finding(
         check="failures",
-        severity="error" if run.state == "stopped" and share > run.config.rollout.max_failure_rate
-        else "warning" if share >= MAX_FAILURE_SHARE else "note",
-        problem=f"{share:.0%} of the recent rollouts failed, most of them at the boundary `{worst}`"
-        if share >= 0.01
-        else f"{failed:.0f} of {total:.0f} recent rollouts failed",
+        severity="error" if is_limit else "warning" if failed / total >= MAX_FAILURE_SHARE else "note",
+        problem=f"{failed:.0f} of {total:.0f} recent rollouts ({failed / total:.1%}) failed, most of them at the boundary "
+        f"`{worst}`",
         evidence=tuple(evidence),
         change=advice,
         settings=settings,
-    )  # fmt: skip
+    )
 
 
-def list_recent_causes(run: RunRecord) -> dict[FailureWhere, list[Group]]:
-    """Failed rollouts of the last steps on disk by boundary, each as a group of its own."""
+def advise(worst: FailureWhere, config: RunConfig) -> tuple[str, dict[str, float]]:
+    """What to change for failures at a boundary."""
+    if worst != "timeout":
+        return ADVICE[worst], {}
+    timeout_s = 2 * config.rollout.timeout_s
+    change = f"set rollout.timeout_s={timeout_s:g}, or find out why the line named above takes so long"
+    return change, {"rollout.timeout_s": timeout_s}
+
+
+def list_causes_by_boundary(run: RunRecord, steps: Sequence[int]) -> dict[FailureWhere, list[Group]]:
+    """Failed rollouts of steps on disk, each as a group of its own."""
     found: dict[FailureWhere, list[Group]] = {}
     columns = ("task_id", "task_index", "run_index", "failure_where", "failure_message", "failure_line")
-    for step in run.list_rollout_steps()[-NUM_READ_STEPS:]:
+    for step in steps:
         for row in run.load_rollouts(step, columns).to_pylist():
             if row["failure_where"] is None:
                 continue

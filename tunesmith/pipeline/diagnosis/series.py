@@ -8,8 +8,8 @@ import numpy as np
 
 RECENT_SHARE = 5
 """The recent steps are the last fifth of a run ..."""
-MIN_RECENT_STEPS = 10
-"""... but at least these, so that noise of single steps averages out."""
+MIN_RECENT_STEPS, MAX_RECENT_STEPS = 10, 100
+"""... but enough that the noise of single steps averages out, and not what happened long ago."""
 MIN_TREND_STEPS = 10
 """A run has a beginning and an end to compare from this number of steps on."""
 MIN_WINDOW_STEPS = 3
@@ -41,7 +41,7 @@ class Series:
 
     @property
     def recent(self) -> Series:
-        return self.last(max(MIN_RECENT_STEPS, len(self) // RECENT_SHARE))
+        return self.last(min(max(MIN_RECENT_STEPS, len(self) // RECENT_SHARE), MAX_RECENT_STEPS))
 
     def last(self, number: int) -> Series:
         return Series(name=self.name, steps=self.steps[-number:], values=self.values[-number:])
