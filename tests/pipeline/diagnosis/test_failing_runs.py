@@ -266,3 +266,16 @@ def test_a_held_out_reward_without_significant_gain(run, tmp_path):
     finding = find(diagnosis, "evaluation")
     assert finding.severity == "note" and finding.settings == {"evaluation.num_samples": 4}
     assert find(diagnosis, "evaluation-time").settings == {"evaluation.interval_steps": 400}
+
+
+def test_an_entropy_that_collapses_before_the_tasks_are_solved(run):
+    numbers = itertools.count(1)
+
+    async def judge(task, response):
+        """Half of the reward is for lower-case letters; the other half is almost never given."""
+        share = sum(char.islower() for char in response) / max(len(response), 1)
+        return JudgeOutput(reward=share / 2 + (next(numbers) % 50 == 0) / 2)
+
+    algorithm = AlgorithmConfig(group_size=8, batch_size=4, learning_rate=1e-2)
+    finding = find(run(steps=20, judge_func=judge, algorithm=algorithm), "entropy")
+    assert "entropy has collapsed" in finding.problem and "algorithm.entropy_coef" in finding.settings

@@ -1,6 +1,6 @@
 """Ways to fail that no tiny run shows in seconds, from metrics written by hand.
 
-They are: a growing mismatch, an entropy collapse or explosion over many steps, dead steps of a schedule, gradient
+They are: a growing mismatch, entropy that explodes, a moderate growth of the KL, dead steps of a schedule, gradient
 spikes and non-finite numbers, rewards that fall or stay flat for dozens of steps, growing responses, replay of stale
 groups. Each has a counterpart just within its limit.
 """

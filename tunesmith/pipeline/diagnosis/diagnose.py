@@ -80,7 +80,7 @@ def diagnose(run: str | Path | RunResult) -> Diagnosis:
 def diagnose_record(record: RunRecord, *, folder: Path) -> Diagnosis:
     """Apply all checks of the kind of run."""
     is_offline = isinstance(record.config, OfflineConfig)
-    checks = SHARED_CHECKS | (OFFLINE_CHECKS if is_offline else RL_CHECKS)
+    checks = {**SHARED_CHECKS, **(OFFLINE_CHECKS if is_offline else RL_CHECKS)}
     outcomes = {name: check(record) for name, check in checks.items()}
     findings = [each for each in outcomes.values() if isinstance(each, Finding)]
     return Diagnosis(

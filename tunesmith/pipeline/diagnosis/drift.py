@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tunesmith.config import RunConfig
 from tunesmith.pipeline.diagnosis.finding import Evidence, Finding, Outcome, Passed
 from tunesmith.pipeline.diagnosis.record import RunRecord
@@ -165,7 +167,7 @@ def observe(series: Series, observed: str, value: float | None = None) -> Eviden
     )
 
 
-def join(settings: dict[str, object] | dict[str, float]) -> str:
+def join(settings: Mapping[str, object]) -> str:
     """Knobs and values as in `--set`."""
     return " and ".join(
         f"{knob}={value:.2g}" if isinstance(value, float) else f"{knob}={value}" for knob, value in settings.items()

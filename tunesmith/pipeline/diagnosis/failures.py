@@ -52,7 +52,7 @@ def find_failures(run: RunRecord) -> Outcome:
     """Rollouts without a reward, by boundary and cause."""
     on_disk = run.list_rollout_steps()
     stopped_at = int(run.error["step"]) if run.error is not None and run.error["error"] == "RolloutError" else None
-    if stopped_at in on_disk:  # this step has no metrics
+    if stopped_at is not None and stopped_at in on_disk:  # this step has no metrics
         causes = list_causes_by_boundary(run, [stopped_at])
         total: float | None = run.load_rollouts(stopped_at, ("run_index",)).num_rows
         counts = {where: float(len(causes.get(where, ()))) for where in get_args(FailureWhere)}
@@ -78,8 +78,8 @@ def find_failures(run: RunRecord) -> Outcome:
     return Finding(
         check="failures",
         severity="error" if is_limit else "warning" if failed / total >= MAX_FAILURE_SHARE else "note",
-        problem=f"{failed:.0f} of {total:.0f} recent rollouts ({failed / total:.1%}) failed, most of them at the boundary "
-        f"`{worst}`",
+        problem=f"{failed:.0f} of {total:.0f} recent rollouts ({failed / total:.1%}) failed, most of them at the "
+        f"boundary `{worst}`",
         evidence=tuple(evidence),
         change=advice,
         settings=settings,
