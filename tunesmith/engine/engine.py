@@ -71,6 +71,8 @@ class LocalEngine:
         self._idle_s = 0.0
         self._idle_since: float | None = None
         """Since when the engine has been sampling without any request; None if it has one or is paused."""
+        self._reported_wait_s = 0.0
+        """The clock's `waited_s` at the last report."""
         self._num_cpu_threads = torch.get_num_threads()
 
     @property
@@ -154,6 +156,10 @@ class LocalEngine:
             stats = {f"engine/num_{name}": float(counts[name]) for name in names}
             stats["perf/engine_busy_s"] = self._busy_s
             stats["perf/engine_idle_s"] = self._idle_s
+            waited_s = None if self._clock is None else self._clock.waited_s
+            if waited_s is not None:
+                stats["perf/tool_wait_s"] = waited_s - self._reported_wait_s
+                self._reported_wait_s = waited_s
             counts.clear()
             self._busy_s = self._idle_s = 0.0
             return stats
@@ -186,6 +192,7 @@ class LocalEngine:
             self._abandon_loop()
             self._loop = loop
             self._clock = build_clock(self, is_lockstep=self._is_lockstep)
+            self._reported_wait_s = self._clock.waited_s or 0.0
             self._queue_places = asyncio.Semaphore(self._settings.max_waiting)
 
     def _abandon_loop(self) -> None:

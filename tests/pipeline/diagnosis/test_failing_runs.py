@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 
 import openai
 import pytest
@@ -152,11 +153,22 @@ def test_an_engine_without_requests_while_tools_run(run):
     diagnosis = run(steps=1, workflow_func=workflow)
     finding = find(diagnosis, "idle-engine")
     assert finding.settings == {"algorithm.batch_size": 8}
-    assert "waiting for workflows" in diagnosis.step_time
+    assert "waiting for tools 1" in diagnosis.step_time
     limited = find(
         run("rollout.max_concurrency=8", experiment_name="y", steps=1, workflow_func=workflow), "idle-engine"
     )
     assert limited.settings == {"rollout.max_concurrency": 16}
+
+
+def test_tools_that_block_the_event_loop(run):
+    async def workflow(task, model):
+        output = await ask(task, model)
+        time.sleep(0.15)  # noqa: ASYNC251
+        return output
+
+    diagnosis = run(steps=1, workflow_func=workflow)
+    assert "asyncio.to_thread" in find(diagnosis, "blocking-code").change
+    assert "idle-engine" in {each.check for each in diagnosis.passed}
 
 
 def test_rollouts_that_hold_up_a_step(run):

@@ -25,6 +25,7 @@ from tunesmith.pipeline.diagnosis.rewards import find_equal_rewards, find_reward
 from tunesmith.pipeline.diagnosis.samples import find_branches, find_repeated_tasks
 from tunesmith.pipeline.diagnosis.speed import (
     describe_step_time,
+    find_blocking_code,
     find_idle_engine,
     find_preemptions,
     find_slow_evaluation,
@@ -57,6 +58,7 @@ RL_CHECKS: Mapping[str, Check] = {
     "task-pool": find_repeated_tasks,
     "late-calls": find_late_calls,
     "idle-engine": find_idle_engine,
+    "blocking-code": find_blocking_code,
     "stragglers": find_stragglers,
     "preemptions": find_preemptions,
     "evaluation-time": find_slow_evaluation,

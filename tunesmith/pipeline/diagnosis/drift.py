@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tunesmith.config import RunConfig
-from tunesmith.pipeline.diagnosis.finding import Evidence, Finding, Outcome, Passed
+from tunesmith.pipeline.diagnosis.finding import Evidence, Finding, Outcome, Passed, format_settings, observe
 from tunesmith.pipeline.diagnosis.record import RunRecord
 from tunesmith.pipeline.diagnosis.rewards import is_solved
-from tunesmith.pipeline.diagnosis.series import Series, split_ends
+from tunesmith.pipeline.diagnosis.series import split_ends
 
 MISMATCH_GROWTH, MIN_GROWN_MISMATCH = 10.0, 1e-3
 """bfloat16 alone gives 1e-4 to 2e-3 nats per token; growth within float32's 1e-12 means nothing."""
@@ -49,7 +47,7 @@ def find_mismatch(run: RunRecord) -> Outcome:
         severity="warning",
         problem=problem,
         evidence=(observe(series.recent, observed),),
-        change=f"set {join(settings)}; if the growth comes with a high gradient norm, lower trainer.learning_rate",
+        change=f"set {format_settings(settings)}; if the growth comes with a high gradient norm, lower trainer.learning_rate",
         settings=settings,
     )
 
@@ -73,7 +71,7 @@ def find_entropy(run: RunRecord) -> Outcome:
             problem=f"entropy has collapsed to {last.mean / first.mean:.0%} of its start while tasks are unsolved: "
             "rollouts of a task hardly differ any more",
             evidence=evidence,
-            change=f"resume from an earlier checkpoint under another name with {join(settings)}",
+            change=f"resume from an earlier checkpoint under another name with {format_settings(settings)}",
             settings=settings,
         )
     if last.mean > RISEN_FACTOR * first.mean and last.mean - first.mean > RISEN_NATS:
@@ -83,7 +81,7 @@ def find_entropy(run: RunRecord) -> Outcome:
             severity="warning",
             problem="entropy has risen until the policy samples almost at random",
             evidence=evidence,
-            change=f"start again with {join(settings)}",
+            change=f"start again with {format_settings(settings)}",
             settings=settings,
         )
     return Passed(check="entropy", figure=observed)
@@ -106,7 +104,7 @@ def find_kl(run: RunRecord) -> Outcome:
         severity="warning",
         problem=f"the policy has run away from its start: KL is {recent.mean:.2g} nats per token",
         evidence=(observe(recent, observed),),
-        change=f"start again with {join(settings)}, or let the coefficient follow a target with "
+        change=f"start again with {format_settings(settings)}, or let the coefficient follow a target with "
         "algorithm.kl_adaptive.target=0.1",
         settings=settings,
     )
@@ -130,7 +128,7 @@ def find_large_updates(run: RunRecord) -> Outcome:
         severity="warning",
         problem="the updates of a step move the policy too far from the one that sampled its rollouts",
         evidence=tuple(observe(series, f"{series.mean:.2g} on average", series.mean) for series in found),
-        change=f"set {join(settings)}",
+        change=f"set {format_settings(settings)}",
         settings=settings,
     )
 
@@ -156,19 +154,6 @@ def find_stale_samples(run: RunRecord) -> Outcome:
         severity="warning",
         problem="much of what is trained was sampled by older policies",
         evidence=(observe(recent, observed, share),),
-        change=f"set {join(settings)}",
+        change=f"set {format_settings(settings)}",
         settings=settings,
-    )
-
-
-def observe(series: Series, observed: str, value: float | None = None) -> Evidence:
-    return Evidence(
-        source=series.name, observed=observed, value=series.mean if value is None else value, steps=series.span
-    )
-
-
-def join(settings: Mapping[str, object]) -> str:
-    """Knobs and values as in `--set`."""
-    return " and ".join(
-        f"{knob}={value:.2g}" if isinstance(value, float) else f"{knob}={value}" for knob, value in settings.items()
     )

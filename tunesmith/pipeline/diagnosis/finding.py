@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tunesmith.pipeline.diagnosis.series import Series
+
 Severity = Literal["error", "warning", "note"]
 """error: the run stopped or cannot learn; warning: it learns less, slower or something else than it could; note: worth
 knowing, nothing may have to change."""
@@ -86,6 +88,20 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return format_diagnosis(self)
+
+
+def observe(series: Series, observed: str, value: float | None = None) -> Evidence:
+    """Evidence from a metric; its value is the mean if no other is given."""
+    return Evidence(
+        source=series.name, observed=observed, value=series.mean if value is None else value, steps=series.span
+    )
+
+
+def format_settings(settings: Mapping[str, object]) -> str:
+    """Knobs and values as in `--set`."""
+    return " and ".join(
+        f"{knob}={value:.2g}" if isinstance(value, float) else f"{knob}={value}" for knob, value in settings.items()
+    )
 
 
 def format_diagnosis(diagnosis: Diagnosis) -> str:

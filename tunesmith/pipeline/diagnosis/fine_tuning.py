@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tunesmith.config import OfflineConfig
-from tunesmith.pipeline.diagnosis.drift import join, observe
-from tunesmith.pipeline.diagnosis.finding import Finding, Outcome, Passed
+from tunesmith.pipeline.diagnosis.finding import Finding, Outcome, Passed, format_settings, observe
 from tunesmith.pipeline.diagnosis.record import RunRecord
 from tunesmith.pipeline.diagnosis.series import compute_slope_t, split_ends
 
@@ -37,7 +36,7 @@ def find_loss_trend(run: RunRecord) -> Outcome:
         severity="warning",
         problem=problem,
         evidence=(observe(series, observed, last.mean),),
-        change=f"set {join(settings)}, or train longer with num_epochs={run.config.num_epochs + 1}",
+        change=f"set {format_settings(settings)}, or train longer with num_epochs={run.config.num_epochs + 1}",
         settings=settings,
     )
 
@@ -59,6 +58,6 @@ def find_evaluation_loss(run: RunRecord) -> Outcome:
         severity="note",
         problem=f"the model overfits after step {series.steps[best]}, whose weights are kept",
         evidence=(observe(series, observed, last),),
-        change=f"set {join(settings)}, lower trainer.learning_rate, or add rows",
+        change=f"set {format_settings(settings)}, lower trainer.learning_rate, or add rows",
         settings=settings,
     )

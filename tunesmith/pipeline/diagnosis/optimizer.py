@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tunesmith.pipeline.diagnosis.drift import join, observe
-from tunesmith.pipeline.diagnosis.finding import Evidence, Finding, Outcome, Passed
+from tunesmith.pipeline.diagnosis.finding import Evidence, Finding, Outcome, Passed, format_settings, observe
 from tunesmith.pipeline.diagnosis.record import RunRecord
 from tunesmith.pipeline.diagnosis.series import Series, find_longest_streak, find_spikes
 
@@ -54,7 +53,7 @@ def find_dead_learning_rate(run: RunRecord) -> Outcome:
             severity="warning",
             problem=f"the learning rate was below a thousandth of its peak {peak:g} in {number} steps in a row",
             evidence=(observe(dead, f"{dead.mean:.1g} on average"),),
-            change=f"set {join(settings)}, and trainer.warmup_steps to less than a tenth of the steps",
+            change=f"set {format_settings(settings)}, and trainer.warmup_steps to less than a tenth of the steps",
             settings=settings,
         )
     observed = f"{rates.values[-1]:.2g} at the last step"
@@ -71,7 +70,8 @@ def explain_dead_rate(run: RunRecord, series: Series, observed: str, suggested: 
         severity="error",
         problem=f"the updates are too small to change the model: {observed}",
         evidence=(observe(series, observed), observe(rates, f"at most {rates.values.max():.2g}", rates.values.max())),
-        change=f"set {join(settings)}" + (", the usual size for an adapter" if run.config.model.lora else ""),
+        change=f"set {format_settings(settings)}"
+        + (", the usual size for an adapter" if run.config.model.lora else ""),
         settings=settings,
     )
 
@@ -103,7 +103,7 @@ def find_gradients(run: RunRecord) -> Outcome:
             severity="warning",
             problem=f"the gradient norm jumped {SPIKE_FACTOR:g}-fold over the steps before in {len(spikes)} steps",
             evidence=(observe(spikes, f"{observed}; first at step {listed}", float(spikes.values.max())),),
-            change=f"read the rollouts of these steps for degenerate text, and set {join(settings)}",
+            change=f"read the rollouts of these steps for degenerate text, and set {format_settings(settings)}",
             settings=settings,
         )
     if series.median > CLIP_FACTOR * limit and (series.values > limit).mean() >= MIN_CLIPPED_SHARE:
@@ -113,7 +113,7 @@ def find_gradients(run: RunRecord) -> Outcome:
             severity="note",
             problem=f"gradients are clipped on almost every step, to a {series.median / limit:.0f}th of their size",
             evidence=(observe(series, observed, series.median),),
-            change=f"set {join(settings)}, so that only unusual gradients are clipped",
+            change=f"set {format_settings(settings)}, so that only unusual gradients are clipped",
             settings=settings,
         )
     return Passed(check="gradients", figure=observed)
@@ -136,6 +136,6 @@ def find_non_finite(run: RunRecord) -> Finding | None:
             Evidence(source=series.name, observed=f"not finite {len(series)} times", steps=series.span)
             for series in bad[:3]
         ),
-        change=f"set {join(settings)}",
+        change=f"set {format_settings(settings)}",
         settings=settings,
     )

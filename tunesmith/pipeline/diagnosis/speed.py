@@ -1,14 +1,16 @@
-"""Checks of time: idle engine, stragglers, preemptions, evaluations; and where the time of a step goes."""
+"""Checks of time: idle engine, blocking code, stragglers, preemptions, evaluations; and the parts of a step."""
 
 from __future__ import annotations
 
 from tunesmith.config import RunConfig
-from tunesmith.pipeline.diagnosis.finding import Evidence, Finding, Outcome, Passed
+from tunesmith.pipeline.diagnosis.finding import Evidence, Finding, Outcome, Passed, format_settings
 from tunesmith.pipeline.diagnosis.record import RunRecord
 
-MAX_IDLE_SHARE, MIN_IDLE_S = 0.3, 0.2
-"""Share of a step, and seconds of it, in which no request is in the engine. Shorter times are those of judges and of
-the beginning and end of a phase."""
+MAX_WAIT_SHARE, MIN_WAIT_S = 0.3, 0.2
+"""Share of a step, and seconds of it, in which all workflows wait for something outside of the engine."""
+MAX_CODE_SHARE, MIN_CODE_S = 0.7, 0.5
+"""Share of a step, and seconds of it, in which the event loop runs Python code instead of the engine. Agent frameworks
+take up to 0.6 with models of a few million parameters."""
 STRAGGLER_FACTOR, MIN_STRAGGLER_S, MIN_ROLLOUT_SHARE = 4.0, 1.0, 0.5
 """A slowest rollout of four times the mean duration leaves the engine almost empty for most of the phase."""
 MAX_PREEMPTION_SHARE = 0.05
@@ -17,37 +19,56 @@ CONCURRENCY_FACTOR = 2
 
 
 def find_idle_engine(run: RunRecord) -> Outcome:
-    """The engine has no request while workflows wait for tools."""
-    idle, step_s = run.get_recent("perf/engine_idle_s"), run.get_recent("perf/step_s")
-    if idle is None or step_s is None or not isinstance(run.config, RunConfig):
+    """The engine idles while workflows wait for tools."""
+    waited, step_s = run.get_recent("perf/tool_wait_s"), run.get_recent("perf/step_s")
+    if waited is None or step_s is None or not isinstance(run.config, RunConfig):
         return None
-    share = idle.mean / step_s.mean if step_s.mean else 0.0
-    observed = f"no request for {idle.mean:.2g} s of a step of {step_s.mean:.2g} s"
-    if share < MAX_IDLE_SHARE or idle.mean < MIN_IDLE_S:
-        return Passed(check="idle-engine", figure=f"{share:.0%}: {observed}")
+    share = waited.mean / step_s.mean if step_s.mean else 0.0
+    observed = f"{waited.mean:.2g} s of a step of {step_s.mean:.2g} s"
+    if share < MAX_WAIT_SHARE or waited.mean < MIN_WAIT_S:
+        return Passed(check="idle-engine", figure=f"all workflows wait for tools or servers for {observed}")
     algorithm, rollout = run.config.algorithm, run.config.rollout
-    settings: dict[str, object] = {}
-    if algorithm.batch_size * algorithm.group_size > rollout.max_concurrency:
-        settings["rollout.max_concurrency"] = min(
-            CONCURRENCY_FACTOR * rollout.max_concurrency, algorithm.batch_size * algorithm.group_size
-        )
-        advice = f"set rollout.max_concurrency={settings['rollout.max_concurrency']}, so that others sample meanwhile"
+    num_rollouts = algorithm.batch_size * algorithm.group_size
+    if num_rollouts > rollout.max_concurrency:
+        settings = {"rollout.max_concurrency": min(CONCURRENCY_FACTOR * rollout.max_concurrency, num_rollouts)}
     else:
-        settings["algorithm.batch_size"] = CONCURRENCY_FACTOR * algorithm.batch_size
-        advice = f"make more rollouts at a time (algorithm.batch_size={settings['algorithm.batch_size']})"
-    evidence = [Evidence(source=idle.name, observed=observed, value=share, steps=idle.span)]
-    if (longest := run.get_recent("perf/trajectory_s_max")) is not None:
-        text = f"{longest.mean:.2g} s, of which the engine samples for the other rollouts too"
-        evidence.append(
-            Evidence(source=longest.name, observed=f"the slowest rollout of a step takes {text}", steps=longest.span)
-        )
+        settings = {"algorithm.batch_size": CONCURRENCY_FACTOR * algorithm.batch_size}
+    evidence = [Evidence(source=waited.name, observed=observed, value=share, steps=waited.span)]
+    if (idle := run.get_recent("perf/engine_idle_s")) is not None:
+        text = f"the engine has no request for {idle.mean:.2g} s of a step"
+        evidence.append(Evidence(source=idle.name, observed=text, value=idle.mean, steps=idle.span))
     return Finding(
         check="idle-engine",
         severity="warning",
-        problem=f"the engine is idle for {share:.0%} of a step, while workflows wait for tools or run their own code",
+        problem=f"the engine is idle for {share:.0%} of a step, while all workflows wait for tools, servers or timers",
         evidence=tuple(evidence),
-        change=f"make tools and judges faster or asynchronous (`await` instead of blocking calls), or {advice}",
+        change=f"make tools and judges faster, or let more rollouts sample meanwhile with {format_settings(settings)}",
         settings=settings,
+    )
+
+
+def find_blocking_code(run: RunRecord) -> Outcome:
+    """Code of workflows and judges that keeps the event loop busy, so that the engine is not stepped."""
+    names = ("tool_wait", "engine_busy", "rollout", "step")
+    waited, busy, rollout_s, step_s = (run.get_recent(f"perf/{name}_s") for name in names)
+    if waited is None or busy is None or rollout_s is None or step_s is None or not step_s.mean:
+        return None
+    code_s = rollout_s.mean - busy.mean - waited.mean
+    observed = f"{max(code_s, 0):.2g} s of a step of {step_s.mean:.2g} s"
+    if code_s < MAX_CODE_SHARE * step_s.mean or code_s < MIN_CODE_S:
+        return Passed(check="blocking-code", figure=f"Python code between engine steps takes {observed}")
+    return Finding(
+        check="blocking-code",
+        severity="warning",
+        problem=f"Python code of workflows, judges and tools runs for {code_s / step_s.mean:.0%} of a step, and the "
+        "engine waits for it",
+        evidence=(
+            Evidence(
+                source=rollout_s.name, observed=f"{observed} are neither engine nor waiting", steps=rollout_s.span
+            ),
+        ),
+        change="call tools that compute or block with `await asyncio.to_thread(...)` or in a process of their own; a "
+        "synchronous call in a coroutine stops all other rollouts",
     )
 
 
@@ -128,9 +149,9 @@ def describe_step_time(run: RunRecord) -> str | None:
         return None
     if total is None or rollout is None:
         return f"{train.mean:.2g} s"
-    busy, idle = run.get_recent("perf/engine_busy_s"), run.get_recent("perf/engine_idle_s")
+    busy, waited = run.get_recent("perf/engine_busy_s"), run.get_recent("perf/tool_wait_s")
     parts = "" if busy is None else f"engine {busy.mean:.2g} s"
-    if busy is not None and idle is not None:
-        own = max(rollout.mean - busy.mean - idle.mean, 0.0)
-        parts += f", waiting for workflows {idle.mean:.2g} s, code between engine steps {own:.2g} s"
+    if busy is not None and waited is not None:
+        code_s = max(rollout.mean - busy.mean - waited.mean, 0.0)
+        parts += f", waiting for tools {waited.mean:.2g} s, code between engine steps {code_s:.2g} s"
     return f"{total.mean:.2g} s: rollouts {rollout.mean:.2g} s ({parts}), training {train.mean:.2g} s"
