@@ -9,7 +9,9 @@ import time
 import openai
 import pytest
 
+from suggested_settings import check_settings
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput
+from tunesmith.pipeline.diagnosis.record import load_record
 
 ONE_TASK_DATA = '{"question": "Tom has 1 apple. How many?"}\n'
 
@@ -22,7 +24,7 @@ async def ask(task, model, **options):
 def find(diagnosis, check):
     (finding,) = [each for each in diagnosis.findings if each.check == check]
     assert finding.problem and finding.change and finding.evidence
-    assert all(knob.split(".")[-1] in finding.change for knob in finding.settings)
+    check_settings(finding, load_record(diagnosis.folder).config)
     return finding
 
 

@@ -47,7 +47,7 @@ def find_mismatch(run: RunRecord) -> Outcome:
         severity="warning",
         problem=problem,
         evidence=(observe(series.recent, observed),),
-        change=f"set {format_settings(settings)}; if the growth comes with a high gradient norm, lower trainer.learning_rate",
+        change=f"set {format_settings(settings)}; if gradients are large too, lower trainer.learning_rate",
         settings=settings,
     )
 
