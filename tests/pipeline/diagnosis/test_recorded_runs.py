@@ -11,6 +11,7 @@ from tunesmith.pipeline.diagnosis.diagnose import diagnose
 
 RESULTS = Path(__file__).parents[3] / "results"
 RUNS = {
+    "demo_run/metrics.jsonl": "demo_run/config.yaml",
     "gsm8k_grpo_gpu/metrics_grpo.jsonl": "gsm8k_grpo_gpu/grpo.yaml",
     "gsm8k_grpo_gpu/metrics_sft.jsonl": "gsm8k_grpo_gpu/sft.yaml",
     "gsm8k_bots_gpu/metrics_bots.jsonl": "gsm8k_bots_gpu/rl.yaml",
@@ -34,6 +35,13 @@ def load(tmp_path, monkeypatch):
         return diagnose(tmp_path)
 
     return call
+
+
+def test_the_only_note_on_the_demo_is_that_its_tasks_are_solved(load, tmp_path):
+    (tmp_path / "global_step_40").mkdir()
+    (note,) = load("demo_run/metrics.jsonl").findings
+    assert (note.check, note.severity) == ("equal-rewards", "note")
+    assert "all rollouts get the highest reward" in note.problem
 
 
 @pytest.mark.parametrize("metrics", [name for name in RUNS if "grpo_gpu" in name or "bots_gpu" in name])
