@@ -5,18 +5,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import tunesmith
-from tunesmith import AlgorithmConfig, JudgeOutput, WorkflowOutput, tune
+from tunesmith import AlgorithmConfig, JudgeOutput, WorkflowOutput
 from tunesmith.cli import app
 from tunesmith.config import RunConfig
 from tunesmith.errors import StorageError
 from tunesmith.pipeline.diagnosis.diagnose import OFFLINE_CHECKS, RL_CHECKS, SHARED_CHECKS, diagnose
 from tunesmith.pipeline.diagnosis.record import load_record
 
+DOCS = Path(__file__).parents[3] / "docs" / "doctor.md"
 STOPS = [id_ for id_ in range(768) if id_ % 8 == 3]
 """Token ids that end an answer of the untrained model after 8 tokens on average."""
 
@@ -141,6 +144,7 @@ def test_configs_of_earlier_versions_are_read_without_what_is_refused_now(run):
     assert record.config.algorithm.group_size == 4 and record.config.engine.page_size == 16
 
 
-def test_every_check_has_one_name():
-    assert not SHARED_CHECKS.keys() & (RL_CHECKS.keys() | OFFLINE_CHECKS.keys())
-    assert tune is tunesmith.tune
+def test_every_check_is_documented():
+    names = SHARED_CHECKS.keys() | RL_CHECKS.keys() | OFFLINE_CHECKS.keys()
+    documented = re.findall(r"^\| `([a-z-]+)` \|", DOCS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(documented) == sorted(names)
