@@ -20,7 +20,13 @@ LAYERS = [
 ]
 INNER_LAYERS = {
     "engine": [{"event_loop", "core"}, {"batch"}, {"cuda", "cpu"}, {"worker"}, {"engine"}],
-    "pipeline": [{"session"}, {"data"}, {"eval"}, {"rl", "sft", "prepare", "export"}, {"stages", "demo", "math_agent"}],
+    "pipeline": [
+        {"session"},
+        {"data"},
+        {"eval"},
+        {"rl", "sft", "prepare", "export", "diagnosis"},
+        {"stages", "demo", "math_agent"},
+    ],
 }
 """Layers of sub-packages; other packages are only checked for circular imports."""
 TORCH_FREE = LAYERS[0] | {"tasks", "experience", "monitor"}

@@ -52,6 +52,7 @@ def folder(tmp_path):
         (["tune", "run.yaml", "--set", "train_dataset.path=task.jsonl"], "'task.jsonl' does not exist"),
         (["tune", "run.yaml", "--workflow", "flwo.py:solve"], "workflow: no file 'flwo.py'"),
         (["eval", "run.yaml", "--set", "eval_datasets.test.path=./none"], "'./none' does not exist"),
+        (["doctor", "./none"], "none is not the folder of a run: there is no such folder"),
     ],
 )
 def test_errors_that_need_no_model_import_no_slow_library(folder, arguments, message):

@@ -39,6 +39,7 @@ from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.errors import ConfigError
 from tunesmith.model.prepare import prepare_model
 from tunesmith.monitor.metric_table import MetricTable
+from tunesmith.pipeline.diagnosis.diagnose import diagnose as doctor
 from tunesmith.pipeline.eval import pass_rates
 from tunesmith.pipeline.eval.compare import run_comparison
 from tunesmith.pipeline.eval.eval_result import EvalResult
@@ -105,6 +106,7 @@ __all__ = [
     "WorkflowType",
     "check_judge_function",
     "check_workflow_function",
+    "doctor",
     "evaluate",
     "export",
     "measure_pass_rates",

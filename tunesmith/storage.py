@@ -54,6 +54,11 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def error(self) -> Path:
+        """File with the error that stopped the run; removed when the run is resumed."""
+        return self.root / "error.json"
+
+    @property
     def monitor(self) -> Path:
         return self.root / "monitor"
 

@@ -99,6 +99,26 @@ def test_a_group_computes_its_prompt_once() -> None:
     assert engine.compute_stats()["engine/num_steps"] == 0
 
 
+def test_idle_time_is_the_time_without_requests_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only the test moves: 2 s before the first request, 3 s between two, none while paused."""
+    now = [0.0]
+    engine = build_engine()
+    monkeypatch.setattr("tunesmith.engine.engine.time.perf_counter", lambda: now[0])
+
+    async def run() -> None:
+        for waited_s in (2.0, 3.0):
+            now[0] += waited_s
+            await engine.generate([1, 2], Sampling(max_tokens=3))
+
+    engine.resume(1)
+    run_lockstep(run())
+    engine.pause()
+    now[0] += 7.0
+    stats = engine.compute_stats()
+    assert stats["perf/engine_idle_s"] == 5.0 and stats["perf/engine_busy_s"] == 0.0
+    assert engine.compute_stats()["perf/engine_idle_s"] == 0.0
+
+
 def test_a_prompt_that_fills_the_context_samples_nothing_and_a_full_context_ends_a_completion() -> None:
     engine = build_engine(max_model_len=10)
     too_long, fits = generate_all(engine, build_prompts(10, 7), Sampling(max_tokens=50))

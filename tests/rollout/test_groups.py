@@ -130,7 +130,8 @@ def test_metrics_by_hand():
         "num_failed_judge": 0, "num_failed_engine": 0, "num_turns": 4, "turns_mean": 1.0,
         "num_sampled_tokens": 12, "sampled_tokens_mean": 3.0, "sampled_tokens_max": 6,
         "sampled_tokens_per_turn_mean": 3.0, "num_prompt_tokens": 12, "prompt_tokens_per_turn_mean": 3.0,
-        "num_stop_eos": 2, "num_stop_length": 2, "num_stop_context": 0,
+        "num_stop_eos": 2, "num_stop_length": 2, "num_stop_context": 0, "num_truncated": 2,
+        "sampled_tokens_per_turn_max": 5, "context_tokens_max": 8,
         "accuracy/mean": 0.5, "accuracy/max": 1.0, "accuracy/min": 0.0, "other/mean": 5.0,
     }  # fmt: skip
     assert {f"rollout/{name}": value for name, value in expected.items()}.items() <= metrics.items()

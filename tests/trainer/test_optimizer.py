@@ -43,6 +43,18 @@ def compute_reference(start: torch.Tensor, gradients: list[torch.Tensor], norms:
     return x
 
 
+def test_the_relative_update_is_the_change_over_the_size_of_the_weights():
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = MasterAdamW(model, TrainerSection())
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 4.0]]))
+        before = optimizer.sample_weights()
+        assert optimizer.compute_relative_update(before).item() == 0
+        model.weight[0, 1] += 0.3
+        model.weight[1, 0] -= 0.4
+    assert optimizer.compute_relative_update(before).item() == pytest.approx(0.5 / 5)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_updates_equal_the_rule(dtype, tolerance):
     model = build_model(dtype)

@@ -68,6 +68,11 @@ class LocalEngine:
         self._clock: Clock | None = None
         self._queue_places = asyncio.Semaphore(settings.max_waiting)
         self._busy_s = 0.0
+        self._idle_s = 0.0
+        self._idle_since: float | None = None
+        """Since when the engine has been sampling without any request; None if it has one or is paused."""
+        self._reported_wait_s = 0.0
+        """The clock's `waited_s` at the last report."""
         self._num_cpu_threads = torch.get_num_threads()
 
     @property
@@ -114,6 +119,7 @@ class LocalEngine:
         future = asyncio.get_running_loop().create_future()
         matcher = StopMatcher(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
         self._inbox.append(RequestState(request=request, future=future, on_tokens=on_tokens, matcher=matcher))
+        self._end_idle()
         self._notify()
         try:
             return await future
@@ -126,6 +132,7 @@ class LocalEngine:
         """Stop sampling after the current step; requests stay queued, and no work is left in the device's queue."""
         with self._lock:
             self._is_paused = True
+            self._end_idle()
             self._run_guarded(self._stepper.drain)
         self._schedule_delivery()
 
@@ -137,6 +144,7 @@ class LocalEngine:
             self._output_processor.scheduler.reset_cache(policy_version)
             self._runner.mark_weights_updated()
             self._is_paused = False
+            self._begin_idle()
         self._schedule_delivery()
         self._notify()
 
@@ -147,8 +155,13 @@ class LocalEngine:
             counts = self._output_processor.counts
             stats = {f"engine/num_{name}": float(counts[name]) for name in names}
             stats["perf/engine_busy_s"] = self._busy_s
+            stats["perf/engine_idle_s"] = self._idle_s
+            waited_s = None if self._clock is None else self._clock.waited_s
+            if waited_s is not None:
+                stats["perf/tool_wait_s"] = waited_s - self._reported_wait_s
+                self._reported_wait_s = waited_s
             counts.clear()
-            self._busy_s = 0.0
+            self._busy_s = self._idle_s = 0.0
             return stats
 
     def step(self) -> None:
@@ -156,10 +169,22 @@ class LocalEngine:
         with self._lock:
             if self._is_paused:
                 return
+            self._end_idle()
             started_at = time.perf_counter()
             self._run_guarded(self._step)
             self._busy_s += time.perf_counter() - started_at
+            self._begin_idle()
         self._schedule_delivery()
+
+    def _begin_idle(self) -> None:
+        """Start measuring idle time if there is no request: every workflow waits for tools or runs its own code."""
+        if not self.has_work:
+            self._idle_since = time.perf_counter()
+
+    def _end_idle(self) -> None:
+        if self._idle_since is not None:
+            self._idle_s += time.perf_counter() - self._idle_since
+            self._idle_since = None
 
     def _bind_loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -167,6 +192,7 @@ class LocalEngine:
             self._abandon_loop()
             self._loop = loop
             self._clock = build_clock(self, is_lockstep=self._is_lockstep)
+            self._reported_wait_s = self._clock.waited_s or 0.0
             self._queue_places = asyncio.Semaphore(self._settings.max_waiting)
 
     def _abandon_loop(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,16 +51,22 @@ def load_metrics(path: Path, *, has_times: bool = True) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, empty if there is no file; `has_times=False` leaves out `perf/` metrics."""
     if not path.exists():
         return []
-    with storage_errors(path, "read"):
-        lines = path.read_text().split("\n")[:-1]
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise StorageError(f"cannot read {path}: line {number} is not JSON ({error})") from error
-        records.append({key: v for key, v in record.items() if has_times or not key.startswith(TIME_PREFIX)})
-    return records
+    return [
+        {key: value for key, value in record.items() if has_times or not key.startswith(TIME_PREFIX)}
+        for record in iter_metrics(path)
+    ]
+
+
+def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics.jsonl, one at a time."""
+    with storage_errors(path, "read"), path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return  # the write was interrupted
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise StorageError(f"cannot read {path}: line {number} is not JSON ({error})") from error
 
 
 def format_line(record: Mapping[str, Any]) -> str:

@@ -159,13 +159,21 @@ def _compute_sizes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     metrics["num_sampled_tokens"] = float(sum(num_sampled))
     metrics["num_prompt_tokens"] = float(sum(len(turn.prompt_ids) for turn in turns))
     if trajectories:
+        metrics["num_truncated"] = float(sum(_is_truncated(t) for t in trajectories))
         metrics["turns_mean"] = len(turns) / len(trajectories)
         metrics["sampled_tokens_mean"] = statistics.fmean(num_sampled)
         metrics["sampled_tokens_max"] = float(max(num_sampled))
     if turns:
         metrics["sampled_tokens_per_turn_mean"] = sum(num_sampled) / len(turns)
         metrics["prompt_tokens_per_turn_mean"] = metrics["num_prompt_tokens"] / len(turns)
+        metrics["sampled_tokens_per_turn_max"] = float(max(len(turn.sampled_ids) for turn in turns))
+        metrics["context_tokens_max"] = float(max(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in turns))
     return metrics
+
+
+def _is_truncated(trajectory: Trajectory) -> bool:
+    """Whether the last turn ended at `max_tokens` or at the end of the context."""
+    return bool(trajectory.turns) and trajectory.turns[-1].stop_reason in ("length", "context")
 
 
 def _compute_reported(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -87,6 +87,11 @@ class MasterAdamW:
             .mean()
         )
 
+    def compute_relative_update(self, before: list[Tensor]) -> Tensor:
+        """RMS of the change of the elements of `sample_weights`, relative to the RMS of their values before."""
+        old, new = torch.cat(before), torch.cat(self.sample_weights())
+        return (new - old).square().mean().sqrt() / old.square().mean().sqrt().clamp_min(torch.finfo(old.dtype).tiny)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Moments and separate masters as `<kind>:<parameter name>`; tensors are not copied."""
         state = {}

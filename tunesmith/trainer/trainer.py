@@ -292,6 +292,7 @@ class Trainer:
         )
         if before is not None:
             update.metrics["train/changed_ratio"] = self._optimizer.compute_changed_ratio(before).item()
+            update.metrics["train/relative_update"] = self._optimizer.compute_relative_update(before).item()
         return update
 
     def _update_critic(self, rows: Sequence[Trie], prepared: PreparedUpdate) -> dict[str, float]:

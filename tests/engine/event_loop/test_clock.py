@@ -285,3 +285,18 @@ def test_garbage_collection_thresholds_are_restored_when_the_loop_is_closed() ->
 
     assert run_lockstep(run())[0] >= max(before[0], clock.MIN_NEW_OBJECTS)
     assert gc.get_threshold() == before
+
+
+def test_the_wait_for_tools_is_measured_but_not_code_that_blocks() -> None:
+    engine = build_engine()
+
+    async def run() -> tuple[float, float]:
+        await engine.generate([1, 2], Sampling(max_tokens=3))
+        engine.compute_stats()
+        await asyncio.sleep(0.2)
+        waited_s = engine.compute_stats()["perf/tool_wait_s"]
+        time.sleep(0.2)  # noqa: ASYNC251
+        return waited_s, engine.compute_stats()["perf/tool_wait_s"]
+
+    waited_s, blocked_s = run_lockstep(run())
+    assert waited_s > 0.15 and blocked_s == 0.0

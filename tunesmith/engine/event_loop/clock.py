@@ -13,6 +13,7 @@ import asyncio
 import gc
 import selectors
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, Protocol, TypeVar, TypeVarTuple
@@ -53,6 +54,11 @@ class Clock(Protocol):
         """The engine may have work."""
         ...
 
+    @property
+    def waited_s(self) -> float | None:
+        """Seconds so far in which the event loop waited for threads, servers or timers; None if not measured."""
+        ...
+
 
 class _SteppingSelector(selectors.DefaultSelector):
     """A selector that steps the engines where it would block."""
@@ -60,6 +66,7 @@ class _SteppingSelector(selectors.DefaultSelector):
     def __init__(self, thread_calls: ThreadCallTracker) -> None:
         super().__init__()
         self.engines: list[Steppable] = []
+        self.waited_s = 0.0
         self._thread_calls = thread_calls
         self._slept_s = 0.0
 
@@ -69,18 +76,25 @@ class _SteppingSelector(selectors.DefaultSelector):
         events = super().select(0)
         working = [engine for engine in self.engines if engine.has_work]
         if events or not working:
-            return events or super().select(timeout)
+            return events or self._wait(timeout)
         wait_s = self._thread_calls.compute_wait_s()
         if wait_s > 0:
             with self._thread_calls.waiting():
-                return super().select(wait_s if timeout is None else min(timeout, wait_s))
+                return self._wait(wait_s if timeout is None else min(timeout, wait_s))
         if timeout is not None and timeout <= SHORT_SLEEP_S and self._slept_s < SLEEP_BUDGET_S:
             self._slept_s += timeout
-            return super().select(timeout)
+            return self._wait(timeout)
         self._slept_s = 0.0
         for engine in working:
             engine.step()
         return super().select(0)
+
+    def _wait(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
+        started_at = time.perf_counter()
+        try:
+            return super().select(timeout)
+        finally:
+            self.waited_s += time.perf_counter() - started_at
 
 
 class EngineLoop(asyncio.SelectorEventLoop):
@@ -92,6 +106,11 @@ class EngineLoop(asyncio.SelectorEventLoop):
         self._stepping_selector = _SteppingSelector(self._thread_calls)
         self._main_future: asyncio.Future[Any] | None = None
         super().__init__(self._stepping_selector)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds in which every coroutine waited and no engine was stepped."""
+        return self._stepping_selector.waited_s
 
     def add_engine(self, engine: Steppable) -> None:
         """Let this loop step the engine; engines step in the order they were added."""
@@ -154,13 +173,20 @@ class LoopClock:
 
     def __init__(self, engine: Steppable, loop: EngineLoop) -> None:
         loop.add_engine(engine)
+        self._loop = loop
 
     def notify(self) -> None:
         """Nothing to do."""
 
+    @property
+    def waited_s(self) -> float | None:
+        return self._loop.waited_s
+
 
 class TaskClock:
     """Steps from a task of an ordinary event loop."""
+
+    waited_s = None
 
     def __init__(self, engine: Steppable, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
@@ -180,6 +206,8 @@ class TaskClock:
 
 class ThreadClock:
     """Free-running: a thread that ends when there is no work."""
+
+    waited_s = None
 
     def __init__(self, engine: Steppable) -> None:
         self._engine = engine

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tunesmith.config import RunConfig
-from tunesmith.errors import StorageError
+from tunesmith.errors import StorageError, TunesmithError
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
 from tunesmith.loop import StepParts
@@ -81,3 +81,8 @@ def save_unfinished(path: Path, finished: Sequence[Trajectory]) -> None:
     if by_task:
         groups = [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in by_task.values()]
         save_rollouts(path, groups)
+
+
+def save_error(paths: RunPaths, error: TunesmithError, *, step: int) -> None:
+    """Record the error that stopped the run at `step`."""
+    save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})

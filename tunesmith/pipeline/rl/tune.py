@@ -6,6 +6,7 @@ committed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from tunesmith.model.torch_modes import default_modes
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.pipeline.eval.held_out import evaluate_all
 from tunesmith.pipeline.eval.results import EvaluationResult
-from tunesmith.pipeline.rl.checkpoints import commit, restore, save_unfinished
+from tunesmith.pipeline.rl.checkpoints import commit, restore, save_error, save_unfinished
 from tunesmith.pipeline.rl.learning_check import UpdateLog, check_reply_fits
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition
@@ -225,8 +226,9 @@ async def run_saved_step(parts: StepParts, folder: RunFolder, monitor: Monitor, 
     progress = RolloutProgress(status=monitor)
     try:
         result = await run_step(parts, step=step, progress=progress)
-    except TunesmithError:
+    except TunesmithError as error:
         save_unfinished(folder.paths.rollouts(step), progress.finished)
+        save_error(folder.paths, error, step=step)
         raise
     save_rollouts(folder.paths.rollouts(step), result.batch.collected, result.batch.spread(result.advantages))
     parts.tasks.save_selection(folder.paths.selection(step))
@@ -252,11 +254,13 @@ async def evaluate(
     """Evaluate every held-out set; save and log the results."""
     if not plan.eval_tasks:
         return {}
+    started = time.perf_counter()
     results = await evaluate_all(config, actors, plan.eval_tasks, policy_version=step, status=monitor)
     save_json(folder.paths.evaluation(step), {name: result.to_json() for name, result in results.items()})
     merged: dict[str, float] = {}
     for result in results.values():
         merged |= result.to_metrics()
+    merged["perf/evaluation_s"] = time.perf_counter() - started
     monitor.log(step, "eval", merged)
     show_failures(monitor, [group for result in results.values() for group in result.groups])
     await control.end_evaluation(step, results, merged)

@@ -107,6 +107,7 @@ def open_run_folder(config: RunConfig, *, now: datetime | None = None) -> RunFol
         archive = clear_later_steps(paths, checkpoint, is_chosen=config.resume_from_step is not None)
         save_text(paths.config, dump_config(config.model_copy(update={"resume_from_step": None})))
         remove_leftovers(paths.root)
+        paths.error.unlink(missing_ok=True)
     except BaseException:
         lock.close()
         raise
@@ -211,7 +212,7 @@ def has_steps(paths: RunPaths) -> bool:
 def remove_empty_run(paths: RunPaths) -> None:
     """Remove the folder if no step was finished and nothing was sampled or evaluated."""
     files = [path for path in paths.root.rglob("*") if path.is_file()]
-    ours = {paths.config, paths.lock, paths.metrics}
+    ours = {paths.config, paths.lock, paths.metrics, paths.error}
     is_empty = all(path in ours or paths.monitor in path.parents for path in files)
     if is_empty and not (paths.metrics.exists() and paths.metrics.stat().st_size):
         with storage_errors(paths.root, "remove"):

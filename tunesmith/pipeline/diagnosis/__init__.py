@@ -1,0 +1,1 @@
+"""`tunesmith doctor`: what is wrong with a run, from the files in its folder."""
