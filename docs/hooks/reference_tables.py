@@ -1,0 +1,108 @@
+"""MkDocs hook: reference tables that are generated from the code, so that they cannot differ from it.
+
+A page names a table in a comment, which is invisible on GitHub and is replaced by the table on the site:
+
+    <!-- table: knobs tune algorithm -->     the knobs of a section of a file; `.` stands for those outside of sections
+    <!-- table: commands -->                 every command with its arguments and options
+    <!-- table: algorithms -->               every algorithm with its arguments and defaults
+    <!-- table: api tunesmith -->            the public names of a module, with their docstrings
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+MARKER = re.compile(r"^<!-- table: ([a-z]+)((?: \S+)*) -->$", re.MULTILINE)
+ROOT = Path(__file__).parents[2]
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the markers of a page."""
+    return MARKER.sub(lambda match: TABLES[match[1]](*match[2].split()), markdown)
+
+
+def render_knobs(stage: str, section: str) -> str:
+    """Key, type, default and description of each knob of a section, nested sections included."""
+    from tunesmith.pipeline.session.load_config import Option, describe_options, find_stage
+
+    def is_listed(option: Option) -> bool:
+        first, dot, _ = option.key.partition(".")
+        return not dot if section == "." else first == section and bool(dot)
+
+    rows = [
+        (f"`{each.key}`", f"`{each.type}`", f"`{each.default}`", " ".join(each.description.split()))
+        for each in describe_options(find_stage(stage))
+        if is_listed(each)
+    ]
+    return render_table(("key", "type", "default", "meaning"), rows)
+
+
+def render_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    def escape(cell: str) -> str:
+        return cell.replace("|", "\\|")
+
+    lines = [head, ("---",) * len(head), *([escape(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def render_commands() -> str:
+    """A section for each command: its help text, usage, arguments and options."""
+    return "\n\n".join(render_command(name, command) for name, command in iter_commands())
+
+
+def iter_commands() -> Iterator[tuple[str, Any]]:
+    """Every command of the command line by its full name."""
+    import typer.main
+
+    from tunesmith.cli import app
+
+    def walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+        if not hasattr(command, "commands"):
+            yield name, command
+            return
+        for part, inner in command.commands.items():
+            yield from walk(f"{name} {part}", inner)
+
+    yield from walk("tunesmith", typer.main.get_command(app))
+
+
+def render_command(name: str, command: Any) -> str:
+    rows = []
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            first = f"`{parameter.name.upper()}`" + ("" if parameter.required else " (optional)")
+        else:
+            value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
+            first = f"`{', '.join(parameter.opts)}{value}`" + (" (required)" if parameter.required else "")
+        rows.append((first, " ".join((getattr(parameter, "help", None) or "").split())))
+    return f"## {name}\n\n{' '.join((command.help or '').split())}\n\n{render_table(('argument or option', 'meaning'), rows)}"
+
+
+def render_algorithms() -> str:
+    """A section for each algorithm: aggregation, arguments and defaults."""
+    from tunesmith.algorithms.algorithm import describe_algorithms
+
+    return f"```text\n{describe_algorithms()}\n```"
+
+
+def render_api(module: str) -> str:
+    """The public names of a module, functions first; mkdocstrings renders their docstrings."""
+    path = ROOT / module.replace(".", "/") / "__init__.py"
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = [str(name) for name in ast.literal_eval(node.value)]
+            ordered = sorted(names, key=lambda name: (not name.islower(), names.index(name)))
+            return "\n\n".join(f"::: {module}.{name}" for name in ordered)
+    raise ValueError(f"{path} has no __all__")
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    "knobs": render_knobs,
+    "commands": render_commands,
+    "algorithms": render_algorithms,
+    "api": render_api,
+}
