@@ -79,7 +79,8 @@ def render_command(name: str, command: Any) -> str:
             value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
             first = f"`{', '.join(parameter.opts)}{value}`" + (" (required)" if parameter.required else "")
         rows.append((first, " ".join((getattr(parameter, "help", None) or "").split())))
-    return f"## {name}\n\n{' '.join((command.help or '').split())}\n\n{render_table(('argument or option', 'meaning'), rows)}"
+    help_text = " ".join((command.help or "").split())
+    return f"## {name}\n\n{help_text}\n\n{render_table(('argument or option', 'meaning'), rows)}"
 
 
 def render_algorithms() -> str:

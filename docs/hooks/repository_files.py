@@ -1,8 +1,8 @@
 """MkDocs hook: files of the repository that a page links to (code, recipes, results) become part of the site.
 
-Pages link to `../tunesmith/loop.py` or `../results/x.png`, as GitHub needs it. Such files lie outside of the docs folder
-and would be broken links on the site. Images are copied, Markdown is rendered, other text files become a page with their
-content, a folder its README or a list of its files. Links are rewritten to these pages.
+Pages link to `../tunesmith/loop.py` or `../results/x.png`, as GitHub needs it. Such files are outside of the docs
+folder and would be broken links on the site. Images are copied, Markdown is rendered, other text files become a page
+with their content, a folder its README or a list of its files. Links are rewritten to these pages.
 """
 
 from __future__ import annotations
