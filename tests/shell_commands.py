@@ -1,7 +1,7 @@
 """Checks shell lines of the documentation against the command line, the Makefile, the scripts and the extras.
 
 Nothing is executed: a line is parsed as its command would parse it, so a renamed command, option or script is an error.
-Lines may use the notation of help texts: `[--resume]`, `a | b`, `...`, `<time>`, and an explanation after two spaces.
+Lines may use the notation of help texts: `[--resume]`, `a | b`, `...`, `STEP`, `<time>`, and an explanation after two spaces.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def iter_commands(text: str) -> Iterator[str]:
 def check_line(line: str) -> str | None:
     """An error in one command, or None."""
     line = re.split(r"(?<=\S) {2,}(?=[a-z])", line)[0] if re.match(r"(\S+=\S+ )*tunesmith ", line) else line
-    plain = re.sub(r"<[\w /.-]+>", "X", line)
+    plain = re.sub(r"<[\w /.-]+>|\b[A-Z]{2,}\b(?!=)", "1", line)
     words = [word for word in split_words(plain) if word != "..."]
     while words and ASSIGNMENT.match(words[0]):
         words.pop(0)

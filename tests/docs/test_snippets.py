@@ -69,7 +69,7 @@ def test_python_snippet_is_run_or_says_why_not(snippet: Snippet) -> None:
         pytest.skip(f"{snippet.place}: {snippet.directives['not run']}")
     name = snippet.directives.get("file")
     runs = [each for each in find_snippets(snippet.page) if each.is_run]
-    is_run = snippet.is_run or (name is not None and any(name in each.text for each in runs))
+    is_run = snippet.is_run or (name is not None and any(Path(name).stem in each.text for each in runs))
     assert is_run, f"{snippet.place}: mark the program with `run`, or with `not run` and the reason"
 
 
