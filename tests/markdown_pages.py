@@ -1,4 +1,4 @@
-"""README.md and the pages in docs/: their fenced snippets with the directives above them, their links and anchors.
+"""The pages at the root and in docs/: their fenced snippets with the directives above them, their links and anchors.
 
 A directive is an HTML comment on the lines above a fence, invisible on GitHub and on the site:
 
@@ -18,7 +18,10 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<marks>```+)(?P<language>[\w+-]*)\s*$")
 DIRECTIVE = re.compile(r"^<!-- (?P<name>file|run|run with|config|not run)(?:: (?P<value>.*?))? -->$")

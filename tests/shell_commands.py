@@ -1,7 +1,8 @@
 """Checks shell lines of the documentation against the command line, the Makefile, the scripts and the extras.
 
 Nothing is executed: a line is parsed as its command would parse it, so a renamed command, option or script is an error.
-Lines may use the notation of help texts: `[--resume]`, `a | b`, `...`, `STEP`, `<time>`, and an explanation after two spaces.
+Lines may use the notation of help texts (`[--resume]`, `a | b`, `...`, `STEP`, `<time>`) and end in an explanation
+after two spaces.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tunesmith.cli import app
 
 COMMANDS = {"tunesmith", "make", "python", "python3", "pip"}
 """First words that make a block without a language a block of shell lines."""
-PLAIN = {"cd", "export", "mkdir", "ls", "cat", "cp", "curl", "git", "docker", "source", "tensorboard", "head", "ssh"}
+PLAIN = {"cd", "export", "mkdir", "ls", "cat", "cp", "curl", "git", "tensorboard", "head", "ruff", "mypy"}
 """Commands of others, whose arguments are not checked."""
 ASSIGNMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
 
@@ -51,8 +52,7 @@ def iter_commands(text: str) -> Iterator[str]:
         if heredoc is not None:
             end = heredoc[1]
         line = re.sub(r"^\$ ", "", re.split(r"(?:^|\s)#", line)[0].strip())
-        if line:
-            yield line
+        yield from (part for part in re.split(r"\s+(?:&&|;)\s+", line) if part)
 
 
 def check_line(line: str) -> str | None:
@@ -64,6 +64,7 @@ def check_line(line: str) -> str | None:
         words.pop(0)
     if not words:
         return None
+    words[0] = words[0].removeprefix(".venv/bin/")
     is_partial = "..." in plain.split()
     match words[0]:
         case "tunesmith":

@@ -2,15 +2,17 @@
 
 A page names a table in a comment, which is invisible on GitHub and is replaced by the table on the site:
 
-    <!-- table: knobs tune algorithm -->     the knobs of a section of a file; `.` stands for those outside of sections
+    <!-- table: knobs tune algorithm -->     the knobs of a section of a file; `.`: those outside of sections, `*`: all
     <!-- table: commands -->                 every command with its arguments and options
     <!-- table: algorithms -->               every algorithm with its arguments and defaults
     <!-- table: api tunesmith -->            the public names of a module, with their docstrings
+    <!-- table: trinity model -->            what becomes of each key of a section of Trinity-RFT's files
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,7 +33,7 @@ def render_knobs(stage: str, section: str) -> str:
 
     def is_listed(option: Option) -> bool:
         first, dot, _ = option.key.partition(".")
-        return not dot if section == "." else first == section and bool(dot)
+        return section == "*" or (not dot if section == "." else first == section and bool(dot))
 
     rows = [
         (f"`{each.key}`", f"`{each.type}`", f"`{each.default}`", " ".join(each.description.split()))
@@ -101,9 +103,73 @@ def render_api(module: str) -> str:
     raise ValueError(f"{path} has no __all__")
 
 
+def render_trinity(section: str) -> str:
+    """Key and effect of each rule of `compat/trinity_yaml.py` for a section; `.`: those outside of sections."""
+    from tunesmith.compat.trinity_yaml import RULES, SECTIONS
+
+    def is_listed(key: str) -> bool:
+        owner = max((name for name in SECTIONS if key.startswith(f"{name}.")), key=len, default=".")
+        return owner == section
+
+    rows = [(f"`{key}`", describe_rule(rule)) for key, rule in RULES.items() if is_listed(key)]
+    return render_table(("Trinity-RFT", "in Tunesmith"), rows)
+
+
+TRANSLATED = {
+    "refuse_mode": "only `both`, `colocate`",
+    "read_algorithm": "`algorithm.algorithm_type`: the three keys together name the algorithm",
+    "read_warmup_ratio": "`trainer.warmup_ratio`",
+    "read_save_interval": "`save_interval_steps`; 0 is refused, because a run needs checkpoints to be resumed",
+    "read_loss_args": "`algorithm.loss_args`, `algorithm.terms_args`, `algorithm.loss_aggregation`",
+    "read_advantage_args": "`algorithm.advantage_args`",
+    "read_kl_name": "`algorithm.kl_estimator`; `none` sets `algorithm.kl_coef` to 0",
+    "read_kl_args": "`algorithm.kl_coef`, `algorithm.kl_adaptive`",
+    "read_penalty_name": "`algorithm.terms_args`: a KL in the reward, of `ppo`, `reinforceplusplus` and `rloo` only",
+    "read_penalty_args": "`algorithm.terms_args`",
+    "read_entropy_name": "only `default`, `none`",
+    "read_entropy_args": "`algorithm.entropy_coef`",
+    "read_sample_strategy": "only `default`, `warmup`, and `mix` with `mix` or `mix_chord`",
+    "read_sample_strategy_args": "`algorithm.expert.ratio`",
+    "read_correction": "`algorithm.correction`",
+    "read_lora_configs": "`model.lora`",
+    "read_tinker": "refused: training is local",
+    "read_train_batch_size": "`trainer.num_minibatches`",
+    "read_taskset": "`train_dataset`; `repeat_times` is `algorithm.group_size`, `rollout_args` are keys of `model`",
+    "read_tasksets": "`train_dataset`, or several in `train_datasets`",
+    "read_eval_tasksets": "`eval_datasets`",
+    "read_replay": "`experience.replay`, if `reuse_cooldown_time` is set",
+    "read_auxiliary_buffers": "`algorithm.expert`, of `mix` and `mix_chord`",
+    "read_operators": "`experience.operators`",
+    "read_auxiliary_models": "`auxiliary_models`",
+    "read_auto_tool_choice": "false: `model.tool_call_parser: none`",
+    "read_sync_style": "no effect: every step samples with the newest policy",
+}
+"""Effects of the rules that are functions of their own."""
+
+
+def describe_rule(rule: Any) -> str:
+    """The effect of a rule, from the arguments of the function that built it."""
+    kind, given = rule.__qualname__.partition(".")[0], inspect.getclosurevars(rule).nonlocals
+    match kind:
+        case "move":
+            return f"`{given['target']}`"
+        case "move_for_critic":
+            return f"`{given['target']}`, with `ppo` only"
+        case "accept":
+            return f"no effect: {given['note']}" if given["note"] else "no effect"
+        case "allow" if [] in given["values"]:
+            return f"refused unless empty: {given['reason']}"
+        case "allow":
+            allowed = ", ".join(f"`{value}`" for value in given["values"])
+            return f"only {allowed}: {given['reason']}"
+        case _:
+            return TRANSLATED[kind]
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "knobs": render_knobs,
     "commands": render_commands,
     "algorithms": render_algorithms,
     "api": render_api,
+    "trinity": render_trinity,
 }

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
+import shlex
 import shutil
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from markdown_pages import PAGES, ROOT, Snippet, find_snippets, iter_inline_code
-from shell_commands import check_line, find_errors, is_shell
+from program_process import LOG, ProgramProcess
+from shell_commands import check_line, find_errors, is_shell, iter_commands
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import AlgorithmSection, PipelineConfig, PreferenceConfig, RunConfig, Section, SftConfig
@@ -40,8 +40,12 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "run": {},
 }
 """Required keys of each file, which an excerpt may leave out."""
-TIMEOUT_S = 240
-"""Only a hang takes this long."""
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[ProgramProcess]:
+    with ProgramProcess() as process:
+        yield process
 
 
 def select(*languages: str) -> list[Any]:
@@ -158,10 +162,11 @@ def check_components(config: Section) -> None:
     [page for page in PAGES if any(each.is_run for each in find_snippets(page))],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
-def test_programs_of_a_page_run_in_order(page: Path, tmp_path: Path, pocket_folder: str) -> None:
+def test_programs_of_a_page_run_in_order(
+    page: Path, tmp_path: Path, pocket_folder: str, programs: ProgramProcess
+) -> None:
     """The snippets marked `run`, in the order of the page, in a folder with its files and models/pocket."""
     shutil.copytree(pocket_folder, tmp_path / "models" / "pocket")
-    environment = build_environment(tmp_path)
     for number, snippet in enumerate(find_snippets(page)):
         language = find_language(snippet)
         name = snippet.directives.get("file", f"snippet_{number}.py")
@@ -169,19 +174,8 @@ def test_programs_of_a_page_run_in_order(page: Path, tmp_path: Path, pocket_fold
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(snippet.replaced_text, encoding="utf-8")
         if snippet.is_run and language in ("python", "bash"):
-            command = [sys.executable, name] if language == "python" else ["bash", "-euc", snippet.replaced_text]
-            ended = subprocess.run(
-                command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-            )
-            assert ended.returncode == 0, f"{snippet.place} failed:\n{ended.stdout[-3000:]}\n{ended.stderr[-6000:]}"
-
-
-def build_environment(folder: Path) -> dict[str, str]:
-    """Variables for programs: this checkout on the path, `tunesmith` and `python` of this interpreter, no network."""
-    commands = folder / "commands"
-    commands.mkdir()
-    for name, arguments in {"tunesmith": "-m tunesmith ", "python": ""}.items():
-        (commands / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments}"$@"\n')
-        (commands / name).chmod(0o755)
-    path = f"{commands}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+            lines = [f"python {name}"] if language == "python" else iter_commands(snippet.replaced_text)
+            for command in map(shlex.split, lines):
+                status = programs.run(command, folder=tmp_path)
+                log = (tmp_path / LOG).read_text(encoding="utf-8", errors="replace")
+                assert status == 0, f"{snippet.place}: {command} ended with {status}:\n{log[-8000:]}"
