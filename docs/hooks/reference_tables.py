@@ -12,6 +12,7 @@ A page names a table in a comment, which is invisible on GitHub and is replaced 
 from __future__ import annotations
 
 import ast
+import html
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -45,7 +46,10 @@ def render_knobs(stage: str, section: str) -> str:
 
 def render_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     def escape(cell: str) -> str:
-        return cell.replace("|", "\\|")
+        parts = cell.split("`")  # every second part is code, in which nothing is special
+        return "`".join(
+            part if number % 2 else html.escape(part).replace("|", "&#124;") for number, part in enumerate(parts)
+        )
 
     lines = [head, ("---",) * len(head), *([escape(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
