@@ -41,6 +41,9 @@ REQUIRED: dict[str, dict[str, Any]] = {
 }
 """Required keys of each file, which an excerpt may leave out."""
 
+RUN_BY_OTHERS = {"docs/python.md": "tests/api/test_python_guide.py"}
+"""Pages whose programs are run by a test of their own."""
+
 
 @pytest.fixture(scope="module")
 def programs() -> Iterator[ProgramProcess]:
@@ -71,6 +74,10 @@ def test_python_snippet_is_run_or_says_why_not(snippet: Snippet) -> None:
     if "not run" in snippet.directives:
         assert snippet.directives["not run"], f"{snippet.place}: `not run` needs a reason"
         pytest.skip(f"{snippet.place}: {snippet.directives['not run']}")
+    other = RUN_BY_OTHERS.get(snippet.page.relative_to(ROOT).as_posix())
+    if other is not None:
+        assert snippet.page.name in (ROOT / other).read_text(encoding="utf-8")
+        return
     name = snippet.directives.get("file")
     runs = [each for each in find_snippets(snippet.page) if each.is_run]
     is_run = snippet.is_run or (name is not None and any(Path(name).stem in each.text for each in runs))
