@@ -1,4 +1,4 @@
-"""The pages at the root and in docs/: their fenced snippets with the directives above them, their links and anchors.
+"""The pages at the root, in docs/ and in recipes/: fenced snippets with the directives above them, links, anchors.
 
 A directive is an HTML comment on the lines above a fence, invisible on GitHub and on the site:
 
@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "recipes").rglob("*.md")),
 ]
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<marks>```+)(?P<language>[\w+-]*)\s*$")
