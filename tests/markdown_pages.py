@@ -130,13 +130,30 @@ def find_anchors(page: Path) -> set[str]:
     return anchors
 
 
-def iter_links(page: Path) -> Iterator[tuple[int, str]]:
+def iter_paragraphs(page: Path) -> Iterator[tuple[int, str]]:
+    """First line numbers and texts of paragraphs, list items, headings and rows of tables, each as one line."""
+    first, parts = 0, list[str]()
     for number, line in iter_prose(page):
-        for match in LINK.finditer(INLINE_CODE.sub("", line) if "](" not in line else line):
+        is_start = not line.strip() or re.match(r"\s*([-|#]|\d+\. )", line) is not None
+        if parts and (is_start or number != first + len(parts)):
+            yield first, " ".join(parts)
+            parts = []
+        if line.strip():
+            first = first if parts else number
+            parts.append(line.strip())
+    if parts:
+        yield first, " ".join(parts)
+
+
+def iter_links(page: Path) -> Iterator[tuple[int, str]]:
+    """Line numbers of paragraphs, and the targets of their links."""
+    for number, text in iter_paragraphs(page):
+        for match in LINK.finditer(text):
             yield number, match[1]
 
 
 def iter_inline_code(page: Path) -> Iterator[tuple[int, str]]:
-    for number, line in iter_prose(page):
-        for match in INLINE_CODE.finditer(line):
+    """Line numbers of paragraphs, and their inline code."""
+    for number, text in iter_paragraphs(page):
+        for match in INLINE_CODE.finditer(text):
             yield number, match[1]
