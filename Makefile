@@ -1,26 +1,30 @@
 # make demo   install into .venv, then train the embedded model
-# make test   install into .venv with the development tools, then lint, type-check and test
+# make test   install into .venv with the development tools, then lint, type-check, build the documentation and test
+# make docs   build the documentation site into site/; a broken link or an undocumented page is an error
+# make release   build sdist and wheel, and run the demo from the wheel in a fresh environment of each of PYTHONS
 #
 # PYTHON  Python interpreter that creates .venv
 # TORCH   pip requirement for torch, installed first. Choose the build for your machine, for example
 #         make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 # TESTS   arguments of pytest
+# PYTHONS interpreters that `make release` tests the wheel with
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TESTS ?=
+PYTHONS ?= python3.11 python3.13
 VENV ?= .venv
 BIN := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs release clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/tunesmith demo
 
-test: lint
+test: lint docs
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 lint: $(VENV)/.installed-test
@@ -28,8 +32,18 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.installed-test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+release: $(VENV)/.installed-test
+	$(BIN)/python -m pip install -e ".[release]"
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	PYTHONS="$(PYTHONS)" TORCH="$(TORCH)" .ci/check_wheel dist/*.whl
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site dist
 
 $(VENV)/.installed-torch:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required: make PYTHON=python3.12")'
@@ -42,5 +56,5 @@ $(VENV)/.installed-demo: pyproject.toml $(VENV)/.installed-torch
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed-torch
-	$(BIN)/python -m pip install -e ".[dev]"
+	$(BIN)/python -m pip install -e ".[dev,docs]"
 	touch $@
