@@ -25,11 +25,13 @@ from tunesmith.engine.batch.single_run_plan import SingleRunPlan, has_single_run
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.core.span import Span
+from tunesmith.engine.cpu.decoder_trace import trace_decoder
+from tunesmith.engine.cpu.direct_calls import DirectCalls
 from tunesmith.engine.cpu.onednn_linear import OneDnnLinears
 from tunesmith.engine.cpu.rms_norm import RmsNorms
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
-from tunesmith.model.forward.logits import compute_logits, verify_model
+from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_model
 
 DEFAULT_BATCHED_TOKENS = (4096, 16384)
 """`engine.max_batched_tokens` where it is not set: on a CPU, on other devices."""
@@ -66,6 +68,9 @@ class ModelRunner:
         )
         self._onednn_linears = OneDnnLinears(model) if settings.has_packed_weights else None
         self._rms_norms = RmsNorms(model)
+        self._direct_calls = DirectCalls(model)
+        self._decoder_trace = trace_decoder(model) if model.device.type == "cpu" else None
+        self._logit_scaling = LogitScaling.read(model)
         self._is_stale = True
 
     def mark_weights_updated(self) -> None:
@@ -80,7 +85,7 @@ class ModelRunner:
         chunks = sorted(chunks, key=_get_order)
         sampling = [chunk for chunk in chunks if chunk.has_last_token]
         with self._cpu_layers_installed(sum(chunk.stop - chunk.start for chunk in chunks)):
-            logits_NV = compute_logits(self.model, self._compute_hidden(chunks)).float()
+            logits_NV = compute_logits(self.model, self._compute_hidden(chunks), scaling=self._logit_scaling).float()
         return sampling, self._sample(sampling, logits_NV)
 
     @contextmanager
@@ -92,8 +97,10 @@ class ModelRunner:
         if self._is_stale:
             self._onednn_linears.refresh()
             self._rms_norms.refresh()
+            self._direct_calls.refresh()
             self._is_stale = False
-        with self._onednn_linears.installed(num_rows=num_rows), self._rms_norms.installed():
+        linears = self._onednn_linears.installed(num_rows=num_rows)
+        with linears, self._rms_norms.installed(), self._direct_calls.installed():
             yield
 
     @torch.inference_mode()
@@ -149,7 +156,7 @@ class ModelRunner:
 
     def _run_body(self, ids_1T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
         if self._burst_decoder is None:
-            return run_body(self.model, ids_1T, positions_1T, plan)
+            return run_body(self.model, ids_1T, positions_1T, plan, decoder=self._decoder_trace)
         with self._burst_decoder.installed():
             return run_body(self.model, ids_1T, positions_1T, plan)
 
