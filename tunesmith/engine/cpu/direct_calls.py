@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from tunesmith.engine.cpu.onednn_linear import limit_num_rows
+
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Parents that do not call their children by attribute."""
 
@@ -25,9 +27,9 @@ class DirectCall:
 
     __slots__ = ("forward", "layer")
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, forward: Callable[..., Tensor]) -> None:
         self.layer = layer
-        self.forward: Callable[..., Tensor] = layer.forward
+        self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.forward(*args, **kwargs)
@@ -47,26 +49,35 @@ class DirectCalls:
             for name, child in parent.named_children()
             if _is_leaf(child)
         ]
-        self._calls: list[tuple[dict[str, Any], str, DirectCall, Callable[..., Tensor]]] = []
+        self._forwards: list[tuple[dict[str, Any], str, nn.Module, Callable[..., Tensor]]] = []
+        self._calls: dict[int | None, list[tuple[dict[str, Any], str, DirectCall]]] = {}
+        """By number of rows."""
 
     def refresh(self) -> None:
         """Weights may have been replaced, and hooks added or removed."""
-        self._calls = [
-            (attributes, name, DirectCall(child), _build_forward(child))
+        self._calls.clear()
+        self._forwards = [
+            (attributes, name, child, _build_forward(child))
             for attributes, name, child in self._places
             if not (child._forward_hooks or child._forward_pre_hooks)
         ]
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Call the layers directly, with the forwards that are installed now."""
-        for attributes, name, call, forward in self._calls:
-            call.forward = vars(call.layer).get("forward", forward)
+    def installed(self, *, num_rows: int | None = None) -> Iterator[None]:
+        """Call the layers directly, with the forwards installed now; these depend on the number of rows only."""
+        num_rows = limit_num_rows(num_rows)
+        if num_rows not in self._calls:
+            self._calls[num_rows] = [
+                (attributes, name, DirectCall(layer, vars(layer).get("forward", forward)))
+                for attributes, name, layer, forward in self._forwards
+            ]
+        calls = self._calls[num_rows]
+        for attributes, name, call in calls:
             attributes[name] = call
         try:
             yield
         finally:
-            for attributes, name, *_ in self._calls:
+            for attributes, name, _ in calls:
                 attributes.pop(name, None)
 
 

@@ -100,7 +100,7 @@ class ModelRunner:
             self._direct_calls.refresh()
             self._is_stale = False
         linears = self._onednn_linears.installed(num_rows=num_rows)
-        with linears, self._rms_norms.installed(), self._direct_calls.installed():
+        with linears, self._rms_norms.installed(), self._direct_calls.installed(num_rows=num_rows):
             yield
 
     @torch.inference_mode()
@@ -134,17 +134,14 @@ class ModelRunner:
             if chunk.has_last_token:
                 last_tokens.append(len(ids) - 1)
         num_tokens, device, plan = len(ids), self.cache.keys[0].device, self._build_plan(spans)
-        starts, stops = np.array([chunk.start for chunk in chunks]), np.array([chunk.stop for chunk in chunks])
-        ids_T, positions_T, last_N = (
-            copy_to_device(numbers, device)
-            for numbers in (
-                np.frombuffer(ids, dtype=np.int64),
-                concatenate_ranges(starts, stops - starts),
-                np.array(last_tokens, dtype=np.int64),
-            )
-        )
-        hidden_TC = self._run_body(ids_T[None], positions_T[None], plan)[0]
-        return hidden_TC if len(last_tokens) == num_tokens else hidden_TC[last_N]
+        positions = np.array([chunk.start for chunk in chunks])
+        if num_tokens > len(chunks):
+            positions = concatenate_ranges(positions, np.array([chunk.stop for chunk in chunks]) - positions)
+        ids_T = copy_to_device(np.frombuffer(ids, dtype=np.int64), device)
+        hidden_TC = self._run_body(ids_T[None], copy_to_device(positions, device)[None], plan)[0]
+        if len(last_tokens) == num_tokens:
+            return hidden_TC
+        return hidden_TC[copy_to_device(np.array(last_tokens, dtype=np.int64), device)]
 
     def _build_plan(self, spans: Sequence[Span]) -> AttentionPlan:
         if self._burst_decoder is None:
