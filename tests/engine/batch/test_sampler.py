@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from tunesmith.engine.batch import sampler
-from tunesmith.engine.batch.sampler import compute_uniforms, sample_tokens
+from tunesmith.engine.batch.sampler import MAX_CACHED_ROWS, hash_uniforms, sample_tokens
 from tunesmith.model.forward.distribution import truncate_logits
 from tunesmith.types import Distribution
 
-CPU = torch.device("cpu")
 DISTRIBUTIONS = [
     Distribution(),
     Distribution(temperature=0.7),
@@ -38,20 +37,28 @@ def test_uniforms_are_those_of_splitmix64() -> None:
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
     expected = ((state ^ (state >> 31)) >> 11) / 2**53
-    assert compute_uniforms([0], [0], CPU).tolist() == [expected]
+    assert hash_uniforms([0], [0]).tolist() == [expected]
 
 
 def test_uniforms_are_spread_evenly_over_seeds_and_positions() -> None:
     for seeds, positions in [(range(20_000), [5] * 20_000), ([9] * 20_000, range(20_000))]:
-        counts = torch.histc(compute_uniforms(list(seeds), list(positions), CPU).float(), bins=20, min=0, max=1)
+        counts = np.histogram(hash_uniforms(list(seeds), list(positions)), bins=20, range=(0, 1))[0]
         chi_square = ((counts - 1000) ** 2 / 1000).sum().item()
         assert chi_square < 43.8  # 99.9 % of 19 degrees of freedom
 
 
 def test_seeds_of_any_size_are_reduced_modulo_2_to_64() -> None:
-    values = compute_uniforms([-1, 2**64 - 1, 2**70, 0], [1, 1, 1, 1], CPU).tolist()
+    values = hash_uniforms([-1, 2**64 - 1, 2**70, 0], [1, 1, 1, 1]).tolist()
     assert values[0] == values[1]
     assert values[2] == values[3]
+
+
+def test_uniforms_are_the_same_in_small_and_in_large_batches() -> None:
+    seeds, positions = [*range(MAX_CACHED_ROWS + 1)], [*range(40, 41 + MAX_CACHED_ROWS)]
+    together = hash_uniforms(seeds, positions).tolist()
+    assert together == [
+        hash_uniforms([seed], [position]).item() for seed, position in zip(seeds, positions, strict=True)
+    ]
 
 
 def test_mixed_rows_agree_with_the_shared_definition() -> None:
@@ -109,8 +116,9 @@ def test_the_last_token_of_the_vocabulary_can_be_sampled() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_rows_with_non_finite_logits_are_marked_and_others_are_unchanged(value: float) -> None:
-    logits = build_logits(3)
+@pytest.mark.parametrize("vocab_size", [400, 3000])
+def test_rows_with_non_finite_logits_are_marked_and_others_are_unchanged(value: float, vocab_size: int) -> None:
+    logits = build_logits(3, vocab_size=vocab_size)
     expected = sample_tokens(logits.clone(), [Distribution()] * 3, [1, 2, 3], [0, 0, 0])
     logits[1, 5] = value
     sampled = sample_tokens(logits, [Distribution()] * 3, [1, 2, 3], [0, 0, 0])
@@ -126,11 +134,10 @@ def test_tokens_chosen_in_numpy_are_those_chosen_in_pytorch(vocab_size: int, num
         for seed in range(20):
             logits = torch.randn(num_rows, vocab_size, generator=generator) * scale
             logits[:, 1::3] = -math.inf
-            highest = logits.amax(dim=1)
-            weights = (logits - highest[:, None]).exp()
-            uniforms = compute_uniforms(range(num_rows), [seed] * num_rows, CPU).numpy()
+            weights = (logits - logits.amax(dim=1, keepdim=True)).exp()
+            uniforms = hash_uniforms(range(num_rows), [seed] * num_rows)
             is_greedy = [seed % 2 == 1 and row % 3 == 0 for row in range(num_rows)]
-            inputs = (weights, sampler._sum_tiles(weights), highest, logits.argmax(dim=1), is_greedy, uniforms)
+            inputs = (weights, logits.argmax(dim=1), is_greedy, uniforms)
             on_host, expected = sampler._choose_on_host(*inputs), sampler._choose(*inputs)
             assert on_host.token_ids == expected.token_ids
             assert on_host.logprobs == pytest.approx(expected.logprobs, rel=1e-15, abs=1e-15)
@@ -140,9 +147,9 @@ def test_tokens_chosen_in_numpy_are_those_chosen_in_pytorch(vocab_size: int, num
 def test_the_largest_uniform_number_samples_a_possible_token() -> None:
     logits = build_logits(3)
     logits[:, 300:] = -math.inf
-    weights, highest = (logits - logits.amax(dim=1, keepdim=True)).exp(), logits.amax(dim=1)
+    weights = (logits - logits.amax(dim=1, keepdim=True)).exp()
     uniforms = np.full(3, 1 - 2.0**-53)
-    inputs = (weights, sampler._sum_tiles(weights), highest, None, [False] * 3, uniforms)
+    inputs = (weights, None, [False] * 3, uniforms)
     assert sampler._choose_on_host(*inputs).token_ids == sampler._choose(*inputs).token_ids == [299] * 3
 
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tunesmith.engine.batch.arrays import copy_to_device
 from tunesmith.engine.batch.contiguous_attention import ContiguousBatch
 from tunesmith.engine.core.span import Span
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked, get_layer_index
@@ -85,10 +85,8 @@ class PagedAttentionPlan:
     def __init__(self, cache: KVCache, spans: Sequence[Span], device: torch.device) -> None:
         self.cache = cache
         size = cache.block_size
-        positions = [np.arange(span.start, span.stop) for span in spans]
-        blocks = [_find_blocks(span, size) for span in spans]
-        self._token_blocks_T = torch.from_numpy(np.concatenate(blocks)).to(device)
-        self._offsets_T = torch.from_numpy(np.concatenate(positions) % size).to(device)
+        self._device = device
+        self._slots_T = np.array([slot for span in spans for slot in _list_slots(span, size)])
         self._slot_mappings: dict[int, Tensor] = {}
         single = [span for span in spans if span.stop - span.start == 1]
         few = [span for span in spans if 1 < span.stop - span.start <= MAX_BATCHED_QUERIES]
@@ -132,9 +130,8 @@ class PagedAttentionPlan:
     def _get_slot_mapping(self, num_kv_heads: int, num_blocks: int) -> Tensor:
         """Index of each [T, K] vector in the cache seen as rows of D; shared by layers with equally many heads."""
         if num_kv_heads not in self._slot_mappings:
-            heads_K = torch.arange(num_kv_heads, device=self._token_blocks_T.device)
-            slots_TK = (self._token_blocks_T[:, None] + heads_K * num_blocks) * self.cache.block_size
-            self._slot_mappings[num_kv_heads] = (slots_TK + self._offsets_T[:, None]).flatten()
+            slots_TK = self._slots_T[:, None] + np.arange(num_kv_heads) * (num_blocks * self.cache.block_size)
+            self._slot_mappings[num_kv_heads] = copy_to_device(slots_TK.reshape(-1), self._device)
         return self._slot_mappings[num_kv_heads]
 
 
@@ -144,11 +141,10 @@ def get_span_order(start: int, stop: int) -> tuple[int, int]:
     return (0 if num_new == 1 else 1 if num_new <= MAX_BATCHED_QUERIES else 2), stop
 
 
-def _find_blocks(span: Span, block_size: int) -> NDArray[np.int64]:
-    """The block of each new token."""
-    first = span.start // block_size
-    blocks = np.array(span.blocks[first : (span.stop - 1) // block_size + 1])
-    return blocks[np.arange(span.start, span.stop) // block_size - first]
+def _list_slots(span: Span, block_size: int) -> list[int]:
+    """Place of each new token in one head of the cache."""
+    positions = range(span.start, span.stop)
+    return [span.blocks[position // block_size] * block_size + position % block_size for position in positions]
 
 
 def _choose_views(batches: Sequence[list[Span]], cache: KVCache) -> Iterator[tuple[list[Span], bool]]:
@@ -193,17 +189,16 @@ class _GatheredBatch:
 
     def __init__(self, spans: list[Span], cache: KVCache, device: torch.device) -> None:
         self.first, self.last = spans[0].first, spans[-1].first + spans[-1].stop - spans[-1].start
+        self._device = device
         self._num_contexts = max(span.stop for span in spans)
         self._counts = [span.stop - span.start for span in spans]
         self._num_queries = max(self._counts)
         num_blocks = -(-self._num_contexts // cache.block_size)
-        table = np.zeros((len(spans), num_blocks), dtype=np.int64)
+        self._table_RP = np.zeros((len(spans), num_blocks), dtype=np.int64)
         for row, span in enumerate(spans):
-            table[row, : len(span.blocks)] = span.blocks[:num_blocks]
-        self._table_RP = torch.from_numpy(table).to(device)
-        starts_R1 = torch.tensor([span.start for span in spans], device=device)[:, None]
-        self._positions_RQ = starts_R1 + torch.arange(self._num_queries, device=device)
-        self._has_equal_contexts = self._num_queries == 1 and all(span.stop == self._num_contexts for span in spans)
+            self._table_RP[row, : len(span.blocks)] = span.blocks[:num_blocks]
+        self._starts_R = np.array([span.start for span in spans])
+        self._has_equal_contexts = self._num_queries == 1 and spans[0].stop == spans[-1].stop
         self._pad = self._build_padding(device) if self._num_queries > 1 else None
         self._gathers: dict[int, Tensor] = {}
         self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
@@ -219,18 +214,20 @@ class _GatheredBatch:
         num_rows, num_kv_heads, head_size = len(self._counts), keys_KPZD.shape[0], query_THD.shape[-1]
         num_groups = query_THD.shape[1] // num_kv_heads
         gather = self._get_gather(num_kv_heads, keys_KPZD.shape[1])
-        keys_BSD = _gather_blocks(keys_KPZD, gather, num_rows)[:, : self._num_contexts]
-        values_BSD = _gather_blocks(values_KPZD, gather, num_rows)[:, : self._num_contexts]
-        if self._pad is not None:
-            query_THD = query_THD[self._pad[0]]
-        query = query_THD.reshape(num_rows, self._num_queries, num_kv_heads, num_groups, head_size)
-        query_BLD = query.transpose(1, 2).reshape(num_rows * num_kv_heads, -1, head_size)
-        mask = self._get_mask(num_kv_heads, num_groups, options.sliding_window, query.dtype)
+        keys_BSD = _gather_blocks(keys_KPZD, gather, num_rows).narrow(1, 0, self._num_contexts)
+        values_BSD = _gather_blocks(values_KPZD, gather, num_rows).narrow(1, 0, self._num_contexts)
+        if self._pad is None:
+            query_BLD = query_THD.reshape(num_rows * num_kv_heads, num_groups, head_size)
+        else:
+            query = query_THD[self._pad[0]].reshape(num_rows, self._num_queries, num_kv_heads, num_groups, head_size)
+            query_BLD = query.transpose(1, 2).reshape(num_rows * num_kv_heads, -1, head_size)
+        mask = self._get_mask(num_kv_heads, num_groups, options.sliding_window, query_THD.dtype)
         scores = _compute_scores(query_BLD, keys_BSD, mask, options.get_scaling(head_size), options.softcap)
         output = scores.softmax(dim=-1, dtype=torch.float32).to(values_BSD.dtype).bmm(values_BSD)
+        if self._pad is None:
+            return output.view(num_rows, -1, head_size)
         output = output.view(num_rows, num_kv_heads, self._num_queries, num_groups, head_size).transpose(1, 2)
-        output_THD = output.reshape(num_rows * self._num_queries, -1, head_size)
-        return output_THD if self._pad is None else output_THD[self._pad[1]]
+        return output.reshape(num_rows * self._num_queries, -1, head_size)[self._pad[1]]
 
     def _build_padding(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The token in each of the R x Q padded positions, and the padded position of each token."""
@@ -244,8 +241,8 @@ class _GatheredBatch:
     def _get_gather(self, num_kv_heads: int, num_blocks: int) -> Tensor:
         """Index of the [Z, D] blocks that form the context of each request and head."""
         if num_kv_heads not in self._gathers:
-            heads_K1 = torch.arange(num_kv_heads, device=self._table_RP.device)[:, None]
-            self._gathers[num_kv_heads] = (self._table_RP[:, None] + heads_K1 * num_blocks).flatten()
+            gather_RKP = self._table_RP[:, None] + np.arange(num_kv_heads)[:, None] * num_blocks
+            self._gathers[num_kv_heads] = copy_to_device(gather_RKP.reshape(-1), self._device)
         return self._gathers[num_kv_heads]
 
     def _get_mask(
@@ -262,13 +259,16 @@ class _GatheredBatch:
         return self._masks[name]
 
     def _build_mask(self, num_kv_heads: int, num_groups: int, sliding_window: int | None, dtype: torch.dtype) -> Tensor:
-        distance = self._positions_RQ[:, :, None] - torch.arange(self._num_contexts, device=self._table_RP.device)
-        is_hidden_RQS = distance < 0 if sliding_window is None else (distance < 0) | (distance >= sliding_window)
-        mask_RQS = torch.zeros(is_hidden_RQS.shape, dtype=dtype, device=distance.device)
-        mask_RQS.masked_fill_(is_hidden_RQS, -math.inf)
-        if self._num_queries == 1:
-            return mask_RQS.repeat_interleave(num_kv_heads, dim=0)
-        return mask_RQS.repeat_interleave(num_kv_heads, dim=0).repeat_interleave(num_groups, dim=1)
+        positions_RQ1 = (self._starts_R[:, None] + np.arange(self._num_queries))[:, :, None]
+        columns_S = np.arange(self._num_contexts)
+        is_hidden_RQS = columns_S > positions_RQ1
+        if sliding_window is not None:
+            is_hidden_RQS |= columns_S <= positions_RQ1 - sliding_window
+        num_groups = num_groups if self._num_queries > 1 else 1  # the mask of a single query is broadcast
+        shape = (len(self._counts), num_kv_heads, self._num_queries, num_groups, self._num_contexts)
+        is_hidden = copy_to_device(is_hidden_RQS[:, None, :, None], self._device).expand(shape)
+        mask = torch.zeros(shape, dtype=dtype, device=self._device).masked_fill_(is_hidden, -math.inf)
+        return mask.view(-1, self._num_queries * num_groups, self._num_contexts)
 
 
 def _gather_blocks(blocks_KPZD: Tensor, gather: Tensor, num_rows: int) -> Tensor:

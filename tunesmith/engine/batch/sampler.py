@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ NUM_CANDIDATES = 256
 
 MAX_TILE_SIZE = 512
 """Tokens of a tile: the cumulative distribution is scanned over tiles, then within one tile."""
+
+MAX_CACHED_ROWS, NUM_CACHED_POSITIONS = 32, 64
+"""Up to this many rows take their uniform numbers from a cache of this many positions per entry."""
 
 _INCREMENT, _FACTOR_30, _FACTOR_27 = map(np.uint64, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _SHIFT_11, _SHIFT_27, _SHIFT_30, _SHIFT_31 = map(np.uint64, (11, 27, 30, 31))
@@ -55,25 +58,24 @@ def sample_tokens(
     _truncate_rows(logits_NV, distributions)
     is_greedy = [temperature == 0 for temperature in temperatures]
     greedy_ids_N = logits_NV.argmax(dim=1) if any(is_greedy) else None
-    highest_N = logits_NV.amax(dim=1)
-    weights_NV = logits_NV.sub_(highest_N[:, None]).exp_()
-    tile_sums_NB = _sum_tiles(weights_NV)
-    uniforms_N = None if all(is_greedy) else _hash_uniforms(seeds, positions)
+    weights_NV = logits_NV.sub_(logits_NV.amax(dim=1, keepdim=True)).exp_()
+    uniforms_N = None if all(is_greedy) else hash_uniforms(seeds, positions)
     if logits_NV.device.type == "cpu":
-        return _choose_on_host(weights_NV, tile_sums_NB, highest_N, greedy_ids_N, is_greedy, uniforms_N)
-    return _choose(weights_NV, tile_sums_NB, highest_N, greedy_ids_N, is_greedy, uniforms_N)
+        return _choose_on_host(weights_NV, greedy_ids_N, is_greedy, uniforms_N)
+    return _choose(weights_NV, greedy_ids_N, is_greedy, uniforms_N)
 
 
 def _choose(
     weights_NV: Tensor,
-    tile_sums_NB: Tensor,
-    highest_N: Tensor,
     greedy_ids_N: Tensor | None,
     is_greedy: Sequence[bool],
     uniforms_N: NDArray[np.float64] | None,
 ) -> SamplerOutput:
-    """The token of each row: the most likely one where `is_greedy`, else by its uniform number (None: all greedy)."""
-    tile_sums_NB = tile_sums_NB.cumsum(dim=1)
+    """The token of each row: the most likely one where `is_greedy`, else by its uniform number (None: all greedy).
+
+    `weights_NV` is exp(logit - highest logit): a logit of NaN or infinity, or a row of only -inf, makes the sum NaN.
+    """
+    tile_sums_NB = _sum_tiles(weights_NV).cumsum(dim=1)
     totals_N = tile_sums_NB[:, -1]
     if uniforms_N is None:
         assert greedy_ids_N is not None
@@ -83,14 +85,11 @@ def _choose(
         if greedy_ids_N is not None:
             ids_N = torch.where(torch.tensor(is_greedy, device=weights_NV.device), greedy_ids_N, ids_N)
     logprobs_N = (weights_NV.gather(1, ids_N[:, None])[:, 0].double() / totals_N).log()
-    is_finite_N = totals_N.isfinite() & highest_N.isfinite()
-    return SamplerOutput(ids_N.tolist(), logprobs_N.tolist(), is_finite_N.tolist())
+    return SamplerOutput(ids_N.tolist(), logprobs_N.tolist(), totals_N.isfinite().tolist())
 
 
 def _choose_on_host(
     weights_NV: Tensor,
-    tile_sums_NB: Tensor,
-    highest_N: Tensor,
     greedy_ids_N: Tensor | None,
     is_greedy: Sequence[bool],
     uniforms_N: NDArray[np.float64] | None,
@@ -98,7 +97,7 @@ def _choose_on_host(
     """`_choose` in NumPy, whose calls cost a fraction of PyTorch's: same tokens, logprobs up to the last bit."""
     weights, rows_N = weights_NV.numpy(), np.arange(len(weights_NV))
     with np.errstate(all="ignore"):  # rows that are not finite
-        cumulative_NB = tile_sums_NB.numpy().cumsum(axis=1)
+        cumulative_NB = _sum_tiles(weights_NV).numpy().cumsum(axis=1)
         totals_N = cumulative_NB[:, -1]
         if uniforms_N is None:
             assert greedy_ids_N is not None
@@ -112,8 +111,7 @@ def _choose_on_host(
             if greedy_ids_N is not None:
                 ids_N = np.where(is_greedy, greedy_ids_N.numpy(), ids_N)
         logprobs_N = np.log(weights[rows_N, ids_N] / totals_N)
-        is_finite_N = np.isfinite(totals_N) & np.isfinite(highest_N.numpy())
-    return SamplerOutput(ids_N.tolist(), logprobs_N.tolist(), is_finite_N.tolist())
+    return SamplerOutput(ids_N.tolist(), logprobs_N.tolist(), np.isfinite(totals_N).tolist())
 
 
 def _find_passing_on_host(
@@ -126,13 +124,22 @@ def _find_passing_on_host(
     return index_N, targets_N - before_N
 
 
-def compute_uniforms(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> Tensor:
-    """The uniform numbers of `_hash_uniforms` on a device."""
-    return torch.from_numpy(_hash_uniforms(seeds, positions)).to(device)
-
-
-def _hash_uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+def hash_uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
     """One float64 in [0, 1) per (seed, position): splitmix64 (Steele, Lea and Flood, 2014) over one, then the other."""
+    if len(seeds) > MAX_CACHED_ROWS:
+        return _hash_pairs(seeds, positions)
+    places = ((seed, *divmod(position, NUM_CACHED_POSITIONS)) for seed, position in zip(seeds, positions, strict=True))
+    return np.array([_hash_positions(seed, block)[offset] for seed, block, offset in places])
+
+
+@lru_cache(maxsize=1024)
+def _hash_positions(seed: int, block: int) -> list[float]:
+    """The numbers of consecutive positions, for a request that decodes one token per step."""
+    first = block * NUM_CACHED_POSITIONS
+    return _hash_pairs([seed] * NUM_CACHED_POSITIONS, range(first, first + NUM_CACHED_POSITIONS)).tolist()
+
+
+def _hash_pairs(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
     seeds_N = np.array([seed % (1 << 64) for seed in seeds], dtype=np.uint64)
     mixed_N = _mix(_mix(seeds_N) ^ np.array(positions, dtype=np.uint64))
     return np.multiply(mixed_N >> _SHIFT_11, 2.0**-53, dtype=np.float64)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,8 @@ class OneDnnLinears:
         self._forwards: list[Forward] = []
         self._short: list[Forward] = []
         self._unpacked: list[Forward] = []
+        self._chosen: dict[int | None, list[tuple[dict[str, Any], Forward]]] = {}
+        """The attributes of each layer and its forward, by number of rows."""
 
     def refresh(self) -> None:
         """Pack the current weights; tied weights are packed once, frozen weights in the first call only."""
@@ -48,6 +50,7 @@ class OneDnnLinears:
             return
         self._forwards.clear()
         self._short.clear()
+        self._chosen.clear()
         self._unpacked = [partial(functional.linear, weight=layer.weight, bias=layer.bias) for layer in self._layers]
         packed_of: dict[int, Tensor] = {}
         with torch.no_grad():
@@ -64,16 +67,30 @@ class OneDnnLinears:
 
         With a known number of rows, layers need not choose in every call how to multiply.
         """
-        is_short = num_rows is not None and num_rows <= PIECE_ROWS[-1]
-        packed = self._short if is_short else self._forwards
-        for layer, forward, unpacked in zip(self._layers, packed, self._unpacked, strict=True):
-            is_small = num_rows is not None and num_rows * layer.weight.numel() < MIN_PRODUCTS
-            layer.__dict__["forward"] = unpacked if is_small else forward
+        num_rows = limit_num_rows(num_rows)
+        if num_rows not in self._chosen:
+            self._chosen[num_rows] = self._choose(num_rows)
+        chosen = self._chosen[num_rows]
+        for attributes, forward in chosen:
+            attributes["forward"] = forward
         try:
             yield
         finally:
-            for layer in self._layers:
-                layer.__dict__.pop("forward", None)
+            for attributes, _ in chosen:
+                attributes.pop("forward", None)
+
+    def _choose(self, num_rows: int | None) -> list[tuple[dict[str, Any], Forward]]:
+        packed = self._forwards if num_rows is None else self._short
+        chosen = []
+        for layer, forward, unpacked in zip(self._layers, packed, self._unpacked, strict=True):
+            is_small = num_rows is not None and num_rows * layer.weight.numel() < MIN_PRODUCTS
+            chosen.append((vars(layer), unpacked if is_small else forward))
+        return chosen
+
+
+def limit_num_rows(num_rows: int | None) -> int | None:
+    """The number of rows, or None where it is so large that it does not matter."""
+    return None if num_rows is None or num_rows > PIECE_ROWS[-1] else num_rows
 
 
 def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:

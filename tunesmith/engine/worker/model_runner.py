@@ -26,12 +26,14 @@ from tunesmith.engine.batch.single_run_plan import SingleRunPlan, has_single_run
 from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.core.span import Span
+from tunesmith.engine.cpu.decoder_trace import trace_decoder
+from tunesmith.engine.cpu.direct_calls import DirectCalls
 from tunesmith.engine.cpu.onednn_linear import OneDnnLinears
 from tunesmith.engine.cpu.rms_norm import RmsNorms
 from tunesmith.errors import ConfigError, ModelError
 from tunesmith.model.adapters.adapter import has_adapter
 from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
-from tunesmith.model.forward.logits import compute_logits, verify_model
+from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_model
 
 if TYPE_CHECKING:
     from tunesmith.engine.cuda.fp8_weights import Fp8Weights  # needs Triton, which only CUDA machines have
@@ -75,6 +77,9 @@ class ModelRunner:
         )
         self._onednn_linears = OneDnnLinears(model) if settings.has_packed_weights else None
         self._rms_norms = RmsNorms(model)
+        self._direct_calls = DirectCalls(model)
+        self._decoder_trace = trace_decoder(model) if model.device.type == "cpu" else None
+        self._logit_scaling = LogitScaling.read(model)
         self._is_stale = True
 
     def mark_weights_updated(self) -> None:
@@ -89,7 +94,7 @@ class ModelRunner:
         chunks = sorted(chunks, key=_get_order)
         sampling = [chunk for chunk in chunks if chunk.has_last_token]
         with self._cpu_layers_installed(sum(chunk.stop - chunk.start for chunk in chunks)):
-            logits_NV = compute_logits(self.model, self._compute_hidden(chunks)).float()
+            logits_NV = compute_logits(self.model, self._compute_hidden(chunks), scaling=self._logit_scaling).float()
         return sampling, self._sample(sampling, logits_NV)
 
     @contextmanager
@@ -101,8 +106,10 @@ class ModelRunner:
         if self._is_stale:
             self._onednn_linears.refresh()
             self._rms_norms.refresh()
+            self._direct_calls.refresh()
             self._is_stale = False
-        with self._onednn_linears.installed(num_rows=num_rows), self._rms_norms.installed():
+        linears = self._onednn_linears.installed(num_rows=num_rows)
+        with linears, self._rms_norms.installed(), self._direct_calls.installed(num_rows=num_rows):
             yield
 
     @torch.inference_mode()
@@ -136,17 +143,14 @@ class ModelRunner:
             if chunk.has_last_token:
                 last_tokens.append(len(ids) - 1)
         num_tokens, device, plan = len(ids), self.cache.keys[0].device, self._build_plan(spans)
-        starts, stops = np.array([chunk.start for chunk in chunks]), np.array([chunk.stop for chunk in chunks])
-        ids_T, positions_T, last_N = (
-            copy_to_device(numbers, device)
-            for numbers in (
-                np.frombuffer(ids, dtype=np.int64),
-                concatenate_ranges(starts, stops - starts),
-                np.array(last_tokens, dtype=np.int64),
-            )
-        )
-        hidden_TC = self._run_body(ids_T[None], positions_T[None], plan)[0]
-        return hidden_TC if len(last_tokens) == num_tokens else hidden_TC[last_N]
+        positions = np.array([chunk.start for chunk in chunks])
+        if num_tokens > len(chunks):
+            positions = concatenate_ranges(positions, np.array([chunk.stop for chunk in chunks]) - positions)
+        ids_T = copy_to_device(np.frombuffer(ids, dtype=np.int64), device)
+        hidden_TC = self._run_body(ids_T[None], copy_to_device(positions, device)[None], plan)[0]
+        if len(last_tokens) == num_tokens:
+            return hidden_TC
+        return hidden_TC[copy_to_device(np.array(last_tokens, dtype=np.int64), device)]
 
     def _build_plan(self, spans: Sequence[Span]) -> AttentionPlan:
         if self._burst_decoder is None:
@@ -158,7 +162,7 @@ class ModelRunner:
 
     def _run_body(self, ids_1T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
         if self._burst_decoder is None:
-            return run_body(self.model, ids_1T, positions_1T, plan)
+            return run_body(self.model, ids_1T, positions_1T, plan, decoder=self._decoder_trace)
         with self._burst_decoder.installed():
             return run_body(self.model, ids_1T, positions_1T, plan)
 

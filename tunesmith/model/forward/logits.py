@@ -10,6 +10,8 @@ Axes: N positions, C hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,23 +25,46 @@ from tunesmith.model.forward.attention import AttentionOptions, CausalPlan, get_
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def compute_logits(model: PreTrainedModel, hidden_NC: Tensor) -> Tensor:
-    """Logits [N, V] with the architecture's scaling and softcap; float32 for a plain 16-bit head on a GPU."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitScaling:
+    """What an architecture does to the output of its head, in this order; None or 0: nothing."""
+
+    factors: tuple[float | None, ...]
+    divisor: float | None
+    softcap: float | None
+
+    @classmethod
+    def read(cls, model: PreTrainedModel) -> LogitScaling:
+        """From the config; a decode loop reads it once, because every access of a config takes microseconds."""
+        config = model.config.get_text_config()
+        return cls(
+            factors=(getattr(config, "logit_scale", None), getattr(config, "lm_head_multiplier", None)),
+            divisor=getattr(config, "logits_scaling", None),
+            softcap=getattr(config, "final_logit_softcapping", None),
+        )
+
+    def apply(self, logits_NV: Tensor) -> Tensor:
+        for factor in self.factors:
+            if factor:
+                logits_NV = logits_NV * factor
+        if self.divisor:
+            logits_NV = logits_NV / self.divisor
+        if self.softcap:
+            logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
+        return logits_NV
+
+
+def compute_logits(model: PreTrainedModel, hidden_NC: Tensor, *, scaling: LogitScaling | None = None) -> Tensor:
+    """Logits [N, V] with the architecture's scaling and softcap; float32 for a plain 16-bit head on a GPU.
+
+    `scaling` is that of the model, if it has been read already.
+    """
     head = model.get_output_embeddings()
     if head is None:
         raise ModelError(f"{type(model).__name__} has no language-model head; load it as a causal language model")
-    config = model.config.get_text_config()
     is_16bit = is_16bit_linear_head(head, hidden_NC)
     logits_NV = _Float32Matmul.apply(hidden_NC, head.weight) if is_16bit else head(hidden_NC)
-    if scale := getattr(config, "logit_scale", None):
-        logits_NV = logits_NV * scale
-    if scale := getattr(config, "lm_head_multiplier", None):
-        logits_NV = logits_NV * scale
-    if divisor := getattr(config, "logits_scaling", None):
-        logits_NV = logits_NV / divisor
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits_NV = torch.tanh(logits_NV / cap) * cap
-    return logits_NV
+    return (scaling or LogitScaling.read(model)).apply(logits_NV)
 
 
 def is_16bit_linear_head(head: nn.Module, hidden_NC: Tensor) -> bool:
@@ -53,10 +78,9 @@ def is_16bit_linear_head(head: nn.Module, hidden_NC: Tensor) -> bool:
 
 def get_logit_scaling(model: PreTrainedModel) -> tuple[float, float]:
     """The factor that `compute_logits` applies to the head's output, and the softcap that follows (0: none)."""
-    config = model.config.get_text_config()
-    scale = (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
-    divisor = getattr(config, "logits_scaling", None) or 1.0
-    return scale / divisor, getattr(config, "final_logit_softcapping", None) or 0.0
+    scaling = LogitScaling.read(model)
+    scale = math.prod(factor or 1.0 for factor in scaling.factors)
+    return scale / (scaling.divisor or 1.0), scaling.softcap or 0.0
 
 
 class _Float32Matmul(torch.autograd.Function):
