@@ -166,7 +166,7 @@ def check_components(config: Section) -> None:
 def drop_own_functions(section: AlgorithmSection) -> AlgorithmSection:
     """The section without the functions that a page names but that do not exist, and without their arguments."""
     own = [key for key in ("advantage", "loss") if getattr(section, key, None) is not None]
-    return section.model_copy(update={key: None for key in own} | {f"{key}_args": {} for key in own})
+    return section.model_copy(update=dict.fromkeys(own) | {f"{key}_args": {} for key in own})
 
 
 @pytest.mark.parametrize(
