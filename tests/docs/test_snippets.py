@@ -154,13 +154,19 @@ def check_components(config: Section) -> None:
     """Check what only the code that uses a section checks: names and arguments of algorithms, operators and stages."""
     match config:
         case RunConfig():
-            resolve_algorithm(config.algorithm)
+            resolve_algorithm(drop_own_functions(config.algorithm))
             build_operators(config.experience, load=lambda spec: lambda groups, **args: (groups, {}))
         case PreferenceConfig() | SftConfig():
             terms_args = getattr(config, "terms_args", {})
             resolve_algorithm(AlgorithmSection(algorithm_type=config.algorithm_type, terms_args=terms_args))
         case PipelineConfig():
             plan_stages(config)
+
+
+def drop_own_functions(section: AlgorithmSection) -> AlgorithmSection:
+    """The section without the functions that a page names but that do not exist, and without their arguments."""
+    own = [key for key in ("advantage", "loss") if getattr(section, key, None) is not None]
+    return section.model_copy(update=dict.fromkeys(own) | {f"{key}_args": {} for key in own})
 
 
 @pytest.mark.parametrize(
