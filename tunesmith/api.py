@@ -120,39 +120,23 @@ def tune(
 ) -> TuneResult:
     """Train the model inside an agent; returns the run folder and the last checkpoint.
 
-    `config` is a RunConfig or a run file (YAML) of Tunesmith or of Trinity-RFT, and holds every setting. In place of
-    `config`, AgentScope's form is accepted: `model` to `monitor_type` override the values of the run file
-    `config_path`, if it is given; a mapping of training sets is a mixture of them.
-
-    In both forms `overrides` ("a.b=value" with any key of a run file) override all other values, and `workflow_func`
-    and `judge_func` replace the functions that the config names. `operators` are functions on the groups of a step,
-    applied after the operators of the config.
+    `config` is a RunConfig, or a run file of Tunesmith or Trinity-RFT. In its place AgentScope's form is accepted:
+    `train_dataset` to `monitor_type` override the values of the run file `config_path`, if there is one; a mapping of
+    training sets is a mixture of them. In both forms `overrides` ("a.b=value" with any key of a run file) override all
+    other values, `workflow_func` and `judge_func` replace the functions that the config names, and `operators` on
+    groups are applied after those of the config.
 
     Raises ConfigError, DataError or ModelError before weights load, RolloutError when too many rollouts fail, and
     TrainingError when an update fails its checks (finite values, `trainer.mismatch_stop`). May be called while an event
     loop runs, as in a notebook; Ctrl-C then ends the run as it does in a script.
     """
-    if workflow_func is not None:
-        check_workflow_function(workflow_func)
-    if judge_func is not None:
-        check_judge_function(judge_func)
-    objects = {
-        "train_dataset": train_dataset,
-        "eval_dataset": eval_dataset,
-        "model": model,
-        "auxiliary_models": auxiliary_models,
-        "algorithm": algorithm,
-        "project_name": project_name,
-        "experiment_name": experiment_name,
-        "monitor_type": monitor_type,
-    }
-    if config is None:
-        settings = load_agentscope_form(objects, config_path, continue_from_checkpoint, overrides)
-    else:
-        refuse_both_forms(objects | {"config_path": config_path})
-        if continue_from_checkpoint:
-            overrides = [*overrides, "continue_from_checkpoint=true"]
-        settings = load_settings(RunConfig, config, overrides, load_run_file)
+    objects: dict[str, Any] = {
+        "train_dataset": train_dataset, "eval_dataset": eval_dataset, "model": model,
+        "auxiliary_models": auxiliary_models, "algorithm": algorithm, "project_name": project_name,
+        "experiment_name": experiment_name, "monitor_type": monitor_type,
+    }  # fmt: skip
+    values = {"continue_from_checkpoint": True} if continue_from_checkpoint else {}
+    settings = load_tune_config(config, objects, config_path, overrides, values=values)
     workflow, judge = load_functions(settings, workflow_func, judge_func)
     custom = CustomComponents(selectors=collect_own_selectors(train_dataset), operators=tuple(operators))
     build_model = choose_chat_model(settings)
@@ -303,25 +287,37 @@ def load_settings(
     load_file: Callable[[str, Sequence[str]], AnySection],
 ) -> AnySection:
     """The config with the overrides applied, read from its file if it is a path."""
-    if isinstance(config, str | Path):
-        return load_file(str(config), overrides)
-    if not isinstance(config, kind):
-        raise ConfigError(f"config must be a {kind.__name__} or the path of a YAML file, got {type(config).__name__}")
-    return change_section(config, overrides)
+    if isinstance(config, kind):
+        return change_section(config, overrides)
+    return load_file(str(check_path(config, kind)), overrides)
 
 
-def load_agentscope_form(
-    objects: Mapping[str, Any], path: PathLike | None, continue_from_checkpoint: bool, overrides: Sequence[str]
+def load_tune_config(
+    config: RunConfig | PathLike | None,
+    objects: dict[str, Any],
+    config_path: PathLike | None,
+    overrides: Sequence[str],
+    *,
+    values: Mapping[str, Any],
 ) -> RunConfig:
-    """The run config of AgentScope's arguments, which override the file at `path`."""
-    given = translate_tune_arguments(**objects)
-    if continue_from_checkpoint:
-        given["continue_from_checkpoint"] = True
-    if objects["model"] is None and path is None and not any(each.startswith("model.path=") for each in overrides):
+    """The run config of either form of `tune`, with nested `values` and then the overrides applied."""
+    if config is not None:
+        refuse_both_forms(objects | {"config_path": config_path})
+    elif objects["model"] is None and config_path is None and not any(o.startswith("model.path=") for o in overrides):
         raise ConfigError(
             "model is missing: give tune() a config, a TunerModelConfig, or a config_path that sets model.path"
         )
-    return load_run_file(path, overrides, values=given)
+    values = translate_tune_arguments(**objects) | values
+    if isinstance(config, RunConfig):
+        return change_section(config, overrides, values=values)
+    return load_run_file(check_path(config, RunConfig) or config_path, overrides, values=values)
+
+
+def check_path(config: object, kind: type[Section]) -> PathLike | None:
+    """The path in place of a config; raises ConfigError for any other object."""
+    if config is None or isinstance(config, str | Path):
+        return config
+    raise ConfigError(f"config must be a {kind.__name__} or the path of a YAML file, got {type(config).__name__}")
 
 
 def refuse_both_forms(objects: Mapping[str, Any]) -> None:
