@@ -307,7 +307,7 @@ def load_tune_config(
         raise ConfigError(
             "model is missing: give tune() a config, a TunerModelConfig, or a config_path that sets model.path"
         )
-    values = translate_tune_arguments(**objects) | values
+    values = {**translate_tune_arguments(**objects), **values}
     if isinstance(config, RunConfig):
         return change_section(config, overrides, values=values)
     return load_run_file(check_path(config, RunConfig) or config_path, overrides, values=values)

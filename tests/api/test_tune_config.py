@@ -26,7 +26,7 @@ def test_a_run_config_trains_and_the_result_is_small(config):
     assert len(repr(result)) < 1000
     assert "Tom has" not in repr(result) + result._repr_html_()
     first, last = table["rollout/reward_mean"]
-    assert f"{first:.4g} in the first step, {last:.4g} in the last" in repr(result)
+    assert f"{first:.4g} in the first step, {last:.4g} in the last step" in repr(result)
     assert "<svg" in result._repr_html_()
 
 
