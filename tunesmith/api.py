@@ -173,10 +173,10 @@ def evaluate(
     model of the run config. With the folder `out` the results are written there, and a killed evaluation resumes.
     """
     settings: RunConfig | EvalConfig
-    if isinstance(config, str | Path):
-        settings = load_eval_file(str(config), overrides)
-    else:
+    if isinstance(config, RunConfig | EvalConfig):
         settings = change_section(config, overrides)
+    else:
+        settings = load_eval_file(str(check_path(config, EvalConfig)), overrides)
     if isinstance(settings, EvalConfig):
         run, compared, has_plot = settings.to_run_config(), settings.models, has_plot or settings.has_plot
     else:
@@ -317,7 +317,7 @@ def check_path(config: object, kind: type[Section]) -> PathLike | None:
     """The path in place of a config; raises ConfigError for any other object."""
     if config is None or isinstance(config, str | Path):
         return config
-    raise ConfigError(f"config must be a {kind.__name__} or the path of a YAML file, got {type(config).__name__}")
+    raise ConfigError(f"config must be of type {kind.__name__} or the path of a YAML file, got {type(config).__name__}")
 
 
 def refuse_both_forms(objects: Mapping[str, Any]) -> None:

@@ -79,7 +79,7 @@ def test_a_missing_workflow_is_named(config):
         tune(config)
     with pytest.raises(ConfigError, match="model is missing: give tune\\(\\) a config"):
         tune(workflow_func=ask)
-    with pytest.raises(ConfigError, match="config must be a RunConfig or the path of a YAML file, got dict"):
+    with pytest.raises(ConfigError, match="config must be of type RunConfig or the path of a YAML file, got dict"):
         tune({"model": {"path": "m"}}, workflow_func=ask)
 
 
