@@ -62,6 +62,13 @@ def test_errors_that_need_no_model_import_no_slow_library(folder, arguments, mes
     assert "heavy: []" in result.stdout
 
 
+def test_configs_are_imported_without_slow_libraries(folder):
+    program = (
+        "import sys, tunesmith; tunesmith.RunConfig; assert not {'torch', 'transformers', 'pandas'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True)
+
+
 def test_a_syntax_error_of_the_workflow_is_one_sentence_with_its_line(folder):
     (folder / "flow.py").write_text("async def solve(task, model):\n    return (\n")
     result = run(folder, "tune", "run.yaml")

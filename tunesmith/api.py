@@ -160,16 +160,11 @@ def tune(
     TrainingError when an update fails its checks (finite values, `trainer.mismatch_stop`). May be called while an event
     loop runs, as in a notebook; Ctrl-C then ends the run as it does in a script.
     """
-    objects = {
-        "train_dataset": train_dataset,
-        "eval_dataset": eval_dataset,
-        "model": model,
-        "auxiliary_models": auxiliary_models,
-        "algorithm": algorithm,
-        "project_name": project_name,
-        "experiment_name": experiment_name,
-        "monitor_type": monitor_type,
-    }
+    objects: dict[str, Any] = {
+        "train_dataset": train_dataset, "eval_dataset": eval_dataset, "model": model,
+        "auxiliary_models": auxiliary_models, "algorithm": algorithm, "project_name": project_name,
+        "experiment_name": experiment_name, "monitor_type": monitor_type,
+    }  # fmt: skip
     custom = CustomComponents(
         selectors=collect_own_selectors(train_dataset),
         operators=tuple(operators),
@@ -177,7 +172,8 @@ def tune(
         callbacks=Callbacks(on_step_end=on_step_end, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint),
     )
     changes = [*overrides, *custom.list_overrides()]
-    settings = load_tune_config(config, objects, config_path, continue_from_checkpoint, changes)
+    values = {"continue_from_checkpoint": True} if continue_from_checkpoint else {}
+    settings = load_tune_config(config, objects, config_path, changes, values=values)
     return run_tune(settings, workflow_func, judge_func, custom)
 
 
@@ -224,10 +220,10 @@ def evaluate(
     model of the run config. With the folder `out` the results are written there, and a killed evaluation resumes.
     """
     settings: RunConfig | EvalConfig
-    if isinstance(config, str | Path):
-        settings = load_eval_file(str(config), overrides)
-    else:
+    if isinstance(config, RunConfig | EvalConfig):
         settings = change_section(config, overrides)
+    else:
+        settings = load_eval_file(str(check_path(config, EvalConfig)), overrides)
     if isinstance(settings, EvalConfig):
         run, compared, has_plot = settings.to_run_config(), settings.models, has_plot or settings.has_plot
     else:
@@ -338,41 +334,37 @@ def load_settings(
     load_file: Callable[[str, Sequence[str]], AnySection],
 ) -> AnySection:
     """The config with the overrides applied, read from its file if it is a path."""
-    if isinstance(config, str | Path):
-        return load_file(str(config), overrides)
-    if not isinstance(config, kind):
-        raise ConfigError(f"config must be a {kind.__name__} or the path of a YAML file, got {type(config).__name__}")
-    return change_section(config, overrides)
+    if isinstance(config, kind):
+        return change_section(config, overrides)
+    return load_file(str(check_path(config, kind)), overrides)
 
 
 def load_tune_config(
     config: RunConfig | PathLike | None,
-    objects: Mapping[str, Any],
-    path: PathLike | None,
-    continue_from_checkpoint: bool,
+    objects: dict[str, Any],
+    config_path: PathLike | None,
     overrides: Sequence[str],
+    *,
+    values: Mapping[str, Any],
 ) -> RunConfig:
-    """The run config of either form of `tune`'s arguments."""
-    if config is None:
-        return load_agentscope_form(objects, path, continue_from_checkpoint, overrides)
-    refuse_both_forms({**objects, "config_path": path})
-    if continue_from_checkpoint:
-        overrides = [*overrides, "continue_from_checkpoint=true"]
-    return load_settings(RunConfig, config, overrides, load_run_file)
-
-
-def load_agentscope_form(
-    objects: Mapping[str, Any], path: PathLike | None, continue_from_checkpoint: bool, overrides: Sequence[str]
-) -> RunConfig:
-    """The run config of AgentScope's arguments, which override the file at `path`."""
-    given = translate_tune_arguments(**objects)
-    if continue_from_checkpoint:
-        given["continue_from_checkpoint"] = True
-    if objects["model"] is None and path is None and not any(each.startswith("model.path=") for each in overrides):
+    """The run config of either form of `tune`, with nested `values` and then the overrides applied."""
+    if config is not None:
+        refuse_both_forms(objects | {"config_path": config_path})
+    elif objects["model"] is None and config_path is None and not any(o.startswith("model.path=") for o in overrides):
         raise ConfigError(
             "model is missing: give tune() a config, a TunerModelConfig, or a config_path that sets model.path"
         )
-    return load_run_file(path, overrides, values=given)
+    values = {**translate_tune_arguments(**objects), **values}
+    if isinstance(config, RunConfig):
+        return change_section(config, overrides, values=values)
+    return load_run_file(check_path(config, RunConfig) or config_path, overrides, values=values)
+
+
+def check_path(config: object, kind: type[Section]) -> PathLike | None:
+    """The path in place of a config; raises ConfigError for any other object."""
+    if config is None or isinstance(config, str | Path):
+        return config
+    raise ConfigError(f"config must be of type {kind.__name__} or the path of a YAML file, got {type(config).__name__}")
 
 
 def refuse_both_forms(objects: Mapping[str, Any]) -> None:

@@ -89,7 +89,7 @@ def test_preference_training_takes_its_config(tmp_path, pocket_folder):
     )
     result = prefer(config, out=tmp_path / "dpo")
     assert result.history["preference/accuracy"] == [result.metrics["preference/accuracy"]]
-    with pytest.raises(ConfigError, match="config must be a SftConfig or the path of a YAML file, got Preference"):
+    with pytest.raises(ConfigError, match="config must be of type SftConfig or the path of a YAML file, got Preference"):
         sft(config, out=tmp_path / "no")
 
 
@@ -120,6 +120,8 @@ def test_an_evaluation_config_needs_no_named_workflow(tasks, pocket_folder):
     assert (result.folder, len(result.sets["test"].results["base"].tasks)) == (None, 2)
     with pytest.raises(ConfigError, match="workflow is missing"):
         evaluate(config)
+    with pytest.raises(ConfigError, match="config must be of type EvalConfig or the path of a YAML file, got dict"):
+        evaluate(config.model_dump(), workflow_func=ask)
 
 
 def test_pass_rates_are_measured_with_functions(config, tmp_path):

@@ -26,7 +26,7 @@ def test_a_run_config_trains_and_the_result_is_small(config):
     assert len(repr(result)) < 1000
     assert "Tom has" not in repr(result) + result._repr_html_()
     first, last = table["rollout/reward_mean"]
-    assert f"{first:.4g} in the first step, {last:.4g} in the last" in repr(result)
+    assert f"{first:.4g} in the first step, {last:.4g} in the last step" in repr(result)
     assert "<svg" in result._repr_html_()
 
 
@@ -79,7 +79,7 @@ def test_a_missing_workflow_is_named(config):
         tune(config)
     with pytest.raises(ConfigError, match="model is missing: give tune\\(\\) a config"):
         tune(workflow_func=ask)
-    with pytest.raises(ConfigError, match="config must be a RunConfig or the path of a YAML file, got dict"):
+    with pytest.raises(ConfigError, match="config must be of type RunConfig or the path of a YAML file, got dict"):
         tune({"model": {"path": "m"}}, workflow_func=ask)
 
 

@@ -142,8 +142,9 @@ def test_a_notebook_gets_plain_text_on_stdout(monkeypatch, tmp_path, capsys):
         """The shell of a Jupyter kernel, by whose name rich recognizes notebooks."""
 
     monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Jupyter's kernel sets it
     with Monitor(tmp_path, MonitorSection(trackers=()), total_steps=1) as monitor:
         monitor.log(1, "train", build_metrics(1))
     shown = capsys.readouterr()
-    assert shown.out.startswith("step 1/1")
+    assert shown.out.startswith("step 1/1") and "\x1b" not in shown.out
     assert shown.err == ""

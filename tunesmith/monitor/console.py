@@ -45,9 +45,16 @@ class ConsoleProgress:
         more_metrics: Sequence[str] = (),
         stream: IO[str] | None = None,
     ) -> None:
-        # In a notebook rich would add one output cell a line, and stderr has a red background: print plain text.
-        is_stderr = stream is None and not RichConsole().is_jupyter
-        self._console = RichConsole(file=stream, stderr=is_stderr, highlight=False, soft_wrap=True, force_jupyter=False)
+        # In a notebook rich would add one output cell per line, and stderr has a red background: print plain text.
+        is_notebook = RichConsole().is_jupyter
+        self._console = RichConsole(
+            file=stream,
+            stderr=stream is None and not is_notebook,
+            highlight=False,
+            soft_wrap=True,
+            force_jupyter=False,
+            force_terminal=False if is_notebook else None,
+        )
         self._total_steps = total_steps
         self._interval = log_interval_steps
         self._more_metrics = tuple(more_metrics)

@@ -74,7 +74,8 @@ class TuneResult(TrainingResult):
         rewards = [value for _, value in self.history.collect_points(self.curve)]
         facts = {"folder": str(self.folder), "model": str(self.checkpoint), "steps": str(self.num_steps)}
         if rewards:
-            facts["reward"] = f"{rewards[0]:.4g} in the first step, {rewards[-1]:.4g} in the last"
+            first = f"{rewards[0]:.4g} in the first step, " if len(rewards) > 1 else ""
+            facts["reward"] = f"{first}{rewards[-1]:.4g} in the last step"
         for name, result in self.evaluations.items():
             facts[f"eval {name}"] = result.describe()
         if not self.has_learned:

@@ -87,12 +87,14 @@ def load_section(
     return build_section(kind, resolve(merged, path))
 
 
-def change_section(section: AnySection, overrides: Sequence[str]) -> AnySection:
-    """The section with `a.b=value` overrides applied; keys that were not set stay unset."""
-    if not overrides:
+def change_section(
+    section: AnySection, overrides: Sequence[str], *, values: Mapping[str, Any] | None = None
+) -> AnySection:
+    """The section with nested `values` and then `a.b=value` overrides applied; keys that were not set stay unset."""
+    if not overrides and not values:
         return section
-    values = section.model_dump(mode="json", exclude_unset=True)
-    return load_section(type(section), None, overrides, values=values)
+    base = section.model_dump(mode="json", exclude_unset=True)
+    return load_section(type(section), None, overrides, values=values, base=base)
 
 
 def drop_overridden(merged: DictConfig, layer: Mapping[str, Any]) -> None:
