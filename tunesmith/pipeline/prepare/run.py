@@ -22,7 +22,6 @@ from tunesmith.pipeline.data.conversations import ConversationReader
 from tunesmith.pipeline.prepare.folder import (
     EVALUATION,
     PARAPHRASES,
-    REPORT,
     TRAIN,
     find_report,
     hash_sources,
@@ -62,10 +61,6 @@ class PrepareReport:
     def eval_path(self) -> Path | None:
         """None without an evaluation set."""
         return self.folder / EVALUATION if self.content["eval"] is not None else None
-
-    @property
-    def report_path(self) -> Path:
-        return self.folder / REPORT
 
 
 def run_prepare(settings: PrepareSection, *, out_dir: Path) -> PrepareReport:
