@@ -2,8 +2,10 @@
 
 Every point samples the same number of tokens for each of N sequences of one length, from random prompts without shared
 prefixes or, with `--shared`, from one prompt for all, as in a group. Only decoding is timed, from the moment every
-sequence has its first token, in CPU seconds: with one thread these equal the wall time of an idle machine. The sides
-alternate; the figures are medians over the turns. The raw output has wall times too.
+sequence has its first token until all results are returned, in CPU seconds: with one thread these equal the wall time
+of an idle machine. The engine returns a logprob with every token, `generate` tokens alone. The sides alternate. Rates
+are medians over the turns, and the ratio is the median over turns of both sides' times in that turn, which a change of
+the machine's load affects least. The raw output has wall times too.
 
     python benchmarks/decode_lengths.py --shape pocket --points 1000x8 8000x2
 """
@@ -94,7 +96,7 @@ def build_ours(shape: str, point: Point) -> Callable[[], Seconds]:
     def sample() -> Seconds:
         engine.resume(0)
         is_first = [True] * len(prompts)
-        started_at = Seconds.now()
+        started_at = ended_at = Seconds.now()
 
         async def generate(index: int) -> None:
             def note(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -108,10 +110,12 @@ def build_ours(shape: str, point: Point) -> Callable[[], Seconds]:
             assert len(completion.sampled_ids) == point.num_new
 
         async def generate_all() -> None:
+            nonlocal ended_at
             await asyncio.gather(*map(generate, range(len(prompts))))
+            ended_at = Seconds.now()
 
         run_lockstep(generate_all())
-        return Seconds.now().since(started_at)
+        return ended_at.since(started_at)
 
     return sample
 
@@ -172,7 +176,9 @@ def run_point(shape: str, point: Point, repeats: int) -> dict[str, Any]:
     return {
         **asdict(point),
         "tokens_per_s": rates,
-        "ratio": rates["tunesmith"] / rates[PEER],
+        "ratio": statistics.median(
+            peer.processor / ours.processor for ours, peer in zip(seconds["tunesmith"], seconds[PEER], strict=True)
+        ),
         "seconds": {name: [asdict(taken) for taken in times] for name, times in seconds.items()},
     }
 
@@ -190,7 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--new", type=int, default=48, help="tokens sampled per sequence (48)")
     parser.add_argument("--shared", action="store_true", help="use one prompt for all sequences")
-    parser.add_argument("--repeats", type=int, default=3, help="measured turns of each side (3)")
+    parser.add_argument("--repeats", type=int, default=9, help="measured turns of each side (9)")
     parser.add_argument("--num-threads", type=int, default=1, help="torch threads (1)")
     parser.add_argument("--out", help="JSON file for the result and its environment")
     arguments = parser.parse_args()

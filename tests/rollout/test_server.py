@@ -16,7 +16,6 @@ from chat_templates import THINKING
 from fakes import FakeEngine
 from tunesmith.chat.messages import Message
 from tunesmith.chat.renderer import Prompt
-from tunesmith.rollout.openai_server.client import build_client
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Distribution
 
@@ -296,7 +295,7 @@ async def test_the_key_may_be_in_the_path():
     service = build_service("x")
     bound = service.open(seed=1)
     url = f"http://x/t/{bound.session.key}/v1"
-    client = build_client(base_url=url, api_key="whatever", http_client=service._http_client)
+    client = openai.AsyncOpenAI(base_url=url, api_key="whatever", http_client=service._http_client, max_retries=0)
     await client.chat.completions.create(model="m", messages=USER)
     assert [model.id for model in (await client.models.list()).data] == ["m"]
     assert len(service.close(bound)) == 1

@@ -14,7 +14,6 @@ from served import ADD, SUB, TOKENIZERS, TOOLS, USER, build_service, create_comp
 
 from chat_templates import QWEN25, THINKING
 from fakes import Script
-from tunesmith.rollout.openai_server.client import build_client
 from tunesmith.rollout.service import ModelService
 
 pytestmark = pytest.mark.anyio
@@ -147,7 +146,9 @@ async def test_a_client_disconnect_cancels_its_request(transport, stream):
     service = build_service(script=script)
     bound = service.open(seed=1)
     async with connect(service, transport) as (http_client, url):
-        client = build_client(base_url=url, api_key=bound.session.key, http_client=http_client)
+        client = openai.AsyncOpenAI(
+            base_url=url, api_key=bound.session.key, http_client=http_client, max_retries=0, timeout=None
+        )
         request = asyncio.ensure_future(client.chat.completions.create(model="m", messages=USER, stream=stream))
         await begun.wait()
         if stream:
@@ -187,7 +188,7 @@ async def test_completions_over_http():
     async with service.serve() as url:
         bound = service.open(seed=1)
         assert bound.model.base_url == url
-        async with build_client(base_url=url, api_key=bound.session.key) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key=bound.session.key, max_retries=0) as client:
             completion = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS)
             assert completion.choices[0].message.tool_calls[0].function.name == "add"
             stream = await client.chat.completions.create(model="m", messages=USER, tools=TOOLS, stream=True)

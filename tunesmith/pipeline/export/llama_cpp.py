@@ -68,18 +68,6 @@ class GgufModel:
         scores: np.ndarray = np.array(self._llama.scores[: len(ids)])
         return scores
 
-    def generate_greedy(self, ids: Sequence[int], *, max_tokens: int, end_ids: Sequence[int]) -> list[int]:
-        """Greedy continuation, up to and including the first of `end_ids`."""
-        self._llama.reset()
-        self._llama.eval(list(ids))
-        generated: list[int] = []
-        while len(generated) < max_tokens:
-            generated.append(int(self._llama.scores[self._llama.n_tokens - 1].argmax()))
-            if generated[-1] in end_ids or self._llama.n_tokens == self._llama.n_ctx():
-                break
-            self._llama.eval(generated[-1:])
-        return generated
-
     def close(self) -> None:
         self._llama.close()
 

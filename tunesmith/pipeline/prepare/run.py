@@ -22,7 +22,6 @@ from tunesmith.pipeline.data.conversations import ConversationReader
 from tunesmith.pipeline.prepare.folder import (
     EVALUATION,
     PARAPHRASES,
-    REPORT,
     TRAIN,
     find_report,
     hash_sources,
@@ -63,10 +62,6 @@ class PrepareResult(Result):
     def eval_path(self) -> Path | None:
         """None without an evaluation set."""
         return self.folder / EVALUATION if self.content["eval"] is not None else None
-
-    @property
-    def report_path(self) -> Path:
-        return self.folder / REPORT
 
     def list_facts(self) -> dict[str, str]:
         facts = {"folder": str(self.folder), "train": describe_counts(self.content["train"])}

@@ -37,20 +37,6 @@ ERRORS: dict[int, type[openai.APIStatusError]] = {
 }
 
 
-def build_client(
-    *,
-    base_url: str,
-    api_key: str,
-    http_client: httpx.AsyncClient | None = None,
-    max_retries: int = 0,
-    timeout_s: float | None = None,
-) -> openai.AsyncOpenAI:
-    """An ordinary OpenAI client; a given `http_client` stays the caller's to close."""
-    return openai.AsyncOpenAI(
-        base_url=base_url, api_key=api_key, http_client=http_client, max_retries=max_retries, timeout=timeout_s
-    )
-
-
 class InProcessClient(openai.AsyncOpenAI):
     """A client bound to one session of an endpoint in this process."""
 
