@@ -41,7 +41,11 @@ REQUIRED: dict[str, dict[str, Any]] = {
 }
 """Required keys of each file, which an excerpt may leave out."""
 
-RUN_BY_OTHERS = {"docs/python.md": "tests/api/test_python_guide.py"}
+RUN_BY_OTHERS = {
+    "docs/algorithms.md": "tests/recipes/test_own_algorithm_recipe.py",
+    "docs/pipeline.md": "tests/recipes/test_own_algorithm_recipe.py",
+    "docs/python.md": "tests/api/test_python_guide.py",
+}
 """Pages whose programs are run by a test of their own."""
 
 
