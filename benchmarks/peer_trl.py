@@ -55,7 +55,8 @@ def run_trl_grpo(
     """
     vllm: dict[str, Any] = {}
     if vllm_memory is not None:
-        os.environ.update(ONE_PROCESS)
+        for name, value in ONE_PROCESS.items():
+            os.environ.setdefault(name, value)
         vllm = {
             "use_vllm": True,
             "vllm_mode": "colocate",

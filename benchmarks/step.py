@@ -13,9 +13,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +147,26 @@ def run_trl(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> d
     return results
 
 
+def run_apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, from a process of its own, whose GPU memory is free afterwards."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_result, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise SystemExit(f"{function.__name__} ended without a result") from None
+    finally:
+        process.kill()  # vLLM's own shutdown may wait
+        process.join()
+
+
+def send_result(sender: Connection, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    sender.send(function(*arguments))
+
+
 def describe_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """The settings, with file names instead of paths."""
     named = {key: Path(value).name for key, value in vars(arguments).items() if key in {"model", "questions"}}
@@ -186,8 +209,10 @@ def main() -> None:
                 arguments.shape, random_model, tokenizer=arguments.model, device=torch.device(arguments.device)
             )
             arguments.model = str(random_model)
+        if arguments.device != "cpu":
+            torch.cuda.empty_cache()
+        peers = {} if arguments.without_peers else run_apart(run_trl, arguments, questions)
         history = run_ours(arguments, questions)
-        peers = {} if arguments.without_peers else run_trl(arguments, questions)
     ours = statistics.median(row["seconds"] for row in history[1:])
     print(
         f"\n{arguments.tasks} tasks x {arguments.group} rollouts, {arguments.max_new_tokens} new tokens, "
