@@ -126,9 +126,9 @@ def _build_trace(inputs: Mapping[str, Any], calls: Sequence[RecordedCall], hidde
     index_of |= {key: len(inputs) + index for index, key in enumerate(constants)}
     traced = []
     for number, call in enumerate(calls):
-        indices = [index_of.get(key) for key in call.keys]
-        if None in indices:
+        if not all(key in index_of for key in call.keys):
             return None
+        indices = [index_of[key] for key in call.keys]
         args, kwargs = indices[: len(call.args)], zip(call.kwargs, indices[len(call.args) :], strict=True)
         traced.append(TracedCall(module=call.module, args=tuple(args), kwargs=tuple(kwargs)))
         index_of[call.output_key] = len(inputs) + len(constants) + number
