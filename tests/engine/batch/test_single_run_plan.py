@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tunesmith.engine.batch.kv_cache import KVCache, LayerShape, PagedAttentionPlan
-from tunesmith.engine.batch.single_run_plan import SingleRunPlan, has_single_runs
+from tunesmith.engine.batch.single_run_plan import MAX_REQUESTS, SingleRunPlan, has_single_runs
 from tunesmith.engine.core.span import BlockRun, Span
 from tunesmith.model.forward.attention import AttentionOptions
 
@@ -37,9 +37,13 @@ def build_cache() -> KVCache:
         AttentionOptions(softcap=2.0, scaling=0.5),
     ],
 )
-@pytest.mark.parametrize("num_requests", [1, 2])
+@pytest.mark.parametrize("num_requests", [1, 2, 3])
 def test_output_and_cache_equal_those_of_the_paged_plan(options: AttentionOptions, num_requests: int) -> None:
-    spans = [build_span(0, 9, block=5, num_blocks=3), build_span(1, 17, block=0, num_blocks=5)][:num_requests]
+    places = [(9, 5, 3), (13, 8, 4), (17, 0, 5)][:num_requests]
+    spans = [
+        build_span(row, length, block=block, num_blocks=num_blocks)
+        for row, (length, block, num_blocks) in enumerate(places)
+    ]
     generator = torch.Generator().manual_seed(2)
     query = torch.randn(1, 6, num_requests, 8, generator=generator)
     key, value = torch.randn(2, 1, 2, num_requests, 8, generator=generator).unbind(0)
@@ -55,6 +59,6 @@ def test_output_and_cache_equal_those_of_the_paged_plan(options: AttentionOption
 def test_only_single_new_tokens_on_single_runs_qualify() -> None:
     span = build_span(0, 9, block=5, num_blocks=3)
     assert has_single_runs([span, span])
-    assert not has_single_runs([span] * 3)
+    assert not has_single_runs([span] * (MAX_REQUESTS + 1))
     assert not has_single_runs([Span(0, 7, 9, span.blocks, span.runs)])
     assert not has_single_runs([Span(0, 8, 9, span.blocks, (BlockRun(5, 1), BlockRun(6, 2)))])
