@@ -89,7 +89,7 @@ def test_preference_training_takes_its_config(tmp_path, pocket_folder):
     )
     result = prefer(config, out=tmp_path / "dpo")
     assert result.history["preference/accuracy"] == [result.metrics["preference/accuracy"]]
-    with pytest.raises(ConfigError, match="config must be of type SftConfig or the path of a YAML file, got"):
+    with pytest.raises(ConfigError, match="config must be of type SftConfig or the path of a YAML file, got Pref"):
         sft(config, out=tmp_path / "no")
 
 
