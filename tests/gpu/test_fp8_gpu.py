@@ -125,12 +125,14 @@ def test_scales_are_applied_after_a_product(size: int) -> None:
     kept = total.clone()
     fp8_kernels.add_scaled_products(total, products, row_scales, column_scales)
     torch.testing.assert_close(total.double(), exact + kept.double(), rtol=1e-2, atol=1e-2)
-    gate, value = exact.chunk(2, dim=1)
-    activated = (torch.nn.functional.silu(gate) * value).float()
+    gate, value = exact.bfloat16().chunk(2, dim=1)
+    activated = (torch.nn.functional.silu(gate.float()).bfloat16() * value).float()
     rows = fp8_kernels.silu_and_mul_quantize(products, row_scales, column_scales)
     error = (rows.dequantize() - activated).abs()
-    rounding = activated.abs() / 16 + rows.scales_R[:, None] / 1024  # half a step of e4m3
-    assert (error <= rounding * (1 + 1e-4) + activated.abs() / 256).all()  # and of bfloat16
+    half_step = activated.abs() / 16 + rows.scales_R[:, None] / 1024
+    # A scaled product near the middle of two bfloat16 numbers rounds to either; SiLU enlarges the difference.
+    assert (error <= 1.001 * half_step).float().mean() > 0.98
+    assert (error <= 1.001 * half_step + activated.abs() / 8).all()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
