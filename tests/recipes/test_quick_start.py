@@ -1,4 +1,4 @@
-"""The README's first program, the quick start, and a workflow run with an ordinary chat model."""
+"""AgentScope's program in the docs, the quick start, and a workflow run with an ordinary chat model."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def read_only_record(folder):
     return run_folder, record
 
 
-def test_the_program_of_the_readme_runs(brief_model, in_dataset_folder):
-    text = (RECIPES.parent / "README.md").read_text(encoding="utf-8")
+def test_the_program_for_agentscope_runs(brief_model, in_dataset_folder):
+    text = (RECIPES.parent / "docs" / "coming_from" / "agentscope.md").read_text(encoding="utf-8")
     program = text.partition("```python\n")[2].partition("```")[0]
     assert program.count("Qwen/Qwen3-0.6B") == 1
     (in_dataset_folder / "program.py").write_text(program.replace("Qwen/Qwen3-0.6B", str(brief_model)))
