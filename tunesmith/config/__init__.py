@@ -40,6 +40,7 @@ from tunesmith.config.sft import (
     SftConfig,
     SftTrainerSection,
 )
+from tunesmith.config.tools import PythonToolSection
 
 __all__ = [
     "AdaptiveKlSection",
@@ -71,6 +72,7 @@ __all__ = [
     "PreferenceConfig",
     "PreferenceTrainerSection",
     "PrepareSection",
+    "PythonToolSection",
     "ReplaySection",
     "RolloutSection",
     "RunConfig",

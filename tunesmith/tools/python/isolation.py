@@ -100,13 +100,13 @@ def _plan_bubblewrap(
     mounts = dict.fromkeys(files.readable)
     imports = {f"{IMPORT_FOLDER}/{name}": path for name, path in files.importable.items()}
     folders = dict.fromkeys(
-        str(folder) for path in [*mounts, *imports] for folder in reversed(Path(path).parents) if str(folder) != "/"
+        str(folder) for path in [*mounts, *imports, *DEVICES] for folder in reversed(Path(path).parents) if str(folder) != "/"
     )
     arguments = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     if has_user_namespace:
         arguments += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
     arguments.append("--as-pid-1")
-    # Folders first: those that a mount creates are closed to other users where the folder on this machine is.
+    # bubblewrap creates the folders of a mount with mode 0700 where others cannot read the source or its folder.
     for folder in folders:
         arguments += ["--dir", folder]
     for path in mounts:

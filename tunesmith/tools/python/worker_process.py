@@ -22,7 +22,7 @@ from typing import Any
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import ConfigError, SandboxError
-from tunesmith.tools.python.isolation import ADVICE, LaunchPlan, iter_plans
+from tunesmith.tools.python.isolation import ADVICE, LaunchPlan, build_plan, iter_plans
 
 START_TIMEOUT_S = 120.0
 """Generous, because packages are imported at the start."""
@@ -172,11 +172,9 @@ class Launcher:
         raise SandboxError(f"model-written Python code cannot be isolated on this machine: {ADVICE}{listed}")
 
     def _start_kind(self, kind: str, *, is_session: bool) -> WorkerProcess:
-        from tunesmith.tools.python.isolation import build_plan
-
         try:
             return _launch(build_plan(kind, self._settings, is_session=is_session))
-        except (WorkerLostError, OSError) as error:
+        except (WorkerLostError, OSError, ConfigError) as error:
             raise SandboxError(f"a Python sandbox ({kind}) cannot be started: {error}") from error
 
 
