@@ -79,17 +79,21 @@ def build_plan(kind: str, settings: PythonToolSection, *, is_session: bool) -> L
     return _plan_plain(settings, files, is_isolated=kind == "seccomp", is_session=is_session)
 
 
-@functools.cache
 def _find_bubblewrap() -> str:
-    program = shutil.which("bwrap")
     if sys.platform != "linux":
         raise ConfigError(f"bubblewrap needs Linux, not {sys.platform}")
+    program = shutil.which("bwrap")
     if program is None:
         raise ConfigError("bubblewrap is not installed (apt-get install bubblewrap)")
-    options = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60, check=False)
-    if "--size" not in options.stdout + options.stderr:
+    if not _has_size_option(program):
         raise ConfigError("bubblewrap is older than 0.7, which cannot limit the size of a temporary folder")
     return program
+
+
+@functools.cache
+def _has_size_option(program: str) -> bool:
+    listed = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    return "--size" in listed.stdout + listed.stderr
 
 
 def _plan_bubblewrap(

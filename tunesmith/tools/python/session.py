@@ -48,7 +48,9 @@ class PythonSession:
         return result
 
     async def fork(self) -> PythonSession:
-        """A new session in the same state; `SandboxError` if the calls give other results when run again."""
+        """A new session in the same state; `SandboxError` if the calls do not give the same results again."""
+        if any(result.outcome == "timeout" for _, result in self.history):
+            raise SandboxError("this Python session cannot be forked: a call reached the time limit, at no fixed point")
         forked = PythonSession(self._settings, self._launcher)
         try:
             for number, (code, result) in enumerate(self.history, 1):
