@@ -205,7 +205,10 @@ def test_signals_reach_no_other_process(tool):
 
 def test_limits_and_priorities_of_other_processes_stay(tool):
     with subprocess.Popen(["sleep", "100"]) as victim:
-        for change in (f"resource.prlimit({victim.pid}, resource.RLIMIT_CPU, (0, 0))", f"os.setpriority(0, {victim.pid}, 19)"):
+        for change in (
+            f"resource.prlimit({victim.pid}, resource.RLIMIT_CPU, (0, 0))",
+            f"os.setpriority(0, {victim.pid}, 19)",
+        ):
             assert run_code(tool, f"import os, resource\n{change}").outcome == "error"
         assert os.getpriority(os.PRIO_PROCESS, victim.pid) == os.getpriority(os.PRIO_PROCESS, 0)
         victim.kill()

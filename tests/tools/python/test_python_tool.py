@@ -84,7 +84,7 @@ def test_results(tool, code, text):
 def test_errors_show_the_code(tool):
     result = run_code(tool, "print('before')\ndef f(x):\n    return 1 / x\nf(0)")
     assert result.outcome == "error"
-    assert result.text.startswith("before\nTraceback (most recent call last):\n  File \"<python>\", line 4, in <module>")
+    assert result.text.startswith('before\nTraceback (most recent call last):\n  File "<python>", line 4, in <module>')
     assert "    return 1 / x\n" in result.text and result.text.endswith("ZeroDivisionError: division by zero")
     assert "child.py" not in result.text and "snippet.py" not in result.text
     assert run_code(tool, "def f(:").text.endswith("SyntaxError: invalid syntax")

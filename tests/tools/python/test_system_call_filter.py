@@ -40,7 +40,9 @@ def decide(program, *, architecture, number, argument=0):
             case 0x06:
                 return value
             case 0x15 | 0x35 | 0x45:
-                is_true = {0x15: accumulator == value, 0x35: accumulator >= value, 0x45: bool(accumulator & value)}[code]
+                is_true = {0x15: accumulator == value, 0x35: accumulator >= value, 0x45: bool(accumulator & value)}[
+                    code
+                ]
                 position += if_true if is_true else if_false
 
 

@@ -170,7 +170,7 @@ def _raise_cpu_time(number: int, frame: FrameType | None) -> NoReturn:
 
 def _serve(config: Config) -> None:
     # Line-buffered: what was printed before a kill is read.
-    sys.stdin = open(0, closefd=False)  # noqa: PTH123, SIM115
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = _open_output(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _open_output(2)  # type: ignore[misc]
     module = build_module()
@@ -200,7 +200,7 @@ def _serve(config: Config) -> None:
 
 
 def _open_output(fd: int) -> Any:
-    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: PTH123, SIM115
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _read_code() -> bytes | None:

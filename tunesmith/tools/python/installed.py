@@ -63,7 +63,9 @@ def _find_distribution(name: str, wanted: Iterable[str]) -> importlib.metadata.D
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError(f"packages={list(wanted)}: {name!r} is not installed; pip install {name}") from error
     if not _list_entries(found):
-        raise ConfigError(f"packages={list(wanted)}: {name!r} is installed in editable mode, which has no files to show")
+        raise ConfigError(
+            f"packages={list(wanted)}: {name!r} is installed in editable mode, which has no files to show"
+        )
     return found
 
 

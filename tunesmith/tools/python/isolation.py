@@ -104,7 +104,10 @@ def _plan_bubblewrap(
     mounts = dict.fromkeys(files.readable)
     imports = {f"{IMPORT_FOLDER}/{name}": path for name, path in files.importable.items()}
     folders = dict.fromkeys(
-        str(folder) for path in [*mounts, *imports, *DEVICES] for folder in reversed(Path(path).parents) if str(folder) != "/"
+        str(folder)
+        for path in [*mounts, *imports, *DEVICES]
+        for folder in reversed(Path(path).parents)
+        if str(folder) != "/"
     )
     arguments = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     if has_user_namespace:

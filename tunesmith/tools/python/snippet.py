@@ -13,7 +13,7 @@ import traceback
 import types
 from typing import Any
 
-OK, ERROR, MEMORY = b"0", b"1", b"m"
+OK, ERROR, MEMORY, CPU_TIME = b"0", b"1", b"m", b"c"
 
 
 class CpuTimeError(BaseException):
@@ -28,7 +28,7 @@ def build_module() -> types.ModuleType:
 
 
 def run_snippet(source: bytes, module: types.ModuleType, *, filename: str) -> bytes:
-    """Run code; return `OK`, or `ERROR` or `MEMORY` for an uncaught exception."""
+    """Run code; return `OK`, or one of the other statuses for an uncaught exception."""
     try:
         code = source.decode("utf-8", "surrogatepass")
         linecache.cache[filename] = (len(code), None, [f"{line}\n" for line in code.splitlines()], filename)
@@ -41,6 +41,9 @@ def run_snippet(source: bytes, module: types.ModuleType, *, filename: str) -> by
     except MemoryError as error:
         _print_error(error, filename)
         return MEMORY
+    except CpuTimeError as error:
+        _print_error(error, filename)
+        return CPU_TIME
     except BaseException as error:  # noqa: BLE001 - whatever code raises is printed for the model
         _print_error(error, filename)
         return ERROR

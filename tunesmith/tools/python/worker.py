@@ -8,6 +8,7 @@ before the answer. Nothing that code writes is parsed: output is text, and of th
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import fcntl
@@ -23,7 +24,7 @@ from typing import Any
 
 from tunesmith.tools.python.child import MIB, PR_SET_DUMPABLE, Child, Config, SetupError
 from tunesmith.tools.python.landlock import build_ruleset, check
-from tunesmith.tools.python.snippet import ERROR, MEMORY, OK
+from tunesmith.tools.python.snippet import CPU_TIME, ERROR, MEMORY, OK
 
 CHUNK_BYTES = 65536
 MAX_REMOVED_FILES = 1000
@@ -31,13 +32,13 @@ MAX_REMOVED_FILES = 1000
 INTERRUPT_GRACE_S = 0.5
 """Seconds that code of a session has after an interrupt at the time limit; then its process is killed."""
 TMP_CHECK_S = 0.1
-OUTCOMES = {OK: "ok", ERROR: "error", MEMORY: "memory"}
+OUTCOMES = {OK: "ok", ERROR: "error", MEMORY: "memory", CPU_TIME: "timeout"}
 
 
 class SockFilterProgram(ctypes.Structure):
     """`struct sock_fprog`."""
 
-    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]  # noqa: RUF012
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
 def main() -> None:
@@ -91,6 +92,8 @@ def prepare(config: Config) -> None:
     if sys.platform == "linux":
         check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
     os.chdir(config["tmp"])
+    # The module `site`, which is not loaded, defines these.
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     for name in config["preload"]:
         importlib.import_module(name)
     readable = config["readable"]
@@ -172,6 +175,7 @@ class Call:
             return
         self._has_answered = True
         self._outcome = "timeout" if self._is_interrupted else OUTCOMES.get(status, "error")
+        self._reason = "cpu" if status == CPU_TIME else ""
 
     def _read_output(self, fd: int) -> bool:
         """Read what there is; False at the end of the pipe."""

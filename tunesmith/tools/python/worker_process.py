@@ -22,6 +22,7 @@ from typing import Any
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import ConfigError, SandboxError
+from tunesmith.tools.python.installed import find_installed_files
 from tunesmith.tools.python.isolation import ADVICE, LaunchPlan, build_plan, iter_plans
 
 START_TIMEOUT_S = 120.0
@@ -144,7 +145,7 @@ class Launcher:
         self._lock = threading.Lock()
 
     def start(self, *, is_session: bool = False) -> WorkerProcess:
-        """A worker that is ready for code; `SandboxError` with all reasons if none can be started."""
+        """A worker that is ready for code; `SandboxError` with all reasons if none can be started, `ConfigError` for packages."""
         with self._lock:
             kind = self._kind
             if kind is None:
@@ -152,6 +153,7 @@ class Launcher:
         return self._start_kind(kind, is_session=is_session)
 
     def _start_first(self, *, is_session: bool) -> WorkerProcess:
+        find_installed_files(self._settings.packages)
         reasons = []
         for kind, plan in iter_plans(self._settings, is_session=is_session):
             if isinstance(plan, ConfigError):
