@@ -87,7 +87,7 @@ def test_a_fork_bomb_ends_at_the_number_of_processes():
 
 def test_background_processes_end_with_the_call():
     tool = build_tool("bubblewrap", max_processes=4)
-    code = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n    time.sleep(.05)\n    open('/tmp/x', 'w')"
+    code = "import os, time\nif os.fork() == 0 and (os.setsid(), os.fork())[1] == 0: time.sleep(.05) or open('x', 'w')"
     assert run_code(tool, code).outcome == "ok"
     assert run_code(tool, "import os, time\ntime.sleep(.3)\nos.listdir('.')").text == "[]"
     tool.close()
@@ -157,7 +157,7 @@ def test_files_of_the_user_cannot_be_changed(tool, secret):
     for place in ("/", "/usr", "/usr/lib", "/dev", "/packages", "/etc", "/dev/shm/..", sys.base_prefix + "/lib"):
         assert run_code(tool, f"open({place!r} + '/new', 'w')").outcome == "error", place
     assert secret.read_text() == SECRET
-    assert os.listdir(folder) == [secret.name]
+    assert list(secret.parent.iterdir()) == [secret]
 
 
 def test_the_environment_is_not_inherited(kind, monkeypatch):
@@ -269,7 +269,7 @@ def test_deep_recursion(tool):
     [
         "import time\ntime.sleep(1000)",
         "while True: pass",
-        "import signal\nfor n in range(1, 32):\n  if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
+        "import signal\nfor n in {*range(1, 32)} - {9, 19}: signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
         "while True:\n  try:\n    while True: pass\n  except BaseException: pass",
         "import os\nos.closerange(0, 100)\nwhile True: pass",
         "import os\ntry: os.kill(os.getpid(), 19)\nexcept OSError: pass\nwhile True: pass",

@@ -103,18 +103,14 @@ def _plan_bubblewrap(
     uid = None if has_user_namespace else _choose_user_id()
     mounts = dict.fromkeys(files.readable)
     imports = {f"{IMPORT_FOLDER}/{name}": path for name, path in files.importable.items()}
-    folders = dict.fromkeys(
-        str(folder)
-        for path in [*mounts, *imports, *DEVICES]
-        for folder in reversed(Path(path).parents)
-        if str(folder) != "/"
-    )
+    shown = [*mounts, *imports, *DEVICES]
+    folders = dict.fromkeys(str(folder) for path in shown for folder in reversed(Path(path).parents))
     arguments = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     if has_user_namespace:
         arguments += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
     arguments.append("--as-pid-1")
     # bubblewrap creates the folders of a mount with mode 0700 where others cannot read the source or its folder.
-    for folder in folders:
+    for folder in list(folders)[1:]:
         arguments += ["--dir", folder]
     for path in mounts:
         arguments += ["--ro-bind", path, path]

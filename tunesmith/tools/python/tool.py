@@ -58,9 +58,10 @@ class PythonTool:
         """The tool schema for chat requests."""
         packages = " and ".join(["the standard library", *self.settings.packages])
         state = "Variables are kept between calls." if is_session else "Each call starts without variables."
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
         description = (
-            f"Run Python {sys.version_info.major}.{sys.version_info.minor} code and return what it prints; the value of "
-            f"a last expression is printed too. {state} There are {packages}, no network, and at most "
+            f"Run Python {version} code and return what it prints; the value of a last expression is printed too. "
+            f"{state} There are {packages}, no network, and at most "
             f"{self.settings.wall_s:g} s and {self.settings.memory_mb} MiB."
         )
         parameters = {

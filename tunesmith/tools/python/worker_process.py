@@ -145,7 +145,7 @@ class Launcher:
         self._lock = threading.Lock()
 
     def start(self, *, is_session: bool = False) -> WorkerProcess:
-        """A worker that is ready for code; `SandboxError` with all reasons if none can be started, `ConfigError` for packages."""
+        """A worker that is ready for code; `SandboxError` names why no kind of isolation works."""
         with self._lock:
             kind = self._kind
             if kind is None:
