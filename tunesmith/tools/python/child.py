@@ -175,8 +175,8 @@ def _serve(config: Config) -> None:
     sys.stderr = sys.__stderr__ = _open_output(2)  # type: ignore[misc]
     module = build_module()
     random.seed(0)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(0)
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed(0)
     os.write(STATUS_FD, READY)
     pid = os.getpid()
     num_calls = 0
