@@ -17,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 from report import publish
@@ -28,8 +29,6 @@ from tunesmith.tools.python.tool import PythonTool
 
 CODE = "print(sum(i * i for i in range(100)))"
 EXPECTED = "328350"
-
-Way = Callable[[], None]
 
 
 def build_tool_way(tool: PythonTool) -> Callable[[int, int], list[float]]:
@@ -47,7 +46,7 @@ def build_tool_way(tool: PythonTool) -> Callable[[int, int], list[float]]:
         async def serve() -> list[float]:
             return [await call() for _ in left]
 
-        return sum(await asyncio.gather(*(serve() for _ in range(at_a_time))), [])
+        return list(chain.from_iterable(await asyncio.gather(*(serve() for _ in range(at_a_time)))))
 
     return lambda num_calls, at_a_time: asyncio.run(run(num_calls, at_a_time))
 

@@ -115,7 +115,10 @@ def test_memory_outside_the_address_space_is_denied(tool):
 
 
 def test_endless_threads(tool):
-    code = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(100,), daemon=True).start()"
+    code = (
+        "import threading, time\nthreading.stack_size(32768)\n"
+        "while True: threading.Thread(target=time.sleep, args=(100,), daemon=True).start()"
+    )
     result = run_code(tool, code)
     assert result.outcome == "error" and "can't start new thread" in result.text
 
@@ -199,6 +202,15 @@ def test_signals_reach_no_other_process(tool):
             assert run_code(tool, code).outcome == "ok"
         run_code(tool, "import os\nos.kill(-1, 9)")
         run_code(tool, "import os\nos.kill(os.getppid(), 9)\nos.killpg(0, 9)")
+        assert victim.poll() is None
+        victim.kill()
+
+
+def test_files_send_no_signals_to_other_processes(tool):
+    with subprocess.Popen(["sleep", "100"]) as victim:
+        for change in (f"fcntl.fcntl(r, fcntl.F_SETOWN, {victim.pid})", "fcntl.fcntl(r, fcntl.F_SETSIG, 9)"):
+            result = run_code(tool, f"import fcntl, os\nr, w = os.pipe()\n{change}")
+            assert result.outcome == "error" and "PermissionError" in result.text
         assert victim.poll() is None
         victim.kill()
 
@@ -298,14 +310,17 @@ def test_the_temporary_folder_is_limited(build):
     assert "File too large" in run_code(tool, "open('x', 'w').write('x' * 2**21)").text
     result = run_code(tool, "for i in range(10**6): open(f'{i}', 'wb').write(bytes(2**20))")
     assert result.outcome == "error" and ("No space left" in result.text or "folder is full" in result.text)
+    result = run_code(tool, "while True:\n  for i in range(10**6): open(f'{i}', 'w').close()")
+    assert result.text == "Error: the temporary folder is full."
 
 
 @pytest.mark.parametrize(
     "code",
     [
         "import os\nfor i in range(1500): open(f'{i}', 'w')",
-        "import os\nfor i in range(500):\n  os.mkdir('a')\n  os.chdir('a')",
-        "import os\nos.mkdir('a')\nos.mkdir('a/b')\ntry: os.chmod('a', 0)\nexcept OSError: pass",
+        "import os\nfor i in range(900):\n  os.mkdir('a' * 100)\n  os.chdir('a' * 100)",
+        "import os\nfor i in range(3000):\n  os.mkdir('a')\n  os.chdir('a')",
+        "import os\nos.umask(0)\nos.mkdir('a', 0o300)\nos.mkdir('a/b', 0o300)\nopen('a/b/c', 'w')\nos.mkdir('a/d', 0)",
         "import builtins, sys\nbuiltins.print = None\nsys.modules['os'] = None",
     ],
 )

@@ -65,7 +65,6 @@ def find_workers():
         ("exit()", NO_OUTPUT),
         ("import sys\nprint(1)\nsys.exit(0)", "1"),
         ("__name__", "__main__"),
-        ("import threading, time\nthreading.Thread(target=lambda: [time.sleep(.05), print('late')]).start()", "late"),
         ("import atexit\natexit.register(print, 'end')\n1", "1\nend"),
         ("import pickle\nclass A: pass\nlen(pickle.dumps(A())) > 0", "True"),
         ("import asyncio\nasync def f(): return 5\nasyncio.run(f())", "5"),
@@ -79,6 +78,13 @@ def test_results(tool, code, text):
     result = run_code(tool, code)
     assert result.outcome == ("error" if text is None else "ok"), result.text
     assert text is None or result.text == str(result) == text
+
+
+def test_threads_are_joined():
+    tool = build_tool("bubblewrap")
+    code = "import threading, time\nthreading.Thread(target=lambda: [time.sleep(.05), print('late')]).start()"
+    assert run_code(tool, code).text == "late"
+    tool.close()
 
 
 def test_errors_show_the_code(tool):

@@ -26,9 +26,9 @@ HEADERS = {
 }
 
 
-def decide(program, *, architecture, number, argument=0):
+def decide(program, *, architecture, number, argument=0, second=0):
     """What the filter returns for a system call."""
-    data = struct.pack("=IIQ6Q", number, architecture, 0, argument, 0, 0, 0, 0, 0)
+    data = struct.pack("=IIQ6Q", number, architecture, 0, argument, second, 0, 0, 0, 0)
     instructions = list(struct.iter_unpack("=HBBI", program))
     accumulator, position = 0, 0
     while True:
@@ -52,12 +52,14 @@ def machine(request):
 
 
 @pytest.mark.parametrize("can_fork", [True, False])
+@pytest.mark.parametrize("can_start_threads", [True, False])
 @pytest.mark.parametrize("is_only_barrier", [True, False])
-def test_decisions(machine, can_fork, is_only_barrier):
+def test_decisions(machine, can_fork, can_start_threads, is_only_barrier):
     column, architecture = ARCHITECTURES[machine]
-    program = build_filter(can_fork=can_fork, is_only_barrier=is_only_barrier, machine=machine)
-    allows_fork = can_fork and not is_only_barrier
-    denied = {*KERNEL_CALLS} | ({*HOST_CALLS} if is_only_barrier else set()) | (set() if allows_fork else {*FORK_CALLS})
+    program = build_filter(
+        can_fork=can_fork, can_start_threads=can_start_threads, is_only_barrier=is_only_barrier, machine=machine
+    )
+    denied = {*KERNEL_CALLS} | ({*HOST_CALLS} if is_only_barrier else set()) | (set() if can_fork else {*FORK_CALLS})
     numbers = {calls[column] for name, calls in (KERNEL_CALLS | HOST_CALLS | FORK_CALLS).items() if name in denied}
     special = {CLONE[column], CLONE3[column], PRLIMIT[column]}
     for number in set(range(600)) - special:
@@ -67,23 +69,30 @@ def test_decisions(machine, can_fork, is_only_barrier):
     def clone(flags):
         return decide(program, architecture=architecture, number=CLONE[column], argument=flags)
 
-    assert clone(0x003D0F00) == ALLOW  # the flags of a thread
-    assert clone(17) == (ALLOW if allows_fork else EPERM)
+    assert clone(0x003D0F00) == (ALLOW if can_start_threads else EPERM)  # the flags of a thread
+    assert clone(17) == (ALLOW if can_fork else EPERM)
     for namespace in (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):
         assert clone(namespace | 17) == clone(namespace | 0x10000) == EPERM
     assert decide(program, architecture=architecture, number=CLONE3[column]) == ENOSYS
     assert decide(program, architecture=architecture, number=PRLIMIT[column], argument=0) == ALLOW
     assert decide(program, architecture=architecture, number=PRLIMIT[column], argument=1) == EPERM
+    for numbers, allowed, forbidden in (
+        ((72, 25), (0, 1, 2, 3, 4, 1030), (8, 10, 15)),
+        ((16, 29), (0x5401,), (0x8901,)),
+    ):
+        for values, expected in ((allowed, ALLOW), (forbidden, EPERM)):
+            for value in values:
+                assert decide(program, architecture=architecture, number=numbers[column], second=value) == expected
 
 
 def test_foreign_architectures_and_the_x32_interface_are_refused():
-    program = build_filter(can_fork=False, is_only_barrier=False, machine="x86_64")
+    program = build_filter(can_fork=False, can_start_threads=True, is_only_barrier=False, machine="x86_64")
     assert decide(program, architecture=0x40000003, number=1) == KILL
     assert decide(program, architecture=0xC000003E, number=0x40000001) == EPERM
 
 
 def test_other_architectures_have_no_filter():
-    assert build_filter(can_fork=False, is_only_barrier=True, machine="riscv64") is None
+    assert build_filter(can_fork=False, can_start_threads=True, is_only_barrier=True, machine="riscv64") is None
 
 
 def test_numbers_are_those_of_the_kernel(machine):

@@ -13,7 +13,7 @@ from pathlib import Path
 from tunesmith.errors import ConfigError
 
 SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/nix/store")
-SANDBOX_MODULES = ("worker", "child", "snippet", "landlock")
+SANDBOX_MODULES = ("worker", "child", "snippet", "landlock", "folder")
 REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

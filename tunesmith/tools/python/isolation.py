@@ -124,7 +124,7 @@ def _plan_bubblewrap(
     configuration = _configure(settings, files, is_session=is_session) | {
         "uid": uid,
         "tmp": "/tmp",
-        "filter": _build_filter(settings, is_only_barrier=False),
+        "filter": _build_filter(settings),
         "max_tasks": 1 + settings.max_processes + settings.max_threads,
     }
     return LaunchPlan(
@@ -140,16 +140,19 @@ def _plan_plain(
     settings: PythonToolSection, files: InstalledFiles, *, is_isolated: bool, is_session: bool
 ) -> LaunchPlan:
     """A worker among the processes of the user, with seccomp and Landlock or without isolation."""
-    system_filter = _build_filter(settings, is_only_barrier=True) if is_isolated else None
     if is_isolated and sys.platform != "linux":
         raise ConfigError(f"seccomp needs Linux, not {sys.platform}")
-    if is_isolated and system_filter is None:
-        raise ConfigError("seccomp is supported on x86_64 and aarch64 only")
     if is_isolated and settings.max_processes > 1:
         raise ConfigError(f"max_processes={settings.max_processes} needs bubblewrap; seccomp allows one process")
     paths = [*files.readable, *files.importable.values()]
     has_own_user = is_isolated and os.geteuid() == 0 and all(is_readable_by_others(path) for path in paths)
     uid = _choose_user_id() if has_own_user else None
+    system_filter = None
+    if is_isolated:
+        # Without a user id of its own, the kernel counts all threads of the user, or as root none.
+        system_filter = _build_filter(settings, is_only_barrier=True, can_start_threads=uid is not None)
+        if system_filter is None:
+            raise ConfigError("seccomp is supported on x86_64 and aarch64 only")
     folder = Path(tempfile.mkdtemp(prefix="tunesmith-python-"))
     temporary, imports = folder / "tmp", folder / "packages"
     temporary.mkdir()
@@ -166,7 +169,6 @@ def _plan_plain(
         "tmp_mb": settings.tmp_mb,
         "filter": system_filter,
         "readable": [*paths, str(imports), *DEVICES] if is_isolated else None,
-        # Without a user namespace, the kernel counts all processes of the user.
         "max_tasks": 2 + settings.max_threads if uid is not None else None,
         "has_group": not is_isolated,
     }
@@ -179,8 +181,14 @@ def _plan_plain(
     )
 
 
-def _build_filter(settings: PythonToolSection, *, is_only_barrier: bool) -> str | None:
-    program = build_filter(can_fork=settings.max_processes > 1, is_only_barrier=is_only_barrier)
+def _build_filter(
+    settings: PythonToolSection, *, is_only_barrier: bool = False, can_start_threads: bool = True
+) -> str | None:
+    program = build_filter(
+        can_fork=settings.max_processes > 1,
+        can_start_threads=can_start_threads and settings.max_threads > 0,
+        is_only_barrier=is_only_barrier,
+    )
     return None if program is None else program.hex()
 
 

@@ -1,8 +1,9 @@
 """The system-call filter of the Python sandbox, as a classic BPF program for the kernel's seccomp.
 
 A denied call fails with EPERM. The filter denies sockets, tracing, namespaces, mounts, kernel administration and
-memory that escapes the limits; with one process per call, it denies `fork`. Where no namespace hides other processes
-and files (`is_only_barrier`), it also denies signals, `exec`, and changes to files that Landlock does not cover.
+memory that escapes the limits, and, as the limits demand, processes and threads. Where no namespace hides other
+processes and files (`is_only_barrier`), it also denies signals, `exec`, and changes to files that Landlock does not
+cover.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import errno
 import platform
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 LOAD_WORD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, DENY, NOT_IMPLEMENTED, KILL_PROCESS = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000
@@ -133,52 +134,76 @@ HOST_CALLS = {
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
 }
-CLONE, CLONE3, PRLIMIT = (56, 220), (435, 435), (302, 261)
+CLONE, CLONE3 = (56, 220), (435, 435)
+DENIED_ARGUMENTS = (
+    # fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX; ioctl: FIOSETOWN, SIOCSPGRP. A file sends a signal to its owner.
+    ((72, 25), 1, (8, 10, 15)),
+    ((16, 29), 1, (0x8901, 0x8902, 0x5412)),
+)
+"""Numbers, index of an argument, and its values that are denied. 0x5412, TIOCSTI, types on a terminal."""
+PRLIMIT = (302, 261)
 
 
-def build_filter(*, can_fork: bool, is_only_barrier: bool, machine: str | None = None) -> bytes | None:
+def build_filter(
+    *, can_fork: bool, can_start_threads: bool, is_only_barrier: bool, machine: str | None = None
+) -> bytes | None:
     """The BPF program for this machine, or None on an architecture without a table of system calls."""
     machine = machine or platform.machine()
     if machine not in AUDIT_ARCHITECTURES:
         return None
     column = list(AUDIT_ARCHITECTURES).index(machine)
     calls: dict[str, tuple[int, int | None]] = dict(KERNEL_CALLS)
-    calls |= {} if can_fork and not is_only_barrier else FORK_CALLS
+    calls |= {} if can_fork else FORK_CALLS
     calls |= HOST_CALLS if is_only_barrier else {}
-    return b"".join(_build_instructions(machine, column, calls, can_fork=can_fork and not is_only_barrier))
-
-
-def _build_instructions(
-    machine: str, column: int, calls: Mapping[str, tuple[int, int | None]], *, can_fork: bool
-) -> Iterator[bytes]:
-    yield _encode(LOAD_WORD, ARCHITECTURE_OFFSET)
-    yield _encode(JUMP_EQUAL, AUDIT_ARCHITECTURES[machine], if_true=1)
-    yield _encode(RETURN, KILL_PROCESS)
-    yield _encode(LOAD_WORD, NUMBER_OFFSET)
+    instructions = [
+        _encode(LOAD_WORD, ARCHITECTURE_OFFSET),
+        _encode(JUMP_EQUAL, AUDIT_ARCHITECTURES[machine], if_true=1),
+        _encode(RETURN, KILL_PROCESS),
+        _encode(LOAD_WORD, NUMBER_OFFSET),
+    ]
     if machine == "x86_64":
-        yield _encode(JUMP_AT_LEAST, X32_CALLS, if_false=1)
-        yield _encode(RETURN, DENY)
+        instructions += [_encode(JUMP_AT_LEAST, X32_CALLS, if_false=1), _encode(RETURN, DENY)]
     for numbers in calls.values():
         if numbers[column] is not None:
-            yield _encode(JUMP_EQUAL, numbers[column], if_false=1)
-            yield _encode(RETURN, DENY)
+            instructions += _match_call(numbers[column], [_encode(RETURN, DENY)])
     # Its flags are behind a pointer, which a filter cannot read; the C library falls back to `clone`.
-    yield _encode(JUMP_EQUAL, CLONE3[column], if_false=1)
-    yield _encode(RETURN, NOT_IMPLEMENTED)
-    yield _encode(JUMP_EQUAL, CLONE[column], if_false=5 if can_fork else 6)
-    yield _encode(LOAD_WORD, FIRST_ARGUMENT_OFFSET)
+    instructions += _match_call(CLONE3[column], [_encode(RETURN, NOT_IMPLEMENTED)])
+    instructions += _match_call(
+        CLONE[column], list(_check_clone(can_fork=can_fork, can_start_threads=can_start_threads))
+    )
+    for numbers, index, values in DENIED_ARGUMENTS:
+        instructions += _match_call(numbers[column], list(_deny_values(index, values)))
+    # The limits of other processes: only the caller's own, pid 0, may be read or set.
+    own_limits = [_encode(JUMP_EQUAL, 0, if_true=1), _encode(RETURN, DENY), _encode(RETURN, ALLOW)]
+    instructions += _match_call(PRLIMIT[column], [_load_argument(0), *own_limits])
+    return b"".join([*instructions, _encode(RETURN, ALLOW)])
+
+
+def _match_call(number: int | None, body: list[bytes]) -> list[bytes]:
+    """Instructions for one system call, whose number is loaded; the body returns."""
+    return [_encode(JUMP_EQUAL, number, if_false=len(body)), *body]
+
+
+def _check_clone(*, can_fork: bool, can_start_threads: bool) -> Iterator[bytes]:
+    yield _load_argument(0)
     yield _encode(JUMP_ANY_BIT, CLONE_NAMESPACES, if_false=1)
     yield _encode(RETURN, DENY)
-    if not can_fork:
-        yield _encode(JUMP_ANY_BIT, CLONE_THREAD, if_true=1)
+    yield _encode(JUMP_ANY_BIT, CLONE_THREAD, if_false=1)
+    yield _encode(RETURN, ALLOW if can_start_threads else DENY)
     yield _encode(RETURN, ALLOW if can_fork else DENY)
+
+
+def _deny_values(index: int, values: tuple[int, ...]) -> Iterator[bytes]:
+    yield _load_argument(index)
+    for value in values:
+        yield _encode(JUMP_EQUAL, value, if_false=1)
+        yield _encode(RETURN, DENY)
     yield _encode(RETURN, ALLOW)
-    # The limits of other processes: only the caller's own, pid 0, may be read or set.
-    yield _encode(JUMP_EQUAL, PRLIMIT[column], if_false=3)
-    yield _encode(LOAD_WORD, FIRST_ARGUMENT_OFFSET)
-    yield _encode(JUMP_EQUAL, 0, if_true=1)
-    yield _encode(RETURN, DENY)
-    yield _encode(RETURN, ALLOW)
+
+
+def _load_argument(index: int) -> bytes:
+    """Load the lower half of an argument, which is all that the kernel reads of an integer."""
+    return _encode(LOAD_WORD, FIRST_ARGUMENT_OFFSET + 8 * index)
 
 
 def _encode(code: int, value: int | None, *, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -17,13 +17,13 @@ import importlib
 import json
 import os
 import selectors
-import shutil
 import signal
 import sys
 import time
 from typing import Any
 
 from tunesmith.tools.python.child import MIB, PR_SET_DUMPABLE, Child, Config, SetupError
+from tunesmith.tools.python.folder import count_files_of_file_system, empty_folder, measure_folder
 from tunesmith.tools.python.landlock import build_ruleset, check
 from tunesmith.tools.python.snippet import CPU_TIME, ERROR, MEMORY, OK
 
@@ -32,7 +32,9 @@ MAX_REMOVED_FILES = 1000
 """A worker whose temporary folder holds more is replaced, which takes less time than to remove them."""
 INTERRUPT_GRACE_S = 0.5
 """Seconds that code of a session has after an interrupt at the time limit; then its process is killed."""
-TMP_CHECK_S = 0.1
+MAX_FILES = 10_000
+"""Files and folders in the temporary folder."""
+FOLDER_CHECK_S = 0.1
 COMMON_MODULES = (
     "bisect", "cmath", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq",
     "itertools", "json", "math", "operator", "random", "re", "statistics", "string", "time", "typing",
@@ -69,7 +71,7 @@ def main() -> None:
                 write_frame(replies, reply)
                 continue
             child.end()
-            is_clean = empty_folder(config["tmp"])
+            is_clean = empty_folder(config["tmp"], max_files=MAX_REMOVED_FILES)
             write_frame(replies, reply | {"is_worker_kept": is_clean})
             if not is_clean:
                 return
@@ -128,7 +130,7 @@ class Call:
         self._reason = ""
         self._is_interrupted = False
         self._has_answered = False
-        self._next_check = 0.0
+        self._next_check = time.monotonic() + FOLDER_CHECK_S
         self._selector = selectors.DefaultSelector()
 
     @property
@@ -151,7 +153,7 @@ class Call:
                     deadline += INTERRUPT_GRACE_S
                     self._time_out()
                     continue
-                for key, _ in self._selector.select(min(left_s, TMP_CHECK_S)):
+                for key, _ in self._selector.select(min(left_s, FOLDER_CHECK_S)):
                     self._handle(key.fd, requests, wake)
                 if self._outcome is None and child.poll():
                     self._judge_end()
@@ -162,6 +164,7 @@ class Call:
 
     def _handle(self, fd: int, requests: int, wake: int) -> None:
         if fd == requests:
+            self._child.end()
             sys.exit()
         elif fd == wake:
             os.read(wake, CHUNK_BYTES)
@@ -227,12 +230,16 @@ class Call:
             self._outcome, self._reason = "error", f"the process was killed by {signal.Signals(number).name}"
 
     def _check_folder(self) -> None:
-        """Where no file system of its own limits the temporary folder, measure it."""
-        limit_mb = self._config["tmp_mb"]
-        if limit_mb is None or self._outcome is not None or time.monotonic() < self._next_check:
+        """Count files; where no file system of its own limits the size of the temporary folder, measure it too."""
+        if self._outcome is not None or time.monotonic() < self._next_check:
             return
-        self._next_check = time.monotonic() + TMP_CHECK_S
-        if measure_folder(self._config["tmp"]) > limit_mb * MIB:
+        self._next_check = time.monotonic() + FOLDER_CHECK_S
+        path, limit_mb = self._config["tmp"], self._config["tmp_mb"]
+        if limit_mb is None:
+            is_full = count_files_of_file_system(path) > MAX_FILES
+        else:
+            is_full = measure_folder(path, max_bytes=limit_mb * MIB, max_files=MAX_FILES)
+        if is_full:
             self._outcome, self._reason = "error", "the temporary folder is full"
 
     def _describe(self) -> dict[str, Any]:
@@ -246,35 +253,6 @@ class Call:
             "is_worker_kept": True,
             "is_state_lost": self._config["is_session"] and not self.is_child_kept,
         }
-
-
-def measure_folder(path: str) -> int:
-    """Bytes of all files below a folder; files that vanish meanwhile do not count."""
-    total = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512  # noqa: PTH118
-    return total
-
-
-def empty_folder(path: str) -> bool:
-    """Remove the contents; False if something is left or there is too much."""
-    try:
-        with os.scandir(path) as entries:
-            found = [entry for _, entry in zip(range(MAX_REMOVED_FILES + 1), entries, strict=False)]
-        if not found:
-            return True
-        if len(found) > MAX_REMOVED_FILES or sum(len(files) for _, _, files in os.walk(path)) > MAX_REMOVED_FILES:
-            return False
-        for entry in found:
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)  # noqa: PTH108
-    except (OSError, RecursionError):
-        return False
-    return True
 
 
 def read_frame(fd: int) -> dict[str, Any] | None:

@@ -12,16 +12,15 @@ import json
 import logging
 import os
 import select
-import shutil
 import signal
 import subprocess
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import ConfigError, SandboxError
+from tunesmith.tools.python.folder import remove_folder
 from tunesmith.tools.python.installed import find_installed_files
 from tunesmith.tools.python.isolation import ADVICE, LaunchPlan, build_plan, iter_plans
 
@@ -82,7 +81,7 @@ class WorkerProcess:
             except subprocess.TimeoutExpired:
                 logger.warning("the process %d of a Python sandbox does not end", self._process.pid)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_folder(self._folder)
 
     def close(self) -> None:
         """Kill the worker and close the pipes to it; only while no request runs."""
@@ -184,6 +183,6 @@ def _launch(plan: LaunchPlan) -> WorkerProcess:
     try:
         return WorkerProcess(plan)
     except BaseException:
-        if plan.folder is not None and Path(plan.folder).exists():
-            shutil.rmtree(plan.folder, ignore_errors=True)
+        if plan.folder is not None:
+            remove_folder(plan.folder)
         raise
