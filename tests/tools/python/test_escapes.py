@@ -318,8 +318,8 @@ def test_the_temporary_folder_is_limited(build):
     "code",
     [
         "import os\nfor i in range(1500): open(f'{i}', 'w')",
-        "import os\nfor i in range(900):\n  os.mkdir('a' * 100)\n  os.chdir('a' * 100)",
-        "import os\nfor i in range(3000):\n  os.mkdir('a')\n  os.chdir('a')",
+        "import os\nfor i in range(200):\n  os.mkdir('a' * 100)\n  os.chdir('a' * 100)",
+        "import os\nfor i in range(1200):\n  os.mkdir('a')\n  os.chdir('a')",
         "import os\nos.umask(0)\nos.mkdir('a', 0o300)\nos.mkdir('a/b', 0o300)\nopen('a/b/c', 'w')\nos.mkdir('a/d', 0)",
         "import builtins, sys\nbuiltins.print = None\nsys.modules['os'] = None",
     ],
