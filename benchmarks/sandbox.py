@@ -24,6 +24,7 @@ from report import publish
 
 from tunesmith.config import PythonToolSection
 from tunesmith.errors import SandboxError
+from tunesmith.tools.python.installed import find_installed_files
 from tunesmith.tools.python.isolation import build_plan, list_isolations
 from tunesmith.tools.python.tool import PythonTool
 
@@ -103,9 +104,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"{name}: {error}")
             continue
         ways[name] = build_tool_way(tool)
-    interpreter = build_plan("none", PythonToolSection(), is_session=False).command
     ways["fresh python -I -S -c, not isolated"] = build_process_way(
-        [interpreter[interpreter.index("-m") - 5], "-I", "-S", "-c", CODE], {}
+        [find_installed_files(()).interpreter, "-I", "-S", "-c", CODE], {}
     )
     if "warm bubblewrap" in ways:
         ways["cold bubblewrap"] = build_cold_bubblewrap()

@@ -111,3 +111,18 @@ def test_a_closed_or_cancelled_session_refuses_calls(tool):
         session.close()
 
     asyncio.run(run())
+
+
+def test_the_process_of_a_session_ends_with_it():
+    tool = build_tool("bubblewrap")
+
+    async def run():
+        session = tool.session()
+        await session("1")
+        process = session._worker._process
+        session.close()
+        session.close()
+        return await asyncio.to_thread(process.wait, 60)
+
+    assert asyncio.run(run()) == -9
+    tool.close()

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -321,3 +322,20 @@ def test_an_ordinary_user_has_the_same_sandbox(kind, tmp_path):
         timeout=HANG_S, check=False,
     )  # fmt: skip
     assert ended.stdout.split() == ["ok", "error", "error", "timeout", "ok"], ended.stderr
+
+
+def test_no_folder_is_left_behind(monkeypatch, tmp_path):
+    build_tool("seccomp").close()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tool = build_tool("seccomp")
+    assert run_code(tool, "import os\nos.mkdir('a', 0o300)\nos.mkdir('a/b', 0)").outcome == "ok"
+    tool.close()
+    assert not list(tmp_path.iterdir())
+    code = "import asyncio, os\nfrom sandboxes import build_tool\ntool = build_tool('seccomp')\n"
+    code += "asyncio.run(tool('1'))\nos.kill(os.getpid(), 9)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=HANG_S, check=False)
+    deadline = time.monotonic() + HANG_S
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline, "a worker whose pool was killed leaves its folder"
+        time.sleep(0.02)

@@ -167,6 +167,7 @@ def _plan_plain(
         "uid": uid,
         "tmp": str(temporary),
         "tmp_mb": settings.tmp_mb,
+        "folder": str(folder),
         "filter": system_filter,
         "readable": [*paths, str(imports), *DEVICES] if is_isolated else None,
         "max_tasks": 2 + settings.max_threads if uid is not None else None,
@@ -196,8 +197,8 @@ def _configure(settings: PythonToolSection, files: InstalledFiles, *, is_session
     limits = settings.model_dump(
         include={"wall_s", "cpu_s", "memory_mb", "max_file_mb", "max_open_files", "max_output_bytes"}
     )
-    own = {"preload": files.preload, "is_session": is_session, "has_group": True, "readable": None, "tmp_mb": None}
-    return limits | own
+    own = {"preload": files.preload, "is_session": is_session, "has_group": True}
+    return limits | own | {"readable": None, "tmp_mb": None, "folder": None}
 
 
 def _choose_user_id() -> int:

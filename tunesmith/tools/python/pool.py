@@ -134,5 +134,7 @@ def count_cpus() -> int:
 
 
 def _close_workers(workers: deque[WorkerProcess]) -> None:
+    for worker in workers:
+        worker.kill()
     while workers:
         workers.pop().close()

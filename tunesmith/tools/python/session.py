@@ -38,7 +38,7 @@ class PythonSession:
         try:
             answer = await run_in_threads(self._threads, call, self._run, code, call)
         except BaseException:
-            self._is_closed = True
+            self.close()
             raise
         result = build_result(answer, self._settings)
         if result.is_state_lost:
@@ -64,11 +64,14 @@ class PythonSession:
         return forked
 
     def close(self) -> None:
-        """End the process of the session."""
+        """End the process of the session, without waiting for its end."""
+        if self._is_closed:
+            return
         self._is_closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._worker is not None:
             self._worker.kill()
+            self._threads.submit(self._worker.close)
+        self._threads.shutdown(wait=False)
 
     async def __aenter__(self) -> PythonSession:
         return self
@@ -80,6 +83,9 @@ class PythonSession:
 
     def _run(self, code: str, call: PendingCall) -> dict[str, Any]:
         worker = self._worker = self._worker or self._launcher.start(is_session=True)
+        if self._is_closed:
+            worker.close()
+            raise CancelledCallError
         call.attach(worker)
         try:
             answer = worker.request(code)

@@ -23,7 +23,12 @@ import time
 from typing import Any
 
 from tunesmith.tools.python.child import MIB, PR_SET_DUMPABLE, Child, Config, SetupError
-from tunesmith.tools.python.folder import count_files_of_file_system, empty_folder, measure_folder
+from tunesmith.tools.python.folder import (
+    count_files_of_file_system,
+    empty_folder,
+    measure_folder,
+    remove_folder,
+)
 from tunesmith.tools.python.landlock import build_ruleset, check
 from tunesmith.tools.python.snippet import CPU_TIME, ERROR, MEMORY, OK
 
@@ -61,23 +66,33 @@ def main() -> None:
         return
     try:
         prepare(config)
-        child = Child(config)
-        child.wait_ready()
-        write_frame(replies, {})
-        while (request := read_frame(requests)) is not None:
-            call = Call(config, child, request["code"].encode("utf-8", "surrogatepass"))
-            reply = call.run(requests, wake)
-            if call.is_child_kept:
-                write_frame(replies, reply)
-                continue
-            child.end()
-            is_clean = empty_folder(config["tmp"], max_files=MAX_REMOVED_FILES)
-            write_frame(replies, reply | {"is_worker_kept": is_clean})
-            if not is_clean:
-                return
-            child = Child(config)
+        serve(config, requests, replies, wake)
     except (OSError, ImportError, SetupError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    finally:
+        # The pool removes the folder of a worker that it ends; here it has ended itself.
+        if config["folder"] is not None:
+            remove_folder(config["folder"])
+
+
+def serve(config: Config, requests: int, replies: int, wake: int) -> None:
+    """Answer requests until there are no more, or until the temporary folder cannot be emptied."""
+    child = Child(config)
+    child.wait_ready()
+    write_frame(replies, {})
+    while (request := read_frame(requests)) is not None:
+        call = Call(config, child, request["code"].encode("utf-8", "surrogatepass"))
+        reply = call.run(requests, wake)
+        if call.is_child_kept:
+            write_frame(replies, reply)
+            continue
+        child.end()
+        is_clean = empty_folder(config["tmp"], max_files=MAX_REMOVED_FILES)
+        write_frame(replies, reply | {"is_worker_kept": is_clean})
+        if not is_clean:
+            return
+        child = Child(config)
+    child.end()
 
 
 def _install_wakeup() -> int:

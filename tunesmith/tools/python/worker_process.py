@@ -59,7 +59,7 @@ class WorkerProcess:
         try:
             self._exchange(plan.configuration, START_TIMEOUT_S)
         except BaseException:
-            self.kill()
+            self.close()
             raise
 
     def request(self, code: str) -> dict[str, Any]:
@@ -67,29 +67,34 @@ class WorkerProcess:
         return self._exchange({"code": code}, self._answer_timeout_s)
 
     def kill(self) -> None:
-        """End the worker and all its processes; harmless if it ended before, or in a forked copy of this process."""
-        if os.getpid() != self._owner:
-            return
+        """Signal the worker and all its processes to end, without waiting; harmless if it ended before."""
         with self._lock:
-            if self._is_killed:
+            # A forked copy of this process does not own the worker.
+            if self._is_killed or os.getpid() != self._owner:
                 return
             self._is_killed = True
+            # The process is not reaped before: its id is not reused.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            try:
-                self._process.wait(END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                logger.warning("the process %d of a Python sandbox does not end", self._process.pid)
-        if self._folder is not None:
-            remove_folder(self._folder)
 
     def close(self) -> None:
-        """Kill the worker and close the pipes to it; only while no request runs."""
-        self.kill()
+        """Kill the worker, wait for its end, and release its files; only while no request runs."""
+        if os.getpid() != self._owner:
+            return
+        self._wait()
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+        if self._folder is not None:
+            remove_folder(self._folder)
+
+    def _wait(self) -> None:
+        self.kill()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("the process %d of a Python sandbox does not end", self._process.pid)
 
     def _exchange(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         data = json.dumps(message).encode()
@@ -129,7 +134,7 @@ class WorkerProcess:
     def _describe_end(self) -> str:
         """What the worker wrote to standard error before it ended."""
         was_killed = self._is_killed
-        self.kill()
+        self._wait()
         assert self._process.stderr is not None
         text = "" if was_killed else self._process.stderr.read().decode(errors="replace").strip()
         return text or f"it ended with status {self._process.returncode}"
