@@ -224,6 +224,8 @@ def test_limits_and_priorities_of_other_processes_stay(tool):
             assert run_code(tool, f"import os, resource\n{change}").outcome == "error"
         assert os.getpriority(os.PRIO_PROCESS, victim.pid) == os.getpriority(os.PRIO_PROCESS, 0)
         victim.kill()
+    for change in ("os.setpriority(0, os.getppid(), 19)", "os.setpriority(2, 0, 19)", "os.sched_setaffinity(1, {0})"):
+        assert run_code(tool, f"import os\n{change}").outcome == "error"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """The system-call filter of the Python sandbox, as a classic BPF program for the kernel's seccomp.
 
-A denied call fails with EPERM. The filter denies sockets, tracing, namespaces, mounts, kernel administration and
-memory that escapes the limits, and, as the limits demand, processes and threads. Where no namespace hides other
-processes and files (`is_only_barrier`), it also denies signals, `exec`, and changes to files that Landlock does not
-cover.
+A denied call fails with EPERM. The filter denies sockets, tracing, namespaces, mounts, kernel administration,
+scheduling (which reaches the worker), memory outside of the limits and, depending on the limits, processes and
+threads. Where no namespace hides other processes and files (`is_only_barrier`), it also denies signals, `exec`, and
+changes to files that Landlock does not cover.
 """
 
 from __future__ import annotations
@@ -86,6 +86,14 @@ KERNEL_CALLS = {
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
 }
 """Numbers on x86_64 and aarch64. `memfd_create` and System V memory are outside of the address space limit."""
 FORK_CALLS = {"fork": (57, None), "vfork": (58, None)}
@@ -97,14 +105,6 @@ HOST_CALLS = {
     "tgkill": (234, 131),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
     "setsid": (112, 157),
     "setpgid": (109, 154),
     "chmod": (90, None),
