@@ -58,7 +58,10 @@ def secret(tmp_path):
 
 
 def assert_works(tool):
-    result = run_code(tool, "import os\nprint(os.listdir('.'))\n6 * 7")
+    for _ in range(20):
+        result = run_code(tool, "import os\nprint(os.listdir('.'))\n6 * 7")
+        if result.outcome != "timeout":  # a stall of the machine, where the tool has a short limit
+            break
     assert (result.outcome, result.text) == ("ok", "[]\n42")
 
 

@@ -13,6 +13,13 @@ from tunesmith.tools.python.result import STATE_LOST
 
 @pytest.fixture(params=KINDS)
 def tool(request):
+    tool = build_tool(request.param)
+    yield tool
+    tool.close()
+
+
+@pytest.fixture(params=KINDS)
+def quick_tool(request):
     tool = build_tool(request.param, wall_s=1)
     yield tool
     tool.close()
@@ -46,8 +53,8 @@ def test_sessions_do_not_share_variables(tool):
     assert asyncio.run(run()) == ("1", "2", "False")
 
 
-def test_variables_survive_the_time_limit(tool):
-    results = run_all(tool, "x = 5", "while True: pass", "x")
+def test_variables_survive_the_time_limit(quick_tool):
+    results = run_all(quick_tool, "x = 5", "while True: pass", "x")
     assert [result.outcome for result in results] == ["ok", "timeout", "ok"]
     assert results[2].text == "5" and not results[1].is_state_lost
 
@@ -61,8 +68,8 @@ def test_variables_survive_the_time_limit(tool):
         "import ctypes\nctypes.string_at(0)",
     ],
 )
-def test_a_lost_state_is_reported_and_the_session_works(tool, code):
-    results = run_all(tool, "x = 5", code, "x", "2 + 2")
+def test_a_lost_state_is_reported_and_the_session_works(quick_tool, code):
+    results = run_all(quick_tool, "x = 5", code, "x", "2 + 2")
     assert results[1].is_state_lost and results[1].text.endswith(STATE_LOST)
     assert "NameError" in results[2].text and results[3].text == "4"
 
@@ -89,9 +96,9 @@ def test_a_fork_has_the_same_state_and_goes_its_own_way(tool):
     assert asyncio.run(run()) == (True, "2", "0")
 
 
-def test_a_session_that_depends_on_time_is_not_forked(tool):
+def test_a_session_that_depends_on_time_is_not_forked(quick_tool):
     async def run(code):
-        async with tool.session() as session:
+        async with quick_tool.session() as session:
             await session(code)
             await session.fork()
 

@@ -34,16 +34,16 @@ def tool(request):
 
 
 def find_workers():
-    """Processes of this process that lead a session: the workers."""
+    """Workers that this process started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
+            is_worker = b"tunesmith.tools.python.worker" in (path.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        pid = int(path.parent.name)
-        if int(fields[1]) == os.getpid() and int(fields[3]) == pid and fields[0] != "Z":
-            found.append(pid)
+        if int(fields[1]) == os.getpid() and is_worker and fields[0] != "Z":
+            found.append(int(path.parent.name))
     return found
 
 
