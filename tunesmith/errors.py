@@ -55,6 +55,10 @@ class EngineError(TunesmithError, RuntimeError):
     """The engine cannot finish a request: a step failed, or the model's logits are not finite."""
 
 
+class SandboxError(TunesmithError, RuntimeError):
+    """The sandbox of a tool cannot run code; nothing is known about the code."""
+
+
 def exit_on_signal(number: int, frame: FrameType | None) -> None:
     """Signal handler that exits with the shell's status for the signal, 128 + number."""
     os.write(2, b"tunesmith: SIGTERM: exiting\n")

@@ -49,6 +49,7 @@ from tunesmith.config.sft import (
     SftConfig,
     SftTrainerSection,
 )
+from tunesmith.config.tools import PythonToolSection
 
 __all__ = [
     "AdaptiveKlSection",
@@ -88,6 +89,7 @@ __all__ = [
     "PreferenceTrainerSection",
     "PrepareSection",
     "PrepareStage",
+    "PythonToolSection",
     "ReplaySection",
     "RlStage",
     "RolloutSection",

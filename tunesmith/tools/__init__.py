@@ -1,1 +1,1 @@
-"""Tools for agents: functions from text to text that report the model's errors as observations."""
+"""Tools for agents: a calculator and a sandbox for Python. Errors of the model are observations."""

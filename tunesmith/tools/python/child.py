@@ -1,0 +1,218 @@
+"""One process that runs code: forked by the worker before the code arrives, limited, and killed after the call.
+
+The child sends `READY` once its limits are set; an earlier error is one of the sandbox and never one of the code. It
+then reads code (four bytes of length, then UTF-8) and answers with one byte: the status of `snippet`. In a session it
+waits for more code; otherwise it ends as an interpreter does: it joins threads and calls exit handlers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any, NoReturn
+
+from tunesmith.tools.python.landlock import check, restrict_self
+from tunesmith.tools.python.snippet import CpuTimeError, build_module, run_snippet
+
+READY = b"r"
+CODE_FD, STATUS_FD = 3, 4
+MAX_FD = 4096
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+SECCOMP_MODE_FILTER = 2
+MIB = 1 << 20
+
+Config = dict[str, Any]
+
+
+class SetupError(Exception):
+    """The sandbox cannot run code at all; the message is for the user."""
+
+
+class Child:
+    """A forked process and the pipes to it, in the worker."""
+
+    def __init__(self, config: Config) -> None:
+        code_read, self.code = os.pipe()
+        self.status_pipe, status_write = os.pipe()
+        self.stdout, stdout_write = os.pipe()
+        self.stderr, stderr_write = os.pipe()
+        self.wait_status: int | None = None
+        """How the process ended; None while it runs."""
+        self.cpu_s = 0.0
+        """CPU time of the ended process."""
+        self._is_ready = False
+        self._has_group = config["has_group"]
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run(config, code_read, stdout_write, stderr_write, status_write)
+        for fd in (code_read, stdout_write, stderr_write, status_write):
+            os.close(fd)
+
+    def wait_ready(self) -> None:
+        """Wait until the limits are set. Non-blocking pipes from then on."""
+        if self._is_ready:
+            return
+        if os.read(self.status_pipe, 1) != READY:
+            raise SetupError(os.read(self.stderr, 10_000).decode(errors="replace").strip())
+        self._is_ready = True
+        for fd in (self.code, self.status_pipe, self.stdout, self.stderr):
+            os.set_blocking(fd, False)
+
+    def poll(self) -> bool:
+        """Reap ended processes; True once the child has ended."""
+        with contextlib.suppress(ChildProcessError):
+            while self.wait_status is None and self._reap(os.WNOHANG):
+                pass
+        return self.wait_status is not None
+
+    def end(self) -> None:
+        """Kill all processes of the call and wait for their end; as process 1 the worker adopts orphans."""
+        is_first = os.getpid() == 1
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if is_first:
+                os.kill(-1, signal.SIGKILL)
+            elif self._has_group:
+                os.killpg(self.pid, signal.SIGKILL)
+            elif self.wait_status is None:
+                os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while is_first or self.wait_status is None:
+                self._reap(0)
+        for fd in (self.code, self.status_pipe, self.stdout, self.stderr):
+            os.close(fd)
+
+    def _reap(self, options: int) -> int:
+        pid, status, usage = os.wait4(-1, options)
+        if pid == self.pid:
+            self.wait_status, self.cpu_s = status, usage.ru_utime + usage.ru_stime
+        return pid
+
+
+def _run(config: Config, code_read: int, stdout: int, stderr: int, status: int) -> NoReturn:
+    """The child's life. It never returns into the worker's code."""
+    try:
+        os.dup2(stderr, 2)
+        _move_files(code_read, stdout, stderr, status)
+        _set_limits(config)
+        os.closerange(STATUS_FD + 1, MAX_FD)
+        _serve(config)
+    except BaseException as error:  # noqa: BLE001 - reported by `Child.wait_ready`
+        os.write(2, f"{type(error).__name__}: {error}".encode())
+        os._exit(1)
+    os._exit(0)
+
+
+def _move_files(code_read: int, stdout: int, stderr: int, status: int) -> None:
+    """Files 0 to 4 become the null device, output, errors, code and status."""
+    null = os.open(os.devnull, os.O_RDWR)
+    moved = [os.dup(fd) for fd in (null, stdout, stderr, code_read, status)]
+    # Duplicates are above all originals, and originals above 4: no file is overwritten before it is moved.
+    for fd, copy in enumerate(moved):
+        os.dup2(copy, fd, inheritable=fd < CODE_FD)
+
+
+def _set_limits(config: Config) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    limits = {
+        "RLIMIT_AS": config["memory_mb"] * MIB,
+        "RLIMIT_FSIZE": config["max_file_mb"] * MIB,
+        "RLIMIT_NOFILE": config["max_open_files"],
+        "RLIMIT_CORE": 0,
+        "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_MSGQUEUE": 0,
+        "RLIMIT_NPROC": config["max_tasks"],
+    }
+    for name, value in limits.items():
+        number = getattr(resource, name, None)
+        # macOS has no working limit of the address space.
+        if number is not None and value is not None and not (name == "RLIMIT_AS" and sys.platform == "darwin"):
+            resource.setrlimit(number, (value, value))
+    _set_cpu_limit(config)
+    if sys.platform != "linux":
+        os.setsid()
+        return
+    libc: ctypes.CDLL = config["libc"]
+    check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
+    check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+    if config["has_group"]:
+        os.setsid()
+    check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    if config["ruleset"] is not None:
+        restrict_self(libc, config["ruleset"])
+    if config["filter"] is not None:
+        check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(config["filter"])), "prctl(PR_SET_SECCOMP)")
+
+
+def _set_cpu_limit(config: Config) -> None:
+    """A stateless call is killed; code of a session gets an exception first, and new CPU time with each call."""
+    if not config["is_session"]:
+        resource.setrlimit(resource.RLIMIT_CPU, (config["cpu_s"], config["cpu_s"] + 1))
+        return
+    signal.signal(signal.SIGXCPU, _raise_cpu_time)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used_s = int(usage.ru_utime + usage.ru_stime) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (used_s + config["cpu_s"], resource.RLIM_INFINITY))
+
+
+def _raise_cpu_time(number: int, frame: FrameType | None) -> NoReturn:
+    raise CpuTimeError("the CPU time of the call is used up")
+
+
+def _serve(config: Config) -> None:
+    # Line-buffered: what was printed before a kill is read.
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = _open_output(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _open_output(2)  # type: ignore[misc]
+    module = build_module()
+    random.seed(0)
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed(0)
+    os.write(STATUS_FD, READY)
+    pid = os.getpid()
+    num_calls = 0
+    while (source := _read_code()) is not None:
+        num_calls += 1
+        name = f"<python {num_calls}>" if config["is_session"] else "<python>"
+        status = run_snippet(source, module, filename=name)
+        if not config["is_session"]:
+            with contextlib.suppress(BaseException):
+                threading._shutdown()  # type: ignore[attr-defined]
+                atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BaseException):
+                stream.flush()
+        if os.getpid() != pid:
+            # A process that the code forked has come to the end of the code.
+            os._exit(0)
+        os.write(STATUS_FD, status)
+        if config["is_session"]:
+            _set_cpu_limit(config)
+
+
+def _open_output(fd: int) -> Any:
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _read_code() -> bytes | None:
+    header = _read(4)
+    return None if header is None else _read(int.from_bytes(header, "big"))
+
+
+def _read(size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        chunk = os.read(CODE_FD, size - len(data))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)

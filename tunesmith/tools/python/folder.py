@@ -1,0 +1,78 @@
+"""The temporary folder of a sandbox: how full it is, and its removal.
+
+Code may leave folders that are closed, or nested deeper than a path is long. Both are removed step by step from the
+top: a folder is opened, its folders are moved up, and its files are deleted. No symbolic link is followed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import count
+
+
+def measure_folder(path: str, *, max_bytes: int, max_files: int) -> bool:
+    """Whether a folder is full; folders that vanish meanwhile do not count."""
+    size = num_files = 0
+    left = [path]
+    while left:
+        try:
+            with os.scandir(left.pop()) as entries:
+                for entry in entries:
+                    num_files += 1
+                    size += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(entry.path)
+                    if size > max_bytes or num_files > max_files:
+                        return True
+        except OSError:
+            continue
+    return False
+
+
+def count_files_of_file_system(path: str) -> int:
+    """Files and folders of a file system, such as a tmpfs."""
+    found = os.statvfs(path)
+    return found.f_files - found.f_ffree
+
+
+def empty_folder(path: str, *, max_files: int | None = None) -> bool:
+    """Remove the contents; False if there are more than `max_files` or something cannot be removed."""
+    numbers = count()
+    try:
+        while entries := list(_scan(path, max_files)):
+            for entry in entries:
+                if max_files is not None and next(numbers) >= max_files:
+                    return False
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)  # noqa: PTH108
+                    continue
+                os.chmod(entry.path, 0o700)  # noqa: PTH101
+                for inner in list(_scan(entry.path, max_files)):
+                    if inner.is_dir(follow_symlinks=False):
+                        os.chmod(inner.path, 0o700)  # noqa: PTH101
+                        os.rename(inner.path, f"{path}/.removed-{next(numbers)}-{inner.inode()}")  # noqa: PTH104
+                    else:
+                        next(numbers)
+                        os.unlink(inner.path)  # noqa: PTH108
+                if not os.listdir(entry.path):  # noqa: PTH208
+                    os.rmdir(entry.path)  # noqa: PTH106
+    except OSError:
+        return False
+    return True
+
+
+def remove_folder(path: str) -> None:
+    """Remove the folder of a worker that has ended; what cannot be removed stays."""
+    empty_folder(f"{path}/tmp")
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _scan(path: str, limit: int | None) -> Iterator[os.DirEntry[str]]:
+    """At most `limit + 1` entries."""
+    with os.scandir(path) as entries:
+        for number, entry in enumerate(entries):
+            if limit is not None and number > limit:
+                return
+            yield entry

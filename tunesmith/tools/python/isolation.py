@@ -1,0 +1,218 @@
+"""How a worker is started: under bubblewrap, under seccomp with Landlock, or, on demand, without isolation.
+
+bubblewrap gives a worker namespaces of its own: no network, process 1 of its own process table, and a file system that
+holds the interpreter read-only and a temporary folder in memory. Without it, seccomp denies sockets, processes,
+signals and changes of files, and Landlock denies to read others than the interpreter's; both need no privileges. As
+root, a worker runs under an unused user id, for which the kernel enforces the number of processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config.tools import PythonToolSection
+from tunesmith.errors import ConfigError
+from tunesmith.tools.python.installed import InstalledFiles, find_installed_files, is_readable_by_others
+from tunesmith.tools.python.seccomp import build_filter
+
+IMPORT_FOLDER = "/packages"
+WORKER = ("-s", "-S", "-P", "-B", "-m", "tunesmith.tools.python.worker")
+START = ("/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"', "sh")
+"""Makes a worker the first process that the kernel ends when memory runs out."""
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+ENVIRONMENT = {
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PATH": "/usr/bin:/bin",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+FIRST_USER_ID = 1_900_000_000
+NOBODY = 65534
+NUM_USER_IDS = 100_000_000
+ADVICE = (
+    "install bubblewrap 0.7 or newer (apt-get install bubblewrap), or use Linux 5.13 or newer with Landlock, or set "
+    "unsafe=True to run code without isolation"
+)
+
+_worker_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """The command line of a worker, its environment, and the frame that configures it."""
+
+    isolation: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    configuration: dict[str, Any]
+    folder: str | None
+    """A folder of the worker on the file system of the machine, removed with the worker."""
+
+
+def list_isolations(settings: PythonToolSection) -> list[str]:
+    """Kinds of isolation to try, in order of preference."""
+    kinds = ["bubblewrap", "bubblewrap-userns", "seccomp"]
+    if settings.isolation != "auto":
+        kinds = [kind for kind in kinds if kind.startswith(settings.isolation)]
+    if os.geteuid() != 0:
+        kinds = [kind for kind in kinds if kind != "bubblewrap"]
+    return [*kinds, "none"] if settings.unsafe else kinds
+
+
+def build_plan(kind: str, settings: PythonToolSection, *, is_session: bool) -> LaunchPlan:
+    """How to start a worker; `ConfigError` if this kind of isolation is not to be had on this machine."""
+    files = find_installed_files(settings.packages)
+    if kind.startswith("bubblewrap"):
+        return _plan_bubblewrap(settings, files, has_user_namespace=kind != "bubblewrap", is_session=is_session)
+    return _plan_plain(settings, files, is_isolated=kind == "seccomp", is_session=is_session)
+
+
+def _find_bubblewrap() -> str:
+    if sys.platform != "linux":
+        raise ConfigError(f"bubblewrap needs Linux, not {sys.platform}")
+    program = shutil.which("bwrap")
+    if program is None:
+        raise ConfigError("bubblewrap is not installed (apt-get install bubblewrap)")
+    if not _has_size_option(program):
+        raise ConfigError("bubblewrap is older than 0.7, which cannot limit the size of a temporary folder")
+    return program
+
+
+@functools.cache
+def _has_size_option(program: str) -> bool:
+    listed = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    return "--size" in listed.stdout + listed.stderr
+
+
+def _plan_bubblewrap(
+    settings: PythonToolSection, files: InstalledFiles, *, has_user_namespace: bool, is_session: bool
+) -> LaunchPlan:
+    program = _find_bubblewrap()
+    uid = None if has_user_namespace else _choose_user_id()
+    mounts = dict.fromkeys(files.readable)
+    imports = {f"{IMPORT_FOLDER}/{name}": path for name, path in files.importable.items()}
+    shown = [*mounts, *imports, *DEVICES]
+    folders = dict.fromkeys(str(folder) for path in shown for folder in reversed(Path(path).parents))
+    arguments = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    if has_user_namespace:
+        arguments += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+    arguments.append("--as-pid-1")
+    # bubblewrap creates the folders of a mount with mode 0700 where others cannot read the source or its folder.
+    for folder in list(folders)[1:]:
+        arguments += ["--dir", folder]
+    for path in mounts:
+        arguments += ["--ro-bind", path, path]
+    for target, path in imports.items():
+        arguments += ["--ro-bind", path, target]
+    for device in DEVICES:
+        arguments += ["--dev-bind", device, device]
+    arguments += ["--symlink", "/tmp", "/dev/shm"]
+    arguments += ["--perms", "1777", "--size", str(settings.tmp_mb << 20), "--tmpfs", "/tmp"]
+    arguments += ["--remount-ro", "/", "--chdir", "/tmp", "--"]
+    configuration = _configure(settings, files, is_session=is_session) | {
+        "uid": uid,
+        "tmp": "/tmp",
+        "filter": _build_filter(settings),
+        "max_tasks": 1 + settings.max_processes + settings.max_threads,
+    }
+    return LaunchPlan(
+        isolation="bubblewrap",
+        command=(*START, program, *arguments, files.interpreter, *WORKER),
+        environment=ENVIRONMENT | {"PYTHONPATH": IMPORT_FOLDER},
+        configuration=configuration,
+        folder=None,
+    )
+
+
+def _plan_plain(
+    settings: PythonToolSection, files: InstalledFiles, *, is_isolated: bool, is_session: bool
+) -> LaunchPlan:
+    """A worker among the processes of the user, with seccomp and Landlock or without isolation."""
+    if is_isolated and sys.platform != "linux":
+        raise ConfigError(f"seccomp needs Linux, not {sys.platform}")
+    if is_isolated and settings.max_processes > 1:
+        raise ConfigError(f"max_processes={settings.max_processes} needs bubblewrap; seccomp allows one process")
+    paths = [*files.readable, *files.importable.values()]
+    has_own_user = is_isolated and os.geteuid() == 0 and all(is_readable_by_others(path) for path in paths)
+    uid = _choose_user_id() if has_own_user else None
+    system_filter = None
+    if is_isolated:
+        # Without a user id of its own, the kernel counts all threads of the user, or as root none.
+        system_filter = _build_filter(settings, is_only_barrier=True, can_start_threads=uid is not None)
+        if system_filter is None:
+            raise ConfigError("seccomp is supported on x86_64 and aarch64 only")
+    folder = Path(tempfile.mkdtemp(prefix="tunesmith-python-"))
+    temporary, imports = folder / "tmp", folder / "packages"
+    temporary.mkdir()
+    for name, path in files.importable.items():
+        link = imports / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(path)
+    if uid is not None:
+        folder.chmod(0o755)
+        os.chown(temporary, uid, uid)
+    configuration = _configure(settings, files, is_session=is_session) | {
+        "uid": uid,
+        "tmp": str(temporary),
+        "tmp_mb": settings.tmp_mb,
+        "folder": str(folder),
+        "filter": system_filter,
+        "readable": [*paths, str(imports), *DEVICES] if is_isolated else None,
+        "max_tasks": 2 + settings.max_threads if uid is not None else None,
+        "has_group": not is_isolated,
+    }
+    return LaunchPlan(
+        isolation="seccomp" if is_isolated else "none",
+        command=(*START, files.interpreter, *WORKER),
+        environment=ENVIRONMENT | {"PYTHONPATH": str(imports), "HOME": str(temporary), "TMPDIR": str(temporary)},
+        configuration=configuration,
+        folder=str(folder),
+    )
+
+
+def _build_filter(
+    settings: PythonToolSection, *, is_only_barrier: bool = False, can_start_threads: bool = True
+) -> str | None:
+    program = build_filter(
+        can_fork=settings.max_processes > 1,
+        can_start_threads=can_start_threads and settings.max_threads > 0,
+        is_only_barrier=is_only_barrier,
+    )
+    return None if program is None else program.hex()
+
+
+def _configure(settings: PythonToolSection, files: InstalledFiles, *, is_session: bool) -> dict[str, Any]:
+    limits = settings.model_dump(
+        include={"wall_s", "cpu_s", "memory_mb", "max_file_mb", "max_open_files", "max_output_bytes"}
+    )
+    own = {"preload": files.preload, "is_session": is_session, "has_group": True}
+    return limits | own | {"readable": None, "tmp_mb": None, "folder": None}
+
+
+def _choose_user_id() -> int:
+    """An unused user id for each worker, because the kernel counts processes by user; nobody where ids are mapped."""
+    mapped = Path("/proc/self/uid_map").read_text().split()
+    if int(mapped[0]) > 0 or int(mapped[2]) < FIRST_USER_ID + NUM_USER_IDS:
+        return NOBODY
+    return FIRST_USER_ID + (os.getpid() * 1000 + next(_worker_numbers)) % NUM_USER_IDS
+
+
+def iter_plans(settings: PythonToolSection, *, is_session: bool) -> Iterator[tuple[str, LaunchPlan | ConfigError]]:
+    """Plans in order of preference, or why there is none."""
+    for kind in list_isolations(settings):
+        try:
+            yield kind, build_plan(kind, settings, is_session=is_session)
+        except ConfigError as error:
+            yield kind, error

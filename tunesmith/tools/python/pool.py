@@ -1,0 +1,140 @@
+"""Warm workers for many concurrent calls, from any event loop.
+
+A call runs in a thread of the pool, so the event loop never blocks, calls beyond `num_workers` wait in order, and the
+lockstep of an engine waits for short calls as for any function in a thread. Cancelling a call kills its worker; the
+next call starts another. A worker that is lost in a call is replaced and the call repeated once; after that it is a
+`SandboxError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tunesmith.config.tools import PythonToolSection
+from tunesmith.errors import SandboxError
+from tunesmith.tools.python.worker_process import Launcher, WorkerLostError, WorkerProcess
+
+NUM_TRIES = 2
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class CancelledCallError(Exception):
+    """The caller gave up; raised in the thread of the call, where nobody waits for it."""
+
+
+class PendingCall:
+    """A call in a thread, which another thread may cancel."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: WorkerProcess | None = None
+        self._is_cancelled = False
+
+    def attach(self, worker: WorkerProcess) -> None:
+        with self._lock:
+            self._worker = worker
+            if self._is_cancelled:
+                worker.kill()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._is_cancelled
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            if self._worker is not None:
+                self._worker.kill()
+
+
+class WorkerPool:
+    """At most `num_workers` calls at a time, each in a worker that no other call uses meanwhile."""
+
+    def __init__(self, settings: PythonToolSection) -> None:
+        num_workers = settings.num_workers or count_cpus()
+        self.launcher = Launcher(settings)
+        self._idle: deque[WorkerProcess] = deque()
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="tunesmith-python")
+        self._num_workers = num_workers
+        self._is_closed = False
+        weakref.finalize(self, _close_workers, self._idle)
+
+    async def run(self, code: str) -> dict[str, Any]:
+        """The answer of a worker to the code."""
+        call = PendingCall()
+        return await run_in_threads(self._threads, call, self._run, code, call)
+
+    async def start(self) -> None:
+        """Start all workers, so that no call waits for one."""
+        missing = self._num_workers - len(self._idle)
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(self._threads, self._start_idle) for _ in range(missing)))
+
+    def close(self) -> None:
+        """End all idle workers; a call that runs ends its own."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        _close_workers(self._idle)
+
+    def _start_idle(self) -> None:
+        self._idle.append(self.launcher.start())
+
+    def _run(self, code: str, call: PendingCall) -> dict[str, Any]:
+        for number in range(1, NUM_TRIES + 1):
+            worker = self._take()
+            call.attach(worker)
+            try:
+                answer = worker.request(code)
+            except WorkerLostError as error:
+                worker.close()
+                if call.is_cancelled:
+                    raise CancelledCallError from error
+                logger.warning("a Python sandbox was lost in a call (try %d of %d): %s", number, NUM_TRIES, error)
+                reason = error
+                continue
+            if answer["is_worker_kept"] and not call.is_cancelled and not self._is_closed:
+                self._idle.append(worker)
+            else:
+                worker.close()
+            return answer
+        raise SandboxError(f"a Python sandbox was lost in {NUM_TRIES} tries of one call: {reason}")
+
+    def _take(self) -> WorkerProcess:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self.launcher.start()
+
+
+async def run_in_threads(
+    threads: ThreadPoolExecutor, call: PendingCall, function: Callable[..., T], *arguments: Any
+) -> T:
+    """Run a blocking function of a call in a thread; when the caller is cancelled, so is the call."""
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+
+
+def count_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _close_workers(workers: deque[WorkerProcess]) -> None:
+    for worker in workers:
+        worker.kill()
+    while workers:
+        workers.pop().close()

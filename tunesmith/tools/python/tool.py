@@ -1,0 +1,98 @@
+"""`PythonTool`: the Python tool of agents, stateless or with sessions.
+
+`await tool(code)` runs code in a fresh process and returns a `PythonResult`. An error, a timeout or a broken limit of
+the code is a result with a text for the model; trouble with the sandbox itself raises `SandboxError`, which makes the
+rollout a `Failure`. `async with tool.session() as session` keeps variables between calls, as in a notebook.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import TracebackType
+from typing import Any
+
+from tunesmith.config.tools import PythonToolSection
+from tunesmith.tools.python.pool import WorkerPool
+from tunesmith.tools.python.result import PythonResult, build_error, build_result
+from tunesmith.tools.python.session import PythonSession
+
+NAME = "python"
+MAX_CODE_CHARS = 1_000_000
+
+
+class PythonTool:
+    """Runs model-written Python in sandboxes.
+
+    Args:
+        settings (`PythonToolSection`, *optional*):
+            Isolation, number of workers, packages and limits; see `docs/tools.md`.
+
+    One tool serves all rollouts of a process, from any event loop. Workers start with the first calls, or with
+    `start`. They end with `close`, or when the process ends.
+    """
+
+    def __init__(self, settings: PythonToolSection | None = None) -> None:
+        self.settings = settings or PythonToolSection()
+        self._pool = WorkerPool(self.settings)
+
+    async def __call__(self, code: str) -> PythonResult:
+        """Run code in a process that ends with the call."""
+        if len(code) > MAX_CODE_CHARS:
+            return build_error(f"the code is longer than {MAX_CODE_CHARS} characters")
+        return build_result(await self._pool.run(code), self.settings)
+
+    async def answer_call(self, name: str, arguments: str, *, session: PythonSession | None = None) -> PythonResult:
+        """The result of a model's tool call; `arguments` is the JSON text of the call, which may be malformed."""
+        if name != NAME:
+            return build_error(f"there is no tool {name[:60]!r}; the only one is {NAME}")
+        try:
+            given = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return build_error("the arguments are not JSON")
+        if not isinstance(given, dict) or given.keys() != {"code"} or not isinstance(given["code"], str):
+            return build_error(f'{NAME} takes one argument, as in {{"code": "print(2 * 3)"}}')
+        return await (session or self)(given["code"])
+
+    def build_schema(self, *, is_session: bool = False) -> dict[str, Any]:
+        """The tool schema for chat requests."""
+        packages = " and ".join(["the standard library", *self.settings.packages])
+        state = "Variables are kept between calls." if is_session else "Each call starts without variables."
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        description = (
+            f"Run Python {version} code and return what it prints; the value of a last expression is printed too. "
+            f"{state} There are {packages}, no network, and at most "
+            f"{self.settings.wall_s:g} s and {self.settings.memory_mb} MiB."
+        )
+        parameters = {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "Python code."}},
+            "required": ["code"],
+        }
+        return {"type": "function", "function": {"name": NAME, "description": description, "parameters": parameters}}
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The tool schema of stateless calls."""
+        return self.build_schema()
+
+    def session(self) -> PythonSession:
+        """A stateful session, with a worker of its own that starts with the first call."""
+        return PythonSession(self.settings, self._pool.launcher)
+
+    async def start(self) -> None:
+        """Start all workers; `SandboxError` if code cannot be isolated on this machine."""
+        await self._pool.start()
+
+    def close(self) -> None:
+        """End all workers."""
+        self._pool.close()
+
+    async def __aenter__(self) -> PythonTool:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
