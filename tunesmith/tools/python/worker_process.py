@@ -101,7 +101,8 @@ class WorkerProcess:
         deadline = time.monotonic() + timeout_s
         try:
             self._write(len(data).to_bytes(4, "big") + data)
-            return json.loads(self._read(int.from_bytes(self._read(4, deadline), "big"), deadline))
+            reply: dict[str, Any] = json.loads(self._read(int.from_bytes(self._read(4, deadline), "big"), deadline))
+            return reply
         except BrokenPipeError as error:
             raise WorkerLostError(self._describe_end()) from error
 
