@@ -15,9 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from tunesmith.arguments import suggest_name
 from tunesmith.errors import ConfigError
-from tunesmith.experience.outcomes import compute_outcome
+from tunesmith.experience.outcomes import compute_outcome, read_metric
 from tunesmith.experience.rewards import (
     ToolOutcome,
     compute_arpo_reward,
@@ -30,6 +29,7 @@ from tunesmith.types import Group, Trajectory
 Sigma = NonNegativeFloat | Annotated[list[NonNegativeFloat], Field(min_length=1)]
 """One sigma, or one for each curriculum round."""
 ToolKeys = Annotated[list[str], Field(min_length=1)]
+TOOL_KNOB, FORMAT_KNOB = (f"{key} of the operator in experience.operators" for key in ("tool_keys", "format_key"))
 
 
 def efficiency_reward(
@@ -127,21 +127,10 @@ def read_outcome(
         )
     return ToolOutcome(
         correctness=correctness,
-        num_calls=sum(read_metric(run, key, knob="tool_keys") for key in tool_keys),
+        num_calls=sum(read_metric(run, key, knob=TOOL_KNOB) for key in tool_keys),
         num_tokens=sum(len(turn.sampled_ids) for turn in run.turns),
-        is_valid=format_key is None or read_metric(run, format_key, knob="format_key") >= 1,
+        is_valid=format_key is None or read_metric(run, format_key, knob=FORMAT_KNOB) >= 1,
     )
-
-
-def read_metric(run: Trajectory, key: str, *, knob: str) -> float:
-    """A metric that the rollout must report."""
-    if key not in run.metrics:
-        nearest = suggest_name(key, list(run.metrics)) if run.metrics else "it reports none"
-        raise ConfigError(
-            f"{key!r} is not a metric of rollout {run.run_index} of task {run.task.task_id} ({nearest}): report it for "
-            f"every rollout from the workflow or the judge, or change {knob} of the operator in experience.operators"
-        )
-    return run.metrics[key]
 
 
 def replace_rewards(group: Group, rewards: Sequence[float]) -> Group:
