@@ -41,6 +41,8 @@ class StepParts:
     """Demonstrations trained in addition to the policy's own samples."""
     size: BatchSize
     group_size: int
+    total_steps: int = 1
+    """Steps of the run, for operators that follow a schedule."""
     seed: int
     max_failure_rate: float
     outcome_key: str | None = None
@@ -74,7 +76,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
             baseline_sampling=parts.baseline_sampling,
             progress=progress,
         )
-        kept, operator_metrics = apply_operators(groups, parts.operators)
+        kept, operator_metrics = apply_operators(groups, parts.operators, step=step, total_steps=parts.total_steps)
         batch.add_round(
             groups, kept, operator_metrics, has_advantage=[has_advantage(parts.algorithm, each) for each in kept]
         )

@@ -155,7 +155,10 @@ def chain_of(*operators, own=(), outcome_key=None, load=None):
 
 
 def test_every_operator_builds_with_its_defaults():
-    needed = {"reward_shaping_mapper": {"reward_shaping_configs": [{"stats_key": "a", "op_type": "MUL", "weight": 2}]}}
+    needed = {
+        "reward_shaping_mapper": {"reward_shaping_configs": [{"stats_key": "a", "op_type": "MUL", "weight": 2}]},
+        "arpo_reward": {"tool_keys": ["a"]},
+    }
     assert len(chain_of(*[(name, needed.get(name, {})) for name in OPERATORS])) == len(OPERATORS)
 
 

@@ -32,6 +32,7 @@ from tunesmith.config.prepare import (
     TokensSection,
 )
 from tunesmith.config.run import (
+    BehaviorSection,
     DatasetSection,
     EngineSection,
     EvaluationSection,
@@ -55,6 +56,7 @@ __all__ = [
     "AdaptiveKlSection",
     "AlgorithmSection",
     "AuxiliaryModelSection",
+    "BehaviorSection",
     "CallbacksSection",
     "ContaminationSection",
     "ConversationDataSection",

@@ -49,7 +49,8 @@ class ExperienceSection(Section):
 
     operators: tuple[OperatorSection, ...] = ()
     """Operators on the groups of a step, applied in order: pass_rate_calculator, reward_filter, reward_std_filter,
-    outcome_gate, dapo_dynamic_sampling, mask_response_truncated, reward_shaping_mapper, invalid_reward_filter."""
+    outcome_gate, dapo_dynamic_sampling, mask_response_truncated, reward_shaping_mapper, invalid_reward_filter,
+    efficiency_reward, arpo_reward."""
     outcome_key: str | None = None
     """Metric from 0 to 1 that selectors, outcome_gate and dapo_dynamic_sampling use as a rollout's outcome; null uses
     the judge's reward."""

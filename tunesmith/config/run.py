@@ -184,6 +184,15 @@ class TrainerSection(Section):
         return self
 
 
+class BehaviorSection(Section):
+    """Measures of a tool agent's behavior: correctness per tool call, per failed call and per 1000 sampled tokens."""
+
+    tool_keys: tuple[str, ...] = Field(default=("tool_calls",), min_length=1)
+    """Metrics of the workflow whose sum is the number of tool calls."""
+    error_keys: tuple[str, ...] = Field(default=("tool_errors",), min_length=1)
+    """Metrics of the workflow whose sum is the number of failed tool calls."""
+
+
 class HeldOutSection(Section):
     """Rollouts of held-out tasks."""
 
@@ -193,6 +202,9 @@ class HeldOutSection(Section):
     """Sampling temperature of evaluations; null uses the model's."""
     max_tasks: int | None = Field(default=None, ge=1)
     """Maximum number of held-out tasks per set, the first ones; null uses all."""
+    behavior: BehaviorSection | None = None
+    """Also report efficiency, successful_execution and reasoning_length; null does not. Set it for agents with
+    tools."""
 
 
 class EvaluationSection(HeldOutSection):

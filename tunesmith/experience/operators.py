@@ -1,7 +1,8 @@
 """Operators on groups, applied between judge and advantages: they filter rollouts, change rewards, or only count.
 
 An operator is a function `(groups, **args) -> (groups, metrics)` that returns one group per input group, in order, with
-fewer or changed trajectories; a group without trajectories does not train. A filtered rollout is excluded from the
+fewer or changed trajectories; a group without trajectories does not train. The keyword-only parameters `step` and
+`total_steps`, if they have no default, are set by the run. A filtered rollout is excluded from the
 statistics of its group. Rollouts on disk and the selector's feedback use the groups before the operators.
 Metrics are those of one round of a batch: a plain float is averaged over the groups of all rounds; the types in
 `tunesmith.metric` define other ways to combine.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from tunesmith.arguments import suggest_name
 from tunesmith.errors import ConfigError
 from tunesmith.types import Group, Trajectory
 
@@ -26,6 +27,17 @@ def compute_outcome(run: Trajectory, outcome_key: str | None) -> float:
             f"reports {reported}: report it from the judge, or change experience.outcome_key"
         )
     return run.metrics[outcome_key]
+
+
+def read_metric(run: Trajectory, key: str, *, knob: str) -> float:
+    """A metric that every scored rollout must report, because an unknown number is not 0; `knob` names it."""
+    if key not in run.metrics:
+        nearest = suggest_name(key, list(run.metrics)) if run.metrics else "it reports none"
+        raise ConfigError(
+            f"{key!r} is not a metric of rollout {run.run_index} of task {run.task.task_id} ({nearest}): report it for "
+            f"every rollout from the workflow or the judge, or change {knob}"
+        )
+    return run.metrics[key]
 
 
 def compute_pass_rates(groups: Sequence[Group], outcome_key: str | None) -> list[float | None]:

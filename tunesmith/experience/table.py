@@ -21,6 +21,7 @@ from tunesmith.experience.operators import (
     reward_shaping_mapper,
     reward_std_filter,
 )
+from tunesmith.experience.reward_operators import arpo_reward, check_rounds, efficiency_reward
 from tunesmith.metric import Count
 from tunesmith.types import Group
 
@@ -33,9 +34,15 @@ OPERATORS: dict[str, Operator] = {
     "mask_response_truncated": mask_response_truncated,
     "reward_shaping_mapper": reward_shaping_mapper,
     "invalid_reward_filter": invalid_reward_filter,
+    "efficiency_reward": efficiency_reward,
+    "arpo_reward": arpo_reward,
 }
 OUTCOME_KEYWORDS = frozenset({"outcome_key", "metric_key"})
 """Operator arguments whose default is `experience.outcome_key`."""
+STEP_KEYWORDS = frozenset({"step", "total_steps"})
+"""Operator arguments without a default that the run sets: the step, from 1, and the number of steps."""
+SHAPING = ("reward_shaping_mapper", "efficiency_reward", "arpo_reward")
+"""Operators after which rewards are no longer those of the judge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +50,9 @@ class BoundOperator:
     """An operator with its arguments, and the name under which its metrics are logged."""
 
     name: str
-    apply: Callable[[list[Group]], tuple[list[Group], Mapping[str, float]]]
+    apply: Callable[..., tuple[list[Group], Mapping[str, float]]]
+    step_keywords: frozenset[str] = frozenset()
+    """Keywords of `STEP_KEYWORDS` that the operator takes."""
     unreported: set[str] = field(default_factory=set)
     """Metrics named in its arguments that no rollout has reported yet."""
 
@@ -60,30 +69,52 @@ def build_operators(
         if section.outcome_key is not None:
             keys = {"outcome_key"} if is_own else OUTCOME_KEYWORDS
             args = dict.fromkeys(keys & find_keywords(operator).keys(), section.outcome_key) | args
-        bound = bind_arguments(operator, args, where=f"the arguments of operator {each.name!r}")
-        unreported = set() if is_own else find_metrics(args)
-        chain.append(BoundOperator(name=choose_name(each.name, chain), apply=bound, unreported=unreported))
+        chain.append(bind_operator(operator, args, name=each.name, chain=chain, is_own=is_own))
     for function in own:
         name = getattr(function, "__name__", type(function).__name__)
-        bound = bind_arguments(function, {}, where=f"the arguments of operator {name!r}")
-        chain.append(BoundOperator(name=choose_name(name, chain), apply=bound))
+        chain.append(bind_operator(function, {}, name=name, chain=chain, is_own=True))
     return chain
+
+
+def bind_operator(
+    operator: Callable[..., Any],
+    args: Mapping[str, Any],
+    *,
+    name: str,
+    chain: Sequence[BoundOperator],
+    is_own: bool,
+) -> BoundOperator:
+    """The operator with checked arguments; those that the run sets are left open, unless a custom one sets them."""
+    required = {key for key, each in find_keywords(operator).items() if each.default is each.empty}
+    step_keywords = (STEP_KEYWORDS & required) - (args.keys() if is_own else set())
+    where = f"the arguments of operator {name!r}"
+    bound = bind_arguments(operator, args, where=where, reserved=sorted(step_keywords))
+    if operator is efficiency_reward:
+        check_rounds(args)
+    return BoundOperator(
+        name=choose_name(name, chain),
+        apply=bound,
+        step_keywords=step_keywords,
+        unreported=set() if is_own else find_metrics(args),
+    )
 
 
 def find_metrics(args: Mapping[str, Any]) -> set[str]:
     """The rollout metrics named in an operator's arguments."""
-    named = [args.get(key) for key in OUTCOME_KEYWORDS]
+    named = [args.get(key) for key in (*sorted(OUTCOME_KEYWORDS), "format_key")]
+    named += args.get("tool_keys", ())
     named += [shaping["stats_key"] for shaping in args.get("reward_shaping_configs", ())]
     return {metric for metric in named if metric is not None}
 
 
 def check_order(names: Sequence[str], *, outcome_key: str | None) -> None:
     """Refuse `outcome_gate` after reward shaping when it would compare rewards instead of a metric."""
-    first_shaping = names.index("reward_shaping_mapper") if "reward_shaping_mapper" in names else len(names)
+    first_shaping = next((index for index, name in enumerate(names) if name in SHAPING), len(names))
     if outcome_key is None and "outcome_gate" in names[first_shaping:]:
+        shaping = names[first_shaping]
         raise ConfigError(
-            "outcome_gate comes after reward_shaping_mapper and would compare shaped rewards: put it before "
-            "reward_shaping_mapper, or set experience.outcome_key to a metric"
+            f"outcome_gate comes after {shaping} and would compare shaped rewards: put it before {shaping}, or set "
+            "experience.outcome_key to a metric"
         )
 
 
@@ -95,14 +126,16 @@ def choose_name(name: str, chain: Sequence[BoundOperator]) -> str:
 
 
 def apply_operators(
-    groups: Sequence[Group], operators: Sequence[BoundOperator]
+    groups: Sequence[Group], operators: Sequence[BoundOperator], *, step: int = 1, total_steps: int = 1
 ) -> tuple[list[Group], dict[str, float]]:
-    """Apply the chain; metrics are named `experience/<operator>/<metric>`."""
-    current = list(groups)
+    """Apply the chain in step 1, 2, ...; metrics are named `experience/<operator>/<metric>`."""
+    current, position = list(groups), {"step": step, "total_steps": total_steps}
     metrics: dict[str, float] = {}
     for operator in operators:
         check_reported(operator, groups)
-        changed, operator_metrics = split_result(operator.name, operator.apply(current))
+        changed, operator_metrics = split_result(
+            operator.name, operator.apply(current, **{key: position[key] for key in operator.step_keywords})
+        )
         check_result(operator.name, current, changed)
         current = list(changed)
         metrics |= {f"experience/{operator.name}/{key}": value for key, value in operator_metrics.items()}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.judges.answers import build_tolerant_match, match_exact, match_numeric, match_symbolic, score_f1
+from tunesmith.judges.squad import score_exact_match, score_token_f1
 from tunesmith.judges.style import score_conciseness, score_format, score_reasoning
 from tunesmith.judges.transcript import read_transcript
 from tunesmith.types import Judge, JudgeOutput
@@ -140,3 +141,8 @@ exact_judge = compose(RewardPart(name="accuracy", score=match_exact))
 
 f1_judge = compose(RewardPart(name="f1", score=score_f1), RewardPart(name="accuracy", weight=0, score=match_exact))
 """F1 of the answer's words with the best reference."""
+
+squad_judge = compose(
+    RewardPart(name="f1", score=score_token_f1), RewardPart(name="em", weight=0, score=score_exact_match)
+)
+"""Token F1 with the best of the accepted answers, normalized as in SQuAD; exact match is measured, not rewarded."""

@@ -61,18 +61,14 @@ def build_llm_score(*, auxiliary_model: str = AUXILIARY_NAME, prompt: str = PROM
     async def score_by_model(
         task: Mapping[str, Any], transcript: Transcript, auxiliary_models: Mapping[str, Any]
     ) -> float | None:
-        if auxiliary_model not in auxiliary_models:
-            known = ", ".join(auxiliary_models) or "none"
-            raise ValueError(f"the judge needs auxiliary_models.{auxiliary_model}; the run has {known}")
+        model = find_auxiliary(auxiliary_models, auxiliary_model)
         quoted = prompt.format(
             question=quote(str(task.get("question", ""))),
             reference=quote(str(task["answer"])),
             answer=quote(transcript.answer),
         )
         for _ in range(NUM_ATTEMPTS):
-            completion = await create_chat_completion(
-                auxiliary_models[auxiliary_model], [{"role": "user", "content": quoted}]
-            )
+            completion = await create_chat_completion(model, [{"role": "user", "content": quoted}])
             choice = completion.choices[0]
             score = parse_score(choice.message.content or "") if choice.finish_reason == "stop" else None
             if score is not None:
@@ -80,6 +76,14 @@ def build_llm_score(*, auxiliary_model: str = AUXILIARY_NAME, prompt: str = PROM
         return None
 
     return score_by_model
+
+
+def find_auxiliary(auxiliary_models: Mapping[str, Any], name: str) -> Any:
+    """The auxiliary model of that name."""
+    if name not in auxiliary_models:
+        known = ", ".join(auxiliary_models) or "none"
+        raise ValueError(f"the judge needs auxiliary_models.{name}; the run has {known}")
+    return auxiliary_models[name]
 
 
 def parse_score(reply: str) -> float | None:
@@ -101,11 +105,11 @@ def parse_score(reply: str) -> float | None:
     return number / scale if scale in KNOWN_SCALES and number <= scale else None
 
 
-def quote(text: str) -> str:
-    """The text without quotation tags, truncated to `MAX_QUOTED_CHARACTERS`."""
+def quote(text: str, *, max_characters: int = MAX_QUOTED_CHARACTERS) -> str:
+    """The text without quotation tags, truncated."""
     while QUOTE_TAG.search(text):  # removing a tag may form another one
         text = QUOTE_TAG.sub("", text)
-    return text[:MAX_QUOTED_CHARACTERS]
+    return text[:max_characters]
 
 
 llm_judge = compose(RewardPart(name="llm_score", score=build_llm_score()))

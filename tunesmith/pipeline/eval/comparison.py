@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
+from tunesmith.pipeline.eval.behavior import MEASURES
 from tunesmith.pipeline.eval.sample_scores import (
     REWARD,
     SAMPLE_STATS,
@@ -24,8 +25,8 @@ from tunesmith.pipeline.eval.sample_scores import (
 )
 from tunesmith.pipeline.eval.statistics import Difference, Interval, compare_paired, compute_bootstrap_interval
 
-COUNTS = ("sampled_tokens", "tool_calls", "turns")
-"""Quantities that are counts, not proportions, even when every value is 0 or 1."""
+COUNTS = ("sampled_tokens", "tool_calls", "turns", *MEASURES)
+"""Quantities that are counts or ratios, not proportions, even when every value is 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

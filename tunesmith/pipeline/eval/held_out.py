@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tunesmith.config import RunConfig
+from tunesmith.pipeline.eval.behavior import add_behavior
 from tunesmith.pipeline.eval.results import EvaluationResult, compute_evaluation
 from tunesmith.pipeline.session.policy import build_sampling
 from tunesmith.rollout.actors import Actors, RolloutProgress, StatusLine, run_tasks
@@ -57,4 +58,4 @@ async def run_held_out(
     actors.engine.pause()
     actors.engine.compute_stats()
     actors.service.recorder.compute_stats()
-    return groups
+    return add_behavior(groups, config.evaluation.behavior, outcome_key=config.experience.outcome_key)

@@ -148,6 +148,7 @@ def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -
         experts=plan.experts,
         size=BatchSize(num_groups=batch_size, max_tasks=int(config.experience.refill_budget * batch_size)),
         group_size=config.algorithm.group_size,
+        total_steps=plan.total_steps,
         seed=config.seed,
         max_failure_rate=config.rollout.max_failure_rate,
         outcome_key=config.experience.outcome_key,
