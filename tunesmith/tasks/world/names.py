@@ -21,25 +21,8 @@ ENDINGS = ("n", "r", "l", "s", "m", "x", "k", "d", "p", "g")
 """Single consonants: no name is the beginning of another one of the same length in syllables."""
 NUM_SYLLABLES = len(ONSETS) * len(VOWELS)
 STARTS = (
-    "Al",
-    "Be",
-    "Cor",
-    "Da",
-    "El",
-    "Fe",
-    "Gar",
-    "Hes",
-    "Ji",
-    "Ka",
-    "Lor",
-    "Mi",
-    "Ne",
-    "Or",
-    "Pel",
-    "Ru",
-    "Sa",
-    "Ti",
-)
+    "Al", "Be", "Cor", "Da", "El", "Fe", "Gar", "Hes", "Ji", "Ka", "Lor", "Mi", "Ne", "Or", "Pel", "Ru", "Sa", "Ti",
+)  # fmt: skip
 ENDS = ("bin", "dra", "fen", "la", "min", "nor", "ric", "sa", "tis", "vo")
 FIRST_NAMES = tuple(start + end for start in STARTS for end in ENDS)
 """First names, which people share; only the last name belongs to one person."""

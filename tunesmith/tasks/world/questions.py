@@ -14,7 +14,7 @@ from tunesmith.tasks.world.config import QuestionKind, Split
 from tunesmith.tasks.world.region import Entity, Fact, Region
 from tunesmith.tasks.world.schema import RELATIONS, EntityKind
 
-MAX_ATTEMPTS = 60
+MAX_ATTEMPTS = 150
 """Draws of one form of question before another form is drawn."""
 
 
@@ -154,6 +154,8 @@ class QuestionWriter:
                 if fact.target is not None:
                     self.subjects.setdefault((fact.relation, fact.target), []).append(entity)
         self.texts: set[str] = set()
+        self.is_yes_next: dict[str, bool] = {}
+        """Answer of the next question of a form; alternating, so that no form favors yes or no."""
 
     def draw(self, kind: QuestionKind) -> Question | None:
         """A new question of a kind, or None if the region has hardly any left."""
@@ -165,11 +167,12 @@ class QuestionWriter:
         for _ in range(20):
             hops = self.rng.randint(self.min_hops, self.max_hops)
             form = self.rng.choice(forms[kind])
-            is_yes = self.rng.random() < 0.5
+            is_yes = self.is_yes_next.setdefault(form.__name__, self.rng.random() < 0.5)
             for _ in range(MAX_ATTEMPTS):
                 question = form(hops, is_yes)
                 if question is not None and question.question not in self.texts:
                     self.texts.add(question.question)
+                    self.is_yes_next[form.__name__] = not is_yes
                     return question
         return None
 

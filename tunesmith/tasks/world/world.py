@@ -25,6 +25,8 @@ from tunesmith.tasks.world.schema import PASSAGES
 
 NUM_PASSAGES = sum(len(PASSAGES[kind]) for kind in ENTITIES)
 """Passages about the original entities of a region."""
+MAX_QUESTIONS_PER_REGION = 1000
+"""More questions about 24 entities would be hard to find and hardly differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,12 @@ class World:
         random.Random(f"{self.config.seed}/order/{split}").shuffle(numbers)
         counts = {kind: self.config.count_questions(kind, split=split) for kind in self.config.kind_shares}
         total = sum(counts.values())
+        needed = -(-total // MAX_QUESTIONS_PER_REGION)
+        if needed > len(numbers):
+            raise ConfigError(
+                f"num_{split}={total} needs {needed} regions, at {MAX_QUESTIONS_PER_REGION} questions each, of the "
+                f"{len(numbers)} for {split}: raise num_documents, which is {self.config.num_documents}"
+            )
         for place, number in enumerate(numbers[:total]):
             region = self.build_region(number)
             writer = QuestionWriter(
