@@ -30,6 +30,9 @@ def measure(num_documents: int, num_train: int, num_test: int) -> dict[str, Any]
         sizes = {path.name: path.stat().st_size for path in sorted(Path(folder).iterdir())}
     world = World(config=WorldConfig(**knobs))
     start = time.perf_counter()
+    num_questions = sum(1 for _ in world.iter_questions("train"))
+    question_seconds = time.perf_counter() - start
+    start = time.perf_counter()
     for number in range(0, num_documents, num_documents // 100):
         world.build_document(number)
     return {
@@ -37,6 +40,7 @@ def measure(num_documents: int, num_train: int, num_test: int) -> dict[str, Any]
         "seconds": round(seconds, 2),
         "cpu_seconds": round(cpu_seconds, 2),
         "documents_per_second": round(num_documents / seconds),
+        "train_questions_per_second": round(num_questions / question_seconds),
         "peak_mib": round(read_peak_mib(), 1),
         "peak_mib_before": round(import_mib, 1),
         "bytes": sizes,

@@ -31,6 +31,8 @@ TITLES = (
 )  # fmt: skip
 TRADES = ("Brothers", "Company", "Foundry", "House", "Mills", "Press", "Stores", "Union", "Works", "Yard")
 TOWNS = ("Fort", "High", "Lake", "Lower", "New", "Old", "Port", "Upper", "West")
+Values = dict[str, str | int]
+"""What the relations of an entity give it: a number, a word, a name, or a reference as a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +78,11 @@ def build_region(number: int, *, seed: int, names: NameModel, num_distractors: i
     rng = random.Random(f"{seed}/region/{number}")
     first_stem = number * NUM_STEMS
     called = [_draw_names(rng, kind, first_stem + slot, names, num_distractors) for slot, kind in enumerate(ENTITIES)]
-    levels: list[list[dict[str, str | int]]] = []
+    levels: list[list[Values]] = []
     for level in range(1 + num_distractors):
         rivers = [names.build_name(first_stem + len(ENTITIES) + city, ending=level) for city in SLOTS["city"]]
-        levels.append(_draw_values(rng, level=level, original=levels[0] if levels else None, rivers=rivers))
+        drawer = ValueDrawer(rng=rng, level=level, original=levels[0] if levels else None)
+        levels.append(_draw_values(drawer, rivers=rivers))
     entities: dict[str, Entity] = {}
     for level, drawn in enumerate(levels):
         for slot, kind in enumerate(ENTITIES):
@@ -123,70 +126,82 @@ def _draw_names(
             return [(f"The {word} {last}", f"The {last} of {word}") for word in words]
 
 
-def _draw_values(
-    rng: random.Random, *, level: int, original: list[dict[str, str | int]] | None, rivers: list[str]
-) -> list[dict[str, str | int]]:
-    """Values of all relations for each slot. A reference is `level * 24 + slot`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDrawer:
+    """Draws the values of the entities of one level; those of distractors differ from those of their originals."""
 
-    Distractors refer to cities and firms of their own level or of the originals, but to people of their own level only:
-    who founded, wrote or governs an original has no relation to a distractor.
-    """
-    base = len(ENTITIES) * level
-    drawn: list[dict[str, str | int]] = [{} for _ in ENTITIES]
+    rng: random.Random
+    level: int
+    original: list[Values] | None
 
-    def is_new(slot: int, relation: str, value: str | int) -> bool:
-        return original is None or original[slot].get(relation) != value
+    @property
+    def base(self) -> int:
+        """A reference is `level * 24 + slot`; this is the first one of the level."""
+        return len(ENTITIES) * self.level
 
-    def draw_number(slot: int, relation: str, low: int, high: int) -> int:
-        value = rng.randint(low, high)
-        while not is_new(slot, relation, value):
-            value = rng.randint(low, high)
+    def is_new(self, slot: int, relation: str, value: str | int) -> bool:
+        return self.original is None or self.original[slot].get(relation) != value
+
+    def draw_number(self, slot: int, relation: str, low: int, high: int) -> int:
+        value = self.rng.randint(low, high)
+        while not self.is_new(slot, relation, value):
+            value = self.rng.randint(low, high)
         return value
 
-    def draw_word(slot: int, relation: str, words: tuple[str, ...]) -> str:
-        return choose(rng, [word for word in words if is_new(slot, relation, word)])
+    def draw_word(self, slot: int, relation: str, words: tuple[str, ...]) -> str:
+        return choose(self.rng, [word for word in words if self.is_new(slot, relation, word)])
 
-    def draw_place(slot: int, relation: str, kind: EntityKind) -> int:
-        levels = (0, base) if level else (0,)
-        return rng.choice(
-            [start + each for start in levels for each in SLOTS[kind] if is_new(slot, relation, start + each)]
-        )
+    def draw_place(self, slot: int, relation: str, kind: EntityKind) -> int:
+        """A city or firm of the originals or of this level."""
+        places = [base + each for base in sorted({0, self.base}) for each in SLOTS[kind]]
+        return self.rng.choice([place for place in places if self.is_new(slot, relation, place)])
 
-    mayors = rng.sample(SLOTS["person"], len(SLOTS["city"]))
+
+def _draw_values(draw: ValueDrawer, *, rivers: list[str]) -> list[Values]:
+    """Values of all relations for each slot.
+
+    Distractors refer to people of their own level only: who founds, writes or governs an original has no relation to a
+    distractor, so that the relation can be followed backwards.
+    """
+    drawn: list[Values] = [{} for _ in ENTITIES]
+    mayors = draw.rng.sample(SLOTS["person"], len(SLOTS["city"]))
     for slot, mayor, river in zip(SLOTS["city"], mayors, rivers, strict=True):
         drawn[slot] = {
-            "city_founded": draw_number(slot, "city_founded", 1100, 1650),
-            "population": draw_number(slot, "population", 2_000, 90_000),
+            "city_founded": draw.draw_number(slot, "city_founded", 1100, 1650),
+            "population": draw.draw_number(slot, "population", 2_000, 90_000),
             "river": river,
-            "mayor": base + mayor,
+            "mayor": draw.base + mayor,
         }
     for slot in SLOTS["person"]:
-        is_older = slot in FOUNDERS
-        birth = draw_number(slot, "birth_year", 1720 if is_older else 1741, 1740 if is_older else 1765)
-        drawn[slot] = {
-            "birth_year": birth,
-            "birthplace": draw_place(slot, "birthplace", "city"),
-            "occupation": draw_word(slot, "occupation", OCCUPATIONS),
-            "employer": draw_place(slot, "employer", "firm"),
-            "residence": draw_place(slot, "residence", "city"),
-        }
-        if not is_older:
-            drawn[slot]["mentor"] = base + rng.choice(FOUNDERS)
-    for slot, founder in zip(SLOTS["firm"], rng.sample(FOUNDERS, len(SLOTS["firm"])), strict=True):
+        drawn[slot] = _draw_person(draw, slot)
+    for slot, founder in zip(SLOTS["firm"], draw.rng.sample(FOUNDERS, len(SLOTS["firm"])), strict=True):
         year = int(drawn[founder]["birth_year"])
         drawn[slot] = {
-            "founder": base + founder,
-            "firm_founded": draw_number(slot, "firm_founded", year + 22, year + 35),
-            "headquarters": draw_place(slot, "headquarters", "city"),
-            "product": draw_word(slot, "product", PRODUCTS),
-            "employees": draw_number(slot, "employees", 12, 900),
+            "founder": draw.base + founder,
+            "firm_founded": draw.draw_number(slot, "firm_founded", year + 22, year + 35),
+            "headquarters": draw.draw_place(slot, "headquarters", "city"),
+            "product": draw.draw_word(slot, "product", PRODUCTS),
+            "employees": draw.draw_number(slot, "employees", 12, 900),
         }
     for slot in SLOTS["work"]:
-        author = rng.choice(SLOTS["person"])
         drawn[slot] = {
-            "author": base + author,
-            "publisher": draw_place(slot, "publisher", "firm"),
-            "work_year": draw_number(slot, "work_year", 1787, 1805),
-            "genre": draw_word(slot, "genre", GENRES),
+            "author": draw.base + draw.rng.choice(SLOTS["person"]),
+            "publisher": draw.draw_place(slot, "publisher", "firm"),
+            "work_year": draw.draw_number(slot, "work_year", 1787, 1805),
+            "genre": draw.draw_word(slot, "genre", GENRES),
         }
     return drawn
+
+
+def _draw_person(draw: ValueDrawer, slot: int) -> Values:
+    is_older = slot in FOUNDERS
+    values: Values = {
+        "birth_year": draw.draw_number(slot, "birth_year", 1720 if is_older else 1741, 1740 if is_older else 1765),
+        "birthplace": draw.draw_place(slot, "birthplace", "city"),
+        "occupation": draw.draw_word(slot, "occupation", OCCUPATIONS),
+        "employer": draw.draw_place(slot, "employer", "firm"),
+        "residence": draw.draw_place(slot, "residence", "city"),
+    }
+    if not is_older:
+        values["mentor"] = draw.base + draw.rng.choice(FOUNDERS)
+    return values
