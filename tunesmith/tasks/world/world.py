@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tunesmith.errors import ConfigError
-from tunesmith.tasks.world.config import Split, WorldConfig, build_config
+from tunesmith.tasks.world.config import QuestionKind, Split, WorldConfig, build_config
 from tunesmith.tasks.world.documents import Document, write_irrelevant, write_passages
 from tunesmith.tasks.world.names import NameModel, build_name_model
 from tunesmith.tasks.world.questions import Question, QuestionWriter
@@ -104,7 +104,7 @@ class World:
             yield self.build_document(number)
 
     def iter_questions(self, split: Split) -> Iterator[Question]:
-        """The questions of a split, the kinds in equal shares over its regions; ConfigError if there are too few."""
+        """The questions of a split, by region, the kinds of a region mixed; ConfigError if there are too few."""
         numbers = [each for each in range(self.num_regions) if (each in self.test_regions) == (split == "test")]
         random.Random(f"{self.config.seed}/order/{split}").shuffle(numbers)
         counts = {kind: self.config.count_questions(kind, split=split) for kind in self.config.kind_shares}
@@ -117,20 +117,24 @@ class World:
             )
         for place, number in enumerate(numbers[:total]):
             region = self.build_region(number)
+            rng = random.Random(f"{self.config.seed}/questions/{number}")
             writer = QuestionWriter(
                 region,
                 passage_ids={fact: each.document_id for each in self.build_passages(region) for fact in each.facts},
                 split=split,
                 min_hops=self.config.min_hops,
                 max_hops=self.config.max_hops,
-                rng=random.Random(f"{self.config.seed}/questions/{number}"),
+                rng=rng,
             )
             num_left = min(len(numbers), total) - place
-            for kind in counts:
-                for _ in range(-(-counts[kind] // num_left)):
-                    question = writer.draw(kind)
-                    if question is None:
-                        break
+            kinds = [kind for kind, count in counts.items() for _ in range(-(-count // num_left))]
+            rng.shuffle(kinds)
+            exhausted: set[QuestionKind] = set()
+            for kind in kinds:
+                question = None if kind in exhausted else writer.draw(kind)
+                if question is None:
+                    exhausted.add(kind)
+                else:
                     counts[kind] -= 1
                     yield question
         if any(counts.values()):
