@@ -23,9 +23,11 @@ from tunesmith.tasks.world import World, WorldConfig, generate
 from tunesmith.tasks.world.config import build_config
 from tunesmith.tasks.world.documents import Document
 from tunesmith.tasks.world.questions import Question
+from tunesmith.tasks.world.world import build_row
 from world_solver import Solver, Triple, read_facts
 
 SMALL = WorldConfig(num_documents=600, num_train=300, num_test=150)
+PAGE = Path(__file__).parents[3] / "docs" / "world.md"
 KINDS = ("multi_hop", "comparison", "compute")
 
 
@@ -203,6 +205,19 @@ def test_files_are_a_function_of_the_knobs(tmp_path: Path):
     row = tasks[0].row
     assert set(row) == {"id", "question", "answer", "kind", "hops", "passages", "entities", "split"}
     assert isinstance(row["answer"], list) and set(row["passages"]) <= {each["id"] for each in documents}
+
+
+def test_the_documentation_shows_rows_of_the_default_world():
+    world = World(config=WorldConfig())
+    rows = [build_row(each, number=number) for number, each in enumerate(world.iter_questions("train"))]
+    shown = [json.loads(line) for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith('{"id"')]
+    questions = [each for each in shown if "question" in each]
+    assert [each["kind"] for each in questions] == list(KINDS)
+    for each in questions:
+        row = rows[int(each["id"].removeprefix("train-"))]
+        assert each == {key: row[key] for key in each}
+    (document,) = [each for each in shown if "text" in each]
+    assert document["text"] == world.build_document(int(document["id"][1:])).text
 
 
 @settings(max_examples=15, deadline=None)
