@@ -49,7 +49,7 @@ def measure(num_documents: int, num_train: int, num_test: int) -> dict[str, Any]
 
 
 def read_peak_mib() -> float:
-    """Peak resident memory of this process; Linux reports KiB."""
+    """Peak resident memory of this process, in KiB on Linux; at least that of the process that started it."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

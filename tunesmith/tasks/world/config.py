@@ -12,6 +12,7 @@ from tunesmith.errors import ConfigError
 
 QuestionKind = Literal["multi_hop", "comparison", "compute"]
 Split = Literal["train", "test"]
+DEFAULT_SHARES: Mapping[QuestionKind, float] = {"multi_hop": 0.5, "comparison": 0.25, "compute": 0.25}
 
 
 class WorldConfig(Section):
@@ -26,9 +27,7 @@ class WorldConfig(Section):
     """Test questions, about other entities than the training questions."""
     seed: int = 0
     """Names, facts, wording and questions are a function of the seed and the other knobs."""
-    kind_shares: dict[QuestionKind, float] = Field(
-        default_factory=lambda: {"multi_hop": 0.5, "comparison": 0.25, "compute": 0.25}
-    )
+    kind_shares: dict[QuestionKind, float] = Field(default_factory=lambda: dict(DEFAULT_SHARES))
     """Relative number of questions of each kind; a kind that is left out is not asked."""
     min_hops: int = Field(default=1, ge=1, le=3)
     """Fewest facts that must be chained; raise it to leave out questions that one search answers."""
