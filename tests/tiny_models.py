@@ -51,7 +51,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 @cache
 def build_tiny(name: str) -> PreTrainedModel:
     """A shared model of the family, not to be modified; its weights are large, so that no two logits are close."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()
         for parameter in model.parameters():
