@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -18,14 +19,14 @@ from tunesmith.monitor.learning_curve import draw_curve
 from tunesmith.monitor.metric_table import MetricTable, load_metric_table
 
 
-class Result:
+class Result(ABC):
     """A result that prints as a few lines and is shown as a table in notebooks."""
 
     __slots__ = ()
 
+    @abstractmethod
     def list_facts(self) -> Mapping[str, str]:
         """What is shown, by its label."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         facts = self.list_facts()
@@ -48,14 +49,14 @@ class TrainingResult(Result):
     """The metric drawn in notebooks."""
 
     @property
+    @abstractmethod
     def run_folder(self) -> Path:
         """The folder with config.yaml and metrics.jsonl."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def model_path(self) -> str:
         """Path of the trained model or adapter, which `ModelSection(path=...)` and `export()` accept."""
-        raise NotImplementedError
 
     @property
     def history(self) -> MetricTable:
