@@ -52,8 +52,9 @@ def test_the_operator_reads_the_recorded_counts_and_the_format(steps):
 
 
 def test_turns_of_a_rollout_extend_each_other(folder):
-    (file,) = (folder / "rl" / "rollouts").glob("*.parquet")
-    runs = [run for group in load_rollouts(file) for run in group.trajectories if len(run.turns) > 1]
+    files = (folder / "rl" / "rollouts").glob("*.parquet")
+    groups = [group for file in files for group in load_rollouts(file)]
+    runs = [run for group in groups for run in group.trajectories if len(run.turns) > 1]
     assert runs
     for run in runs:
         for before, after in zip(run.turns, run.turns[1:], strict=False):
