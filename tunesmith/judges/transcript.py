@@ -1,8 +1,8 @@
 """Transcripts: the input of judges, made of replies with reasoning, content, tool calls and tool results.
 
 A reply contains only text that the policy wrote. A workflow may return a `Transcript`; text, a message, a list of
-messages, and objects with `build_replies` (transcripts of environments) are converted to one. Reasoning and calls in tags are parsed as in sampled text, so an empty reasoning tag
-gives no reasoning, and a malformed call stays content.
+messages, and objects with `build_replies` (transcripts of environments) are converted to one. Reasoning and calls in
+tags are parsed as in sampled text, so an empty reasoning tag gives no reasoning, and a malformed call stays content.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from tunesmith.errors import TunesmithError
 from tunesmith.monitor.trackers import check_trackers
 from tunesmith.pipeline.eval.compare import find_model
 from tunesmith.pipeline.eval.comparison_plot import check_plot
+from tunesmith.pipeline.eval.suites import apply_suite
 from tunesmith.pipeline.session.load_function import load_function, load_functions
 from tunesmith.pipeline.session.policy import check_policy
 from tunesmith.pipeline.stages.plan import PlannedStage, list_strings, read_reference
@@ -42,7 +43,7 @@ def check_settings(stage: PlannedStage) -> None:
     settings = stage.resolve(lambda reference: f"stage:{reference.stage}/{reference.file or ''}".rstrip("/"))
     if isinstance(settings, EvalConfig):
         models = {label: find_model(path) for label, path in settings.models.items()}
-        check_run(settings.to_run_config(), models=models)
+        check_run(apply_suite(settings.to_run_config(), settings.suite), models=models)
         if settings.has_plot:
             check_plot()
     elif isinstance(settings, RunConfig):
