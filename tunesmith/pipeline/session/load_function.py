@@ -54,7 +54,8 @@ def load_functions(
         assert config.workflow is not None
         workflow = load_function(config.workflow, knob="workflow")
     if ENVIRONMENT in list_parameters(workflow):
-        workflow = functools.partial(workflow, environment=load_environment(config.environment))
+        function: Callable[..., Any] = workflow
+        workflow = functools.partial(function, environment=load_environment(config.environment))
     return workflow, judge
 
 
