@@ -23,7 +23,7 @@ class SelectorSection(Section):
     """Order in which the tasks of a data set are chosen."""
 
     selector_type: str = "shuffle"
-    """Selector: sequential, shuffle, random, offline_easy2hard, difficulty_based (BOTS), or your own as
+    """Selector: sequential, shuffle, random, offline_easy2hard, difficulty_based (BOTS), pareto, or your own as
     `module:function`."""
     seed: int | None = Field(default=None, ge=0)
     """Random seed of the selector; null uses the run's seed."""
