@@ -24,7 +24,7 @@ INNER_LAYERS = {
         {"session"},
         {"data"},
         {"eval"},
-        {"rl", "sft", "prepare", "export", "diagnosis"},
+        {"rl", "sft", "prepare", "export", "diagnosis", "selection"},
         {"stages", "demo", "math_agent"},
     ],
 }

@@ -15,6 +15,8 @@ from tunesmith.config.pipeline import (
     EvalStage,
     ExportStage,
     FunctionStage,
+    ParetoStage,
+    PassRateStage,
     PipelineConfig,
     PreferStage,
     PrepareStage,
@@ -50,6 +52,8 @@ from tunesmith.config.sft import (
     SftConfig,
     SftTrainerSection,
 )
+from tunesmith.config.stages.pareto import ParetoSection
+from tunesmith.config.stages.pass_rate import PassRateConfig
 from tunesmith.config.tools import PythonToolSection
 
 __all__ = [
@@ -82,8 +86,12 @@ __all__ = [
     "OfflineConfig",
     "OperatorSection",
     "ParaphraseSection",
+    "ParetoSection",
+    "ParetoStage",
+    "PassRateConfig",
     "PassRateModelSection",
     "PassRateSection",
+    "PassRateStage",
     "PatienceSection",
     "PipelineConfig",
     "PreferStage",

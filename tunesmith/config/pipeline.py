@@ -18,6 +18,8 @@ from tunesmith.config.prepare import PrepareSection
 from tunesmith.config.run import RunConfig
 from tunesmith.config.section import Section
 from tunesmith.config.sft import SftConfig
+from tunesmith.config.stages.pareto import ParetoSection
+from tunesmith.config.stages.pass_rate import PassRateConfig
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 RESERVED_NAMES = ("stages",)
@@ -54,12 +56,36 @@ class RlStage(RunConfig):
 
     @model_validator(mode="after")
     def _check_place(self) -> RlStage:
-        given = [key for key in MANAGED_KEYS if key in self.model_fields_set]
-        if given:
-            raise ValueError(
-                f"{', '.join(given)} cannot be set here: the pipeline chooses the run folder and resumes the run"
-            )
+        refuse_managed_keys(self)
         return self
+
+
+def refuse_managed_keys(config: RunConfig) -> None:
+    """Raise if the stage sets the location of its run."""
+    given = [key for key in MANAGED_KEYS if key in config.model_fields_set]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} cannot be set here: the pipeline chooses the run folder and resumes the run"
+        )
+
+
+class PassRateStage(PassRateConfig):
+    """Rollouts on training tasks without training, as `tunesmith pass-rate`; writes tasks.jsonl."""
+
+    kind: Literal["pass_rate"] = "pass_rate"
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
+
+    @model_validator(mode="after")
+    def _check_place(self) -> PassRateStage:
+        refuse_managed_keys(self)
+        return self
+
+
+class ParetoStage(ParetoSection):
+    """Group-wise Pareto sampling of questions; writes train.jsonl."""
+
+    kind: Literal["pareto"] = "pareto"
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
 class EvalStage(EvalConfig):
@@ -89,10 +115,18 @@ class FunctionStage(Section):
 
 
 Stage = Annotated[
-    PrepareStage | SftStage | RlStage | EvalStage | ExportStage | PreferStage | FunctionStage,
+    PrepareStage
+    | SftStage
+    | RlStage
+    | EvalStage
+    | ExportStage
+    | PreferStage
+    | PassRateStage
+    | ParetoStage
+    | FunctionStage,
     Field(discriminator="kind"),
 ]
-KINDS = ("prepare", "sft", "rl", "eval", "export", "prefer", "function")
+KINDS = ("prepare", "sft", "rl", "eval", "export", "prefer", "pass_rate", "pareto", "function")
 
 
 class PipelineConfig(Section):
@@ -103,8 +137,8 @@ class PipelineConfig(Section):
     variables: dict[str, Any] = Field(default_factory=dict)
     """User-defined values, referred to as `${variables.NAME}`."""
     stages: dict[str, Stage] = Field(min_length=1)
-    """Name -> stage, in order. A stage named prepare, sft, prefer, rl, eval or export has that kind; others set
-    `kind`."""
+    """Name -> stage, in order. A stage named prepare, sft, prefer, rl, eval, export, pass_rate or pareto has that
+    kind; others set `kind`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -16,7 +16,15 @@ import numpy as np
 from pydantic import Field
 
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.tasks.pareto import CORRECT_AT, Floats, Indices, compute_spreads, find_mixed, read_rollouts, sort_by_front
+from tunesmith.tasks.pareto import (
+    CORRECT_AT,
+    Floats,
+    Indices,
+    compute_spreads,
+    find_mixed,
+    read_rollouts,
+    sort_by_front,
+)
 from tunesmith.tasks.selector import Choice, Selection
 from tunesmith.types import Group, Task, Trajectory
 
@@ -158,7 +166,7 @@ class ParetoSelector:
         self._spreads_N2[where] = np.stack([compute_spreads(correctness), compute_spreads(calls)], axis=1)
 
     def explain(self) -> Selection:
-        """The choices of the last `select`; the histogram counts tasks with mixed outcomes by 2 * std of correctness."""
+        """The choices of the last `select`; the histogram counts mixed tasks by 2 * std of correctness."""
         spread_M = 2 * self._spreads_N2[self._states_N == 1, 0]
         bins = np.clip((spread_M * NUM_BINS).astype(np.int64), 0, NUM_BINS - 1)
         return Selection(

@@ -47,7 +47,7 @@ class SelectorEntry:
     """A built-in selector and the number of feature columns it takes."""
 
     build: Callable[..., Selector]
-    """Takes the features of the tasks, one row per task, and `seed`; with `has_tasks`, the tasks in place of features."""
+    """Takes the features of the tasks, one row per task, and `seed`; with `has_tasks`, the tasks themselves."""
     has_tasks: bool = False
     min_features: int = 0
     max_features: float = 0

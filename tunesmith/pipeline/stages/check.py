@@ -14,6 +14,7 @@ from tunesmith.config import (
     FunctionStage,
     ModelSection,
     OfflineConfig,
+    ParetoSection,
     PrepareSection,
     RunConfig,
     SourceSection,
@@ -55,6 +56,8 @@ def check_settings(stage: PlannedStage) -> None:
         check_source(settings.data, default_split="train")
         if settings.eval_data is not None:
             check_source(settings.eval_data, default_split="test")
+    elif isinstance(settings, ParetoSection):
+        check_file(settings.data)
     elif isinstance(settings, FunctionStage):
         load_function(settings.function, knob="function")
 
@@ -80,6 +83,12 @@ def check_data(datasets: Iterable[DatasetSection]) -> None:
     for dataset in datasets:
         if read_reference(dataset.path) is None:
             load_preview(dataset.path, name=dataset.name, split=dataset.split, num_rows=1)
+
+
+def check_file(path: str) -> None:
+    """Raise if rows that are not the output of an earlier stage cannot be read."""
+    if read_reference(path) is None:
+        load_preview(path, name=None, split="train", num_rows=1)
 
 
 def check_source(source: SourceSection, *, default_split: str) -> None:

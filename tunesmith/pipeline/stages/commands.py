@@ -14,6 +14,8 @@ from tunesmith.config import (
     ExportSection,
     FunctionStage,
     OfflineConfig,
+    ParetoSection,
+    PassRateConfig,
     PreferenceConfig,
     PrepareSection,
     RunConfig,
@@ -26,16 +28,19 @@ from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.pipeline.eval.compare import run_eval
 from tunesmith.pipeline.eval.comparison import ModelResult
 from tunesmith.pipeline.eval.comparison_table import format_comparison
+from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
 from tunesmith.pipeline.export.run import run_export
 from tunesmith.pipeline.prepare.run import run_prepare
 from tunesmith.pipeline.rl.tune import run_tuning
+from tunesmith.pipeline.selection.pareto import run_pareto
 from tunesmith.pipeline.session.load_function import load_function, load_functions
 from tunesmith.pipeline.session.policy import BuildModel
 from tunesmith.pipeline.sft.preference import run_preference
 from tunesmith.pipeline.sft.train import OfflineResult, run_sft
-from tunesmith.storage import RunPaths, remove_tree, storage_errors
+from tunesmith.storage import RunPaths, load_json_lines, remove_tree, storage_errors
 
 Kind = TypeVar("Kind", bound=Section)
+TASKS_FILE = "tasks.jsonl"
 TABLES = "tables"
 """Name of the figure that holds Markdown tables instead of a single value."""
 
@@ -69,6 +74,10 @@ def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: Choo
         return run_rl_stage(expect(settings, RunConfig), out_dir, choose_model)
     if kind == "eval":
         return run_eval_stage(expect(settings, EvalConfig), out_dir, choose_model)
+    if kind == "pass_rate":
+        return run_pass_rate_stage(expect(settings, PassRateConfig), out_dir, choose_model)
+    if kind == "pareto":
+        return StageResult(figures=run_pareto(expect(settings, ParetoSection), out_dir=out_dir).figures)
     if kind == "export":
         return run_export_stage(expect(settings, ExportSection), out_dir)
     return run_function_stage(expect(settings, FunctionStage), out_dir)
@@ -118,6 +127,32 @@ def run_rl_stage(config: RunConfig, out_dir: Path, choose_model: ChooseModel) ->
         model=result.checkpoint,
         device=describe_device(config.model.device, config.num_cpu_threads),
         **describe_training(RunPaths(result.folder)),
+    )
+
+
+def run_pass_rate_stage(config: PassRateConfig, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    """Measure the tasks into `tasks.jsonl`, unless an earlier attempt was killed after it was complete."""
+    path = out_dir / TASKS_FILE
+    if not path.exists():
+        workflow, judge = load_functions(config)
+        measure_pass_rates(
+            config,
+            workflow=workflow,
+            judge=judge,
+            build_model=choose_model(config),
+            field=config.field,
+            num_runs=config.num_runs,
+            out=path,
+            tool_keys=config.tool_keys,
+        )
+    rates = [row[config.field] for row in load_json_lines(path)]
+    return StageResult(
+        device=describe_device(config.model.device, config.num_cpu_threads),
+        figures={
+            "tasks with a scored rollout": len(rates),
+            "mean pass rate": sum(rates) / len(rates) if rates else None,
+            "tasks with a pass rate above 0 and below 1": sum(0 < rate < 1 for rate in rates),
+        },
     )
 
 

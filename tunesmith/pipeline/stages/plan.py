@@ -19,6 +19,8 @@ from tunesmith.config import (
     EvalConfig,
     ExportSection,
     FunctionStage,
+    ParetoSection,
+    PassRateConfig,
     PipelineConfig,
     PreferenceConfig,
     PrepareSection,
@@ -37,6 +39,8 @@ SECTIONS: Mapping[str, type[Section]] = {
     "rl": RunConfig,
     "eval": EvalConfig,
     "export": ExportSection,
+    "pass_rate": PassRateConfig,
+    "pareto": ParetoSection,
     "function": FunctionStage,
 }
 """Settings class of each kind of stage."""
