@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tunesmith.convert_command import convert
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
 
@@ -31,6 +32,7 @@ app = typer.Typer(
 model_app = typer.Typer(name="model", help="Prepare models.", no_args_is_help=True)
 app.add_typer(model_app)
 app.command("doctor")(doctor)
+app.command("convert")(convert)
 
 ConfigPath = Annotated[str, typer.Argument(help="Run file (YAML). List its keys with: tunesmith config --options.")]
 Overrides = Annotated[
