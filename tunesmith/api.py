@@ -259,8 +259,8 @@ def measure_pass_rates(
     overrides: Sequence[str] = (),
 ) -> PassRates:
     """Write the training tasks of a run config to the JSON lines file `out`, with the pass rate of its model in
-    `field`. With `tool_keys`, the metrics that count tool calls, `<field>_correctness` and `<field>_tool_calls` list the
-    numbers of each scored rollout."""
+    `field`. With `tool_keys`, the metrics that count tool calls, `<field>_correctness` and `<field>_tool_calls` list
+    the numbers of each scored rollout."""
     settings = load_settings(RunConfig, config, overrides, load_run_file)
     workflow, judge = load_functions(settings, workflow_func, judge_func)
     with agent_output(is_shown=settings.rollout.has_agent_output):

@@ -21,6 +21,7 @@ from tunesmith.config.pipeline import (
     PipelineConfig,
     PreferStage,
     PrepareStage,
+    RftFilterStage,
     RlStage,
     SftStage,
 )
@@ -55,6 +56,7 @@ from tunesmith.config.sft import (
 )
 from tunesmith.config.stages.pareto import ParetoSection
 from tunesmith.config.stages.pass_rate import PassRateConfig
+from tunesmith.config.stages.rft import RftFilterSection
 from tunesmith.config.tools import PythonToolSection
 
 __all__ = [
@@ -103,6 +105,8 @@ __all__ = [
     "PrepareStage",
     "PythonToolSection",
     "ReplaySection",
+    "RftFilterSection",
+    "RftFilterStage",
     "RlStage",
     "RolloutSection",
     "RunConfig",

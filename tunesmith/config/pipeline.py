@@ -20,6 +20,7 @@ from tunesmith.config.section import Section
 from tunesmith.config.sft import SftConfig
 from tunesmith.config.stages.pareto import ParetoSection
 from tunesmith.config.stages.pass_rate import PassRateConfig
+from tunesmith.config.stages.rft import RftFilterSection
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 RESERVED_NAMES = ("stages",)
@@ -102,6 +103,13 @@ class ExportStage(ExportSection):
     """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
+class RftFilterStage(RftFilterSection):
+    """Filter of trajectories for rejection fine-tuning; writes train.jsonl, which an sft stage reads."""
+
+    kind: Literal["rft_filter"] = "rft_filter"
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
+
+
 class FunctionStage(Section):
     """A user function that writes its results to a folder."""
 
@@ -123,10 +131,11 @@ Stage = Annotated[
     | PreferStage
     | PassRateStage
     | ParetoStage
+    | RftFilterStage
     | FunctionStage,
     Field(discriminator="kind"),
 ]
-KINDS = ("prepare", "sft", "rl", "eval", "export", "prefer", "pass_rate", "pareto", "function")
+KINDS = ("prepare", "sft", "rl", "eval", "export", "prefer", "pass_rate", "pareto", "rft_filter", "function")
 
 
 class PipelineConfig(Section):
@@ -137,8 +146,8 @@ class PipelineConfig(Section):
     variables: dict[str, Any] = Field(default_factory=dict)
     """User-defined values, referred to as `${variables.NAME}`."""
     stages: dict[str, Stage] = Field(min_length=1)
-    """Name -> stage, in order. A stage named prepare, sft, prefer, rl, eval, export, pass_rate or pareto has that
-    kind; others set `kind`."""
+    """Name -> stage, in order. A stage named prepare, sft, prefer, rl, eval, export, pass_rate, pareto or
+    rft_filter has that kind; others set `kind`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -19,8 +19,8 @@ TOOL_ARGUMENTS: Mapping[str, str] = {"search": "query", "python": "code"}
 RESULT = re.compile(r"\s*<result>(.*?)</result>", re.DOTALL)
 TIMEOUT = re.compile(r"execution timeout|timed out|TimeoutError", re.IGNORECASE)
 ERROR = re.compile(
-    r"\ATraceback \(most recent call last\)|^\w*(?:Error|Exception)\b.*\Z|\AError:|\ALocal search failed|\Ainvalid query"
-    r"|\ATool\(\w+\) returned empty output",
+    r"\ATraceback \(most recent call last\)|^\w*(?:Error|Exception)\b.*\Z|\AError:|\ALocal search failed"
+    r"|\Ainvalid query|\ATool\(\w+\) returned empty output",
     re.MULTILINE,
 )
 
@@ -76,8 +76,8 @@ def find_failure(result: str) -> FailureKind:
     """Whether a result reports a failed call: `timeout`, `error`, or empty for a success.
 
     An empty result is a failure, as in the original. Its other rule, any text with the word "error", would count
-    documents about errors; here the text must begin as the messages of the original's tools do, or end in the line of an
-    exception.
+    documents about errors; here the text must begin as the messages of the original's tools do, or end in the line of
+    an exception.
     """
     if not result or ERROR.search(result):
         return "timeout" if TIMEOUT.search(result) else "error"

@@ -16,4 +16,4 @@ class PassRateConfig(RunConfig):
     """Rollouts per task."""
     tool_keys: tuple[str, ...] = ()
     """Metrics of the workflow whose sum is a rollout's number of tool calls. If set, `<field>_correctness` and
-    `<field>_tool_calls` list the outcome and the tool calls of each scored rollout, as the `pareto` stage reads them."""
+    `<field>_tool_calls` list the outcome and the tool calls of each scored rollout, for the `pareto` stage."""

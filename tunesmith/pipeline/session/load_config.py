@@ -28,6 +28,7 @@ from tunesmith.config import (
     PipelineConfig,
     PreferenceConfig,
     PrepareSection,
+    RftFilterSection,
     RunConfig,
     Section,
     SftConfig,
@@ -45,6 +46,7 @@ STAGES: Mapping[str, type[Section]] = {
     "run": PipelineConfig,
     "pass_rate": PassRateConfig,
     "pareto": ParetoSection,
+    "rft_filter": RftFilterSection,
 }
 """The config class of each command's file, and of stages that have no command with a file."""
 

@@ -16,6 +16,7 @@ from tunesmith.config import (
     OfflineConfig,
     ParetoSection,
     PrepareSection,
+    RftFilterSection,
     RunConfig,
     SourceSection,
 )
@@ -23,7 +24,8 @@ from tunesmith.errors import TunesmithError
 from tunesmith.monitor.trackers import check_trackers
 from tunesmith.pipeline.eval.compare import find_model
 from tunesmith.pipeline.eval.comparison_plot import check_plot
-from tunesmith.pipeline.session.load_function import load_function, load_functions
+from tunesmith.pipeline.selection.diversity import check_embedding_model
+from tunesmith.pipeline.session.load_function import load_environment, load_function, load_functions
 from tunesmith.pipeline.session.policy import check_policy
 from tunesmith.pipeline.stages.plan import PlannedStage, read_reference
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
@@ -58,6 +60,12 @@ def check_settings(stage: PlannedStage) -> None:
             check_source(settings.eval_data, default_split="test")
     elif isinstance(settings, ParetoSection):
         check_file(settings.data)
+    elif isinstance(settings, RftFilterSection):
+        check_embedding_model(settings.embedding_model)
+        for path in settings.paths:
+            check_file(path)
+        if settings.environment is not None:
+            load_environment(settings.environment)
     elif isinstance(settings, FunctionStage):
         load_function(settings.function, knob="function")
 

@@ -18,6 +18,7 @@ from tunesmith.config import (
     PassRateConfig,
     PreferenceConfig,
     PrepareSection,
+    RftFilterSection,
     RunConfig,
     Section,
     SftConfig,
@@ -27,12 +28,14 @@ from tunesmith.model.load import resolve_device
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.pipeline.eval.compare import run_eval
 from tunesmith.pipeline.eval.comparison import ModelResult
-from tunesmith.pipeline.eval.comparison_table import format_comparison
+from tunesmith.pipeline.eval.comparison_table import format_comparison, format_table
 from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
 from tunesmith.pipeline.export.run import run_export
 from tunesmith.pipeline.prepare.run import run_prepare
 from tunesmith.pipeline.rl.tune import run_tuning
+from tunesmith.pipeline.selection.diversity import format_diversity
 from tunesmith.pipeline.selection.pareto import run_pareto
+from tunesmith.pipeline.selection.rft import run_rft_filter
 from tunesmith.pipeline.session.load_function import load_function, load_functions
 from tunesmith.pipeline.session.policy import BuildModel
 from tunesmith.pipeline.sft.preference import run_preference
@@ -78,6 +81,8 @@ def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: Choo
         return run_pass_rate_stage(expect(settings, PassRateConfig), out_dir, choose_model)
     if kind == "pareto":
         return StageResult(figures=run_pareto(expect(settings, ParetoSection), out_dir=out_dir).figures)
+    if kind == "rft_filter":
+        return run_rft_stage(expect(settings, RftFilterSection), out_dir)
     if kind == "export":
         return run_export_stage(expect(settings, ExportSection), out_dir)
     return run_function_stage(expect(settings, FunctionStage), out_dir)
@@ -154,6 +159,13 @@ def run_pass_rate_stage(config: PassRateConfig, out_dir: Path, choose_model: Cho
             "tasks with a pass rate above 0 and below 1": sum(0 < rate < 1 for rate in rates),
         },
     )
+
+
+def run_rft_stage(settings: RftFilterSection, out_dir: Path) -> StageResult:
+    result = run_rft_filter(settings, out_dir=out_dir)
+    dropped = {f"dropped: {reason}": count for reason, count in result.dropped.items() if count}
+    table = format_table(["diversity", "before", "after"], format_diversity(result.before, result.after))
+    return StageResult(figures={"kept trajectories": result.num_kept, **dropped, TABLES: table})
 
 
 def describe_training(paths: RunPaths) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tunesmith.config import (
     PipelineConfig,
     PreferenceConfig,
     PrepareSection,
+    RftFilterSection,
     RunConfig,
     Section,
     SftConfig,
@@ -41,6 +42,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "export": ExportSection,
     "pass_rate": PassRateConfig,
     "pareto": ParetoSection,
+    "rft_filter": RftFilterSection,
     "function": FunctionStage,
 }
 """Settings class of each kind of stage."""
