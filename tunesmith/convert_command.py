@@ -10,8 +10,8 @@ import typer
 from tunesmith.pipeline.session.process import run_guarded
 
 FORMAT_HELP = (
-    "et_pool, et_evolve, et_rft, et_rollouts, et_pareto, et_rl, et_test (files of ET-Agent's code), tasks or "
-    "transcripts (JSON lines of Tunesmith)."
+    "et_pool, et_evolve, et_rft, et_rollouts, et_pareto, et_rl, et_test (files of ET-Agent's code), tasks, "
+    "transcripts or conversations (JSON lines of Tunesmith)."
 )
 
 
@@ -22,7 +22,7 @@ def convert(
     out: Annotated[str, typer.Option(help="File to write; an existing file is an error.")],
     debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.")] = False,
 ) -> None:
-    """Convert files of ET-Agent's code to rows of tasks or transcripts, and back."""
+    """Convert files of ET-Agent's code to rows of tasks, transcripts or conversations, and back."""
 
     def work() -> None:
         from tunesmith.compat.et_agent.conversion import convert_file

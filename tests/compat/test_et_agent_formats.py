@@ -153,6 +153,16 @@ def test_fine_tuning_rows_become_transcripts_and_back(tmp_path):
     assert json.loads((tmp_path / "back.json").read_text()) == FILES["et_rft"]
 
 
+def test_fine_tuning_rows_become_conversations_whose_results_are_context(tmp_path):
+    (row,) = read_rows(convert(tmp_path, "et_rft", "conversations").path)
+    system, user, reply = row["messages"]
+    assert (system["content"], user["content"]) == (PROMPT, "How old?")
+    assert "".join(part["text"] for part in reply["content"]) == GOOD
+    assert [part["text"] for part in reply["content"] if not part["weight"]] == [
+        " <result>\nborn 1912\n</result>", " <result>\n67\n</result>"
+    ]  # fmt: skip
+
+
 def test_training_rows_become_tasks_and_back(tmp_path):
     rows = read_rows(convert(tmp_path, "et_rl", "tasks").path)
     assert rows == [{"question": "How old?", "answer": ["67", "sixty-seven"], "source": "qa", "system": PROMPT}]

@@ -71,7 +71,8 @@ def test_every_removed_trajectory_is_counted_under_its_first_reason(filter_rows)
     ]
     result, kept = filter_rows(rows)
     assert result.dropped == {
-        "wrong answer": 1, "format error": 1, "failed call": 1, "equal to an earlier one": 0, "above max_per_question": 0
+        "wrong answer": 1, "format error": 1, "failed call": 1, "equal to an earlier one": 0,
+        "above max_per_question": 0,
     }  # fmt: skip
     assert [row["question"] for row in kept] == ["a", "a", "b"]
     assert kept[0]["operator"] == "rollout" and "transcript" not in kept[0]

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tunesmith.compat.et_agent.convert import EXPORTS, build_tasks, build_transcript_rows
+from tunesmith.compat.et_agent.convert import EXPORTS, build_conversations, build_tasks, build_transcript_rows
 from tunesmith.compat.et_agent.files import FORMATS, load_records, save_records
 from tunesmith.environments.format import find_format_error
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.storage import load_json_lines, save_text, storage_errors
 
-IMPORTS = {"tasks": build_tasks, "transcripts": build_transcript_rows}
+IMPORTS = {"tasks": build_tasks, "transcripts": build_transcript_rows, "conversations": build_conversations}
+EXPORTED = ("tasks", "transcripts")
+"""Rows that the formats of the original can be written from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +34,7 @@ class Conversion:
 def convert_file(path: Path | str, *, source: str, target: str, out: Path) -> Conversion:
     """Read `path` in the format `source` and write `out` in the format `target`.
 
-    One of the two is a format of the original (`files.FORMATS`), the other is `tasks` or `transcripts`.
+    One of the two is a format of the original (`files.FORMATS`), the other one of `IMPORTS`.
     """
     known = (*FORMATS, *IMPORTS)
     for name, knob in ((source, "--from"), (target, "--to")):
@@ -47,15 +49,15 @@ def convert_file(path: Path | str, *, source: str, target: str, out: Path) -> Co
             out.parent.mkdir(parents=True, exist_ok=True)
         save_text(out, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
         return Conversion(path=out, num_rows=len(rows), format_errors=count_format_errors(rows))
-    if source in IMPORTS and target in EXPORTS:
+    if source in EXPORTED and target in EXPORTS:
         with storage_errors(Path(path), "read"):
             records = EXPORTS[target](load_json_lines(Path(path)))
         check_not_empty(records, path)
         save_records(out, records, target)
         return Conversion(path=out, num_rows=len(records), format_errors={})
     raise ConfigError(
-        f"{source} cannot be converted to {target}: convert a format of ET-Agent to tasks or transcripts, or those to "
-        f"one of {', '.join(EXPORTS)}"
+        f"{source} cannot be converted to {target}: convert a format of ET-Agent to {', '.join(IMPORTS)}, or "
+        f"{' or '.join(EXPORTED)} to {', '.join(EXPORTS)}"
     )
 
 

@@ -1,8 +1,9 @@
 """Convert ET-Agent's records to the rows that Tunesmith's stages read, and back.
 
 `tasks`: rows with `question`, `answer` (one or a list) and `source`, which data sets of tasks and the `pareto` stage
-read. `transcripts`: rows with a structured `transcript` beside them, which the `rft_filter` and `sft` stages read. Text
-with tags is parsed here, once; nothing that trains parses it.
+read. `transcripts`: rows with a structured `transcript` beside them, which the `rft_filter` stage reads.
+`conversations`: the same trajectories as `messages`, which the `sft` stage reads. Text with tags is parsed here, once;
+nothing that trains parses it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tunesmith.compat.et_agent.records import (
     list_answers,
 )
 from tunesmith.compat.et_agent.tags import parse_trajectory
+from tunesmith.environments.conversations import build_conversation
 from tunesmith.environments.transcript import Transcript
 from tunesmith.errors import ConfigError, DataError
 
@@ -74,17 +76,24 @@ def build_transcript_rows(records: Sequence[Record]) -> Iterator[Row]:
     for number, record in enumerate(records):
         match record:
             case EvolveRow():
-                texts = [(each.text, float(each.is_correct), each.prediction) for each in record.trajectories]
-                yield from _describe_trajectories(record, texts, number)
+                judged = [(each.text, float(each.is_correct), each.prediction) for each in record.trajectories]
+                yield from _describe_trajectories(record, judged, number)
             case RolloutRow():
-                texts = [(each.text, each.correctness, each.prediction) for each in record.rollouts]
-                yield from _describe_trajectories(record, texts, number)
+                scored = [(each.text, each.correctness, each.prediction) for each in record.rollouts]
+                yield from _describe_trajectories(record, scored, number)
             case AlpacaRow():
                 transcript = parse_trajectory(record.question, record.output)
                 system = {"system": record.instruction} if record.instruction else {}
                 yield {"question": record.question, **system, "transcript": transcript.to_json(), **record.extra}
             case _:
                 raise ConfigError(f"{type(record).__name__} records hold no trajectories: convert them to tasks")
+
+
+def build_conversations(records: Sequence[Record]) -> Iterator[Row]:
+    """One conversation per trajectory, for the `sft` stage; results of tools are context."""
+    for row in build_transcript_rows(records):
+        transcript = Transcript.from_json(row["transcript"])
+        yield build_conversation(transcript, system=row.get("system", ""), tools=())
 
 
 def _describe_trajectories(
