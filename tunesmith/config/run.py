@@ -192,6 +192,8 @@ class BehaviorSection(Section):
     """Metrics of the workflow whose sum is the number of tool calls."""
     error_keys: tuple[str, ...] = Field(default=("tool_errors",), min_length=1)
     """Metrics of the workflow whose sum is the number of failed tool calls."""
+    conciseness_key: str = "conciseness"
+    """Metric of the judge that a pipeline's report shows as conciseness; left out if no rollout reports it."""
 
 
 class HeldOutSection(Section):

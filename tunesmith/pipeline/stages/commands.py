@@ -30,6 +30,7 @@ from tunesmith.pipeline.eval.compare import run_eval
 from tunesmith.pipeline.eval.comparison import ModelResult
 from tunesmith.pipeline.eval.comparison_table import format_comparison, format_table
 from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
+from tunesmith.pipeline.eval.radar import build_radar
 from tunesmith.pipeline.export.run import run_export
 from tunesmith.pipeline.prepare.run import run_prepare
 from tunesmith.pipeline.rl.tune import run_tuning
@@ -46,6 +47,8 @@ Kind = TypeVar("Kind", bound=Section)
 TASKS_FILE = "tasks.jsonl"
 TABLES = "tables"
 """Name of the figure that holds Markdown tables instead of a single value."""
+RADAR = "radar"
+"""Name of the figure that holds the measures of behavior of an evaluation, by task set, model and axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +191,9 @@ def describe_training(paths: RunPaths) -> dict[str, Any]:
 def run_eval_stage(config: EvalConfig, out_dir: Path, choose_model: ChooseModel) -> StageResult:
     comparison = run_eval(config, out_dir=out_dir, build_model=choose_model(config.to_run_config()))
     figures: dict[str, Any] = {TABLES: format_comparison(comparison)}
+    behavior = config.evaluation.behavior
+    if behavior is not None:
+        figures[RADAR] = build_radar(comparison, behavior, outcome_key=config.outcome_key)
     num_tokens = 0
     for name, set_comparison in comparison.items():
         for label, result in set_comparison.results.items():
