@@ -21,6 +21,7 @@ from tunesmith.config.sft import SftConfig
 from tunesmith.config.stages.pareto import ParetoSection
 from tunesmith.config.stages.pass_rate import PassRateConfig
 from tunesmith.config.stages.rft import RftFilterSection
+from tunesmith.config.stages.rounds import ROUNDS, expand_rounds
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 RESERVED_NAMES = ("stages",)
@@ -147,7 +148,7 @@ class PipelineConfig(Section):
     """User-defined values, referred to as `${variables.NAME}`."""
     stages: dict[str, Stage] = Field(min_length=1)
     """Name -> stage, in order. A stage named prepare, sft, prefer, rl, eval, export, pass_rate, pareto or
-    rft_filter has that kind; others set `kind`."""
+    rft_filter has that kind; others set `kind`. An entry with `kind: rounds` is repeated: `docs/pipeline.md`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -155,6 +156,7 @@ class PipelineConfig(Section):
         stages = values.get("stages") if isinstance(values, dict) else None
         if not isinstance(stages, dict):
             return values
+        stages = expand_rounds(stages)
         named = {
             name: {"kind": name} | stage if isinstance(stage, dict) and name in KINDS else stage
             for name, stage in stages.items()
@@ -162,7 +164,7 @@ class PipelineConfig(Section):
         for name, stage in named.items():
             if isinstance(stage, dict) and stage.get("kind") not in KINDS:
                 given = "has no kind" if "kind" not in stage else f"has the kind {stage['kind']!r}"
-                raise ValueError(f"stages.{name} {given}; kind must be one of {', '.join(KINDS)}")
+                raise ValueError(f"stages.{name} {given}; kind must be one of {', '.join((*KINDS, ROUNDS))}")
         return values | {"stages": named}
 
     @field_validator("stages")

@@ -49,6 +49,7 @@ def save_radar_plot(path: Path, radar: Radar) -> bool:
         panel.set_xticks(list(angle_of.values()), [f"{axis.replace('_', ' ')}\n{largest[axis]:.3g}" for axis in axes])
         panel.set_yticks([0.5, 1.0], ["", ""])
         panel.set_ylim(0, 1.05)
+        panel.tick_params(axis="x", pad=14)
         panel.set_theta_offset(math.pi / 2)
         panel.set_title(name, fontsize=10)
         panel.legend(loc="lower left", bbox_to_anchor=(-0.25, -0.15), fontsize=8)
