@@ -31,6 +31,7 @@ from tunesmith.pipeline.eval.comparison import ModelResult
 from tunesmith.pipeline.eval.comparison_table import format_comparison, format_table
 from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
 from tunesmith.pipeline.eval.radar import build_radar
+from tunesmith.pipeline.eval.suites import apply_suite
 from tunesmith.pipeline.export.run import run_export
 from tunesmith.pipeline.prepare.run import run_prepare
 from tunesmith.pipeline.rl.tune import run_tuning
@@ -191,7 +192,7 @@ def describe_training(paths: RunPaths) -> dict[str, Any]:
 def run_eval_stage(config: EvalConfig, out_dir: Path, choose_model: ChooseModel) -> StageResult:
     comparison = run_eval(config, out_dir=out_dir, build_model=choose_model(config.to_run_config()))
     figures: dict[str, Any] = {TABLES: format_comparison(comparison)}
-    behavior = config.evaluation.behavior
+    behavior = apply_suite(config.to_run_config(), config.suite).evaluation.behavior
     if behavior is not None:
         figures[RADAR] = build_radar(comparison, behavior, outcome_key=config.outcome_key)
     num_tokens = 0
