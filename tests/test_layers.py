@@ -16,7 +16,7 @@ LAYERS = [
     {"engine", "trainer", "rollout", "judges", "tools"},
     {"loop", "environments"},
     {"pipeline", "compat"},
-    {"api", "cli", "run_files", "__init__", "__main__"},
+    {"api", "cli", "convert_command", "run_files", "__init__", "__main__"},
 ]
 INNER_LAYERS = {
     "engine": [{"event_loop", "core"}, {"batch"}, {"cuda", "cpu"}, {"worker"}, {"engine"}],
@@ -24,7 +24,7 @@ INNER_LAYERS = {
         {"session"},
         {"data"},
         {"eval"},
-        {"rl", "sft", "prepare", "export", "diagnosis"},
+        {"rl", "sft", "prepare", "export", "diagnosis", "selection"},
         {"stages", "demo", "math_agent"},
     ],
 }

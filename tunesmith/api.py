@@ -261,12 +261,14 @@ def measure_pass_rates(
     field: str,
     out: PathLike,
     num_runs: int = 8,
+    tool_keys: Sequence[str] = (),
     workflow_func: WorkflowType | None = None,
     judge_func: JudgeType | None = None,
     overrides: Sequence[str] = (),
 ) -> PassRates:
     """Write the training tasks of a run config to the JSON lines file `out`, with the pass rate of its model in
-    `field`."""
+    `field`. With `tool_keys`, the metrics that count tool calls, `<field>_correctness` and `<field>_tool_calls` list
+    the numbers of each scored rollout."""
     settings = load_settings(RunConfig, config, overrides, load_run_file)
     workflow, judge = load_functions(settings, workflow_func, judge_func)
     with agent_output(is_shown=settings.rollout.has_agent_output):
@@ -279,6 +281,7 @@ def measure_pass_rates(
                 field=field,
                 num_runs=num_runs,
                 out=Path(out),
+                tool_keys=tool_keys,
             )
         )
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tunesmith.convert_command import convert
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
 
@@ -31,6 +32,7 @@ app = typer.Typer(
 model_app = typer.Typer(name="model", help="Prepare models.", no_args_is_help=True)
 app.add_typer(model_app)
 app.command("doctor")(doctor)
+app.command("convert")(convert)
 
 ConfigPath = Annotated[str, typer.Argument(help="Run file (YAML). List its keys with: tunesmith config --options.")]
 Overrides = Annotated[
@@ -253,6 +255,10 @@ def measure_pass_rate(
     field: Annotated[str, typer.Option(help="Name of the new field, e.g. qwen3_0.6b_pass_rate.")],
     out: Annotated[str, typer.Option(help="JSON lines file to write.")],
     runs: Annotated[int, typer.Option(min=1, help="Rollouts per task.")] = 8,
+    tool_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Metric that counts tool calls; also writes the numbers of each rollout. Repeatable."),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model folder or hub id; default: model.path.")] = None,
     workflow: Workflow = None,
     judge: Judge = None,
@@ -270,7 +276,7 @@ def measure_pass_rate(
         run_files.check_and_announce("pass-rate", settings, f"{config} is valid, loading libraries")
         from tunesmith import api
 
-        result = api.measure_pass_rates(settings, field=field, num_runs=runs, out=out)
+        result = api.measure_pass_rates(settings, field=field, num_runs=runs, out=out, tool_keys=tool_key or [])
         typer.echo(f"{result.path}: {result.num_rows} rows, {result.num_unscored} dropped without a scored rollout")
 
     run_guarded(work, is_debug=debug)

@@ -98,7 +98,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     metrics["perf/rollout_s"] = sampled - started
     metrics["perf/train_s"] = trained - sampled
     metrics["perf/sampled_tokens_per_s"] = metrics["rollout/num_sampled_tokens"] / (sampled - started)
-    metrics |= parts.tasks.give_feedback(compute_pass_rates(batch.collected, parts.outcome_key))
+    metrics |= parts.tasks.give_feedback(compute_pass_rates(batch.collected, parts.outcome_key), batch.collected)
     if parts.baseline_sampling is not None:
         metrics |= compute_baseline_metrics(batch.collected)
     parts.replay.add(*batch.with_advantage, step=step, policy_version=policy_version)

@@ -16,9 +16,12 @@ from tunesmith.config.pipeline import (
     EvalStage,
     ExportStage,
     FunctionStage,
+    ParetoStage,
+    PassRateStage,
     PipelineConfig,
     PreferStage,
     PrepareStage,
+    RftFilterStage,
     RlStage,
     SftStage,
 )
@@ -51,6 +54,9 @@ from tunesmith.config.sft import (
     SftConfig,
     SftTrainerSection,
 )
+from tunesmith.config.stages.pareto import ParetoSection
+from tunesmith.config.stages.pass_rate import PassRateConfig
+from tunesmith.config.stages.rft import RftFilterSection
 from tunesmith.config.tools import PythonToolSection
 
 __all__ = [
@@ -84,8 +90,12 @@ __all__ = [
     "OfflineConfig",
     "OperatorSection",
     "ParaphraseSection",
+    "ParetoSection",
+    "ParetoStage",
+    "PassRateConfig",
     "PassRateModelSection",
     "PassRateSection",
+    "PassRateStage",
     "PatienceSection",
     "PipelineConfig",
     "PreferStage",
@@ -95,6 +105,8 @@ __all__ = [
     "PrepareStage",
     "PythonToolSection",
     "ReplaySection",
+    "RftFilterSection",
+    "RftFilterStage",
     "RlStage",
     "RolloutSection",
     "RunConfig",

@@ -18,6 +18,10 @@ from tunesmith.config.prepare import PrepareSection
 from tunesmith.config.run import RunConfig
 from tunesmith.config.section import Section
 from tunesmith.config.sft import SftConfig
+from tunesmith.config.stages.pareto import ParetoSection
+from tunesmith.config.stages.pass_rate import PassRateConfig
+from tunesmith.config.stages.rft import RftFilterSection
+from tunesmith.config.stages.rounds import ROUNDS, expand_rounds
 
 STAGE_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 RESERVED_NAMES = ("stages",)
@@ -54,12 +58,36 @@ class RlStage(RunConfig):
 
     @model_validator(mode="after")
     def _check_place(self) -> RlStage:
-        given = [key for key in MANAGED_KEYS if key in self.model_fields_set]
-        if given:
-            raise ValueError(
-                f"{', '.join(given)} cannot be set here: the pipeline chooses the run folder and resumes the run"
-            )
+        refuse_managed_keys(self)
         return self
+
+
+def refuse_managed_keys(config: RunConfig) -> None:
+    """Raise if the stage sets the location of its run."""
+    given = [key for key in MANAGED_KEYS if key in config.model_fields_set]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} cannot be set here: the pipeline chooses the run folder and resumes the run"
+        )
+
+
+class PassRateStage(PassRateConfig):
+    """Rollouts on training tasks without training, as `tunesmith pass-rate`; writes tasks.jsonl."""
+
+    kind: Literal["pass_rate"] = "pass_rate"
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
+
+    @model_validator(mode="after")
+    def _check_place(self) -> PassRateStage:
+        refuse_managed_keys(self)
+        return self
+
+
+class ParetoStage(ParetoSection):
+    """Group-wise Pareto sampling of questions; writes train.jsonl."""
+
+    kind: Literal["pareto"] = "pareto"
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
 class EvalStage(EvalConfig):
@@ -76,6 +104,13 @@ class ExportStage(ExportSection):
     """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
+class RftFilterStage(RftFilterSection):
+    """Filter of trajectories for rejection fine-tuning; writes train.jsonl, which an sft stage reads."""
+
+    kind: Literal["rft_filter"] = "rft_filter"
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
+
+
 class FunctionStage(Section):
     """A user function that writes its results to a folder."""
 
@@ -89,10 +124,19 @@ class FunctionStage(Section):
 
 
 Stage = Annotated[
-    PrepareStage | SftStage | RlStage | EvalStage | ExportStage | PreferStage | FunctionStage,
+    PrepareStage
+    | SftStage
+    | RlStage
+    | EvalStage
+    | ExportStage
+    | PreferStage
+    | PassRateStage
+    | ParetoStage
+    | RftFilterStage
+    | FunctionStage,
     Field(discriminator="kind"),
 ]
-KINDS = ("prepare", "sft", "rl", "eval", "export", "prefer", "function")
+KINDS = ("prepare", "sft", "rl", "eval", "export", "prefer", "pass_rate", "pareto", "rft_filter", "function")
 
 
 class PipelineConfig(Section):
@@ -103,8 +147,8 @@ class PipelineConfig(Section):
     variables: dict[str, Any] = Field(default_factory=dict)
     """User-defined values, referred to as `${variables.NAME}`."""
     stages: dict[str, Stage] = Field(min_length=1)
-    """Name -> stage, in order. A stage named prepare, sft, prefer, rl, eval or export has that kind; others set
-    `kind`."""
+    """Name -> stage, in order. A stage named prepare, sft, prefer, rl, eval, export, pass_rate, pareto or
+    rft_filter has that kind; others set `kind`. An entry with `kind: rounds` is repeated: `docs/pipeline.md`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -112,6 +156,7 @@ class PipelineConfig(Section):
         stages = values.get("stages") if isinstance(values, dict) else None
         if not isinstance(stages, dict):
             return values
+        stages = expand_rounds(stages)
         named = {
             name: {"kind": name} | stage if isinstance(stage, dict) and name in KINDS else stage
             for name, stage in stages.items()
@@ -119,7 +164,7 @@ class PipelineConfig(Section):
         for name, stage in named.items():
             if isinstance(stage, dict) and stage.get("kind") not in KINDS:
                 given = "has no kind" if "kind" not in stage else f"has the kind {stage['kind']!r}"
-                raise ValueError(f"stages.{name} {given}; kind must be one of {', '.join(KINDS)}")
+                raise ValueError(f"stages.{name} {given}; kind must be one of {', '.join((*KINDS, ROUNDS))}")
         return values | {"stages": named}
 
     @field_validator("stages")

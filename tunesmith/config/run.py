@@ -24,7 +24,7 @@ class SelectorSection(Section):
     """Order in which the tasks of a data set are chosen."""
 
     selector_type: str = "shuffle"
-    """Selector: sequential, shuffle, random, offline_easy2hard, difficulty_based (BOTS), or your own as
+    """Selector: sequential, shuffle, random, offline_easy2hard, difficulty_based (BOTS), pareto, or your own as
     `module:function`."""
     seed: int | None = Field(default=None, ge=0)
     """Random seed of the selector; null uses the run's seed."""
@@ -192,6 +192,8 @@ class BehaviorSection(Section):
     """Metrics of the workflow whose sum is the number of tool calls."""
     error_keys: tuple[str, ...] = Field(default=("tool_errors",), min_length=1)
     """Metrics of the workflow whose sum is the number of failed tool calls."""
+    conciseness_key: str = "conciseness"
+    """Metric of the judge that a pipeline's report shows as conciseness; left out if no rollout reports it."""
 
 
 class HeldOutSection(Section):

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector, select_indices
+from tunesmith.tasks.selector import ExplainingSelector, ObservingSelector, Selection, Selector, select_indices
+from tunesmith.types import Group
 
 
 class Mixture:
@@ -82,6 +83,16 @@ class Mixture:
             set_metrics = self._selector(number).feedback([index for index, _ in own], [rate for _, rate in own])
             metrics |= {f"{key}/{name}": value for key, value in (set_metrics or {}).items()}
         return metrics
+
+    def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:
+        """Pass the rollouts of each set's tasks to its selector, if it learns from rollouts."""
+        for number in range(len(self._names)):
+            selector = self._selector(number)
+            if not isinstance(selector, ObservingSelector):
+                continue
+            start, end = self._first[number], self._first[number + 1]
+            own = [(index - start, group) for index, group in zip(indices, groups, strict=True) if start <= index < end]
+            selector.observe([index for index, _ in own], [group for _, group in own])
 
     def explain(self) -> Selection:
         """The merged explanations of the selectors that took part in the last `select` and can explain it."""

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tunesmith.errors import ConfigError
+from tunesmith.types import Group
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -82,6 +83,15 @@ class ExplainingSelector(Selector, Protocol):
 
     def explain(self) -> Selection:
         """The choices of the last `select` and their reasons."""
+        ...
+
+
+@runtime_checkable
+class ObservingSelector(Selector, Protocol):
+    """A selector that learns more from rollouts than their pass rates."""
+
+    def observe(self, indices: Sequence[int], groups: Sequence[Group]) -> None:
+        """Receive the rollouts of each selected task, before its pass rate: those before operators on groups."""
         ...
 
 

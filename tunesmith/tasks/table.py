@@ -27,6 +27,7 @@ from tunesmith.tasks.operators import (
     score_quality,
 )
 from tunesmith.tasks.paraphrase import paraphrase
+from tunesmith.tasks.pareto_selector import ParetoSelector
 from tunesmith.tasks.selector import (
     Floats,
     RandomSelector,
@@ -46,7 +47,8 @@ class SelectorEntry:
     """A built-in selector and the number of feature columns it takes."""
 
     build: Callable[..., Selector]
-    """Takes the features of the tasks, one row per task, and `seed`."""
+    """Takes the features of the tasks, one row per task, and `seed`; with `has_tasks`, the tasks themselves."""
+    has_tasks: bool = False
     min_features: int = 0
     max_features: float = 0
 
@@ -57,6 +59,7 @@ SELECTORS: dict[str, SelectorEntry] = {
     "random": SelectorEntry(build=RandomSelector),
     "offline_easy2hard": SelectorEntry(build=build_easy_to_hard, min_features=1, max_features=math.inf),
     "difficulty_based": SelectorEntry(build=BotsSelector, max_features=math.inf),
+    "pareto": SelectorEntry(build=ParetoSelector, has_tasks=True),
 }
 
 TASK_OPERATORS: dict[str, TaskOperator] = {
@@ -82,7 +85,7 @@ def build_selector(section: SelectorSection, tasks: Sequence[Task], *, seed: int
         needed = f"at least {entry.min_features}" if entry.max_features else "none"
         raise ConfigError(f"selector {name!r} takes {needed} of feature_keys, got {list(keys)}")
     build = bind_arguments(entry.build, section.args, where=where, reserved=RESERVED_ARGUMENTS)
-    selector: Selector = build(load_features(tasks, keys), seed=seed)
+    selector: Selector = build(tasks if entry.has_tasks else load_features(tasks, keys), seed=seed)
     return selector
 
 

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tunesmith.storage import save_json
-from tunesmith.tasks.selector import ExplainingSelector, Selection, Selector, select_indices
-from tunesmith.types import Task
+from tunesmith.tasks.selector import ExplainingSelector, ObservingSelector, Selection, Selector, select_indices
+from tunesmith.types import Group, Task
 
 
 class TaskFeed:
@@ -32,8 +32,15 @@ class TaskFeed:
             self._selections.append(self.selector.explain())
         return [self.tasks[index] for index in indices]
 
-    def give_feedback(self, pass_rates: Sequence[float | None]) -> dict[str, float]:
-        """Report the pass rates of the tasks selected in this step, in the order of selection; None is not reported."""
+    def give_feedback(
+        self, pass_rates: Sequence[float | None], groups: Sequence[Group] | None = None
+    ) -> dict[str, float]:
+        """Report the pass rates of the tasks selected in this step, in the order of selection; None is not reported.
+
+        `groups`, in the same order, are reported to selectors that learn from rollouts.
+        """
+        if groups is not None and isinstance(self.selector, ObservingSelector):
+            self.selector.observe(self._selected, groups)
         known = [(index, rate) for index, rate in zip(self._selected, pass_rates, strict=True) if rate is not None]
         self._selected = []
         return dict(self.selector.feedback([index for index, _ in known], [rate for _, rate in known]) or {})

@@ -170,7 +170,7 @@ def test_pass_rates_resume_after_a_kill(prepare, pocket_folder, tmp_path, monkey
     pass_rate = {"models": {"m": tiny_model(pocket_folder)}, "num_samples": 1, "batch_size": 1}
     pass_rate["engine"] = {"kv_cache_tokens": 8192}
     measured = []
-    original = pass_rates.sample_pass_rates
+    original = pass_rates.sample_groups
 
     async def die_at_the_second_batch(config, actors, tasks, **options):
         measured.append(tasks[0].row["place"])
@@ -178,7 +178,7 @@ def test_pass_rates_resume_after_a_kill(prepare, pocket_folder, tmp_path, monkey
             raise KeyboardInterrupt
         return await original(config, actors, tasks, **options)
 
-    monkeypatch.setattr(pass_rates, "sample_pass_rates", die_at_the_second_batch)
+    monkeypatch.setattr(pass_rates, "sample_groups", die_at_the_second_batch)
     with pytest.raises(KeyboardInterrupt):
         prepare(pass_rate=pass_rate)
     assert not (tmp_path / "out").exists()

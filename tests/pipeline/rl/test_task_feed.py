@@ -100,6 +100,23 @@ def test_a_selector_may_be_a_dict_or_a_name(run, data):
         run(train_dataset=named, experiment_name="y")
 
 
+def test_the_pareto_selector_learns_from_the_rollouts_of_a_run(run, data):
+    selector = TaskSelectorConfig(selector_type="pareto", kwargs={"tool_keys": ["length"], "explore": 0.5})
+    result = run(train_dataset=DatasetConfig(path=data, total_steps=3, task_selector=selector))
+    assert result.metrics["selector/num_tasks_known"] == len(
+        {task for s in (1, 2, 3) for task in read_tasks(result, s)}
+    )
+    saved = json.loads((result.folder / "selection/step_000001.json").read_text())
+    assert {choice["reason"] for choice in saved["choices"]} == {"no rollouts yet"}
+    resumed = run(
+        "total_steps=4", train_dataset=DatasetConfig(path=data, task_selector=selector), continue_from_checkpoint=True
+    )
+    whole = run(
+        "total_steps=4", train_dataset=DatasetConfig(path=data, task_selector=selector), experiment_name="whole"
+    )
+    assert read_tasks(resumed, 4) == read_tasks(whole, 4)
+
+
 class LastFirst:
     """A user's selector: from the last task to the first; it stores the feedback."""
 

@@ -1,4 +1,4 @@
-"""Bar charts of a comparison. The only file that imports matplotlib, an optional dependency (extra `plot`)."""
+"""Bar charts of a comparison. It imports matplotlib, an optional dependency (extra `plot`), when it draws."""
 
 from __future__ import annotations
 

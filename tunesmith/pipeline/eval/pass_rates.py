@@ -1,7 +1,8 @@
 """Pass rates of a model on a training set, written as a field of its rows for use by task selectors.
 
 The agent runs `num_runs` times on every task; nothing is trained, and the data set's operators are not applied. Results
-are appended batch by batch to `<out>.part`, so a killed measurement resumes after its last complete batch.
+are appended batch by batch to `<out>.part`, so a killed measurement resumes after its last complete batch. With
+`tool_keys`, rows also get the outcome and the tool calls of each scored rollout.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, DataError
-from tunesmith.experience.outcomes import compute_pass_rates
+from tunesmith.experience.outcomes import compute_outcome, compute_pass_rates, read_metric
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.policy import BuildModel, check_policy
 from tunesmith.pipeline.session.result import Result
@@ -23,7 +24,10 @@ from tunesmith.rollout.actors import Actors, run_tasks
 from tunesmith.rollout.groups import check_failures
 from tunesmith.storage import load_json_lines, save_text, storage_errors
 from tunesmith.tasks.load import load_tasks
-from tunesmith.types import JudgeType, Task, WorkflowType
+from tunesmith.types import Group, JudgeType, Task, WorkflowType
+
+CORRECTNESS, TOOL_CALLS = "correctness", "tool_calls"
+"""Ends of the names of the fields with one number for each scored rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -49,9 +53,12 @@ def measure_pass_rates(
     field: str,
     num_runs: int,
     out: Path,
+    tool_keys: Sequence[str] = (),
 ) -> PassRates:
     """Write the rows of the training set with the model's pass rate under `field`."""
-    tasks = load_unmeasured_tasks(config, field=field)
+    tasks = load_unmeasured_tasks(
+        config, fields=[field, *(f"{field}_{end}" for end in (CORRECTNESS, TOOL_CALLS) if tool_keys)]
+    )
     if out.exists():
         raise ConfigError(f"{out} already exists; choose another file")
     check_policy(config.model)
@@ -59,52 +66,63 @@ def measure_pass_rates(
     batch_size = config.algorithm.batch_size
     with storage_errors(partial_file, "write"):
         out.parent.mkdir(parents=True, exist_ok=True)
-        num_done = count_done(partial_file, batch_size)
+        num_done = count_done(partial_file, batch_size, num_values=4 if tool_keys else 2)
     _, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
 
     async def measure() -> None:
         for start in range(num_done, len(tasks), batch_size):
-            rates = await sample_pass_rates(
+            groups = await sample_groups(
                 config, actors, tasks[start : start + batch_size], num_runs=num_runs, step=start
             )
-            append_batch(
-                partial_file, [list(pair) for pair in zip(range(start, start + batch_size), rates, strict=False)]
-            )
+            records = describe_groups(groups, outcome_key=config.experience.outcome_key, tool_keys=tool_keys)
+            append_batch(partial_file, [[start + offset, *each] for offset, each in enumerate(records)])
 
     run_lockstep(measure(), config.rollout)
     return write_result(partial_file, tasks, field=field, out=out)
 
 
-def load_unmeasured_tasks(config: RunConfig, *, field: str) -> list[Task]:
-    """Tasks of `train_dataset`; raise DataError if a row already has the field."""
+def load_unmeasured_tasks(config: RunConfig, *, fields: Sequence[str]) -> list[Task]:
+    """Tasks of `train_dataset`; raise DataError if a row already has one of the fields."""
     if config.train_dataset is None:
         raise ConfigError("pass rates are measured on train_dataset; set train_dataset.path")
     tasks = load_tasks(config.train_dataset, name="train")
-    if any(field in task.row for task in tasks):
-        raise DataError(
-            f"the rows of {config.train_dataset.path!r} already have a field {field!r}; choose another name"
-        )
+    for field in fields:
+        if any(field in task.row for task in tasks):
+            raise DataError(
+                f"the rows of {config.train_dataset.path!r} already have a field {field!r}; choose another name"
+            )
     return tasks
 
 
-async def sample_pass_rates(
+async def sample_groups(
     config: RunConfig, actors: Actors, tasks: Sequence[Task], *, num_runs: int, step: int
-) -> list[float | None]:
-    """Pass rate of each task; None where no rollout was scored."""
+) -> list[Group]:
+    """`num_runs` rollouts of each task."""
     actors.engine.resume(0)
     groups = await run_tasks(actors, tasks, group_size=num_runs, seed=config.seed, step=step)
     actors.engine.pause()
     check_failures(groups, max_failure_rate=config.rollout.max_failure_rate)
-    return compute_pass_rates(groups, config.experience.outcome_key)
+    return groups
 
 
-def append_batch(partial_file: Path, pairs: Sequence[Sequence[Any]]) -> None:
-    """Append one line: pairs of task index and pass rate."""
+def describe_groups(groups: Sequence[Group], *, outcome_key: str | None, tool_keys: Sequence[str]) -> list[list[Any]]:
+    """Pass rate of each task, None where no rollout was scored; with `tool_keys` also the outcome and the tool calls of
+    each scored rollout."""
+    records: list[list[Any]] = [[rate] for rate in compute_pass_rates(groups, outcome_key)]
+    if tool_keys:
+        for record, group in zip(records, groups, strict=True):
+            record.append([compute_outcome(run, outcome_key) for run in group.scored])
+            record.append([sum(read_metric(run, key, knob="tool_keys") for key in tool_keys) for run in group.scored])
+    return records
+
+
+def append_batch(partial_file: Path, records: Sequence[Sequence[Any]]) -> None:
+    """Append one line: for each task its index, its pass rate, and the numbers of its rollouts if they are wanted."""
     with storage_errors(partial_file, "write"), partial_file.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(pairs) + "\n")
+        file.write(json.dumps(records) + "\n")
 
 
-def count_done(partial_file: Path, batch_size: int) -> int:
+def count_done(partial_file: Path, batch_size: int, *, num_values: int) -> int:
     """Number of tasks in complete lines; an incomplete last line is removed from the file."""
     if not partial_file.exists():
         return 0
@@ -112,19 +130,23 @@ def count_done(partial_file: Path, batch_size: int) -> int:
     complete = text[: text.rfind("\n") + 1]
     if complete != text:
         partial_file.write_text(complete, encoding="utf-8")
-    sizes = [len(batch) for batch in load_json_lines(partial_file)]
+    batches = load_json_lines(partial_file)
+    sizes = [len(batch) for batch in batches]
     if any(size != batch_size for size in sizes[:-1]):
         raise ConfigError(f"{partial_file} was written with another algorithm.batch_size than {batch_size}; remove it")
+    if any(len(record) != num_values for batch in batches for record in batch):
+        raise ConfigError(f"{partial_file} was written with other tool_keys; remove it, or use the same")
     return sum(sizes)
 
 
 def write_result(partial_file: Path, tasks: Sequence[Task], *, field: str, out: Path) -> PassRates:
     """Write rows with their pass rates to `out`, then remove the partial file."""
-    rates = [rate for batch in load_json_lines(partial_file) for _, rate in batch]
+    names = (field, f"{field}_{CORRECTNESS}", f"{field}_{TOOL_CALLS}")
+    records = [record[1:] for batch in load_json_lines(partial_file) for record in batch]
     rows = [
-        json.dumps({**task.row, field: rate}, ensure_ascii=False, default=str)
-        for task, rate in zip(tasks, rates, strict=True)
-        if rate is not None
+        json.dumps({**task.row, **dict(zip(names, values, strict=False))}, ensure_ascii=False, default=str)
+        for task, values in zip(tasks, records, strict=True)
+        if values[0] is not None
     ]
     save_text(out, "".join(f"{row}\n" for row in rows))
     with storage_errors(partial_file, "remove"):

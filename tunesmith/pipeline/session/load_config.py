@@ -23,9 +23,12 @@ from pydantic_core import ErrorDetails
 from tunesmith.config import (
     EvalConfig,
     ExportSection,
+    ParetoSection,
+    PassRateConfig,
     PipelineConfig,
     PreferenceConfig,
     PrepareSection,
+    RftFilterSection,
     RunConfig,
     Section,
     SftConfig,
@@ -41,8 +44,11 @@ STAGES: Mapping[str, type[Section]] = {
     "eval": EvalConfig,
     "export": ExportSection,
     "run": PipelineConfig,
+    "pass_rate": PassRateConfig,
+    "pareto": ParetoSection,
+    "rft_filter": RftFilterSection,
 }
-"""The config class of each command's file."""
+"""The config class of each command's file, and of stages that have no command with a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

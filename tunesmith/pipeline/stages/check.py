@@ -14,7 +14,9 @@ from tunesmith.config import (
     FunctionStage,
     ModelSection,
     OfflineConfig,
+    ParetoSection,
     PrepareSection,
+    RftFilterSection,
     RunConfig,
     SourceSection,
 )
@@ -23,7 +25,8 @@ from tunesmith.monitor.trackers import check_trackers
 from tunesmith.pipeline.eval.compare import find_model
 from tunesmith.pipeline.eval.comparison_plot import check_plot
 from tunesmith.pipeline.eval.suites import apply_suite
-from tunesmith.pipeline.session.load_function import load_function, load_functions
+from tunesmith.pipeline.selection.diversity import check_embedding_model
+from tunesmith.pipeline.session.load_function import load_environment, load_function, load_functions
 from tunesmith.pipeline.session.policy import check_policy
 from tunesmith.pipeline.stages.plan import PlannedStage, list_strings, read_reference
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
@@ -56,6 +59,14 @@ def check_settings(stage: PlannedStage) -> None:
         check_source(settings.data, default_split="train")
         if settings.eval_data is not None:
             check_source(settings.eval_data, default_split="test")
+    elif isinstance(settings, ParetoSection):
+        check_file(settings.data)
+    elif isinstance(settings, RftFilterSection):
+        check_embedding_model(settings.embedding_model)
+        for path in settings.paths:
+            check_file(path)
+        if settings.environment is not None:
+            load_environment(settings.environment)
     elif isinstance(settings, FunctionStage):
         load_function(settings.function, knob="function")
 
@@ -92,6 +103,12 @@ def check_data(datasets: Iterable[DatasetSection]) -> None:
     for dataset in datasets:
         if read_reference(dataset.path) is None:
             load_preview(dataset.path, name=dataset.name, split=dataset.split, num_rows=1)
+
+
+def check_file(path: str) -> None:
+    """Raise if rows that are not the output of an earlier stage cannot be read."""
+    if read_reference(path) is None:
+        load_preview(path, name=None, split="train", num_rows=1)
 
 
 def check_source(source: SourceSection, *, default_split: str) -> None:

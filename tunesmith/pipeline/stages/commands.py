@@ -14,8 +14,11 @@ from tunesmith.config import (
     ExportSection,
     FunctionStage,
     OfflineConfig,
+    ParetoSection,
+    PassRateConfig,
     PreferenceConfig,
     PrepareSection,
+    RftFilterSection,
     RunConfig,
     Section,
     SftConfig,
@@ -25,19 +28,28 @@ from tunesmith.model.load import resolve_device
 from tunesmith.monitor.metrics_file import load_metrics
 from tunesmith.pipeline.eval.compare import run_eval
 from tunesmith.pipeline.eval.comparison import ModelResult
-from tunesmith.pipeline.eval.comparison_table import format_comparison
+from tunesmith.pipeline.eval.comparison_table import format_comparison, format_table
+from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
+from tunesmith.pipeline.eval.radar import build_radar
+from tunesmith.pipeline.eval.suites import apply_suite
 from tunesmith.pipeline.export.run import run_export
 from tunesmith.pipeline.prepare.run import run_prepare
 from tunesmith.pipeline.rl.tune import run_tuning
+from tunesmith.pipeline.selection.diversity import format_diversity
+from tunesmith.pipeline.selection.pareto import run_pareto
+from tunesmith.pipeline.selection.rft import run_rft_filter
 from tunesmith.pipeline.session.load_function import load_function, load_functions
 from tunesmith.pipeline.session.policy import BuildModel
 from tunesmith.pipeline.sft.preference import run_preference
 from tunesmith.pipeline.sft.train import OfflineResult, run_sft
-from tunesmith.storage import RunPaths, remove_tree, storage_errors
+from tunesmith.storage import RunPaths, load_json_lines, remove_tree, storage_errors
 
 Kind = TypeVar("Kind", bound=Section)
+TASKS_FILE = "tasks.jsonl"
 TABLES = "tables"
 """Name of the figure that holds Markdown tables instead of a single value."""
+RADAR = "radar"
+"""Name of the figure that holds the measures of behavior of an evaluation, by task set, model and axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +81,12 @@ def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: Choo
         return run_rl_stage(expect(settings, RunConfig), out_dir, choose_model)
     if kind == "eval":
         return run_eval_stage(expect(settings, EvalConfig), out_dir, choose_model)
+    if kind == "pass_rate":
+        return run_pass_rate_stage(expect(settings, PassRateConfig), out_dir, choose_model)
+    if kind == "pareto":
+        return StageResult(figures=run_pareto(expect(settings, ParetoSection), out_dir=out_dir).figures)
+    if kind == "rft_filter":
+        return run_rft_stage(expect(settings, RftFilterSection), out_dir)
     if kind == "export":
         return run_export_stage(expect(settings, ExportSection), out_dir)
     return run_function_stage(expect(settings, FunctionStage), out_dir)
@@ -121,6 +139,39 @@ def run_rl_stage(config: RunConfig, out_dir: Path, choose_model: ChooseModel) ->
     )
 
 
+def run_pass_rate_stage(config: PassRateConfig, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    """Measure the tasks into `tasks.jsonl`, unless an earlier attempt was killed after it was complete."""
+    path = out_dir / TASKS_FILE
+    if not path.exists():
+        workflow, judge = load_functions(config)
+        measure_pass_rates(
+            config,
+            workflow=workflow,
+            judge=judge,
+            build_model=choose_model(config),
+            field=config.field,
+            num_runs=config.num_runs,
+            out=path,
+            tool_keys=config.tool_keys,
+        )
+    rates = [row[config.field] for row in load_json_lines(path)]
+    return StageResult(
+        device=describe_device(config.model.device, config.num_cpu_threads),
+        figures={
+            "tasks with a scored rollout": len(rates),
+            "mean pass rate": sum(rates) / len(rates) if rates else None,
+            "tasks with a pass rate above 0 and below 1": sum(0 < rate < 1 for rate in rates),
+        },
+    )
+
+
+def run_rft_stage(settings: RftFilterSection, out_dir: Path) -> StageResult:
+    result = run_rft_filter(settings, out_dir=out_dir)
+    dropped = {f"dropped: {reason}": count for reason, count in result.dropped.items() if count}
+    table = format_table(["diversity", "before", "after"], format_diversity(result.before, result.after))
+    return StageResult(figures={"kept trajectories": result.num_kept, **dropped, TABLES: table})
+
+
 def describe_training(paths: RunPaths) -> dict[str, Any]:
     """Sampled tokens and figures of all steps of a run, from its metrics file."""
     records = load_metrics(paths.metrics)
@@ -141,6 +192,9 @@ def describe_training(paths: RunPaths) -> dict[str, Any]:
 def run_eval_stage(config: EvalConfig, out_dir: Path, choose_model: ChooseModel) -> StageResult:
     comparison = run_eval(config, out_dir=out_dir, build_model=choose_model(config.to_run_config()))
     figures: dict[str, Any] = {TABLES: format_comparison(comparison)}
+    behavior = apply_suite(config.to_run_config(), config.suite).evaluation.behavior
+    if behavior is not None:
+        figures[RADAR] = build_radar(comparison, behavior, outcome_key=config.outcome_key)
     num_tokens = 0
     for name, set_comparison in comparison.items():
         for label, result in set_comparison.results.items():

@@ -1,6 +1,6 @@
 """The folder of a pipeline and the records of its stages.
 
-    pipeline.yaml                 the settings     report.md  report.json  the report
+    pipeline.yaml                 the settings     report.md  report.json  radar.png  the report
     NAME/                         output of stage NAME; for sft, prefer and rl its run folder
     stages/NAME/START.json        settings and inputs of the current run of the stage, and the seconds of each attempt
     stages/NAME/DONE.json         results and figures of a complete stage; written last
@@ -28,6 +28,7 @@ from tunesmith.pipeline.stages.plan import PlannedStage
 from tunesmith.storage import load_json, remove_tree, save_json, storage_errors
 
 CONFIG_FILE, REPORT_TABLE, REPORT_JSON = "pipeline.yaml", "report.md", "report.json"
+RADAR_PLOT = "radar.png"
 STATES = "stages"
 START, DONE = "START.json", "DONE.json"
 MUTABLE_KEYS: Mapping[str, Sequence[str]] = {"rl": RL_MUTABLE_KEYS, "sft": SFT_MUTABLE_KEYS, "prefer": SFT_MUTABLE_KEYS}

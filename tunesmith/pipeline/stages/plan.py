@@ -19,9 +19,12 @@ from tunesmith.config import (
     EvalConfig,
     ExportSection,
     FunctionStage,
+    ParetoSection,
+    PassRateConfig,
     PipelineConfig,
     PreferenceConfig,
     PrepareSection,
+    RftFilterSection,
     RunConfig,
     Section,
     SftConfig,
@@ -37,6 +40,9 @@ SECTIONS: Mapping[str, type[Section]] = {
     "rl": RunConfig,
     "eval": EvalConfig,
     "export": ExportSection,
+    "pass_rate": PassRateConfig,
+    "pareto": ParetoSection,
+    "rft_filter": RftFilterSection,
     "function": FunctionStage,
 }
 """Settings class of each kind of stage."""

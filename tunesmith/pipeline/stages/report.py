@@ -1,4 +1,7 @@
-"""The report of a pipeline: state, time, tokens, device and figures of each stage, as Markdown and JSON."""
+"""The report of a pipeline: state, time, tokens, device and figures of each stage, as Markdown and JSON.
+
+Evaluations that measure behavior are merged into one table and, with matplotlib installed, one radar chart.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,17 @@ from typing import Any
 
 from tunesmith.monitor.console import format_duration
 from tunesmith.pipeline.eval.comparison_table import format_table
-from tunesmith.pipeline.stages.commands import TABLES
-from tunesmith.pipeline.stages.folder import REPORT_JSON, REPORT_TABLE, DoneRecord, PipelineFolder, State
+from tunesmith.pipeline.eval.radar import Radar, format_radar, merge_radars
+from tunesmith.pipeline.eval.radar_plot import can_plot, save_radar_plot
+from tunesmith.pipeline.stages.commands import RADAR, TABLES
+from tunesmith.pipeline.stages.folder import (
+    RADAR_PLOT,
+    REPORT_JSON,
+    REPORT_TABLE,
+    DoneRecord,
+    PipelineFolder,
+    State,
+)
 from tunesmith.pipeline.stages.plan import PlannedStage
 from tunesmith.storage import save_json, save_text
 
@@ -48,7 +60,24 @@ def format_report(folder: PipelineFolder, stages: Sequence[PlannedStage], done: 
         each = done[stage.name]
         if each is not None:
             parts += ["", f"## {stage.name}", "", *format_stage(each)]
+    radars = {name: each.figures[RADAR] for name, each in done.items() if each is not None and RADAR in each.figures}
+    if radars:
+        parts += ["", *format_behavior(folder.root / RADAR_PLOT, merge_radars(radars))]
     return "\n".join(parts) + "\n"
+
+
+def format_behavior(plot: Path, radar: Radar) -> list[str]:
+    """The section on the behavior of all evaluated models; draws the chart if matplotlib is installed."""
+    about = (
+        "Accuracy; correctness per tool call (efficiency); share of trajectories without redundancy (conciseness); "
+        "correctness per failed call (successful execution); correctness per 1000 sampled tokens (reasoning length)."
+    )
+    chart = []
+    if not can_plot():
+        chart = ["", f"({plot.name} is not drawn: pip install 'tunesmith[plot]')"]
+    elif save_radar_plot(plot, radar):
+        chart = ["", f"![behavior]({plot.name})"]
+    return ["## Behavior of all models", "", about, *chart, "", format_radar(radar).rstrip()]
 
 
 def format_costs(done: DoneRecord | None) -> list[str]:
@@ -63,7 +92,9 @@ def format_costs(done: DoneRecord | None) -> list[str]:
 
 
 def format_stage(done: DoneRecord) -> list[str]:
-    lines = [f"- {name}: {format_figure(figure)}" for name, figure in done.figures.items() if name != TABLES]
+    lines = [
+        f"- {name}: {format_figure(figure)}" for name, figure in done.figures.items() if name not in (RADAR, TABLES)
+    ]
     if done.model is not None:
         lines.append(f"- model: `{done.model}`")
     lines.append(f"- ended: {done.ended}")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.monitor.metric_table import MetricTable, load_metric_table
 from tunesmith.pipeline.session.result import Result, load_for_inference, require_path
-from tunesmith.pipeline.stages.commands import TABLES
+from tunesmith.pipeline.stages.commands import RADAR, TABLES
 from tunesmith.pipeline.stages.folder import REPORT_TABLE, PipelineFolder, State
 from tunesmith.pipeline.stages.plan import PlannedStage
 from tunesmith.pipeline.stages.report import STATE_LABELS, format_figure
@@ -50,7 +50,9 @@ class StageOutcome(Result):
         facts = {"stage": f"{self.name} ({self.kind}), {STATE_LABELS[self.state]}", "folder": str(self.folder)}
         if self.model_folder is not None:
             facts["model"] = str(self.model_folder)
-        return facts | {name: format_figure(value) for name, value in self.metrics.items() if name != TABLES}
+        return facts | {
+            name: format_figure(value) for name, value in self.metrics.items() if name not in (RADAR, TABLES)
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

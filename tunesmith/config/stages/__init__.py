@@ -1,0 +1,1 @@
+"""Knobs of stages of a pipeline that choose data for training."""

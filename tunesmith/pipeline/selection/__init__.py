@@ -1,0 +1,1 @@
+"""Stages that choose questions or trajectories to train on."""
