@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tunesmith.pipeline.diagnosis.command import doctor
+from tunesmith.pipeline.search.command import search_app
 from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(name="model", help="Prepare models.", no_args_is_help=True)
 app.add_typer(model_app)
+app.add_typer(search_app)
 app.command("doctor")(doctor)
 
 ConfigPath = Annotated[str, typer.Argument(help="Run file (YAML). List its keys with: tunesmith config --options.")]

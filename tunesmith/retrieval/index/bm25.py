@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,7 +144,7 @@ def _look_up(candidates: NDArray[np.int32], scores: NDArray[np.float32], word: P
     scores[found] += word.gains[places[found]]
 
 
-def _import_bm25s():  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _import_bm25s() -> ModuleType:
     try:
         import bm25s
     except ImportError as error:

@@ -1,0 +1,39 @@
+"""Runs the server in this process until it is interrupted."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from tunesmith.errors import ConfigError
+from tunesmith.retrieval.index.search import SearchIndex
+from tunesmith.retrieval.server.app import build_app
+from tunesmith.retrieval.settings import ServerSettings
+
+BACKLOG = 2048
+
+
+def serve_index(folder: str | Path, settings: ServerSettings, *, announce: Callable[[str], None]) -> None:
+    """Open an index and serve it; `announce` receives a line with the URL once requests are accepted."""
+    index = SearchIndex(folder, device=settings.device)
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve on {settings.host}:{settings.port}: {error.strerror}; choose a free --port, or 0"
+            ) from error
+        listener.listen(BACKLOG)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        info = index.info
+        announce(
+            f"serving {info.num_passages} passages ({info.settings.kind}, index {info.index_hash}) on "
+            f"http://{host}:{listener.getsockname()[1]}"
+        )
+        config = uvicorn.Config(build_app(index, settings), log_level="warning", access_log=False)
+        uvicorn.Server(config).run(sockets=[listener])
