@@ -1,4 +1,4 @@
-"""Search over passages: an index (BM25, dense vectors, or both) built once and served over HTTP or opened in process."""
+"""Search over passages: an index (BM25, dense vectors, or both) served over HTTP or opened in process."""
 
 from tunesmith.retrieval.index.build import build_index
 from tunesmith.retrieval.index.manifest import IndexInfo

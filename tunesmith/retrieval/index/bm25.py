@@ -1,10 +1,10 @@
 """BM25: scores are computed and stored by bm25s when the index is built; a search reads them memory-mapped.
 
-bm25s stores, for each word, the passages that contain it and the score that the word adds to each (the score matrix by
-columns). bm25s itself adds the columns of a query into one array over all passages and selects from it. `find` returns
-the same ranking but reads less: words are processed from the largest possible score to the smallest, and once no passage
-without one of the words so far can enter the ranking, the remaining columns are only looked up for the candidates
-(MaxScore, Turtle and Flood 1995).
+bm25s stores, for each word, the passages that contain it and the score that the word adds to each: the score matrix by
+columns. bm25s adds the columns of a query into one array over all passages and selects from it. `find` returns the same
+ranking and reads less. Words are processed from the largest possible score to the smallest; once no passage without one
+of the words so far can enter the ranking, the remaining columns are only looked up for the candidates (MaxScore, Turtle
+and Flood 1995).
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from tunesmith.retrieval.settings import IndexSettings
 
 MAX_SCORES = "max_scores.npy"
 DENSE_SHARE = 64
-"""Candidates are kept in an array over all passages once they are more than 1 / DENSE_SHARE of them."""
+"""Sums are kept in an array over all passages once more than 1 / DENSE_SHARE of these have one."""
+LOOK_UP_COST = 4
+"""Passages of a word that are added up in the time of one look-up."""
+BLOCK = 64
+"""Passages of which only the largest sum takes part in the search for a threshold."""
 ROUNDING = 1e-5
 """Relative margin by which float32 sums may exceed the bound."""
 
@@ -90,53 +94,88 @@ class Bm25Index:
         )
 
 
-def add_up(postings: list[Postings], top_n: int, num_passages: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def add_up(postings: list[Postings], top_n: int, num_passages: int) -> tuple[NDArray[np.integer], NDArray[np.float32]]:
     """Candidates, among them the `top_n` best and all that tie with the last of these, with their full scores."""
     ordered = sorted(postings, key=lambda each: -each.max_gain)
+    # bounds[i] limits what word i and the later ones can add
     bounds = np.cumsum([0.0, *(each.max_gain for each in reversed(ordered))])[::-1] * (1 + ROUNDING)
-    candidates = np.empty(0, dtype=np.int32)
-    scores = np.empty(0, dtype=np.float32)
-    threshold, is_closed = -1.0, False
-    for each, bound in zip(ordered, bounds, strict=False):
-        # `bound` limits what this word and the later ones can add
-        if len(candidates) >= top_n and not is_closed:
-            threshold = _find_threshold(scores, top_n)
-            is_closed = threshold > bound
-        if not is_closed:
-            candidates, scores = _merge(candidates, scores, each, num_passages)
-            continue
-        kept = scores + bound >= threshold
+    totals = _Totals(num_passages)
+    for number, (each, bound) in enumerate(zip(ordered, bounds, strict=False)):
+        threshold = totals.find_threshold(top_n)
+        # a word with few passages, or that many candidates have to be looked up for, is added up faster
+        if threshold > bound and totals.count(threshold - bound) * LOOK_UP_COST < len(each.positions):
+            candidates, scores = totals.extract(threshold - bound)
+            return _finish(candidates, scores, ordered[number:], bounds[number:], top_n)
+        totals.add(each)
+    return totals.extract(totals.find_threshold(top_n))
+
+
+def _finish(
+    candidates: NDArray[np.integer],
+    scores: NDArray[np.float32],
+    postings: list[Postings],
+    bounds: NDArray[np.float64],
+    top_n: int,
+) -> tuple[NDArray[np.integer], NDArray[np.float32]]:
+    """Look up the remaining words for the candidates, and drop those that can no longer be among the best."""
+    for each, bound in zip(postings, bounds, strict=False):
+        kept = scores + bound >= _find_nth_largest(scores, top_n)
         candidates, scores = candidates[kept], scores[kept]
         _look_up(candidates, scores, each)
-        threshold = max(threshold, _find_threshold(scores, top_n))
     return candidates, scores
 
 
-def _find_threshold(scores: NDArray[np.float32], top_n: int) -> float:
-    """The score of the candidate at rank `top_n`."""
-    return float(np.partition(scores, len(scores) - top_n)[len(scores) - top_n])
+class _Totals:
+    """Sums of scores: by passage in ascending order while they are few, then in an array over all passages."""
+
+    def __init__(self, num_passages: int) -> None:
+        self._num_passages = num_passages
+        self._candidates: NDArray[np.integer] = np.empty(0, dtype=np.int32)
+        self._scores = np.empty(0, dtype=np.float32)
+        self._array: NDArray[np.float32] | None = None
+
+    def add(self, word: Postings) -> None:
+        """Add the scores of a word to all passages that contain it."""
+        if self._array is None and (len(self._candidates) + len(word.positions)) * DENSE_SHARE > self._num_passages:
+            self._array = np.zeros(-(-self._num_passages // BLOCK) * BLOCK, dtype=np.float32)
+            self._array[self._candidates] = self._scores
+        if self._array is not None:
+            self._array[word.positions] += word.gains
+            return
+        union = np.union1d(self._candidates, word.positions)
+        totals = np.zeros(len(union), dtype=np.float32)
+        totals[np.searchsorted(union, self._candidates)] = self._scores
+        totals[np.searchsorted(union, word.positions)] += word.gains
+        self._candidates, self._scores = union, totals
+
+    def find_threshold(self, top_n: int) -> float:
+        """A score that at least `top_n` passages reach; 0 if there are fewer passages with a score."""
+        if self._array is None:
+            return _find_nth_largest(self._scores, top_n)
+        largest = self._array.reshape(BLOCK, -1).max(axis=0)  # of disjoint sets of passages
+        return _find_nth_largest(largest if len(largest) >= top_n else self._array, top_n)
+
+    def count(self, threshold: float) -> int:
+        """How many passages reach the threshold."""
+        return int(np.count_nonzero((self._scores if self._array is None else self._array) >= threshold))
+
+    def extract(self, threshold: float) -> tuple[NDArray[np.integer], NDArray[np.float32]]:
+        """The passages that reach the threshold, and their sums."""
+        if self._array is None:
+            kept = self._scores >= threshold
+            return self._candidates[kept], self._scores[kept]
+        found = np.flatnonzero(self._array >= threshold if threshold > 0 else self._array > 0)
+        return found, self._array[found]
 
 
-def _merge(
-    candidates: NDArray[np.int32], scores: NDArray[np.float32], added: Postings, num_passages: int
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The union of candidates and the passages of a word, ascending, with the sums of their scores."""
-    if not len(candidates):
-        return added.positions, added.gains.astype(np.float32)
-    if (len(candidates) + len(added.positions)) * DENSE_SHARE > num_passages:
-        totals = np.zeros(num_passages, dtype=np.float32)
-        totals[candidates] = scores
-        totals[added.positions] += added.gains
-        union = np.flatnonzero(totals).astype(np.int32)
-        return union, totals[union]
-    union = np.union1d(candidates, added.positions)
-    totals = np.zeros(len(union), dtype=np.float32)
-    totals[np.searchsorted(union, candidates)] = scores
-    totals[np.searchsorted(union, added.positions)] += added.gains
-    return union, totals
+def _find_nth_largest(scores: NDArray[np.float32], number: int) -> float:
+    """The `number`-th largest score, 0 if there are fewer."""
+    if len(scores) < number:
+        return 0.0
+    return float(np.partition(scores, len(scores) - number)[len(scores) - number])
 
 
-def _look_up(candidates: NDArray[np.int32], scores: NDArray[np.float32], word: Postings) -> None:
+def _look_up(candidates: NDArray[np.integer], scores: NDArray[np.float32], word: Postings) -> None:
     """Add what a word gives to the candidates that contain it, in place."""
     places = np.searchsorted(word.positions, candidates)
     places[places == len(word.positions)] = 0

@@ -11,6 +11,7 @@ import json
 import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ def write_passages(folder: Path, passages: Iterable[Passage]) -> CorpusInfo:
     if not ids:
         raise DataError("the corpus has no passages")
     order = sorted(range(len(ids)), key=ids.__getitem__)
-    for first, second in zip(order, order[1:], strict=False):
+    for first, second in pairwise(order):
         if ids[first] == ids[second]:
             raise DataError(
                 f"passages {first} and {second} have the same id {ids[first]!r}; ids must differ. Set id_field"

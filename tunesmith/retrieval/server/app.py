@@ -21,12 +21,14 @@ from starlette.routing import Route
 
 from tunesmith.retrieval.index.ranking import Ranking
 from tunesmith.retrieval.index.search import SearchIndex
-from tunesmith.retrieval.server.batcher import Batcher, TooManySearches
+from tunesmith.retrieval.server.batcher import Batcher, TooManySearchesError
 from tunesmith.retrieval.server.cache import RankingCache
-from tunesmith.retrieval.server.request import RefusedRequest, parse_request, read_body
+from tunesmith.retrieval.server.request import RequestRefusedError, parse_request, read_body
 from tunesmith.retrieval.settings import ServerSettings
 
 RETRY_AFTER_S = 1
+INDEX_HEADER = "X-Index-Hash"
+"""Header of search responses: the hash of the index, by which clients cache them."""
 
 
 def build_app(index: SearchIndex, settings: ServerSettings | None = None) -> Starlette:
@@ -46,8 +48,8 @@ def build_app(index: SearchIndex, settings: ServerSettings | None = None) -> Sta
         ],
         lifespan=lifespan,
         exception_handlers={
-            RefusedRequest: answer_refusal,
-            TooManySearches: answer_too_many,
+            RequestRefusedError: answer_refusal,
+            TooManySearchesError: answer_too_many,
             ClientDisconnect: answer_nobody,
             Exception: answer_failure,
         },
@@ -55,7 +57,7 @@ def build_app(index: SearchIndex, settings: ServerSettings | None = None) -> Sta
 
 
 def answer_refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RefusedRequest)
+    assert isinstance(error, RequestRefusedError)
     return JSONResponse({"detail": error.detail}, status_code=error.status)
 
 
@@ -124,7 +126,8 @@ class _Handlers:
         if asked.has_scores:
             scores = [ranking.scores.tolist() for ranking in rankings]
             content = _join([content, json.dumps(scores if is_batch else scores[0]).encode()])
-        return Response(content, media_type="application/json")
+        headers = {INDEX_HEADER: self.index.info.index_hash}
+        return Response(content, media_type="application/json", headers=headers)
 
     def _check_key(self, request: Request) -> None:
         if self.settings.api_key is None:
@@ -132,7 +135,7 @@ class _Handlers:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not hmac.compare_digest(given.encode(), self.settings.api_key.encode()):
-            raise RefusedRequest(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
+            raise RequestRefusedError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
     def _render(self, ranking: Ranking) -> bytes:
         """The passages of a ranking as a JSON list; they are stored in the form in which they are sent."""

@@ -17,7 +17,7 @@ from tunesmith.retrieval.server.cache import RankingCache, Search
 RankBatch = Callable[[Sequence[Search]], list[Ranking]]
 
 
-class TooManySearches(Exception):
+class TooManySearchesError(Exception):
     """More queries wait than allowed; the client should try again later."""
 
 
@@ -44,13 +44,13 @@ class Batcher:
         """Rankings of all searches of a request.
 
         Raises:
-            TooManySearches: too many queries wait already; none of the request's is searched.
+            TooManySearchesError: too many queries wait already; none of the request's is searched.
         """
         known = {search: self.cache.get(search) for search in dict.fromkeys(searches)}
         missing = [search for search, ranking in known.items() if ranking is None]
         added = [search for search in missing if search not in self._futures]
         if added and self._waiting and len(self._waiting) + len(added) > self._max_waiting:
-            raise TooManySearches
+            raise TooManySearchesError
         for search in added:
             self._futures[search] = asyncio.get_running_loop().create_future()
             self._waiting.append(search)

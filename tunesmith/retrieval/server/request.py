@@ -13,7 +13,7 @@ from tunesmith.retrieval.settings import ServerSettings
 DEFAULT_TOP_N = 10
 
 
-class RefusedRequest(Exception):
+class RequestRefusedError(Exception):
     """A request that is answered with an error status and a sentence."""
 
     def __init__(self, status: int, detail: str) -> None:
@@ -37,7 +37,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     async for chunk in request.stream():
         size += len(chunk)
         if size > max_bytes:
-            raise RefusedRequest(413, f"the body has more than {max_bytes} bytes (max_body_bytes of the server)")
+            raise RequestRefusedError(413, f"the body has more than {max_bytes} bytes (max_body_bytes of the server)")
         chunks.append(chunk)
     return b"".join(chunks)
 
@@ -47,26 +47,26 @@ def parse_request(body: bytes, settings: ServerSettings, *, is_batch: bool) -> S
     try:
         values = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RefusedRequest(400, "the body is not JSON") from error
+        raise RequestRefusedError(400, "the body is not JSON") from error
     if not isinstance(values, dict):
-        raise RefusedRequest(400, "the body is not a JSON object")
+        raise RequestRefusedError(400, "the body is not a JSON object")
     queries = _read_queries(values, is_batch=is_batch)
     if len(queries) > settings.max_queries:
-        raise RefusedRequest(400, f"{len(queries)} queries are more than {settings.max_queries} (max_queries)")
+        raise RequestRefusedError(400, f"{len(queries)} queries are more than {settings.max_queries} (max_queries)")
     for number, query in enumerate(queries):
         name = f"query {number}" if is_batch else "query"
         if not query.strip():
-            raise RefusedRequest(400, f"{name} cannot be empty")
+            raise RequestRefusedError(400, f"{name} cannot be empty")
         if len(query) > settings.max_query_chars:
-            raise RefusedRequest(
+            raise RequestRefusedError(
                 400, f"{name} has {len(query)} characters, more than {settings.max_query_chars} (max_query_chars)"
             )
     top_n = values.get("top_n", DEFAULT_TOP_N)
     if isinstance(top_n, bool) or not isinstance(top_n, int) or not 1 <= top_n <= settings.max_top_n:
-        raise RefusedRequest(400, f"top_n must be an integer from 1 to {settings.max_top_n}, not {_show(top_n)}")
+        raise RequestRefusedError(400, f"top_n must be an integer from 1 to {settings.max_top_n}, not {_show(top_n)}")
     has_scores = values.get("return_score", False)
     if not isinstance(has_scores, bool):
-        raise RefusedRequest(400, f"return_score must be true or false, not {_show(has_scores)}")
+        raise RequestRefusedError(400, f"return_score must be true or false, not {_show(has_scores)}")
     return SearchRequest(queries=tuple(queries), top_n=top_n, has_scores=has_scores)
 
 
@@ -75,17 +75,19 @@ def _read_queries(values: dict[str, Any], *, is_batch: bool) -> list[str]:
     given = [key for key in ("query", "queries") if values.get(key) is not None]
     if len(given) != 1:
         found = "both are given" if given else "neither is"
-        raise RefusedRequest(400, f"the body must have one of query and queries; {found}")
+        raise RequestRefusedError(400, f"the body must have one of query and queries; {found}")
     value = values[given[0]]
     if not is_batch:
         if not isinstance(value, str):
-            raise RefusedRequest(400, f"{given[0]} must be a string, not {_show(value)}; lists go to /batch_search")
+            raise RequestRefusedError(
+                400, f"{given[0]} must be a string, not {_show(value)}; lists go to /batch_search"
+            )
         return [value]
     if not isinstance(value, list):
-        raise RefusedRequest(400, f"{given[0]} must be a list of strings, not {_show(value)}")
+        raise RequestRefusedError(400, f"{given[0]} must be a list of strings, not {_show(value)}")
     for number, each in enumerate(value):
         if not isinstance(each, str):
-            raise RefusedRequest(400, f"{given[0]}[{number}] must be a string, not {_show(each)}")
+            raise RequestRefusedError(400, f"{given[0]}[{number}] must be a string, not {_show(each)}")
     return value
 
 
