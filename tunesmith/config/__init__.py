@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from tunesmith.config.algorithm import AdaptiveKlSection, AlgorithmSection, CorrectionSection, MaskSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, PatienceSection
+from tunesmith.config.environment.environment import EnvironmentSection, ToolSection
 from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
 from tunesmith.config.export import ExportSection
@@ -65,6 +66,7 @@ __all__ = [
     "DatasetSection",
     "EarlyStoppingSection",
     "EngineSection",
+    "EnvironmentSection",
     "EvalConfig",
     "EvalStage",
     "EvaluationSection",
@@ -105,5 +107,6 @@ __all__ = [
     "SourceSection",
     "TeacherSection",
     "TokensSection",
+    "ToolSection",
     "TrainerSection",
 ]

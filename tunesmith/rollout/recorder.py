@@ -25,6 +25,7 @@ from tunesmith.chat.messages import (
 )
 from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.errors import EngineError
+from tunesmith.rollout.reply_texts import ReplyText, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.tokenizer_thread import run_tokenizer
 from tunesmith.types import Completion, Engine, OnTokens, Sampling, Turn
@@ -129,18 +130,20 @@ class Session:
         self._in_flight: dict[ChoiceId, _InFlightTurn] = {}
         self._turns: dict[ChoiceId, Turn] = {}
         self._replies: dict[int, _RecordedReply] = {}
+        self._reply_texts = ReplyTexts()
         self._seen_requests: set[tuple[int, str]] = set()
 
     async def admit(self, prompt: Prompt) -> SessionCall:
         """Assign the call's index and build its prompt ids, extending a recorded turn if one matches."""
         keys = compute_match_keys(prompt.messages)
         scope = _describe_scope(prompt)
-        index = self._count_call((hash(keys), scope))
+        index = self._count_call((hash((keys, prompt.reply_start)), scope))
         found = self._find_recorded_reply(keys, scope)
-        build = partial(self._build_prompt_ids, prompt, found)
+        continued = self._reply_texts.find((keys, scope), prompt.reply_start) if prompt.reply_start else None
+        build = partial(self._build_prompt_ids, prompt, found, continued)
         prompt_ids, is_extended = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
         self.num_extended += is_extended
-        self.num_unextended += found is not None and not is_extended
+        self.num_unextended += (found is not None or continued is not None) and not is_extended
         return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
 
     async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> SessionCall:
@@ -175,10 +178,13 @@ class Session:
         return None
 
     def _build_prompt_ids(
-        self, prompt: Prompt, found: tuple[int, _RecordedReply] | None
+        self, prompt: Prompt, found: tuple[int, _RecordedReply] | None, continued: ReplyText | None
     ) -> tuple[tuple[int, ...], bool]:
         """Prompt ids, and whether they extend the recorded turn."""
         max_tokens = self._engine.max_model_len
+        if continued is not None:
+            rest = prompt.reply_start[len(continued.text) :]
+            return continued.token_ids + self._renderer.encode_content(rest, max_tokens=max_tokens), True
         if found is not None:
             num_old, reply = found
             prompt_ids = self._renderer.extend(
@@ -254,11 +260,15 @@ class Session:
             self._turns[choice_id] = turn
 
     def record_reply(self, call: SessionCall, choice: int, reply: Message) -> None:
-        """Store the parsed reply of a choice, so that later calls can extend its turn."""
+        """Store the parsed reply of a choice, so that later calls can extend or continue its turn."""
         choice_id = (call.index, choice)
         turn = self._turns.get(choice_id)
         if turn is None:
             return
+        reply = replace(reply, content=call.prompt.reply_start + reply.content)
+        if reply.reasoning is None and not reply.tool_calls:
+            text = ReplyText(choice_id=choice_id, turn=turn, text=reply.content)
+            self._reply_texts.add((call.keys, call.scope), text)
         keys = call.keys + compute_match_keys([reply])
         *_, (_, digest) = _iter_reply_digests(keys, call.scope)
         existing = self._replies.get(digest)
