@@ -64,12 +64,6 @@ class SearchToolSection(Section):
     def key_variable(self) -> str:
         return self.api_key_variable or KEY_VARIABLES[self.source]
 
-    @property
-    def longest_s(self) -> float:
-        """Seconds after which every attempt has ended."""
-        waits = sum(find_backoff(self.backoff_s, attempt) for attempt in range(self.num_retries))
-        return (self.num_retries + 1) * self.timeout_s + waits
-
 
 MAX_BACKOFF_S = 30.0
 
