@@ -22,6 +22,8 @@ from tunesmith.environments.environment import Environment
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.load_config import build_section
 from tunesmith.rollout.signature import ENVIRONMENT, list_parameters
+from tunesmith.tools.search.settings import SearchToolSection
+from tunesmith.tools.search.tool import build_search_tool
 from tunesmith.tools.tool import Tool
 from tunesmith.types import JudgeType, WorkflowType
 
@@ -74,6 +76,11 @@ def load_tool(section: ToolSection) -> Tool:
         tool = build_python_tool(settings, is_session=section.is_session)
     elif section.tool == "calculator":
         tool = build_calculator_tool()
+    elif section.tool == "search":
+        try:
+            tool = build_search_tool(build_section(SearchToolSection, section.settings))
+        except ConfigError as error:
+            raise ConfigError(f"{knob}: settings: {error}") from error
     else:
         source, name = split_spec(section.tool, knob=knob)
         found = getattr(load_module(source, knob=knob), name, None)
