@@ -42,8 +42,14 @@ words = st.lists(
 )
 
 
-@given(words=words, top_n=st.integers(1, 40), seed=st.integers(0, 9), share=st.sampled_from([1, 64, 10**6]))
-def test_the_best_sums_are_those_of_adding_up_everything(words, top_n, seed, share):
+@given(
+    words=words,
+    top_n=st.integers(1, 40),
+    seed=st.integers(0, 9),
+    share=st.sampled_from([1, 64, 10**6]),
+    small=st.sampled_from([0, 300]),
+)
+def test_the_best_sums_are_those_of_adding_up_everything(words, top_n, seed, share, small):
     rng = np.random.default_rng(seed)
     postings, totals = [], np.zeros(300)
     for positions, scale in words:
@@ -53,6 +59,7 @@ def test_the_best_sums_are_those_of_adding_up_everything(words, top_n, seed, sha
         totals[each] += gains
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bm25, "DENSE_SHARE", share)
+        patch.setattr(bm25, "SMALL_CORPUS", small)
         patch.setattr(bm25, "BLOCK", 4)
         patch.setattr(bm25, "LOOK_UP_COST", 0)
         positions, scores = add_up(postings, top_n, 300)

@@ -26,6 +26,8 @@ from tunesmith.retrieval.settings import IndexSettings
 MAX_SCORES = "max_scores.npy"
 DENSE_SHARE = 64
 """Sums are kept in an array over all passages once more than 1 / DENSE_SHARE of these have one."""
+SMALL_CORPUS = 20_000
+"""Passages up to which adding everything up is faster than finding out what can be left out."""
 LOOK_UP_COST = 4
 """Passages of a word that are added up in the time of one look-up."""
 BLOCK = 64
@@ -96,6 +98,8 @@ class Bm25Index:
 
 def add_up(postings: list[Postings], top_n: int, num_passages: int) -> tuple[NDArray[np.integer], NDArray[np.float32]]:
     """Candidates, among them the `top_n` best and all that tie with the last of these, with their full scores."""
+    if num_passages <= SMALL_CORPUS:
+        return _add_up_all(postings, num_passages)
     ordered = sorted(postings, key=lambda each: -each.max_gain)
     # bounds[i] limits what word i and the later ones can add
     bounds = np.cumsum([0.0, *(each.max_gain for each in reversed(ordered))])[::-1] * (1 + ROUNDING)
@@ -108,6 +112,17 @@ def add_up(postings: list[Postings], top_n: int, num_passages: int) -> tuple[NDA
             return _finish(candidates, scores, ordered[number:], bounds[number:], top_n)
         totals.add(each)
     return totals.extract(totals.find_threshold(top_n))
+
+
+def _add_up_all(postings: list[Postings], num_passages: int) -> tuple[NDArray[np.integer], NDArray[np.float32]]:
+    """All passages with a word, and their scores."""
+    if not postings:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+    positions = np.concatenate([each.positions for each in postings])
+    gains = np.concatenate([each.gains for each in postings])
+    totals = np.bincount(positions, weights=gains, minlength=num_passages)
+    found = np.flatnonzero(totals)
+    return found, totals[found].astype(np.float32)
 
 
 def _finish(
