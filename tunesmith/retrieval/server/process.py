@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from tunesmith.retrieval.server.app import build_app
 from tunesmith.retrieval.settings import ServerSettings
 
 BACKLOG = 2048
+SWITCH_INTERVAL_S = 0.0005
+"""How long a search may keep the event loop from the interpreter; Python's default is ten times as long."""
 
 
 def serve_index(folder: str | Path, settings: ServerSettings, *, announce: Callable[[str], None]) -> None:
     """Open an index and serve it; `announce` receives a line with the URL once requests are accepted."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     index = SearchIndex(folder, device=settings.device)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # the event loop turns Nagle's algorithm off only for sockets of this protocol; it would delay answers by 40 ms
