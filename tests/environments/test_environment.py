@@ -7,8 +7,8 @@ import json
 from contextlib import asynccontextmanager
 
 import pytest
-
 from agents import TOKENIZER, ScriptedModel, build_search
+
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment, Transcript
 from tunesmith.environments.format import find_format_error
