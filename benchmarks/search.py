@@ -350,27 +350,28 @@ def main() -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
+    jobs = [(size, None) for size in arguments.sizes]
+    jobs += [(arguments.sizes[0], arguments.model)] if arguments.model else []
+    reports: list[dict[str, Any]] = []
+    record: dict[str, Any] = {
+        "name": "search",
+        "top_n": TOP_N,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "load": [os.getloadavg()],
+        "versions": {name: version(name) for name in PACKAGES if has_package(name)},
+        "sizes": reports,
+    }
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        jobs = [(size, None) for size in arguments.sizes]
-        jobs += [(arguments.sizes[0], arguments.model)] if arguments.model else []
-        load = os.getloadavg()
-        reports = [measure_size(size, folder, arguments, model=model) for size, model in jobs]
-    if arguments.out:
-        record = {
-            "name": "search",
-            "top_n": TOP_N,
-            "machine": platform.machine(),
-            "python": platform.python_version(),
-            "num_cpus": len(os.sched_getaffinity(0)),
-            "load_before": load,
-            "load_after": os.getloadavg(),
-            "versions": {name: version(name) for name in PACKAGES if has_package(name)},
-            "sizes": reports,
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        for size, model in jobs:
+            reports.append(measure_size(size, folder, arguments, model=model))
+            record["load"].append(os.getloadavg())
+            if arguments.out:
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print_table(reports)
 
 

@@ -203,4 +203,5 @@ def _import_bm25s() -> ModuleType:
         import bm25s
     except ImportError as error:
         raise ConfigError("BM25 needs bm25s: pip install 'tunesmith[retrieval]'") from error
-    return bm25s
+    module: ModuleType = bm25s
+    return module

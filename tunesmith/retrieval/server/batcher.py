@@ -7,6 +7,7 @@ others. The event loop only hands over queries and results. Equal searches that 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +82,7 @@ class Batcher:
             self.num_batches += 1
             self.num_searches += size
             running = loop.run_in_executor(self._threads, self._rank, batch)
-            running.add_done_callback(lambda done, batch=batch: self._deliver(batch, done))
+            running.add_done_callback(functools.partial(self._deliver, batch))
 
     def _deliver(self, batch: list[Search], done: asyncio.Future[list[Ranking]]) -> None:
         self.num_running -= 1
