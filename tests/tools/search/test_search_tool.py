@@ -14,7 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from search_corpora import PASSAGES, build_small_index, needs_bm25
+from tunesmith.config import ToolSection
 from tunesmith.errors import ConfigError, DataError, StorageError, ToolUnavailableError
+from tunesmith.pipeline.session.load_function import load_tool
 from tunesmith.retrieval import SearchIndex
 from tunesmith.tools.search.cache import ResultCache
 from tunesmith.tools.search.settings import SearchToolSection
@@ -268,3 +270,13 @@ def test_an_index_is_searched_in_process_without_a_server(tmp_path):
     assert result.ok and result.text == f"{PASSAGES[2][1]}\n\n{PASSAGES[3][1]}"
     assert asyncio.run(tool.call({"query": "zebra"})).text == "No results found."
     assert [hit.contents for hit in SearchIndex(folder).search("flour", 2)] == result.text.split("\n\n")
+
+
+@needs_bm25
+def test_search_is_a_built_in_tool_of_environments(tmp_path):
+    settings = {"source": "index", "index": str(build_small_index(tmp_path)), "top_n": 1}
+    tool = load_tool(ToolSection(tool="search", settings=settings, name="wiki", max_calls=3))
+    assert (tool.name, tool.max_calls) == ("wiki", 3)
+    assert asyncio.run(tool.call({"query": "flour"})).text == PASSAGES[2][1]
+    with pytest.raises(ConfigError, match=r"environment.tools: search: settings: .*did you mean 'top_n'"):
+        load_tool(ToolSection(tool="search", settings={"topn": 1}))

@@ -22,8 +22,6 @@ from tunesmith.environments.environment import Environment
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.load_config import build_section
 from tunesmith.rollout.signature import ENVIRONMENT, list_parameters
-from tunesmith.tools.search.settings import SearchToolSection
-from tunesmith.tools.search.tool import build_search_tool
 from tunesmith.tools.tool import Tool
 from tunesmith.types import JudgeType, WorkflowType
 
@@ -77,6 +75,10 @@ def load_tool(section: ToolSection) -> Tool:
     elif section.tool == "calculator":
         tool = build_calculator_tool()
     elif section.tool == "search":
+        # numpy and httpx, which a check of a run file does not wait for
+        from tunesmith.tools.search.settings import SearchToolSection
+        from tunesmith.tools.search.tool import build_search_tool
+
         try:
             tool = build_search_tool(build_section(SearchToolSection, section.settings))
         except ConfigError as error:
