@@ -17,6 +17,7 @@ import typer
 
 from tunesmith.convert_command import convert
 from tunesmith.pipeline.diagnosis.command import doctor
+from tunesmith.pipeline.search.command import search_app
 from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(name="model", help="Prepare models.", no_args_is_help=True)
 app.add_typer(model_app)
+app.add_typer(search_app)
 app.command("doctor")(doctor)
 app.command("convert")(convert)
 

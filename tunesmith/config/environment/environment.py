@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tunesmith.config.section import Section
 
-BUILT_IN_TOOLS = ("python", "calculator")
+BUILT_IN_TOOLS = ("python", "calculator", "search")
 """Tools that are named without a module."""
 
 
@@ -16,7 +16,8 @@ class ToolSection(Section):
     """One tool of an environment."""
 
     tool: str
-    """A built-in tool (python, calculator), or `module:name` or `file.py:name` of a tool or an async function."""
+    """A built-in tool (python, calculator, search), or `module:name` or `file.py:name` of a tool or an async
+    function."""
     name: str | None = None
     """Name under which the model calls it; by default the tool's own."""
     settings: dict[str, Any] = Field(default_factory=dict)

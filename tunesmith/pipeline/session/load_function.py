@@ -82,6 +82,15 @@ def load_tool(section: ToolSection) -> Tool:
         tool = build_python_tool(settings, is_session=section.is_session)
     elif section.tool == "calculator":
         tool = build_calculator_tool()
+    elif section.tool == "search":
+        # numpy and httpx, which a check of a run file does not wait for
+        from tunesmith.tools.search.settings import SearchToolSection
+        from tunesmith.tools.search.tool import build_search_tool
+
+        try:
+            tool = build_search_tool(build_section(SearchToolSection, section.settings))
+        except ConfigError as error:
+            raise ConfigError(f"{knob}: settings: {error}") from error
     else:
         source, name = split_spec(section.tool, knob=knob)
         found = getattr(load_module(source, knob=knob), name, None)

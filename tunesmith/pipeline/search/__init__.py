@@ -1,0 +1,1 @@
+"""The commands `tunesmith search build` and `tunesmith search serve`."""

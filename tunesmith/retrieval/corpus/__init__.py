@@ -1,0 +1,1 @@
+"""Reading passages: JSON Lines, Hugging Face data sets, folders of text files."""

@@ -1,0 +1,93 @@
+"""Iterate over the passages of a corpus without holding it in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tunesmith.errors import DataError, MissingDataError
+from tunesmith.hub import describe_hub_failure, is_path_like, offline_if_unreachable
+from tunesmith.retrieval.corpus.passage import Passage, iter_row_passages
+from tunesmith.retrieval.settings import IndexSettings
+
+TEXT_SUFFIXES = {".txt", ".md", ".rst"}
+LINES_SUFFIXES = {".jsonl", ".json"}
+
+
+def iter_passages(
+    source: str | Path, settings: IndexSettings, *, name: str | None = None, split: str | None = None
+) -> Iterator[Passage]:
+    """Passages of a JSON Lines file, a folder of text files, a folder of `save_to_disk`, or a hub id.
+
+    Raises:
+        DataError: the source does not exist, has another form, or a row has no text.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix.lower() not in LINES_SUFFIXES:
+            raise DataError(
+                f"{path} is not a .jsonl file; give one, a folder of text files, or a Hugging Face data set"
+            )
+        return _iter_lines(path, settings)
+    if path.is_dir():
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            return _iter_data_set(str(path), settings, name=name, split=split, is_saved=True)
+        return _iter_folder(path, settings)
+    if is_path_like(str(source)):
+        raise MissingDataError(f"the corpus {str(source)!r} does not exist; give a file, a folder or a hub id")
+    return _iter_data_set(str(source), settings, name=name, split=split, is_saved=False)
+
+
+def _iter_lines(path: Path, settings: IndexSettings) -> Iterator[Passage]:
+    with path.open("rb") as file:  # only \n separates lines: text may contain other Unicode line separators
+        for number, line in enumerate(file):
+            if line.isspace():
+                continue
+            where = f"line {number + 1} of {path}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{where} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{where} is not a JSON object")
+            yield from iter_row_passages(row, number, settings, where=where)
+
+
+def _iter_folder(folder: Path, settings: IndexSettings) -> Iterator[Passage]:
+    """Text files below a folder in the order of their paths; the path is the id, the file name the title."""
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in TEXT_SUFFIXES and path.is_file())
+    if not paths:
+        raise DataError(f"the folder {folder} has no files that end in {', '.join(sorted(TEXT_SUFFIXES))}")
+    for number, path in enumerate(paths):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8: {error}") from error
+        row = {settings.id_field: path.relative_to(folder).as_posix(), "title": path.stem, "text": text}
+        if settings.text_field is not None:
+            row[settings.text_field] = text
+        yield from iter_row_passages(row, number, settings, where=str(path))
+
+
+def _iter_data_set(
+    path: str, settings: IndexSettings, *, name: str | None, split: str | None, is_saved: bool
+) -> Iterator[Passage]:
+    from datasets import load_dataset, load_from_disk  # slow to import, and not needed for files
+
+    try:
+        if is_saved:
+            rows: Any = load_from_disk(path)
+            if hasattr(rows, "keys"):
+                rows = rows[split or "train"]
+        else:
+            with offline_if_unreachable(path):
+                rows = load_dataset(path, name, split=split or "train", streaming=True)
+    except KeyError as error:
+        raise DataError(f"the data set {path!r} has no split {split or 'train'!r}; set --split") from error
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if is_saved else describe_hub_failure()
+        raise DataError(f"cannot load the data set {path!r} (split {split or 'train'!r}): {reason}") from error
+    for number, row in enumerate(rows):
+        yield from iter_row_passages(row, number, settings, where=f"row {number} of {path!r}")

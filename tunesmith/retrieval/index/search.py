@@ -1,0 +1,93 @@
+"""`SearchIndex`: an index folder that is open for searching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunesmith.retrieval.index.bm25 import Bm25Index
+from tunesmith.retrieval.index.build import BM25_FOLDER, DENSE_FOLDER
+from tunesmith.retrieval.index.dense import DenseIndex
+from tunesmith.retrieval.index.manifest import IndexInfo, read_manifest
+from tunesmith.retrieval.index.passage_store import PassageStore
+from tunesmith.retrieval.index.ranking import Ranking, fuse
+from tunesmith.retrieval.settings import MAX_TOP_N
+
+FUSION_DEPTH = 100
+"""Passages of each ranking that a hybrid search fuses, at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """A passage that a search found: its id, its text and its score (the higher, the better)."""
+
+    passage_id: str
+    contents: str
+    score: float
+
+
+class SearchIndex:
+    """An index folder, memory-mapped. One object serves any number of threads.
+
+    A ranking is a function of the index and the query. Passages with equal scores are ordered by id. BM25 returns only
+    passages that share a word with the query, so a ranking may be shorter than `top_n`.
+
+    Raises:
+        DataError: the folder is not a complete index of this version.
+    """
+
+    def __init__(self, folder: str | Path, *, device: str | None = None) -> None:
+        path = Path(folder).expanduser()
+        self.info: IndexInfo = read_manifest(path)
+        settings = self.info.settings
+        self.passages = PassageStore(path)
+        ranks = self.passages.id_ranks
+        self._bm25 = Bm25Index(path / BM25_FOLDER, settings, ranks) if settings.has_bm25 else None
+        self._dense = DenseIndex(path / DENSE_FOLDER, settings, ranks, device=device) if settings.has_dense else None
+
+    def search(self, query: str, top_n: int = 10) -> list[Hit]:
+        """The best passages for a query, best first."""
+        return self.search_batch([query], top_n)[0]
+
+    def search_batch(self, queries: Sequence[str], top_n: int = 10) -> list[list[Hit]]:
+        """The best passages for each query."""
+        if not 1 <= top_n <= MAX_TOP_N:
+            raise ValueError(f"top_n={top_n} is not between 1 and {MAX_TOP_N}")
+        rankings = self.rank([(self.normalize(query), top_n) for query in queries])
+        return [self.read_hits(ranking) for ranking in rankings]
+
+    def normalize(self, query: str) -> str:
+        """One text for all queries that have the same ranking: white space, and for BM25 the case of letters."""
+        text = " ".join(query.split())
+        return text.lower() if self._dense is None else text
+
+    def rank(self, searches: Sequence[tuple[str, int]]) -> list[Ranking]:
+        """Rankings for pairs of a normalized query and its top_n, in one batch."""
+        if self._dense is None:
+            return [self._rank_words(query, top_n) for query, top_n in searches]
+        if not searches:
+            return []
+        depths = [top_n if self._bm25 is None else max(top_n, FUSION_DEPTH) for _, top_n in searches]
+        nearest = self._dense.find([query for query, _ in searches], max(depths))
+        return [
+            self._combine(query, top_n, ranking, depth)
+            for (query, top_n), ranking, depth in zip(searches, nearest, depths, strict=True)
+        ]
+
+    def read_hits(self, ranking: Ranking) -> list[Hit]:
+        """The passages of a ranking."""
+        pairs = zip(ranking.positions.tolist(), ranking.scores.tolist(), strict=True)
+        found = [(self.passages.read_passage(position), score) for position, score in pairs]
+        return [Hit(passage_id=each.passage_id, contents=each.contents, score=score) for each, score in found]
+
+    def _rank_words(self, query: str, top_n: int) -> Ranking:
+        assert self._bm25 is not None
+        return self._bm25.find(query, top_n)
+
+    def _combine(self, query: str, top_n: int, nearest: Ranking, depth: int) -> Ranking:
+        """The dense ranking, cut, or fused with that of BM25."""
+        nearest = Ranking(nearest.positions[:depth], nearest.scores[:depth])
+        if self._bm25 is None:
+            return nearest
+        return fuse([self._bm25.find(query, depth), nearest], top_n, self.passages.id_ranks)

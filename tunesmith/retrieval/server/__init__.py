@@ -1,0 +1,1 @@
+"""The search server: one index, requests that wait are searched in batches, rankings are cached."""

@@ -1,0 +1,160 @@
+"""Where passages come from: a search server, an index in this process, Serper, Bing.
+
+A source returns passages for a query or raises `ToolUnavailableError`; it never returns an empty list because something
+failed. `find_version` names what the results depend on besides the query: it is part of the cache's keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+
+from tunesmith.errors import ConfigError, ToolUnavailableError
+from tunesmith.retrieval.index.search import SearchIndex
+from tunesmith.tools.search.http import fetch_json
+from tunesmith.tools.search.settings import SearchToolSection
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPassage:
+    """A passage: its id (for the web, its address) and its text, which begins with the title."""
+
+    passage_id: str
+    contents: str
+
+
+class SearchSource(Protocol):
+    """A source of passages."""
+
+    async def find_version(self, client: httpx.AsyncClient) -> str:
+        """What results depend on besides the query and top_n."""
+
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+        """Passages, best first."""
+
+
+def open_source(settings: SearchToolSection) -> SearchSource:
+    """The source that the settings name.
+
+    Raises:
+        ConfigError: a web service has no API key.
+        DataError: the index folder is not a complete index.
+    """
+    if settings.source == "index":
+        assert settings.index is not None
+        return IndexSource(SearchIndex(settings.index))
+    key = os.environ.get(settings.key_variable)
+    if settings.source == "server":
+        return ServerSource(settings, key)
+    if not key:
+        raise ConfigError(
+            f"source: {settings.source} needs an API key in the environment variable {settings.key_variable}"
+        )
+    return SerperSource(settings, key) if settings.source == "serper" else BingSource(settings, key)
+
+
+class IndexSource:
+    """An index folder, searched in threads of this process."""
+
+    def __init__(self, index: SearchIndex) -> None:
+        self._index = index
+
+    async def find_version(self, client: httpx.AsyncClient) -> str:
+        return self._index.info.index_hash
+
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+        hits = await asyncio.to_thread(self._index.search, query, top_n)
+        return [FoundPassage(hit.passage_id, hit.contents) for hit in hits]
+
+
+class ServerSource:
+    """`tunesmith search serve`, or a server with the same interface, such as FlashRAG's."""
+
+    def __init__(self, settings: SearchToolSection, key: str | None) -> None:
+        self._settings = settings
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._version: str | None = None
+
+    async def find_version(self, client: httpx.AsyncClient) -> str:
+        """The hash of the server's index, which `/health` says first and each response afterwards."""
+        if self._version is None:
+            url = f"{self._settings.found_url}/health"
+            health, _ = await fetch_json(client, "GET", url, self._settings, headers=self._headers)
+            index = health.get("index") if isinstance(health, dict) else None
+            self._version = str(index["hash"]) if isinstance(index, dict) and "hash" in index else url
+        return self._version
+
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+        url = f"{self._settings.found_url}/search"
+        body = {"query": query, "top_n": top_n}
+        rows, headers = await fetch_json(client, "POST", url, self._settings, headers=self._headers, body=body)
+        self._version = headers.get("x-index-hash", self._version)
+        try:
+            return [FoundPassage(str(row["id"]), str(row["contents"])) for row in rows]
+        except (TypeError, KeyError) as error:
+            raise ToolUnavailableError(f'{url} did not answer with a list of {{"id", "contents"}}') from error
+
+
+class SerperSource:
+    """Google results in the JSON of serper.dev: `organic`, and before them `answerBox` and `knowledgeGraph`."""
+
+    def __init__(self, settings: SearchToolSection, key: str) -> None:
+        self._settings = settings
+        self._headers = {"X-API-KEY": key}
+
+    async def find_version(self, client: httpx.AsyncClient) -> str:
+        return self._settings.found_url
+
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+        body = {"q": query, "num": top_n}
+        found, _ = await fetch_json(
+            client, "POST", self._settings.found_url, self._settings, headers=self._headers, body=body
+        )
+        return read_serper(found, self._settings.found_url)[:top_n]
+
+
+class BingSource:
+    """Results in the JSON of Bing's web search: `webPages.value`."""
+
+    def __init__(self, settings: SearchToolSection, key: str) -> None:
+        self._settings = settings
+        self._headers = {"Ocp-Apim-Subscription-Key": key}
+
+    async def find_version(self, client: httpx.AsyncClient) -> str:
+        return self._settings.found_url
+
+    async def search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+        parameters = {"q": query, "count": str(top_n)}
+        found, _ = await fetch_json(
+            client, "GET", self._settings.found_url, self._settings, headers=self._headers, parameters=parameters
+        )
+        return read_bing(found, self._settings.found_url)[:top_n]
+
+
+def read_serper(found: Any, url: str) -> list[FoundPassage]:
+    """The passages of a Serper response."""
+    if not isinstance(found, dict) or not isinstance(found.get("organic"), list):
+        raise ToolUnavailableError(f"{url} did not answer in Serper's form: there is no list `organic`")
+    boxes = [found[name] for name in ("answerBox", "knowledgeGraph") if isinstance(found.get(name), dict)]
+    passages = [_read_page(row, "link", ("answer", "snippet", "description")) for row in boxes]
+    passages += [_read_page(row, "link", ("snippet",)) for row in found["organic"] if isinstance(row, dict)]
+    return [passage for passage in passages if passage.contents]
+
+
+def read_bing(found: Any, url: str) -> list[FoundPassage]:
+    """The passages of a Bing response; one without `webPages` has no results."""
+    if not isinstance(found, dict) or not ("webPages" in found or "queryContext" in found or "_type" in found):
+        raise ToolUnavailableError(f"{url} did not answer in Bing's form: there is no `webPages`")
+    rows = found.get("webPages", {}).get("value", [])
+    passages = [_read_page({"title": row.get("name"), **row}, "url", ("snippet",)) for row in rows]
+    return [passage for passage in passages if passage.contents]
+
+
+def _read_page(row: dict[str, Any], address: str, fields: tuple[str, ...]) -> FoundPassage:
+    texts = [row.get("title"), *(row.get(field) for field in fields)]
+    contents = "\n".join(text.strip() for text in texts if isinstance(text, str) and text.strip())
+    return FoundPassage(str(row.get(address, "")), contents)
