@@ -157,6 +157,23 @@ class Sampling:
     """Continue after end-of-sequence ids, for benchmarks of fixed length."""
     deadline_s: float | None = None
     """Seconds from the request's arrival after which it ends with stop reason `deadline`."""
+    return_entropy: bool = False
+    """Return the entropy, in nats, of the distribution that each token was sampled from."""
+    top_logprobs: int = 0
+    """Return this many most likely tokens of each distribution, with their logprobs."""
+
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Token ids and logprobs of the most likely tokens, most likely first, in the distribution that a token was sampled
+from; tokens that the distribution excludes are not among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDetails:
+    """What a request asked for about sampled tokens besides their logprobs; None: not asked for."""
+
+    entropies: tuple[float, ...] | None = None
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,14 +186,21 @@ class Completion:
     stop_reason: StopReason
     num_cached_tokens: int = 0
     """Prompt tokens reused from the prefix cache."""
+    entropies: tuple[float, ...] | None = None
+    """With `Sampling.return_entropy`: entropy in nats of the distribution that each token was sampled from."""
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
+    """With `Sampling.top_logprobs`."""
 
     def __post_init__(self) -> None:
         assert len(self.sampled_ids) == len(self.logprobs) == len(self.policy_versions)
+        assert self.entropies is None or len(self.entropies) == len(self.sampled_ids)
+        assert self.top_logprobs is None or len(self.top_logprobs) == len(self.sampled_ids)
 
 
-OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+OnTokens = Callable[..., None]
 """Called in the event loop with the ids and logprobs of tokens as they are sampled, one or several at a time, in order,
-before `generate` returns."""
+before `generate` returns. A third argument, `TokenDetails`, is passed for requests that ask for entropies or top
+logprobs, and only for these."""
 
 
 class Engine(Protocol):
@@ -229,9 +253,13 @@ class Turn:
     stop_reason: StopReason
     is_trained: bool = True
     """False if an operator excluded the turn's sampled tokens from training; they remain context of later turns."""
+    entropies: tuple[float, ...] | None = None
+    """With `Sampling.return_entropy`: entropy in nats of the distribution that each token was sampled from. Not written
+    to disk."""
 
     def __post_init__(self) -> None:
         assert len(self.sampled_ids) == len(self.logprobs) == len(self.policy_versions)
+        assert self.entropies is None or len(self.entropies) == len(self.sampled_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

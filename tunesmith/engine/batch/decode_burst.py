@@ -54,6 +54,8 @@ class BurstOutput:
 
     token_ids_LR: NDArray[np.int32]
     logprobs_LR: NDArray[np.float32]
+    entropies_LR: NDArray[np.float32] | None = None
+    """Entropies of the distributions sampled from, in nats; None unless some row asks for them."""
 
 
 class BurstHandle(Protocol):

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tunesmith.engine.core.span import BlockRun, extend_runs
-from tunesmith.types import Completion, Sampling, StopReason
+from tunesmith.types import Completion, Sampling, StopReason, TokenDetails, TopLogprobs
+
+MAX_TOP_LOGPROBS = 20
+"""Most tokens that a request may have returned for each sampled one, as in the OpenAI API."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,6 +38,10 @@ class Request:
     """Prompt and sampled tokens."""
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    """Of sampled tokens, if the request asks for them."""
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """Of sampled tokens, if the request asks for them."""
     blocks: list[int] = field(default_factory=list)
     """KV-cache blocks in order of position."""
     runs: list[BlockRun] = field(default_factory=list)
@@ -68,16 +75,30 @@ class Request:
             extend_runs(self.runs, self.blocks[num_known:])
         return self.runs
 
+    @property
+    def has_details(self) -> bool:
+        """The request asks for entropies or top logprobs."""
+        return self.sampling.return_entropy or self.sampling.top_logprobs > 0
+
     def append(self, token_id: int, logprob: float, policy_version: int) -> None:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         self.policy_versions.append(policy_version)
 
-    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], policy_version: int) -> None:
+    def extend(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        policy_version: int,
+        details: TokenDetails | None = None,
+    ) -> None:
         """Append several tokens."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.policy_versions += [policy_version] * len(token_ids)
+        if details is not None:
+            self.entropies += details.entropies or ()
+            self.top_logprobs += details.top_logprobs or ()
 
     def complete(self, stop_reason: StopReason) -> Completion:
         return Completion(
@@ -86,6 +107,8 @@ class Request:
             policy_versions=tuple(self.policy_versions),
             stop_reason=stop_reason,
             num_cached_tokens=self.num_cached_tokens or 0,
+            entropies=tuple(self.entropies) if self.sampling.return_entropy else None,
+            top_logprobs=tuple(self.top_logprobs) if self.sampling.top_logprobs else None,
         )
 
 
@@ -98,6 +121,8 @@ def check_sampling(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: in
         raise ValueError(f"prompt token ids must lie in [0, {vocab_size}); got {min(prompt_ids)} to {max(prompt_ids)}")
     if sampling.max_tokens < 1:
         raise ValueError(f"max_tokens={sampling.max_tokens} must be at least 1")
+    if not 0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"top_logprobs={sampling.top_logprobs} must lie in [0, {MAX_TOP_LOGPROBS}]")
     if not 0 <= distribution.temperature < math.inf:
         raise ValueError(f"temperature={distribution.temperature} must be 0 (greedy) or above")
     if not 0 < distribution.top_p <= 1 or not 0 <= distribution.min_p <= 1 or distribution.top_k < 0:

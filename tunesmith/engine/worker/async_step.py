@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tunesmith.engine.batch.decode_burst import BurstInput
@@ -21,7 +22,7 @@ from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.worker.inflight import BurstRows, InflightBurst, collect_rows, split_output
 from tunesmith.engine.worker.model_runner import ModelRunner
 from tunesmith.engine.worker.sync_step import SyncStepper
-from tunesmith.types import StopReason
+from tunesmith.types import StopReason, TokenDetails
 
 
 class AsyncStepper(SyncStepper):
@@ -134,25 +135,37 @@ class AsyncStepper(SyncStepper):
         processor = self._output_processor
         for part in split_output(burst, burst.handle.read(), eos_ids=processor.eos_ids):
             continuing = np.flatnonzero(part.is_continuing_R)
+            entropies_LR = part.entropies_LR
             processor.add_burst(
-                part.slots_R[continuing], part.token_ids_LR[:, continuing], part.logprobs_LR[:, continuing]
+                part.slots_R[continuing],
+                part.token_ids_LR[:, continuing],
+                part.logprobs_LR[:, continuing],
+                None if entropies_LR is None else entropies_LR[:, continuing],
             )
             others = np.flatnonzero(~part.is_continuing_R | part.is_streaming_R)
             token_ids, logprobs = part.token_ids_LR.T[others].tolist(), part.logprobs_LR.T[others].tolist()
             is_continuing, num_to_eos = part.is_continuing_R[others].tolist(), part.num_to_eos_R[others].tolist()
             for index, row in enumerate(others.tolist()):
                 state = part.states[row]
+                entropies = _read_entropies(state, entropies_LR, row)
                 if is_continuing[index]:
-                    processor.stream_tokens(state, token_ids[index], logprobs[index])
+                    details = None if entropies is None else TokenDetails(entropies=entropies)
+                    processor.stream_tokens(state, token_ids[index], logprobs[index], details)
                 else:
-                    self._process_row(state, token_ids[index], logprobs[index], num_to_eos=num_to_eos[index])
+                    self._process_row(state, token_ids[index], logprobs[index], entropies, num_to_eos=num_to_eos[index])
         if is_last:
             for state in burst.states:
                 processor.flush(state.request)
                 state.request.is_inflight = False
 
     def _process_row(
-        self, state: RequestState, token_ids: Sequence[int], logprobs: Sequence[float], *, num_to_eos: int
+        self,
+        state: RequestState,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        entropies: tuple[float, ...] | None,
+        *,
+        num_to_eos: int,
     ) -> None:
         """Append a row's tokens, of which the `num_to_eos`-th is the first end-of-sequence token."""
         request, processor = state.request, self._output_processor
@@ -169,10 +182,20 @@ class AsyncStepper(SyncStepper):
         if not all(map(math.isfinite, logprobs[:num_kept])):
             self._fail(state)
             return
-        processor.add_tokens(state, token_ids[:num_kept], logprobs[:num_kept])
+        details = None if entropies is None else TokenDetails(entropies=entropies[:num_kept])
+        processor.add_tokens(state, token_ids[:num_kept], logprobs[:num_kept], details)
         request.num_computed = len(request.token_ids) - 1
         if stop_reason is not None:
             processor.finish(state, stop_reason)
+
+
+def _read_entropies(
+    state: RequestState, entropies_LR: NDArray[np.float32] | None, row: int
+) -> tuple[float, ...] | None:
+    """The entropies of a row's tokens, if its request asks for them."""
+    if entropies_LR is None or not state.request.sampling.return_entropy:
+        return None
+    return tuple(entropies_LR[:, row].tolist())
 
 
 def _build_input(

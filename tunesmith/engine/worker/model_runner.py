@@ -119,8 +119,9 @@ class ModelRunner:
         return [chunk for chunk in chunks if chunk.has_last_token], self._compute_hidden(chunks)
 
     def can_decode_in_burst(self, request: Request) -> bool:
-        """The device samples this request's tokens by itself: any distribution without a logit bias."""
-        return self._burst_decoder is not None and not request.sampling.distribution.logit_bias
+        """The device samples this request's tokens by itself: without a logit bias or top logprobs."""
+        sampling = request.sampling
+        return self._burst_decoder is not None and not (sampling.distribution.logit_bias or sampling.top_logprobs)
 
     def launch_burst(
         self, requests: Sequence[Request], rows: BurstInput, *, num_new: int, num_steps: int
@@ -175,6 +176,8 @@ class ModelRunner:
             [sampling.distribution for sampling in samplings],
             [sampling.seed for sampling in samplings],
             [chunk.stop for chunk in chunks],
+            has_entropies=any(sampling.return_entropy for sampling in samplings),
+            num_top=max(sampling.top_logprobs for sampling in samplings),
         )
 
 
