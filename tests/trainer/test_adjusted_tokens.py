@@ -32,7 +32,8 @@ PENALIZED = Distribution(
     logit_bias=((300, 1.0),),
 )  # fmt: skip
 BANNED = Distribution(
-    min_tokens=5, end_ids=(TOKENIZER.eos_token_id,), bad_words=((290,), (300, 301)), logit_bias=((290, 6.0), (300, 6.0)),
+    min_tokens=5, end_ids=(TOKENIZER.eos_token_id,),
+    bad_words=((290,), (300, 301)), logit_bias=((290, 6.0), (300, 6.0)),
 )  # fmt: skip
 CHOICES = Distribution(grammar='start: "yes" | "no, not at all" | /[0-9]{3,9}/', temperature=1.3)
 
@@ -41,13 +42,13 @@ def build_engine() -> LocalEngine:
     return LocalEngine(MODEL, TOKENIZER, EngineSection(kv_cache_tokens=8000), max_model_len=400)
 
 
-def sample_two_turns(engine: LocalEngine, distribution: Distribution, *, num_runs: int = 4) -> list[Sample]:
+def sample_two_turns(engine: LocalEngine, distribution: Distribution, *, with_masks: bool = True) -> list[Sample]:
     """Runs of one task: a reply to one prompt, then a reply that extends it; the first run repeats the second."""
 
     async def run() -> list[Sample]:
         prompt = tuple(TOKENIZER.encode("How many apples does Ann have?"))
         trajectories = []
-        for index in range(num_runs):
+        for index in range(4):
             seed = max(index, 1)
             turns, prompt_ids = [], prompt
             for _ in range(2):
@@ -68,14 +69,12 @@ def sample_two_turns(engine: LocalEngine, distribution: Distribution, *, num_run
             trajectories.append(Trajectory(task=TASK, run_index=index, turns=tuple(turns), reward=float(index % 2)))
         group = Group(task=TASK, trajectories=tuple(trajectories))
         entropies.extend(each.turns for each in trajectories)
-        return build_samples([group], [[-0.5, 0.5, 1.0, -1.0][:num_runs]])[0]
+        return build_samples([group], [[-0.5, 0.5, 1.0, -1.0]])[0]
 
     entropies: list[tuple[Turn, ...]] = []
     samples = run_lockstep(run())
-    RECORDED[distribution] = [
-        [each for turn in turns for each in (turn.entropies or ())] for turns in entropies
-    ]
-    return list(attach_token_masks(samples, engine.grammars))
+    RECORDED[distribution] = [[each for turn in turns for each in (turn.entropies or ())] for turns in entropies]
+    return list(attach_token_masks(samples, engine.grammars)) if with_masks else samples
 
 
 TASK = Task(task_id="t/0", index=0, row={})
@@ -115,7 +114,9 @@ def test_gradients_are_those_of_the_logprobs_and_do_not_depend_on_packing(distri
         pytest.importorskip("llguidance")
     samples = sample_two_turns(build_engine(), replace(distribution, top_p=1.0))
     model = copy.deepcopy(MODEL).double()
-    algorithm = resolve_algorithm(AlgorithmSection(algorithm_type="reinforce", entropy_coef=0.01, loss_aggregation="token-mean"))
+    algorithm = resolve_algorithm(
+        AlgorithmSection(algorithm_type="reinforce", entropy_coef=0.01, loss_aggregation="token-mean")
+    )
     found = []
     for max_tokens, is_shared, chunk_tokens in ((10_000, True, 1000), (10_000, True, 3), (60, False, 7)):
         rows = pack_samples(samples, hidden_size=96, max_tokens_per_row=max_tokens, has_prefix_sharing=is_shared)
@@ -167,8 +168,7 @@ def estimate_gradient(model, samples, algorithm) -> torch.Tensor:
 def test_a_step_on_constrained_replies_has_no_mismatch() -> None:
     pytest.importorskip("llguidance")
     engine = build_engine()
-    samples = [replace(sample, distribution_spans=tuple(replace(span, token_masks=None) for span in sample.distribution_spans))
-               for sample in sample_two_turns(engine, CHOICES)]  # fmt: skip
+    samples = sample_two_turns(engine, CHOICES, with_masks=False)
     settings, algorithm = TrainerSection(), AlgorithmSection(algorithm_type="grpo")
     model = copy.deepcopy(MODEL)
     trainer = Trainer(model, settings, algorithm, max_model_len=400, num_total_steps=1, grammars=engine.grammars)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.grammar.llguidance_import import load_llguidance
@@ -18,6 +19,8 @@ SPACE = r"/[ \n]{0,2}/"
 """Whitespace between the parts of a tool call."""
 START = re.compile(r"^start\s*:", re.MULTILINE)
 """The first rule of a grammar."""
+REPLY, TEXT, CALLS, CALL = (f"tunesmith_{name}" for name in ("reply", "text", "calls", "call"))
+"""Names of rules that a client's grammar will hardly have."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -45,57 +48,62 @@ def build_rule_grammar(text: str) -> str:
 def add_reasoning(grammar: str, *, think_open: str | None, think_close: str) -> str:
     """The grammar after free reasoning that ends in `think_close`.
 
-    The tags are terms of a rule (`write_tag`). With `think_open` the reasoning is optional and starts with it; without,
-    it has been opened by the prompt.
+    The tags are terms (`write_tag`). With `think_open` the reasoning is optional and starts with it; without, the
+    prompt has opened it.
     """
     reasoning = f"/(.|\\n)*/ {think_close} /\\n{{0,4}}/"
-    start = f"{reasoning} reply" if think_open is None else f"({think_open} {reasoning})? reply"
-    return f"start: {start}\n{START.sub('reply:', grammar, count=1)}"
+    start = f"{reasoning} {REPLY}" if think_open is None else f"({think_open} {reasoning})? {REPLY}"
+    return f"start: {start}\n{START.sub(f'{REPLY}:', grammar, count=1)}"
+
+
+def add_calls(grammar: str, calls: str) -> str:
+    """A reply under the grammar, or tool calls under the grammar `calls`."""
+    rules = [START.sub(f"{name}:", each, count=1) for name, each in ((TEXT, grammar), (CALLS, calls))]
+    return "\n".join([f"start: {TEXT} | {CALLS}", *rules])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HermesFormat:
+    """Texts and terms (`write_tag`) of a call `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
+
+    call_start: str
+    """From the tag to the name, both excluded."""
+    call_middle: str
+    """Between the name and the arguments."""
+    open_tag: str
+    close_tag: str
 
 
 def build_hermes_grammar(
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    name: str | None,
-    call_start: str,
-    call_middle: str,
-    is_single: bool,
-    tags: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]], call: HermesFormat, *, is_single: bool, after: str | None = None
 ) -> str:
-    """The rest of a reply that starts with a tool call: `{"name": ..., "arguments": ...}` between tags.
+    """Calls of the tools with arguments that are valid under their schemas; one call if `is_single`.
 
-    The reply starts with `call_start`, and `name` and `call_middle` if the tool is named; after the first call come
-    further ones unless `is_single`. `tags` are the terms (`write_tag`) of the tags <tool_call> and </tool_call>.
+    The reply has already started: `after` is the name of the tool up to whose arguments it goes, or empty if it goes up
+    to the name of the first call; None: it has not started.
     """
     functions = [tool["function"] for tool in tools]
-    rules = [f"arguments{index}: {_write_json(_get_schema(function))}" for index, function in enumerate(functions)]
-    calls = " | ".join(
-        f"{_quote_name(function['name'], call_middle)} {SPACE} arguments{index}"
-        for index, function in enumerate(functions)
-    )
-    open_tag, close_tag = tags.values()
-    open_text = next(iter(tags))
-    end = f'{SPACE} "}}" {SPACE} {close_tag}'
-    first = "call"
-    if name is not None:
-        index = next(index for index, function in enumerate(functions) if function["name"] == name)
-        first = f"{SPACE} arguments{index}"
-    more = "" if is_single else f" ({SPACE} {open_tag} {quote(call_start.removeprefix(open_text))} call {end})*"
-    return "\n".join([f"start: {first} {end}{more}", f"call: {calls}", *rules])
+    rules = [f"{CALL}_arguments{index}: {_write_json(_get_schema(each))}" for index, each in enumerate(functions)]
+    names = [quote(json.dumps(each["name"], ensure_ascii=False)[1:-1] + call.call_middle) for each in functions]
+    calls = " | ".join(f"{name} {SPACE} {CALL}_arguments{index}" for index, name in enumerate(names))
+    end = f'{SPACE} "}}" {SPACE} {call.close_tag}'
+    whole = f"{call.open_tag} {quote(call.call_start)} {CALL} {end}"
+    first = whole if after is None else f"{CALL} {end}"
+    if after:
+        index = next(index for index, each in enumerate(functions) if each["name"] == after)
+        first = f"{SPACE} {CALL}_arguments{index} {end}"
+    more = "" if is_single else f" ({SPACE} {whole})*"
+    return "\n".join([f"start: {first}{more}", f"{CALL}: {calls}", *rules])
 
 
-def write_tag(text: str, token_ids: Mapping[str, int]) -> str:
+def write_tag(text: str, token_id: int | None) -> str:
     """A term for a tag: its token, if it is one, else its text."""
-    return f"<[{token_ids[text]}]>" if text in token_ids else quote(text)
+    return quote(text) if token_id is None else f"<[{token_id}]>"
 
 
 def quote(text: str) -> str:
     """A term for text."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _quote_name(name: str, call_middle: str) -> str:
-    return quote(json.dumps(name, ensure_ascii=False)[1:-1] + call_middle)
 
 
 def _get_schema(function: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,6 +20,8 @@ from tunesmith.grammar.llguidance_import import load_llguidance
 
 NUM_CACHED_REPLIES = 4096
 """Replies whose masks are kept; an update scores a reply in several passes."""
+NUM_CACHED_GRAMMARS = 256
+"""Compiled grammars that are kept; the rollouts of a run use the same few."""
 
 
 class TokenMatcher:
@@ -57,6 +59,7 @@ class GrammarCompiler:
         self._mask_bytes = -(-vocab_size // 8)
         self._interned: dict[bytes, bytes] = {}
         """Masks that equal masks of other positions are stored once: those inside of texts all do."""
+        self._open_cached = functools.lru_cache(maxsize=NUM_CACHED_GRAMMARS)(self._compile)
         self._compute_masks = functools.lru_cache(maxsize=NUM_CACHED_REPLIES)(self._replay)
 
     @functools.cached_property
@@ -70,10 +73,13 @@ class GrammarCompiler:
 
     def open(self, grammar: str) -> TokenMatcher:
         """A matcher at the start of a reply; raises ValueError if the grammar is invalid."""
+        return TokenMatcher(self._open_cached(grammar).deep_copy())
+
+    def _compile(self, grammar: str) -> Any:
         matcher = load_llguidance().LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
             raise ValueError(f"the grammar is invalid: {' '.join(matcher.get_error().split())}")
-        return TokenMatcher(matcher)
+        return matcher
 
     @functools.cached_property
     def _executor(self) -> Any:

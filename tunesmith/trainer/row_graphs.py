@@ -57,7 +57,7 @@ def is_launch_bound(model: PreTrainedModel) -> bool:
 
 
 def can_replay(trie: Trie, distributions: TokenDistributions) -> bool:
-    """Whether the row can be captured: no single long paths, no truncated sampling, no logit bias, penalties or bans."""
+    """Whether the row can be captured: no single long paths, truncated sampling, logit bias, penalties or bans."""
     is_plain = not any(has_truncation(one) or one.logit_bias or one.depends_on_context for one in distributions.unique)
     return is_plain and find_long_paths(trie) is None
 

@@ -26,8 +26,9 @@ def truncate_logits(
 ) -> Tensor:
     """Logits (float32 or wider) with bias and temperature applied and dropped tokens at -inf; the input is unchanged.
 
-    `adjustment`: penalties and bans of the positions, which follow the bias. `keep_ids_N`: one token per position that no filter drops. A sampled token had positive probability, even if
-    rounding moves it past a threshold. Temperature 0 applies neither temperature nor filters.
+    `adjustment`: penalties and bans of the positions, which follow the bias. `keep_ids_N`: one token per position that
+    no filter drops. A sampled token had positive probability, even if rounding moves it past a threshold. Temperature 0
+    applies neither temperature nor filters.
     """
     if distribution.logit_bias:
         ids, values = zip(*distribution.logit_bias, strict=True)
