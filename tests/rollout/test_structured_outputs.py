@@ -9,8 +9,8 @@ from typing import Any
 
 import openai
 import pytest
-
 from served import USER, create_completion
+
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import AlgorithmSection, EngineSection, TrainerSection
 from tunesmith.engine.engine import LocalEngine

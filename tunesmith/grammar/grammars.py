@@ -83,7 +83,7 @@ def build_hermes_grammar(
     to the name of the first call; None: it has not started.
     """
     functions = [tool["function"] for tool in tools]
-    rules = [f"{CALL}_arguments{index}: {_write_json(_get_schema(each))}" for index, each in enumerate(functions)]
+    rules = [f"{CALL}_arguments{index}: {_write_arguments(each)}" for index, each in enumerate(functions)]
     names = [quote(json.dumps(each["name"], ensure_ascii=False)[1:-1] + call.call_middle) for each in functions]
     calls = " | ".join(f"{name} {SPACE} {CALL}_arguments{index}" for index, name in enumerate(names))
     end = f'{SPACE} "}}" {SPACE} {call.close_tag}'
@@ -106,11 +106,12 @@ def quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _get_schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    return function.get("parameters") or ANY_OBJECT
+def _write_arguments(function: Mapping[str, Any]) -> str:
+    """A term for the arguments of a tool; keywords that no grammar expresses are refused for `strict` tools only."""
+    return _write_json(function.get("parameters") or ANY_OBJECT, is_lenient=not function.get("strict"))
 
 
-def _write_json(schema: Mapping[str, Any]) -> str:
-    """A term for a JSON value; options in the schema override ours."""
-    options = JSON_OPTIONS | schema.get("x-guidance", {})
+def _write_json(schema: Mapping[str, Any], *, is_lenient: bool = False) -> str:
+    """A term for a JSON value."""
+    options = JSON_OPTIONS | {"lenient": is_lenient}
     return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"

@@ -34,7 +34,7 @@ class TokenMatcher:
     def accept(self, token_id: int) -> None:
         """Advance by a sampled token; raises ValueError if the grammar does not allow it or becomes too complex."""
         if not self.matcher.consume_token(token_id):
-            raise ValueError(f"the grammar rejects token {token_id}: {self.matcher.get_error()}")
+            raise ValueError(f"the grammar rejects token {token_id}: {_shorten(self.matcher.get_error())}")
 
     def fill_mask(self, mask_Y: NDArray[np.uint8]) -> bool:
         """Write the bits of the ids that may follow, lowest bit first; False if the grammar allows none."""
@@ -78,7 +78,7 @@ class GrammarCompiler:
     def _compile(self, grammar: str) -> Any:
         matcher = load_llguidance().LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(f"the grammar is invalid: {' '.join(matcher.get_error().split())}")
+            raise ValueError(f"the grammar is invalid: {_shorten(matcher.get_error())}")
         return matcher
 
     @functools.cached_property
@@ -110,3 +110,8 @@ class GrammarCompiler:
             masks.append(self._interned.setdefault(mask, mask))
             matcher.accept(token_id)
         return tuple(masks)
+
+
+def _shorten(error: str) -> str:
+    """The first part of llguidance's message, without the state of its parser, in one line."""
+    return " ".join(error.partition("<state>")[0].split())

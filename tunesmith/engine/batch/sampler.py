@@ -73,8 +73,8 @@ def sample_tokens(
 ) -> SamplerOutput:
     """Sample one token per row; `logits_NV` is float32 and is overwritten.
 
-    `adjustment` has the penalties and bans of the rows. With `has_entropies` and `num_top`, the output has the entropy of
-    each row's distribution and its most likely tokens.
+    `adjustment` has the penalties and bans of the rows. With `has_entropies` and `num_top`, the output has the entropy
+    of each row's distribution and its most likely tokens.
     """
     logits_NV = logits_NV.detach()
     _add_bias(logits_NV, distributions)

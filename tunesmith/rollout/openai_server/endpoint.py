@@ -129,13 +129,17 @@ class ChatEndpoint:
 
     def _build_chat_grammar(self, request: ChatRequest, call: SessionCall) -> str:
         """The grammar of a reply, after the prefix of a forced tool call; empty if nothing constrains it."""
-        renderer, tools = self.recorder.renderer, request.prompt.tools
+        renderer = self.recorder.renderer
+        tools = [
+            tool | {"function": tool["function"] | {"strict": tool["function"]["name"] in request.strict_tools}}
+            for tool in map(dict, request.prompt.tools)
+        ]
         if request.tool_choice == "required":
             return constrain_call(tools, renderer, name=request.called_tool, is_single_call=request.is_single_call)
         if request.constraint is None:
             return ""
         if not (request.has_callable_tools and renderer.has_tool_calls):
-            tools = ()
+            tools = []
         return constrain_reply(
             request.constraint, renderer, call.prompt_ids, tools, is_single_call=request.is_single_call
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -85,6 +85,8 @@ class ChatRequest:
     tool_choice: ToolChoice
     forced_tool: str | None
     """The tool that must be called, if the request names one."""
+    strict_tools: frozenset[str]
+    """Names of the tools whose schemas must be enforced completely, or refused."""
     is_single_call: bool
     """The response may contain at most one tool call."""
     is_stream: bool
@@ -199,6 +201,7 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
         num_choices=_get_number(body, "n", int, 1, low=1, high=MAX_CHOICES),
         tool_choice=tool_choice,
         forced_tool=forced_tool,
+        strict_tools=_find_strict(body.get("tools") or ()),
         is_single_call=bool(prompt.tools)
         and (forced_tool is not None or _get(body, "parallel_tool_calls", bool, True) is False),
         is_stream=_get(body, "stream", bool, False),
@@ -272,6 +275,11 @@ def _parse_bad_words(body: Mapping[str, Any]) -> tuple[str, ...]:
     if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word for word in words):
         raise RequestError(f"bad_words must be a list of at most {MAX_BAD_WORDS} non-empty texts", param="bad_words")
     return tuple(words)
+
+
+def _find_strict(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Names of the tools that are declared `strict`; the tools are valid."""
+    return frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
 
 
 def _parse_sampling(body: Mapping[str, Any], defaults: Sampling, *, num_top: int) -> Sampling:
