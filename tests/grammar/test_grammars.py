@@ -85,7 +85,7 @@ SPELLINGS = [
          [' {"a": 3}}</tool_call>', '{"a":3}}\n</tool_call>'], [' {"b": 3}}</tool_call>', ' {"a": 3}}']),
         (build_hermes_grammar(TOOLS, FORMAT, is_single=False, after=""),
          ['add", "arguments": {"a": 3}}\n</tool_call>',
-          'say \\"x\\"", "arguments": {}}</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}</tool_call>'],
+          'say \\"x\\"", "arguments":{}}</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}</tool_call>'],
          ['sub", "arguments": {"a": 3}}\n</tool_call>', 'say "x"", "arguments": {}}</tool_call>']),
         (add_calls(build_choice_grammar(["yes"]), build_hermes_grammar(TOOLS, FORMAT, is_single=True)),
          ["yes", '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'],
@@ -107,7 +107,8 @@ def test_a_text_that_spells_a_tag_is_not_the_tag() -> None:
     assert {SPELLINGS[token_id] for token_id in allowed} == {b"<", b"a"}
 
 
-def test_masks_of_a_reply_are_computed_again_and_equal_masks_share_memory() -> None:
+@pytest.mark.parametrize("num_more", [1, 20])
+def test_masks_of_a_reply_are_computed_again_and_equal_masks_share_memory(num_more: int) -> None:
     grammar = build_json_grammar({"type": "object"})
     ids = TOKENIZER.encode('{"a": "some longer text with many words in it", "b": 12}')
     matcher, live = COMPILER.open(grammar), []
@@ -117,7 +118,7 @@ def test_masks_of_a_reply_are_computed_again_and_equal_masks_share_memory() -> N
     masks = COMPILER.compute_masks(grammar, ids)
     assert list(masks) == live
     assert len({id(mask) for mask in masks}) == len(set(masks)) < len(ids)
-    assert COMPILER.fill_masks([matcher, COMPILER.open(grammar)])[1].tobytes() == live[0]
+    assert COMPILER.fill_masks([matcher, *(COMPILER.open(grammar) for _ in range(num_more))])[-1].tobytes() == live[0]
     for mask, token_id in zip(masks, ids, strict=True):
         assert mask[token_id // 8] >> (token_id % 8) & 1
 

@@ -20,6 +20,8 @@ from tunesmith.grammar.llguidance_import import load_llguidance
 
 NUM_CACHED_REPLIES = 4096
 """Replies whose masks are kept; an update scores a reply in several passes."""
+MIN_PARALLEL = 16
+"""Fewer masks take less time one after another than in threads."""
 NUM_CACHED_GRAMMARS = 256
 """Compiled grammars that are kept; the rollouts of a run use the same few."""
 
@@ -86,12 +88,13 @@ class GrammarCompiler:
         return load_llguidance().LLExecutor()
 
     def fill_masks(self, matchers: Sequence[TokenMatcher]) -> NDArray[np.uint8]:
-        """The masks [M, Y] of several replies, computed in threads."""
+        """The masks [M, Y] of several replies; those of many are computed in threads."""
         num_words = -(-self._vocab_size // 32)
         masks = np.zeros((len(matchers), num_words), dtype=np.int32)
-        if len(matchers) == 1:
-            matchers[0].matcher.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
-        elif matchers:
+        if len(matchers) < MIN_PARALLEL:
+            for row, each in enumerate(matchers):
+                each.matcher.unsafe_compute_mask_ptr(masks[row].ctypes.data, masks[row].nbytes)
+        else:
             rows = [(matcher.matcher, row) for row, matcher in enumerate(matchers)]
             self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * num_words, len(matchers))
         return masks.view(np.uint8)

@@ -155,6 +155,8 @@ class ModelRunner:
             ids.fromlist(chunk.request.token_ids[chunk.start : chunk.stop])
             if chunk.has_last_token:
                 last_tokens.append(len(ids) - 1)
+        if self._burst_decoder is not None and len(last_tokens) == len(ids):
+            return self._burst_decoder.compute_hidden(spans, ids)
         num_tokens, device, plan = len(ids), self.cache.keys[0].device, self._build_plan(spans)
         positions = np.array([chunk.start for chunk in chunks])
         if num_tokens > len(chunks):
