@@ -5,8 +5,8 @@
 
 All requests run at once and sample the same number of tokens, with logprobs; prompts share nothing. The grammar is a
 JSON schema of an array that is longer than any reply. Without `--model` it is the pocket model with random weights.
-`mixed` constrains one request in eight. `masks_us` is the time that the masks alone take per constrained token. On a CPU,
-seconds are CPU time of the process, so that other load on the machine changes little.
+`mixed` constrains one request in eight. `masks_us` is the time that the masks alone take per constrained token. On
+a CPU, seconds are CPU time of the process, so that other load on the machine changes little.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ class _Pairs:
     rows: list[NDArray[np.int64]] = field(default_factory=list)
     ids: list[NDArray[np.int64]] = field(default_factory=list)
     factors: list[NDArray[np.float64]] = field(default_factory=list)
-    decrements: list[NDArray[np.float64]] = field(default_factory=list)
+    decrements: list[NDArray[np.floating[Any]]] = field(default_factory=list)
 
     def add(self, row: int, context: TokenContext) -> None:
         """The penalties of one position."""
