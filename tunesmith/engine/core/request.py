@@ -37,6 +37,8 @@ class Request:
     """Lower values are admitted first and preempted last."""
     max_num_tokens: int = field(init=False)
     """Number of prompt and sampled tokens at which `max_tokens` or the model's context ends the request."""
+    depends_on_context: bool = field(init=False)
+    """Its distribution has penalties, bans or a grammar."""
     token_ids: list[int] = field(init=False)
     """Prompt and sampled tokens."""
     logprobs: list[float] = field(default_factory=list)
@@ -64,6 +66,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.priority = (self.order, self.request_id)
+        self.depends_on_context = self.sampling.distribution.depends_on_context
         self.token_ids = list(self.prompt_ids)
         self.max_num_tokens = min(len(self.prompt_ids) + self.sampling.max_tokens, self.max_model_len)
 
@@ -77,11 +80,6 @@ class Request:
         if num_known < len(self.blocks):
             extend_runs(self.runs, self.blocks[num_known:])
         return self.runs
-
-    @property
-    def has_details(self) -> bool:
-        """The request asks for entropies or top logprobs."""
-        return self.sampling.return_entropy or self.sampling.top_logprobs > 0
 
     def append(self, token_id: int, logprob: float, policy_version: int) -> None:
         self.token_ids.append(token_id)

@@ -131,8 +131,8 @@ class ModelRunner:
 
     def can_decode_in_burst(self, request: Request) -> bool:
         """The device samples this request's tokens by itself: without bias, penalties, bans and top logprobs."""
-        sampling, distribution = request.sampling, request.sampling.distribution
-        is_plain = not (distribution.logit_bias or distribution.depends_on_context or sampling.top_logprobs)
+        sampling = request.sampling
+        is_plain = not (request.depends_on_context or sampling.distribution.logit_bias or sampling.top_logprobs)
         return is_plain and self._burst_decoder is not None
 
     def launch_burst(
@@ -197,7 +197,7 @@ class ModelRunner:
 
     def _build_adjustment(self, requests: Sequence[Request], device: torch.device) -> LogitAdjustment | None:
         """Penalties and bans of the next token of each request."""
-        if not any(request.sampling.distribution.depends_on_context for request in requests):
+        if not any(request.depends_on_context for request in requests):
             return None
         matchers = {id(each): each.token_matcher for each in requests if each.token_matcher is not None}
         masks = {}
