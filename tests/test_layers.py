@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tunesmith"
 LAYERS = [
     {"types", "config", "errors", "storage", "arguments", "version", "metric", "hub", "user_lines"},
-    {"algorithms", "tasks", "experience", "chat", "model", "monitor", "retrieval"},
+    {"algorithms", "tasks", "experience", "chat", "grammar", "model", "monitor", "retrieval"},
     {"engine", "trainer", "rollout", "judges", "tools"},
     {"loop", "environments"},
     {"pipeline", "compat"},

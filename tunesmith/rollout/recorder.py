@@ -28,7 +28,7 @@ from tunesmith.errors import EngineError
 from tunesmith.rollout.reply_texts import ReplyText, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.tokenizer_thread import run_tokenizer
-from tunesmith.types import Completion, Engine, OnTokens, Sampling, Turn
+from tunesmith.types import Completion, Engine, OnTokens, Sampling, TokenDetails, Turn
 
 TEXT_SCOPE = "text"
 """Scope of text prompts (/v1/completions), which are not conversations."""
@@ -68,6 +68,7 @@ class _InFlightTurn:
     sampled_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
 
     def to_turn(self) -> Turn:
         return Turn(
@@ -77,6 +78,7 @@ class _InFlightTurn:
             policy_versions=tuple(self.policy_versions),
             distribution=self.sampling.distribution,
             stop_reason="cancelled",
+            entropies=tuple(self.entropies) if self.sampling.return_entropy else None,
         )
 
 
@@ -221,12 +223,16 @@ class Session:
         sampling = replace(sampling, seed=derive_seed(self._seed, *parts))
         in_flight = _InFlightTurn(prompt_ids=call.prompt_ids + prefix_ids, sampling=sampling)
 
-        def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        def add_tokens(
+            token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
+        ) -> None:
             in_flight.sampled_ids += token_ids
             in_flight.logprobs += logprobs
             in_flight.policy_versions += [self._engine.policy_version] * len(token_ids)
+            if details is not None:
+                in_flight.entropies += details.entropies or ()
             if on_tokens is not None:
-                on_tokens(token_ids, logprobs)
+                on_tokens(token_ids, logprobs, *(() if details is None else (details,)))
 
         in_flight.task = asyncio.ensure_future(
             self._engine.generate(
@@ -303,6 +309,7 @@ def _build_turn(in_flight: _InFlightTurn, completion: Completion) -> Turn:
         policy_versions=completion.policy_versions,
         distribution=in_flight.sampling.distribution,
         stop_reason=completion.stop_reason,
+        entropies=completion.entropies,
     )
 
 
