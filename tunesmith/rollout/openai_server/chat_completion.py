@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.types import Send
 
 from tunesmith.chat.messages import Message
-from tunesmith.chat.parsers import CALL_CLOSE, Delta, ReplyParser, join_deltas
+from tunesmith.chat.parsers import Delta, HarmonyParser, ReplyParser, join_deltas
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import EngineError
 from tunesmith.rollout.openai_server.request import ChatRequest, TextRequest
@@ -110,16 +109,17 @@ class PendingChatCompletion:
         """Sample one choice; if at most one tool call is allowed, sampling stops after it."""
         sampling = self.request.sampling
         if self._is_single_call:
-            sampling = replace(sampling, stop=(*sampling.stop, CALL_CLOSE))
+            sampling = self.renderer.limit_to_one_call(sampling)
         return await self.session.generate(
             self.call, choice, sampling, seed=self.request.seed, prefix_ids=self._prefix_ids, on_tokens=on_tokens
         )
 
-    def build_parser(self) -> ReplyParser:
+    def build_parser(self) -> ReplyParser | HarmonyParser:
         return self.renderer.build_parser(
             self.call.prompt_ids,
             new_call_id=self.session.build_call_id,
             has_tools=self.request.has_callable_tools,
+            tools=self.request.prompt.tools,
             is_single_call=self._is_single_call,
             stop=self.request.sampling.stop,
             prefix=self._prefix_text,
