@@ -18,6 +18,9 @@ SENTINEL = "zqxjkvbpYw"
 PROBE = "probe_qzx"
 """Name of the probe's function."""
 PROBE_CALL_ID = "call00000"
+JSON_END = '"}'
+"""What follows the last argument if the arguments are JSON."""
+NAME_EXAMPLE, ARGUMENTS_EXAMPLE = "<function-name>", "<args-json-object>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,8 @@ class RenderedCall:
     """Text between the name and the arguments, without the space that the model may write differently."""
     tail: str
     """Text from the end of the last string argument to the token that ends the turn."""
+    example: str
+    """A call with placeholders for the name and the arguments, to describe the format."""
     is_text: bool
     """The template reads arguments as JSON text, not as an object."""
 
@@ -57,11 +62,13 @@ def find_rendered_call(
     if arguments is None:
         return None
     middle = text[position + len(PROBE) : position + arguments.start()]
+    arguments_end = after + len(JSON_END) if text.startswith(JSON_END, after) else after
     return RenderedCall(
         call_format=call_format,
         start=text[start:position],
         middle=middle.rstrip() or middle or "{",
         tail=text[after:reply_end],
+        example=f"{text[start:position]}{NAME_EXAMPLE}{middle}{ARGUMENTS_EXAMPLE}{text[arguments_end:reply_end]}",
         is_text=is_text,
     )
 

@@ -33,7 +33,12 @@ from tunesmith.chat.parsers import (
     CallFormat,
 )
 from tunesmith.chat.special_tokens import SpecialTokens
-from tunesmith.chat.template_fallback import describe_tools_in_system, merge_system_into_user, write_calls_as_text
+from tunesmith.chat.template_fallback import (
+    HERMES_EXAMPLE,
+    describe_tools_in_system,
+    merge_system_into_user,
+    write_calls_as_text,
+)
 from tunesmith.chat.template_rendering import JinjaTemplate
 from tunesmith.errors import ConfigError
 
@@ -50,6 +55,7 @@ FALLBACK_CALL = RenderedCall(
     start=f'{CALL_OPEN}\n{{"name": "',
     middle='", "arguments":',
     tail=f"}}\n{CALL_CLOSE}",
+    example=HERMES_EXAMPLE,
     is_text=False,
 )
 """How `template_fallback` writes calls."""
@@ -90,6 +96,7 @@ class ChatTemplate:
         self._turn_pattern = _build_pattern(self.special_ids)
         """Special tokens that are not inside of an assistant message."""
         self._writes_arguments_as_text = self._is_harmony = False
+        self._call_example = HERMES_EXAMPLE
         self.has_system = self._can_render([Message(role="system", content=PROBE), Message(role="user", content="u")])
         renders_tools = self._can_render([Message(role="user", content="u")], [PROBE_TOOL])
         calls, found = self._probe_formats(renders_tools, tool_call_parser)
@@ -103,6 +110,8 @@ class ChatTemplate:
         """The format in which the model writes tool calls; None if they are not parsed."""
         self._is_harmony = self.call_format is HARMONY
         has_parser = tool_call_parser != "none"
+        is_hermes = self.rendered_call.call_format is HERMES
+        self._call_example = HERMES_EXAMPLE if is_hermes else self.rendered_call.example
         self.has_unparsed_calls = has_parser and renders_tools and found is None
         """The template supports tools, but no parser reads its format of tool calls."""
         self.has_tools = renders_tools and not self.has_unparsed_calls
@@ -151,7 +160,7 @@ class ChatTemplate:
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
         """Express features that the template lacks as message text."""
         if tools and not self.has_tools:
-            messages, tools = describe_tools_in_system(messages, tools), ()
+            messages, tools = describe_tools_in_system(messages, tools, example=self._call_example), ()
         if not self.has_tool_calls:
             messages = write_calls_as_text(messages)
         if not self.has_system:
