@@ -91,7 +91,12 @@ class ReplyParser:
     @property
     def is_stopped(self) -> bool:
         """Whether a stop string was found; later text is ignored."""
-        return self._stop.is_found
+        return self._stop.found is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found."""
+        return self._stop.found
 
     def feed(self, text: str) -> Delta:
         """Parse more text; returns what can no longer change."""

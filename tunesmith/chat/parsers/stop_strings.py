@@ -9,21 +9,21 @@ class StopStrings:
     """The text before the first stop string; a suffix that may be the start of one is held back."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self.is_found = False
-        """A stop string was found; later text is ignored."""
+        self.found: str | None = None
+        """The stop string that was found; later text is ignored."""
         self._stop = tuple(text for text in stop if text)
         self._held = ""
 
     def cut(self, text: str, *, is_end: bool) -> str:
         """The next text that contains no stop string."""
-        if self.is_found:
+        if self.found is not None:
             return ""
         text = self._held + text
         self._held = ""
-        found = [index for index in map(text.find, self._stop) if index >= 0]
+        found = [(index, stop) for stop in self._stop if (index := text.find(stop)) >= 0]
         if found:
-            self.is_found = True
-            return text[: min(found)]
+            index, self.found = min(found, key=lambda each: each[0])
+            return text[:index]
         if not is_end:
             num_held = max((count_overlap(text, stop) for stop in self._stop), default=0)
             text, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
