@@ -13,7 +13,7 @@ from tunesmith.rollout.openai_server.request import RequestError
 from tunesmith.rollout.openai_server.translated import check_fields, read_list, read_text
 
 COUNTED_FIELDS: Mapping[str, tuple[Any, ...] | None] = dict.fromkeys(
-    ["messages", "model", "system", "thinking", "tool_choice", "tools", "chat_template_kwargs"]
+    ["messages", "model", "system", "thinking", "tool_choice", "tools", "chat_template_kwargs", "cache_control"]
 )
 """Fields of a request to count tokens."""
 FIELDS: Mapping[str, tuple[Any, ...] | None] = {
