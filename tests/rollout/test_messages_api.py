@@ -6,6 +6,8 @@ import httpx
 import pytest
 from served import ADD, SUB, build_service, get_engine
 
+from tunesmith.rollout.openai_server.messages_api.request import translate_request
+
 anthropic = pytest.importorskip("anthropic", reason="the Anthropic SDK is not installed: pip install anthropic")
 pytestmark = pytest.mark.anyio
 
@@ -111,7 +113,6 @@ async def test_tool_choice_and_thinking():
     [
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "a budget of thinking tokens is not supported"),
         ({"thinking": {"type": "disabled"}}, "chat template has no enable_thinking"),
-        ({"messages": [*USER, {"role": "assistant", "content": "The"}]}, "continue_final_message"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "type 'image'"),
         ({"messages": [{"role": "system", "content": "x"}]}, "role is 'system'"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "runs on Anthropic's servers"),
@@ -128,6 +129,14 @@ async def test_fields_that_cannot_be_honoured_are_refused(fields, message):
         await ask(bound.model.as_anthropic_client(), **fields)
     assert caught.value.body["error"]["type"] == "invalid_request_error"
     assert service.close(bound) == ()
+
+
+async def test_a_message_that_starts_the_reply_is_a_chat_request_to_continue_it():
+    fields = translate_request(
+        {"model": "m", "max_tokens": 5, "messages": [*USER, {"role": "assistant", "content": "The"}]}, lambda name: False
+    )
+    assert fields["messages"] == [*USER, {"role": "assistant", "content": "The"}]
+    assert (fields["continue_final_message"], fields["add_generation_prompt"]) == (True, False)
 
 
 async def test_errors_have_the_form_of_the_api():

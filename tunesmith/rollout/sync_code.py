@@ -122,8 +122,8 @@ def call_on_loop(loop: asyncio.AbstractEventLoop, make: Callable[[], Coroutine[A
     return asyncio.run_coroutine_threadsafe(run(), loop).result()
 
 
-class BlockingCallError(Exception):
-    """A synchronous model call in a coroutine."""
+class BlockingCallError(BaseException):
+    """A synchronous model call in a coroutine; no `Exception`, which SDKs replace by a connection error and retry."""
 
 
 _current: contextvars.ContextVar[ThreadCall[Any] | None] = contextvars.ContextVar("thread_call", default=None)
