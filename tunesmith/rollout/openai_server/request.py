@@ -1,8 +1,8 @@
 """Parses and validates the body of a chat completion or completion request.
 
 Input: JSON from any client, and the session's sampling defaults. Output: a `ChatRequest` or a `TextRequest`. Fields of
-the request override the defaults. An unsupported option that would change the result raises a `RequestError`; keys
-without effect on the result (user, metadata, store) and unknown keys are ignored.
+the request override the defaults. An option that is not supported, or not known, raises a `RequestError`; only keys
+without effect on the result (`INERT_FIELDS`) are ignored.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ from typing import Any, Literal
 
 from tunesmith.chat.messages import parse_messages, parse_tools
 from tunesmith.chat.renderer import Prompt
+from tunesmith.rollout.openai_server.fields import (
+    CHAT_FIELDS,
+    EXTENDED_FIELDS,
+    INERT_FIELDS,
+    SHARED_FIELDS,
+    TEXT_FIELDS,
+)
 from tunesmith.types import MIN_TEMPERATURE, Distribution, Sampling
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -60,6 +67,7 @@ SAMPLING_FIELDS = frozenset({
 })  # fmt: skip
 """Options that set sampling parameters."""
 
+STREAM_OPTIONS = ("include_usage",)
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_NUMBER = 2**63
@@ -122,7 +130,7 @@ def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
     """Parse the body of a completion request."""
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object")
-    _refuse_unsupported(body)
+    _refuse_unsupported(body, TEXT_FIELDS)
     prompts = _parse_prompts(body.get("prompt"))
     num_choices = _get_number(body, "n", int, 1, low=1, high=MAX_CHOICES)
     if len(prompts) * num_choices > MAX_CHOICES:
@@ -165,7 +173,7 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
     """Parse the body of a chat request; `uses_variable`: whether the chat template refers to a variable."""
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object")
-    _refuse_unsupported(body)
+    _refuse_unsupported(body, CHAT_FIELDS)
     prompt = Prompt(
         messages=_parse_field("messages", parse_messages, body.get("messages")),
         tools=_parse_field("tools", parse_tools, body.get("tools")),
@@ -189,16 +197,23 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
     )
 
 
-def _refuse_unsupported(body: Mapping[str, Any]) -> None:
-    for key in NEUTRAL_VALUES.keys() & body.keys():
+def _refuse_unsupported(body: Mapping[str, Any], own_fields: frozenset[str]) -> None:
+    unknown = body.keys() - own_fields - SHARED_FIELDS - EXTENDED_FIELDS - INERT_FIELDS - NEUTRAL_VALUES.keys()
+    for key in sorted(map(str, unknown)):
+        if body.get(key) is not None:
+            raise RequestError(f"{key} is not a field of this endpoint; leave it out", param=key)
+    for key in sorted(NEUTRAL_VALUES.keys() & body.keys()):
         value = body[key]
         if value is not None and value not in NEUTRAL_VALUES[key]:
             raise RequestError(f"{key}={_shorten(value)} is not supported by this endpoint; leave it out", param=key)
 
 
 def _has_stream_usage(body: Mapping[str, Any]) -> bool:
-    options = body.get("stream_options") or {}
-    return isinstance(options, dict) and bool(options.get("include_usage"))
+    options = _get(body, "stream_options", dict, {})
+    for key, value in options.items():
+        if key not in STREAM_OPTIONS and value:
+            raise RequestError(f"stream_options.{key} is not supported; leave it out", param="stream_options")
+    return bool(options.get("include_usage"))
 
 
 def _parse_field(param: str, parse: Callable[[Any], Any], raw: Any) -> Any:
