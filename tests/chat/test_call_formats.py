@@ -160,7 +160,9 @@ def test_templates_without_a_known_format_use_hermes_as_text():
 
 
 def test_tools_are_described_with_the_templates_own_calls_if_it_renders_no_tools():
-    text = RENDERERS["deepseek v3.1"]._template.render(make_prompt({"role": "user", "content": "q"}).messages, tools=TOOLS)
+    text = RENDERERS["deepseek v3.1"]._template.render(
+        make_prompt({"role": "user", "content": "q"}).messages, tools=TOOLS
+    )
     example = f"{BEGIN}<function-name>{SEP}<args-json-object>{END}{CALLS_END}"
     assert f"For each function call, write:\n{CALLS_BEGIN}{example}" in RENDERERS["deepseek v3.1"]._unescape(text)
     text = Renderer(build_family_tokenizer(CHATML))._template.render(

@@ -31,7 +31,10 @@ async def test_text_in_text_out():
     bound = service.open(seed=1)
     client = bound.model.as_anthropic_client()
     message = await ask(
-        client, system=[{"type": "text", "text": "Be brief."}], metadata={"user_id": "u"}, extra_body={"temperature": 0.5, "top_k": 3}
+        client,
+        system=[{"type": "text", "text": "Be brief."}],
+        metadata={"user_id": "u"},
+        extra_body={"temperature": 0.5, "top_k": 3},
     )
     assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "fine"}]
     assert (message.role, message.stop_reason, message.stop_sequence) == ("assistant", "end_turn", None)
@@ -55,7 +58,10 @@ async def test_a_tool_conversation_is_one_sequence(stream, is_http):
         first = await ask(client, stream=stream, tools=TOOLS)
         assert [block.type for block in first.content] == ["thinking", "text", "tool_use", "tool_use"]
         assert first.content[0].thinking == "hm"
-        assert [(block.name, block.input) for block in first.content[2:]] == [("add", {"a": 1}), ("sub", {"b": "\u00e9"})]
+        assert [(block.name, block.input) for block in first.content[2:]] == [
+            ("add", {"a": 1}),
+            ("sub", {"b": "\u00e9"}),
+        ]
         assert first.stop_reason == "tool_use"
         results = [
             {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "42"}]}
@@ -102,7 +108,10 @@ async def test_tool_choice_and_thinking():
     service = build_service(ADD)
     client = service.open(seed=1).model.as_anthropic_client()
     message = await ask(
-        client, tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True}, thinking={"type": "adaptive"}
+        client,
+        tools=TOOLS,
+        tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        thinking={"type": "adaptive"},
     )
     assert [block.type for block in message.content] == ["tool_use"]
     assert get_engine(service).requests[0][1].stop == ("</tool_call>",)
@@ -133,7 +142,8 @@ async def test_fields_that_cannot_be_honoured_are_refused(fields, message):
 
 async def test_a_message_that_starts_the_reply_is_a_chat_request_to_continue_it():
     fields = translate_request(
-        {"model": "m", "max_tokens": 5, "messages": [*USER, {"role": "assistant", "content": "The"}]}, lambda name: False
+        {"model": "m", "max_tokens": 5, "messages": [*USER, {"role": "assistant", "content": "The"}]},
+        lambda name: False,
     )
     assert fields["messages"] == [*USER, {"role": "assistant", "content": "The"}]
     assert (fields["continue_final_message"], fields["add_generation_prompt"]) == (True, False)

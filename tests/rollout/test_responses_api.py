@@ -127,9 +127,7 @@ async def test_reasoning_opened_by_the_template_and_a_length_limit():
 
 async def test_logprobs_of_the_sampled_tokens():
     service = build_service("fine")
-    response = await respond(
-        service.open(seed=1).model.client, input="hi", include=["message.output_text.logprobs"]
-    )
+    response = await respond(service.open(seed=1).model.client, input="hi", include=["message.output_text.logprobs"])
     assert [token.token for token in response.output[0].content[0].logprobs][-1] == "<|im_end|>"
 
 

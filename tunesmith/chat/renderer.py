@@ -278,7 +278,9 @@ class Renderer:
             return [content]
         last = replace(calls[-1], arguments=json.dumps({"a": SENTINEL}))
         in_arguments = Message(role="assistant", tool_calls=(*calls[:-1], last))
-        return [in_arguments] if self._is_harmony else [replace(content, tool_calls=tuple(calls)), in_arguments, content]
+        return (
+            [in_arguments] if self._is_harmony else [replace(content, tool_calls=tuple(calls)), in_arguments, content]
+        )
 
     def _unescape(self, text: str) -> str:
         return text if self._special_tokens is None else self._special_tokens.unescape(text)

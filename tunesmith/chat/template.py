@@ -102,8 +102,8 @@ class ChatTemplate:
         calls, found = self._probe_formats(renders_tools, tool_call_parser)
         if found is None and tool_call_parser not in ("auto", "none", HERMES.name):
             raise ConfigError(
-                f"model.tool_call_parser={tool_call_parser} does not read the tool calls that this model's chat template "
-                "writes; use auto"
+                f"model.tool_call_parser={tool_call_parser} does not read the tool calls that this model's chat "
+                "template writes; use auto"
             )
         self.rendered_call = found or FALLBACK_CALL
         self.call_format = None if tool_call_parser == "none" else self.rendered_call.call_format
@@ -119,7 +119,9 @@ class ChatTemplate:
         if self.call_format is not None:
             self._turn_pattern = self._build_turn_pattern(self.call_format)
         markup = frozenset() if self.call_format is None else frozenset(self.call_format.markup)
-        self.hidden_ids = [token_id for text, token_id in self.special_ids.items() if text not in markup.union(extra_markup)]
+        self.hidden_ids = [
+            token_id for text, token_id in self.special_ids.items() if text not in markup.union(extra_markup)
+        ]
         """Ids of the special tokens that decoded text leaves out."""
         self.end_of_turn = self._probe_end_of_turn()
         """The special token after an assistant message; None if the header of the next message ends the turn."""

@@ -47,7 +47,6 @@ class Endpoint:
             )
         return self.base_url
 
-
     def as_openai_client(self) -> openai.AsyncOpenAI:
         """The official async client, bound to this rollout."""
         return self.client

@@ -5,7 +5,6 @@ Harmony, the format of gpt-oss, holds reasoning, content and calls in messages o
 
 from __future__ import annotations
 
-from tunesmith.chat.parsers.call_format import CallFormat
 from tunesmith.chat.parsers.deepseek import DEEPSEEK
 from tunesmith.chat.parsers.harmony import HARMONY
 from tunesmith.chat.parsers.hermes import HERMES

@@ -8,8 +8,8 @@ CHAT_FIELDS = frozenset({
 })  # fmt: skip
 TEXT_FIELDS = frozenset({"add_special_tokens", "logprobs", "prompt"})
 SHARED_FIELDS = frozenset({
-    "ignore_eos", "logit_bias", "max_completion_tokens", "max_tokens", "min_p", "model", "n", "return_token_ids", "seed",
-    "stop", "stop_token_ids", "stream", "stream_options", "temperature", "top_k", "top_p",
+    "ignore_eos", "logit_bias", "max_completion_tokens", "max_tokens", "min_p", "model", "n", "return_token_ids",
+    "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature", "top_k", "top_p",
 })  # fmt: skip
 EXTENDED_FIELDS = frozenset({
     "add_generation_prompt", "bad_words", "continue_final_message", "frequency_penalty", "guided_choice",

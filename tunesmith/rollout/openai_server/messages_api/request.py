@@ -120,12 +120,18 @@ def _translate_reply(blocks: list[dict[str, Any]], where: str) -> list[dict[str,
 
 def _translate_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        message = f"tools has a tool of type {tool['type']!r}, which runs on Anthropic's servers; only custom tools work"
+        message = (
+            f"tools has a tool of type {tool['type']!r}, which runs on Anthropic's servers; only custom tools work"
+        )
         raise RequestError(message, param="tools")
     unknown = tool.keys() - {"type", "name", "description", "input_schema", "strict", "cache_control"}
     if unknown:
         raise RequestError(f"tools has a tool with {min(unknown)}, which is not supported", param="tools")
-    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+    }
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 

@@ -31,9 +31,8 @@ def build_content(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
     if message.get("content"):
         blocks.append({"type": "text", "text": message["content"]})
-    for call in message.get("tool_calls") or []:
-        blocks.append(build_tool_use(call, json.loads(call["function"]["arguments"])))
-    return blocks
+    calls = message.get("tool_calls") or []
+    return blocks + [build_tool_use(call, json.loads(call["function"]["arguments"])) for call in calls]
 
 
 def build_tool_use(call: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,9 @@ class ResponsesApi:
             return []
         stored = self._stored.get(session, {})
         if response_id not in stored:
-            message = f"previous_response_id={response_id!r} is no stored response of this API key; send the whole input"
+            message = (
+                f"previous_response_id={response_id!r} is no stored response of this API key; send the whole input"
+            )
             raise RequestError(message, param="previous_response_id")
         return stored[response_id]
 

@@ -28,7 +28,9 @@ class ResponseEvents:
 
     end_of_stream = b""
 
-    def __init__(self, response_id: str, build_response: BuildResponse, on_end: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, response_id: str, build_response: BuildResponse, on_end: Callable[[dict[str, Any]], None]
+    ) -> None:
         """`on_end` receives the chat message that was sampled."""
         self._response_id = response_id
         self._build_response = build_response

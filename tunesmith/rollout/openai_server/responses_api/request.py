@@ -103,7 +103,9 @@ def _open_reply(messages: list[dict[str, Any]], *, unless: tuple[str, ...]) -> d
 
 def _translate_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise RequestError(f"tools has a tool of type {tool.get('type')!r}; only functions are supported", param="tools")
+        raise RequestError(
+            f"tools has a tool of type {tool.get('type')!r}; only functions are supported", param="tools"
+        )
     keys = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {key: tool[key] for key in keys if tool.get(key) is not None}}
 

@@ -61,9 +61,7 @@ def build_reasoning(response_id: str, text: str | None, *, status: str = "comple
     return {"id": f"rs_{response_id}", "type": "reasoning", "summary": [], "content": content, "status": status}
 
 
-def build_message(
-    response_id: str, text: str | None, *, status: str, logprobs: list[dict[str, Any]]
-) -> dict[str, Any]:
+def build_message(response_id: str, text: str | None, *, status: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     """A message item; without a text its content is still to come."""
     content = [] if text is None else [build_text(text, logprobs=logprobs)]
     return {"id": f"msg_{response_id}", "type": "message", "role": "assistant", "status": status, "content": content}
