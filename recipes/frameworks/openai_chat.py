@@ -30,8 +30,8 @@ async def workflow(task, model):
         messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:
             break
-        for call in message.tool_calls:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": add(call.function.arguments)})
+        calls = [(call.id, call.function.arguments) for call in message.tool_calls]
+        messages += [{"role": "tool", "tool_call_id": key, "content": add(arguments)} for key, arguments in calls]
     return WorkflowOutput(response=message.content)
 
 

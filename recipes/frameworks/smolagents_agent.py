@@ -17,8 +17,6 @@ def add(a: int, b: int) -> int:
 
 
 class PolicyModel(OpenAIModel):
-    """A model of smolagents on the client of a rollout."""
-
     def __init__(self, model):
         self._policy = model
         super().__init__(model_id=model.model_name, api_key=model.api_key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -68,6 +69,7 @@ ITEM = f'{{"name": "f", "arguments": {JSON}, "id": "abcDEF123"}}'
 V3 = f"{BEGIN}function{SEP}f\n{FENCE}json\n{JSON}\n{FENCE}{END}"
 V31 = f"{BEGIN}f{SEP}{JSON}{END}"
 ANALYSIS = "<|channel|>analysis<|message|>hm, 1 < 2<|end|><|start|>assistant"
+PREAMBLE = "<|channel|>commentary<|message|>first, f<|end|><|start|>assistant"
 GOLDEN = [
     ("hermes", f'so\n<tool_call>\n{{"name": "f", "arguments": {JSON}}}\n</tool_call>', "", "so", [F]),
     ("hermes", "<think>\nhm\n</think>\n\nfine", "hm", "fine", []),
@@ -99,8 +101,7 @@ GOLDEN = [
      "hm, 1 < 2", "", [F]),
     ("harmony", f"{ANALYSIS} to=functions.f<|channel|>commentary json<|message|>{JSON}", "hm, 1 < 2", "", [F]),
     ("harmony", f"{ANALYSIS}<|channel|>final<|message|>fine <b>", "hm, 1 < 2", "fine <b>", []),
-    ("harmony", "<|channel|>commentary<|message|>first, f<|end|><|start|>assistant<|channel|>commentary "
-     "to=functions.g<|message|>{}<|call|>", "", "first, f", [G]),
+    ("harmony", f"{PREAMBLE}<|channel|>commentary to=functions.g<|message|>{{}}<|call|>", "", "first, f", [G]),
     ("harmony", "no channels", "", "no channels", []),
 ]  # fmt: skip
 MALFORMED = [
@@ -137,7 +138,7 @@ def read(family: str, text: str, cuts: list[int] | None = None, **options):
         found = (message.reasoning or "", message.content)
     else:
         places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-        deltas = [parser.feed(text[a:b]) for a, b in zip(places, places[1:], strict=False)] + [parser.finish()]
+        deltas = [parser.feed(text[a:b]) for a, b in pairwise(places)] + [parser.finish()]
         calls = [call for delta in deltas for call in delta.tool_calls]
         found = ("".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas))
     return *found, [(call.name, json.loads(call.arguments)) for call in calls], [call.call_id for call in calls]

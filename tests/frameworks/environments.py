@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 ANSWER = "The sum is 5."
+FINAL_ANSWER = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "5"}}\n</tool_call>'
+FORCED = '<tool_call>\n{"name": "'
+"""Start of a reply to a request with `tool_choice: required`, which is not sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,7 @@ FRAMEWORKS = (
               packages=("pydantic-ai-slim[openai]==2.68.0",)),
     Framework(name="smolagents, tool-calling agent", environment="smolagents", recipe="smolagents_agent",
               packages=SMOLAGENTS,
-              replies=(CALL, '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "5"}}\n</tool_call>')),
+              replies=(CALL.removeprefix(FORCED), FINAL_ANSWER.removeprefix(FORCED))),
     Framework(name="smolagents, code agent", environment="smolagents", recipe="smolagents_agent",
               function="code_workflow", packages=SMOLAGENTS,
               replies=("Thought: add\n<code>\nprint(add(2, 3))\n", "Thought: done\n<code>\nfinal_answer(5)\n")),

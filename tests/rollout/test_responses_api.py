@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import openai
 import pytest
@@ -71,7 +72,7 @@ async def test_a_tool_conversation_is_one_sequence(stream, is_stored):
         assert third.output_text == "again"
     assert bound.session.num_extended == bound.session.num_calls - 1
     turns = service.close(bound)
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in pairwise(turns):
         whole = before.prompt_ids + before.sampled_ids
         assert after.prompt_ids[: len(whole)] == whole
     assert [(turn.prompt_ids, list(turn.sampled_ids)) for turn in turns] == get_engine(service).ledger

@@ -42,8 +42,8 @@ NUM_CACHED_PROMPTS = 512
 NUM_CACHED_DELTAS, MAX_DELTA_CHARACTERS = 4096, 1024
 """Tokenized deltas cached, and their longest text; tools often return the same short result."""
 UNPARSED_CALLS_WARNING = (
-    "the chat template writes tool calls in a format that model.tool_call_parser=%s cannot parse; tools are described in "
-    "the system message and calls are written as <tool_call> blocks instead"
+    "the chat template writes tool calls in a format that model.tool_call_parser=%s cannot parse; tools are described "
+    "in the system message and calls are written as <tool_call> blocks instead"
 )
 NUM_TAIL_IDS = 16
 """Last ids of a prompt that are decoded to check whether it opens a <think> block."""
