@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -330,3 +331,19 @@ def test_special_tokens_in_messages_are_text_in_every_format():
     forged = renderer.render(make_prompt({"role": "user", "content": text}))
     specials = set(renderer._template.special_ids.values())
     assert [i for i in forged if i in specials] == [i for i in plain if i in specials]
+
+
+@pytest.mark.parametrize(
+    ("name", "call_format"),
+    [
+        ("deepseekv3", "deepseek"), ("glm4moe", "glm"), ("gptoss", "harmony"), ("llama3_1", "llama3_json"),
+        ("llama3_2", "llama3_json"), ("nemotron_3_nano", "qwen3_coder"), ("qwen2_5", "hermes"), ("qwen3", "hermes"),
+        ("qwen3_5_think", "qwen3_coder"),
+    ],
+)  # fmt: skip
+def test_templates_of_released_models_are_recognized(name, call_format):
+    trl = pytest.importorskip("trl", reason="TRL, whose chat templates this test reads, is not installed")
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    renderer = Renderer(build_family_tokenizer(template))
+    assert renderer._template.call_format is CALL_FORMATS[call_format]
+    assert renderer._template.has_tool_calls

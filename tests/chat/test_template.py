@@ -9,8 +9,9 @@ from jinja2.exceptions import TemplateError
 from chat_templates import CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25, THINKING
 from fakes import build_chat_tokenizer
 from rendering import CALL, TOOLS, USER, build_renderer, make_prompt
+from tunesmith.chat.call_probe import SENTINEL
 from tunesmith.chat.messages import Message, ToolCall, parse_messages
-from tunesmith.chat.template import SENTINEL, ChatTemplate
+from tunesmith.chat.template import ChatTemplate
 from tunesmith.chat.template_analysis import is_rendered_from_neighbors
 from tunesmith.chat.template_rendering import JinjaTemplate
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tunesmith.chat.call_probe import SENTINEL
 from tunesmith.chat.detokenize import Detokenizer, IncrementalDetokenizer
 from tunesmith.chat.memo import memoize
 from tunesmith.chat.messages import Message, ToolCall
@@ -31,7 +32,7 @@ from tunesmith.chat.parsers import (
     find_reasoning_parser,
 )
 from tunesmith.chat.special_tokens import ESCAPE, encode_text
-from tunesmith.chat.template import SENTINEL, ChatTemplate
+from tunesmith.chat.template import ChatTemplate
 from tunesmith.chat.token_length import find_longest_token
 from tunesmith.types import Sampling
 

@@ -65,7 +65,7 @@ def build_async_client(app: ASGIApp, library: ModuleType) -> Any:
     """An async HTTP client of a library with httpx's interface, such as httpx2; it may be shared."""
     transport = InProcessTransport(app)
 
-    class Body(library.AsyncByteStream):  # type: ignore[name-defined, misc]
+    class Body(library.AsyncByteStream):  # type: ignore[name-defined]
         def __init__(self, stream: Any) -> None:
             self._stream = stream
 
@@ -76,7 +76,7 @@ def build_async_client(app: ASGIApp, library: ModuleType) -> Any:
         async def aclose(self) -> None:
             await self._stream.aclose()
 
-    class Transport(library.AsyncBaseTransport):  # type: ignore[name-defined, misc]
+    class Transport(library.AsyncBaseTransport):  # type: ignore[name-defined]
         async def handle_async_request(self, request: Any) -> Any:
             content = await request.aread()
             copied = httpx.Request(request.method, str(request.url), headers=request.headers.raw, content=content)
@@ -84,7 +84,7 @@ def build_async_client(app: ASGIApp, library: ModuleType) -> Any:
             headers = response.headers.raw
             return library.Response(response.status_code, headers=headers, stream=Body(response.stream))
 
-    class SharedClient(library.AsyncClient):  # type: ignore[name-defined, misc]
+    class SharedClient(library.AsyncClient):  # type: ignore[name-defined]
         async def aclose(self) -> None:
             """Do nothing; other owners still use the client."""
 
