@@ -183,7 +183,7 @@ def run_tune(
 ) -> TuneResult:
     """Train with these functions, or those that the config names."""
     if workflow_func is not None:
-        check_workflow_function(workflow_func)
+        check_workflow_function(workflow_func, allows_sync=True)
     if judge_func is not None:
         check_judge_function(judge_func)
     workflow, judge = load_functions(settings, workflow_func, judge_func)

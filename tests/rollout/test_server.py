@@ -247,6 +247,8 @@ async def test_request_bodies_over_the_limit_are_refused(has_content_length):
         ({"extra_body": {"structured_outputs": {"structural_tag": "x"}}}, "structured_outputs must be an object with"),
         ({"extra_body": {"structured_outputs": {"regex": "a"}, "guided_regex": "a"}}, "both constrain the reply"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "only one of them"),
+        ({"extra_body": {"made_up": 1}}, "made_up is not a field of this endpoint"),
+        ({"stream_options": {"chunk_size": 3}}, "stream_options.chunk_size is not supported"),
         ({"reasoning_effort": "low"}, "not used by this model's chat template"),
         ({"temperature": -1}, "temperature=-1"),
         ({"temperature": 1e-39}, "temperature=1e-39 must be 0 or at least 1e-05"),
@@ -276,7 +278,7 @@ async def test_unsupported_requests_are_refused(fields, message):
 async def test_options_without_effect_are_ignored():
     completion, _ = await create_completion(
         build_service("x"), user="u", store=False, metadata={"a": "b"}, presence_penalty=0, logprobs=False,
-        response_format={"type": "text"}, extra_body={"made_up": 1, "repetition_penalty": 1.0, "top_k": None},
+        response_format={"type": "text"}, extra_body={"made_up": None, "repetition_penalty": 1.0, "top_k": None},
     )  # fmt: skip
     assert completion.choices[0].message.content == "x"
 

@@ -9,6 +9,11 @@ from pydantic import Field, model_validator
 from tunesmith.config.lora import LoraSection
 from tunesmith.config.section import Section, Temperature
 
+ToolCallParser = Literal[
+    "auto", "hermes", "qwen3_coder", "glm", "mistral", "deepseek", "llama3_json", "harmony", "none"
+]  # fmt: skip
+ReasoningParser = Literal["auto", "deepseek_r1", "mistral", "harmony", "none"]
+
 
 class ServedModelSection(Section):
     """Loading and sampling of a local model."""
@@ -39,10 +44,14 @@ class ServedModelSection(Section):
     split_special_tokens: bool = True
     """Encode strings of special tokens in messages, tool results and tools as plain text. false encodes them as special
     tokens, so a tool result could end its turn."""
-    tool_call_parser: Literal["hermes", "none"] = "hermes"
-    """Parser of tool calls in sampled text: hermes parses <tool_call>{json}</tool_call>."""
-    reasoning_parser: Literal["deepseek_r1", "none"] = "deepseek_r1"
-    """Parser of reasoning in sampled text: deepseek_r1 parses <think>...</think>."""
+    tool_call_parser: ToolCallParser = "auto"
+    """Format of tool calls in sampled text: auto is the one that the model's chat template writes, and hermes
+    (<tool_call>{json}</tool_call>) if that is none of these. Set it if the template is not the one the model was
+    trained with; none leaves calls in the text."""
+    reasoning_parser: ReasoningParser = "auto"
+    """Format of reasoning in sampled text: deepseek_r1 (<think>...</think>), mistral ([THINK]...[/THINK]) or harmony
+    (channel analysis); auto is the one that the chat template mentions, else deepseek_r1. none leaves reasoning in the
+    text; the harmony parser of tool calls always separates it."""
     trust_remote_code: bool = False
     """Execute Python code that comes with the model. Enable it only for sources you trust."""
 
@@ -78,10 +87,10 @@ class AuxiliaryModelSection(Section):
     """Default maximum number of tokens per call."""
     enable_thinking: bool | None = None
     """Passed to the chat template as `enable_thinking`; null keeps the template's default."""
-    tool_call_parser: Literal["hermes", "none"] = "hermes"
-    """Parser of tool calls, as for the trained model; local models only."""
-    reasoning_parser: Literal["deepseek_r1", "none"] = "deepseek_r1"
-    """Parser of reasoning, as for the trained model; local models only."""
+    tool_call_parser: ToolCallParser = "auto"
+    """Format of tool calls, as for the trained model; local models only."""
+    reasoning_parser: ReasoningParser = "auto"
+    """Format of reasoning, as for the trained model; local models only."""
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:

@@ -148,6 +148,15 @@ class Session:
         self.num_unextended += (found is not None or continued is not None) and not is_extended
         return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
 
+    async def build_prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt ids that `admit` would build now, without counting a call."""
+        if self.is_closed:
+            raise SessionClosedError
+        found = self._find_recorded_reply(compute_match_keys(prompt.messages), _describe_scope(prompt))
+        build = partial(self._build_prompt_ids, prompt, found)
+        prompt_ids, _ = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
+        return prompt_ids
+
     async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> SessionCall:
         """As `admit`, for a prompt that the client rendered, given as text or token ids."""
         index = self._count_call((hash(text), TEXT_SCOPE))

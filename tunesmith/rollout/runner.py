@@ -12,14 +12,15 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tunesmith.rollout.failures import MAX_MESSAGE_CHARS, describe_error, describe_type, shorten
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
-from tunesmith.rollout.signature import list_parameters
+from tunesmith.rollout.signature import is_sync_function, list_parameters
+from tunesmith.rollout.sync_code import ThreadCall
 from tunesmith.rollout.user_coroutine import UserCoroutine
 from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, BlockedTime, EventLoopWatchdog
 from tunesmith.types import (
@@ -227,15 +228,20 @@ async def _run_workflow_and_judge(run: _Run) -> _Outcome:
 async def _call_user_function(
     where: FailureWhere,
     run: _Run,
-    func: Callable[..., Awaitable[Any]],
+    func: Callable[..., Any],
     available: Mapping[str, Any],
     output_type: type[Output],
 ) -> Output:
-    """Call user code with the keyword arguments in its signature and a private copy of the task's row."""
+    """Call user code with the keyword arguments in its signature and a private copy of the task's row.
+
+    A plain function runs in a thread of its own.
+    """
     row = copy.deepcopy(dict(run.task.row))
     arguments = {name: available[name] for name in run.agent.parameters[where] & available.keys()}
     try:
-        run.user_coroutine = UserCoroutine(func(task=row, **arguments), run.watchdog, run.blocked)
+        arguments["task"] = row
+        called = ThreadCall(func, arguments) if is_sync_function(func) else func(**arguments)
+        run.user_coroutine = UserCoroutine(called, run.watchdog, run.blocked)
         output = await run.user_coroutine
     except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit):
         raise

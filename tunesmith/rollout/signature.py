@@ -1,7 +1,7 @@
 """Checks the signatures of workflow and judge before any model is loaded.
 
-Parameter names, the order of the checks and their messages follow AgentScope. The check for `async def` is additional:
-a plain function would fail only in the first rollout. Parameters bound by a `functools.partial` do not count.
+Parameter names, the order of the checks and their messages follow AgentScope. The check for `async def` is additional;
+a workflow may also be a plain function, which runs in a thread. Parameters bound by a `functools.partial` do not count.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ WORKFLOW_PARAMETERS = frozenset({"task", "model"})
 JUDGE_PARAMETERS = frozenset({"task", "response"})
 
 
-def check_workflow_function(func: Callable[..., Any]) -> None:
-    """Raise a ValueError unless `func` is `async f(task, model[, auxiliary_models][, logger][, environment])`."""
+def check_workflow_function(func: Callable[..., Any], *, allows_sync: bool = False) -> None:
+    """Raise a ValueError unless `func` is `async f(task, model[, auxiliary_models][, logger][, environment])`.
+
+    `allows_sync`: a plain function with these parameters passes too.
+    """
     _check_parameters(func, WORKFLOW_PARAMETERS, OPTIONAL_PARAMETERS | {ENVIRONMENT})
-    _check_async(func, "workflow")
+    if not (allows_sync and is_sync_function(func)):
+        _check_async(func, "workflow")
 
 
 def check_judge_function(func: Callable[..., Any]) -> None:
@@ -33,6 +37,13 @@ def check_judge_function(func: Callable[..., Any]) -> None:
 def list_parameters(func: Callable[..., Any]) -> frozenset[str]:
     """Names of the parameters that a checked function takes."""
     return frozenset(_find_open_parameters(func))
+
+
+def is_sync_function(func: Callable[..., Any]) -> bool:
+    """Whether a call returns the result itself: no coroutine and no generator."""
+    inner = _find_innermost(func)
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    return not any(is_kind(each) for is_kind in kinds for each in (inner, type(inner).__call__))
 
 
 def _find_open_parameters(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -92,7 +92,7 @@ def run_tuning(
     custom: CustomComponents = CustomComponents(),
 ) -> TuneResult:
     """Train; raises if the run fails."""
-    check_workflow_function(workflow)
+    check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
     plan = build_plan(config, custom)

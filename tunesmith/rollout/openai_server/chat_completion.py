@@ -8,28 +8,26 @@ requests can extend the turn.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from starlette.types import Send
 
 from tunesmith.chat.messages import Message
-from tunesmith.chat.parsers import CALL_CLOSE, Delta, ReplyParser, join_deltas
+from tunesmith.chat.parsers import Delta, HarmonyParser, ReplyParser, join_deltas
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import EngineError
+from tunesmith.rollout.openai_server.events import ChunkEvents, Events
 from tunesmith.rollout.openai_server.request import ChatRequest, TextRequest
 from tunesmith.rollout.openai_server.response import (
-    END_OF_STREAM,
     CompletionHeader,
     TokenLogprobs,
     build_delta,
-    build_error,
     build_finish_reason,
     build_logprobs,
     build_message,
     build_usage,
-    encode_event,
     list_tokens,
 )
 from tunesmith.rollout.recorder import Session, SessionCall, SessionClosedError
@@ -72,6 +70,8 @@ class PendingCompletion(Protocol):
 
     def open_choice_stream(self, index: int) -> ChoiceStream: ...
 
+    def open_events(self) -> Events: ...
+
 
 class PendingChatCompletion:
     """An admitted chat request: samples its choices and builds its response."""
@@ -108,34 +108,35 @@ class PendingChatCompletion:
         """Sample one choice; if at most one tool call is allowed, sampling stops after it."""
         sampling = self.request.sampling
         if self._is_single_call:
-            sampling = replace(sampling, stop=(*sampling.stop, CALL_CLOSE))
+            sampling = self.renderer.limit_to_one_call(sampling)
         return await self.session.generate(
             self.call, choice, sampling, seed=self.request.seed, prefix_ids=self._prefix_ids, on_tokens=on_tokens
         )
 
-    def build_parser(self) -> ReplyParser:
+    def build_parser(self) -> ReplyParser | HarmonyParser:
         return self.renderer.build_parser(
             self.call.prompt_ids,
             new_call_id=self.session.build_call_id,
             has_tools=self.request.has_callable_tools,
             has_reasoning=self.request.has_reasoning_field,
+            tools=self.request.prompt.tools,
             is_single_call=self._is_single_call,
             stop=self.request.sampling.stop,
             keeps_stop=self.request.keeps_stop,
             prefix=self._prefix_text,
         )
 
-    def parse_completion(self, completion: Completion) -> tuple[Message, str]:
-        """The sampled message and its finish reason."""
+    def parse_completion(self, completion: Completion) -> tuple[Message, str, str | None]:
+        """The sampled message, its finish reason, and the stop string found in its text."""
         parser = self.build_parser()
         text = self.renderer.decode(completion.sampled_ids, extra_hidden_ids=self.request.sampling.stop_token_ids)
         message = parser.parse(text)
         reason = build_finish_reason(completion, has_calls=bool(message.tool_calls), is_stopped=parser.is_stopped)
-        return message, reason
+        return message, reason, parser.stop_string
 
     def build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """One choice of a complete response."""
-        message, reason = self.parse_completion(completion)
+        message, reason, stop_string = self.parse_completion(completion)
         self.session.record_reply(self.call, index, message)
         choice: dict[str, Any] = {
             "index": index,
@@ -143,6 +144,8 @@ class PendingChatCompletion:
             "finish_reason": reason,
             "logprobs": None,
         }
+        if stop_string is not None:
+            choice["stop_reason"] = stop_string
         if self.request.has_logprobs:
             tokens = list_tokens(completion.sampled_ids, completion.logprobs, completion.top_logprobs)
             choice["logprobs"] = build_logprobs(tokens, self.renderer.format_token)
@@ -163,6 +166,9 @@ class PendingChatCompletion:
 
     def open_choice_stream(self, index: int) -> ChatChoiceStream:
         return ChatChoiceStream(self, index)
+
+    def open_events(self) -> Events:
+        return ChunkEvents()
 
 
 async def create_completion(pending: PendingCompletion) -> dict[str, Any]:
@@ -224,6 +230,8 @@ class ChatChoiceStream:
         last["choices"][0]["finish_reason"] = build_finish_reason(
             completion, has_calls=bool(message.tool_calls), is_stopped=self._parser.is_stopped
         )
+        if self._parser.stop_string is not None:
+            last["choices"][0]["stop_reason"] = self._parser.stop_string
         return [*chunks, last]
 
     def _build_chunk(self, delta: Delta) -> dict[str, Any]:
@@ -255,15 +263,11 @@ StreamEvent = tuple[int, tuple[Sequence[int], Sequence[float], TokenDetails | No
 """Index of a choice, and its next tokens with their logprobs and details; None at the end of the choice."""
 
 
-async def stream_completion(pending: PendingCompletion, send: Send) -> None:
-    """Send the choices as server-sent events while they are sampled.
-
-    Nothing is sent before the first token, so that a request that fails at once gets an error status.
-    """
+async def iterate_chunks(pending: PendingCompletion) -> AsyncGenerator[dict[str, Any], None]:
+    """The chunks of all choices while they are sampled; closing the generator cancels them."""
     events: asyncio.Queue[StreamEvent] = asyncio.Queue()
     tasks = [_start_choice(pending, index, events) for index in range(pending.num_choices)]
     choices = [pending.open_choice_stream(index) for index in range(len(tasks))]
-    sender = _EventSender(send)
     num_open = len(tasks)
     try:
         while num_open:
@@ -275,17 +279,33 @@ async def stream_completion(pending: PendingCompletion, send: Send) -> None:
                 chunks = choices[index].finish(tasks[index].result())
                 num_open -= 1
             for chunk in chunks:
-                await sender.send_event(chunk)
+                yield chunk
         if pending.request.has_stream_usage:
             usage = build_usage(pending.num_prompt_tokens, [task.result() for task in tasks])
-            await sender.send_event(pending.header.to_json(pending.chunk_object) | {"choices": [], "usage": usage})
+            yield pending.header.to_json(pending.chunk_object) | {"choices": [], "usage": usage}
+    finally:
+        await _cancel_all(tasks)
+
+
+async def stream_completion(pending: PendingCompletion, send: Send) -> None:
+    """Send the choices as server-sent events while they are sampled.
+
+    Nothing is sent before the first token, so that a request that fails at once gets an error status.
+    """
+    sender, events = _EventSender(send), pending.open_events()
+    try:
+        async with contextlib.aclosing(iterate_chunks(pending)) as chunks:
+            async for chunk in chunks:
+                for event in events.translate(chunk):
+                    await sender.send_event(event)
     except (EngineError, SessionClosedError) as error:
         if not sender.is_started:
             raise
-        await sender.send_event(build_error(f"{type(error).__name__}: {error}", status=500))
-    finally:
-        await _cancel_all(tasks)
-    await sender.finish()
+        await sender.send_event(events.fail(f"{type(error).__name__}: {error}"))
+    else:
+        for event in events.finish():
+            await sender.send_event(event)
+    await sender.finish(events.end_of_stream)
 
 
 def _start_choice(
@@ -306,12 +326,12 @@ class _EventSender:
         self._send = send
         self.is_started = False
 
-    async def send_event(self, event: dict[str, Any]) -> None:
+    async def send_event(self, event: bytes) -> None:
         if not self.is_started:
             self.is_started = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": encode_event(event), "more_body": True})
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
-    async def finish(self) -> None:
-        await self._send({"type": "http.response.body", "body": END_OF_STREAM, "more_body": False})
+    async def finish(self, end_of_stream: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": end_of_stream, "more_body": False})

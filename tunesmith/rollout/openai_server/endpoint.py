@@ -112,6 +112,18 @@ class ChatEndpoint:
             self._check_context(session, len(pending.prompt_ids), param="messages")
         return pending
 
+    async def count_prompt_tokens(self, session: Session, fields: Any) -> int:
+        """Number of prompt tokens of a chat request in this session; nothing is sampled or recorded."""
+        with translate_errors():
+            request = parse_request(fields, session.sampling, uses_variable=self.recorder.renderer.uses_variable)
+            self._check_model(request.model)
+            try:
+                return len(await session.build_prompt_ids(request.prompt))
+            except PromptTooLongError as error:
+                raise ContextLengthError(self._format_context_error(str(error)), param="messages") from error
+            except ValueError as error:
+                raise RequestError(str(error), param="messages") from error
+
     async def admit_text(self, session: Session, fields: Any) -> PendingTextCompletion:
         """As `admit`, for a completion request with prompts as text or token ids."""
         with translate_errors():

@@ -1,50 +1,31 @@
 """Parses and validates the body of a chat completion or completion request.
 
 Input: JSON from any client, and the session's sampling defaults. Output: a `ChatRequest` or a `TextRequest`. Fields of
-the request override the defaults. An unsupported option that would change the result raises a `RequestError`; keys
-without effect on the result (user, metadata, store) and unknown keys are ignored.
+the request override the defaults. An option that is not supported, or not known, raises a `RequestError`; only keys
+without effect on the result (`INERT_FIELDS`) are ignored.
 """
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tunesmith.chat.messages import Message, parse_messages, parse_tools
 from tunesmith.chat.renderer import Prompt
 from tunesmith.rollout.openai_server.constraints import Constraint, ConstraintError, parse_constraint
+from tunesmith.rollout.openai_server.fields import (
+    CHAT_FIELDS,
+    CONTINUATION_FIELDS,
+    EXTENDED_FIELDS,
+    INERT_FIELDS,
+    NEUTRAL_VALUES,
+    SHARED_FIELDS,
+    TEXT_FIELDS,
+)
 from tunesmith.types import MIN_TEMPERATURE, Distribution, Sampling
-
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "modalities": (["text"],),
-    "prompt_logprobs": (),
-    "skip_special_tokens": (True,),
-    "suffix": ("",),
-    "truncate_prompt_tokens": (),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-"""Unsupported options -> values that are accepted because they have no effect; null is always accepted."""
-
-CONTINUATION_FIELDS = frozenset({"add_generation_prompt", "continue_final_message", "include_stop_str_in_output"})
-"""Options of `NEUTRAL_VALUES` that chat requests may set."""
 
 SAMPLING_FIELDS = frozenset({
     "temperature", "top_p", "top_k", "min_p", "logit_bias", "max_tokens", "max_completion_tokens", "stop",
@@ -53,6 +34,7 @@ SAMPLING_FIELDS = frozenset({
 })  # fmt: skip
 """Options that set sampling parameters."""
 
+STREAM_OPTIONS = ("include_usage",)
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_BAD_WORDS = 1024
@@ -139,7 +121,7 @@ def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
     """Parse the body of a completion request."""
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object")
-    _refuse_unsupported(body)
+    _refuse_unsupported(body, TEXT_FIELDS)
     prompts = _parse_prompts(body.get("prompt"))
     num_choices = _get_number(body, "n", int, 1, low=1, high=MAX_CHOICES)
     if len(prompts) * num_choices > MAX_CHOICES:
@@ -183,7 +165,7 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
     """Parse the body of a chat request; `uses_variable`: whether the chat template refers to a variable."""
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object")
-    _refuse_unsupported(body, allowed=CONTINUATION_FIELDS)
+    _refuse_unsupported(body, CHAT_FIELDS, allowed=CONTINUATION_FIELDS)
     messages, reply_start = _split_reply_start(body, _parse_field("messages", parse_messages, body.get("messages")))
     prompt = Prompt(
         messages=messages,
@@ -245,16 +227,25 @@ def _split_reply_start(body: Mapping[str, Any], messages: tuple[Message, ...]) -
     return messages[:-1], last.content
 
 
-def _refuse_unsupported(body: Mapping[str, Any], *, allowed: Collection[str] = ()) -> None:
-    for key in (NEUTRAL_VALUES.keys() & body.keys()) - set(allowed):
+def _refuse_unsupported(
+    body: Mapping[str, Any], own_fields: frozenset[str], *, allowed: frozenset[str] = frozenset()
+) -> None:
+    unknown = body.keys() - own_fields - SHARED_FIELDS - EXTENDED_FIELDS - INERT_FIELDS - NEUTRAL_VALUES.keys()
+    for key in sorted(map(str, unknown)):
+        if body.get(key) is not None:
+            raise RequestError(f"{key} is not a field of this endpoint; leave it out", param=key)
+    for key in sorted((NEUTRAL_VALUES.keys() & body.keys()) - allowed):
         value = body[key]
         if value is not None and value not in NEUTRAL_VALUES[key]:
             raise RequestError(f"{key}={_shorten(value)} is not supported by this endpoint; leave it out", param=key)
 
 
 def _has_stream_usage(body: Mapping[str, Any]) -> bool:
-    options = body.get("stream_options") or {}
-    return isinstance(options, dict) and bool(options.get("include_usage"))
+    options = _get(body, "stream_options", dict, {})
+    for key, value in options.items():
+        if key not in STREAM_OPTIONS and value:
+            raise RequestError(f"stream_options.{key} is not supported; leave it out", param="stream_options")
+    return bool(options.get("include_usage"))
 
 
 def _parse_field(param: str, parse: Callable[[Any], Any], raw: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tunesmith.chat.parsers import Delta, ReplyParser
 from tunesmith.chat.renderer import Renderer
+from tunesmith.rollout.openai_server.events import ChunkEvents, Events
 from tunesmith.rollout.openai_server.request import TextRequest
 from tunesmith.rollout.openai_server.response import (
     CompletionHeader,
@@ -75,6 +76,9 @@ class PendingTextCompletion:
 
     def open_choice_stream(self, index: int) -> TextChoiceStream:
         return TextChoiceStream(self, index)
+
+    def open_events(self) -> Events:
+        return ChunkEvents()
 
     def build_parser(self) -> ReplyParser:
         """A parser that only truncates the text at stop strings."""
