@@ -14,7 +14,7 @@ LAYERS = [
     {"types", "config", "errors", "storage", "arguments", "version", "metric", "hub", "user_lines"},
     {"algorithms", "tasks", "experience", "chat", "model", "monitor"},
     {"engine", "trainer", "rollout", "judges", "tools"},
-    {"loop"},
+    {"loop", "environments"},
     {"pipeline", "compat"},
     {"api", "cli", "run_files", "__init__", "__main__"},
 ]

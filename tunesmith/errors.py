@@ -55,7 +55,11 @@ class EngineError(TunesmithError, RuntimeError):
     """The engine cannot finish a request: a step failed, or the model's logits are not finite."""
 
 
-class SandboxError(TunesmithError, RuntimeError):
+class ToolUnavailableError(TunesmithError, RuntimeError):
+    """A tool cannot answer for reasons of ours, such as a dead server; it ends the rollout as a failure."""
+
+
+class SandboxError(ToolUnavailableError):
     """The sandbox of a tool cannot run code; nothing is known about the code."""
 
 

@@ -1,0 +1,1 @@
+"""Settings of environments: the protocol, the tools and the limits of tool agents."""

@@ -1,0 +1,208 @@
+"""The two protocols: how a transcript becomes a chat request, and a reply becomes segments.
+
+`TagProtocol`: one assistant turn of tags; after a call, its result is appended to the turn and the turn is continued
+(`continue_final_message`). `NativeProtocol`: tool calls and tool messages of the chat template. Both are used by the
+one loop in `environment`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from openai.types.chat import ChatCompletion
+
+from tunesmith.environments.transcript import (
+    ANSWER_CLOSE,
+    Segment,
+    Transcript,
+    wrap_result,
+)
+from tunesmith.tools.tool import Tool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadReply:
+    """The segments of one model call, and how it ended."""
+
+    segments: tuple[Segment, ...]
+    is_truncated: bool = False
+    """Out of tokens."""
+    is_answer: bool = False
+    stop: str = ""
+    """The caller's stop string that ended it."""
+
+
+class AgentProtocol(Protocol):
+    """How an agent writes calls and answers."""
+
+    def begin(self, question: str) -> Transcript: ...
+
+    def build_request(self, transcript: Transcript, *, system: str, stop: Sequence[str]) -> dict[str, Any]:
+        """`messages` and other fields of the next chat request."""
+        ...
+
+    def read(self, completion: ChatCompletion, transcript: Transcript, *, stop: Sequence[str]) -> ReadReply: ...
+
+    def wrap(self, result: Segment) -> Segment:
+        """A result as the model reads it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagProtocol:
+    """Thoughts, calls, results and the answer as tags inside one assistant turn."""
+
+    tools: Mapping[str, Tool]
+    opening: str = ""
+
+    def begin(self, question: str) -> Transcript:
+        transcript = Transcript(question=question, protocol="tags")
+        return transcript.force(self.opening) if self.opening else transcript
+
+    def build_request(self, transcript: Transcript, *, system: str, stop: Sequence[str]) -> dict[str, Any]:
+        messages = build_messages(system, transcript.question)
+        extra = {"include_stop_str_in_output": True, "separate_reasoning": False}
+        if transcript.text:
+            messages.append({"role": "assistant", "content": transcript.text})
+            extra |= {"continue_final_message": True, "add_generation_prompt": False}
+        return {"messages": messages, "stop": [*self.stops, *stop], "extra_body": extra}
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Closing tags at which the model waits for a result, or is done."""
+        return (*(f"</{name}>" for name in self.tools), ANSWER_CLOSE)
+
+    def read(self, completion: ChatCompletion, transcript: Transcript, *, stop: Sequence[str]) -> ReadReply:
+        choice = completion.choices[0]
+        text = choice.message.content or ""
+        tokens = completion.usage.completion_tokens if completion.usage is not None else 0
+        before = transcript.open_text
+        segments = self.read_text(text, before=before, number=len(transcript.calls) + transcript.refused_calls)
+        if segments:
+            segments = (*segments[:-1], replace(segments[-1], tokens=tokens))
+        return ReadReply(
+            segments=segments,
+            is_truncated=choice.finish_reason == "length",
+            is_answer=bool(segments) and segments[-1].kind == "answer",
+            stop=next((each for each in stop if text.endswith(each)), ""),
+        )
+
+    def read_text(self, text: str, *, before: str = "", number: int = 0) -> tuple[Segment, ...]:
+        """The segments of text up to a closing tag; `before` is earlier text of the same step."""
+        name = next((each for each in (*self.tools, "answer") if text.endswith(f"</{each}>")), None)
+        if name is None:
+            return (Segment(kind="thought", text=text),) if text else ()
+        opening = f"<{name}>"
+        whole, length = before + text, len(f"</{name}>")
+        start = whole.rfind(opening)
+        body = whole[start + len(opening) : -length] if start >= 0 else None
+        border = max(start - len(before), 0) if start >= 0 else len(text) - length
+        thought, rest = text[:border], text[border:]
+        if name != "answer":
+            arguments = None if body is None else read_tag(body, self.tools[name])
+            last = Segment(kind="call", text=rest, tool=name, arguments=arguments, call_id=f"call{number + 1}")
+        elif body is None:
+            return (Segment(kind="thought", text=text),)
+        else:
+            last = Segment(kind="answer", text=rest)
+        return (Segment(kind="thought", text=thought), last) if thought else (last,)
+
+    def wrap(self, result: Segment) -> Segment:
+        return replace(result, text=wrap_result(result.result))
+
+
+def read_tag(body: str, tool: Tool) -> Mapping[str, Any] | None:
+    """The arguments in the text of a tag; None if there are none."""
+    text = body.strip("\n")
+    if not text.strip():
+        return None
+    if tool.text_argument is not None:
+        return {tool.text_argument: text if "\n" in text else text.strip()}
+    return read_arguments(text)
+
+
+def read_arguments(text: str) -> Mapping[str, Any] | None:
+    """A JSON object of arguments; None for other text."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
+
+
+def build_messages(system: str, question: str) -> list[dict[str, Any]]:
+    """The system message, if there is one, and the question."""
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": question}]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeProtocol:
+    """Tool calls and tool messages of the chat template."""
+
+    tools: Mapping[str, Tool]
+
+    def begin(self, question: str) -> Transcript:
+        return Transcript(question=question, protocol="native")
+
+    def build_request(self, transcript: Transcript, *, system: str, stop: Sequence[str]) -> dict[str, Any]:
+        messages = [*build_messages(system, transcript.question), *build_chat(transcript)]
+        fields: dict[str, Any] = {"messages": messages}
+        if self.tools:
+            fields["tools"] = [each.schema for each in self.tools.values()]
+        extra: dict[str, Any] = {}
+        if messages[-1]["role"] == "assistant":
+            extra |= {"continue_final_message": True, "add_generation_prompt": False}
+        if stop:
+            fields["stop"] = list(stop)
+            extra |= {"include_stop_str_in_output": True}
+        return fields | ({"extra_body": extra} if extra else {})
+
+    def read(self, completion: ChatCompletion, transcript: Transcript, *, stop: Sequence[str]) -> ReadReply:
+        choice = completion.choices[0]
+        message = choice.message
+        reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None) or ""
+        content = message.content or ""
+        is_truncated = choice.finish_reason == "length"
+        stopped = next((each for each in stop if content.endswith(each)), "")
+        segments = [Segment(kind="thought", text=reasoning, is_reasoning=True)] if reasoning else []
+        is_answer = bool(content.strip()) and not message.tool_calls and not is_truncated and not stopped
+        if content:
+            segments.append(Segment(kind="answer" if is_answer else "thought", text=content))
+        for call in message.tool_calls or ():
+            if call.type == "function":
+                name, text = call.function.name, call.function.arguments
+                arguments = read_arguments(text)
+                segments.append(Segment(kind="call", text=text, tool=name, arguments=arguments, call_id=call.id))
+        tokens = completion.usage.completion_tokens if completion.usage is not None else 0
+        if segments:
+            segments[-1] = replace(segments[-1], tokens=tokens)
+        return ReadReply(segments=tuple(segments), is_truncated=is_truncated, is_answer=is_answer, stop=stopped)
+
+    def wrap(self, result: Segment) -> Segment:
+        return result
+
+
+def build_chat(transcript: Transcript) -> list[dict[str, Any]]:
+    """The assistant and tool messages of a native transcript."""
+    messages: list[dict[str, Any]] = []
+    reply: dict[str, Any] | None = None
+    for segment in transcript.segments:
+        if segment.kind == "result":
+            messages.append({"role": "tool", "tool_call_id": segment.call_id, "content": segment.text})
+            reply = None
+            continue
+        if reply is None:
+            reply = {"role": "assistant", "content": ""}
+            messages.append(reply)
+        if segment.kind == "call":
+            function = {"name": segment.tool, "arguments": segment.text}
+            calls = reply.setdefault("tool_calls", [])
+            calls.append({"id": segment.call_id, "type": "function", "function": function})
+        else:
+            key = "reasoning_content" if segment.is_reasoning else "content"
+            reply[key] = reply.get(key, "") + segment.text
+    return messages

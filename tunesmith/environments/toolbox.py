@@ -1,0 +1,118 @@
+"""The tools of one rollout: runs the calls, with limits, sessions, and truncated results.
+
+A call of an unknown tool, with unreadable arguments or over a limit has a result that says so. The sessions of stateful
+tools are opened by the first call and closed with the rollout; when a prefix is continued, its calls are repeated first
+and must give the same results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from tunesmith.environments.transcript import Segment, Transcript
+from tunesmith.errors import ToolUnavailableError
+from tunesmith.tools.python.result import shorten_text
+from tunesmith.tools.tool import Run, Tool, ToolResult
+
+NO_OUTPUT = "(the result is empty)"
+
+
+@dataclass(slots=True, kw_only=True)
+class Toolbox:
+    """The tools of one rollout; an async context manager that closes their sessions."""
+
+    tools: Mapping[str, Tool]
+    max_calls: int
+    max_result_chars: int
+    num_calls: Counter[str] = field(default_factory=Counter)
+    """Calls that were run, by tool."""
+    _sessions: dict[str, Run] = field(default_factory=dict)
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    async def __aenter__(self) -> Toolbox:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
+
+    async def replay(self, transcript: Transcript) -> None:
+        """Count the calls of a prefix, and repeat those of stateful tools."""
+        self.num_calls.update(transcript.tool_counts)
+        for call, result in transcript.pairs:
+            tool = self.tools.get(call.tool)
+            if tool is None or not tool.is_stateful or call.arguments is None or result.failure == "call_limit":
+                continue
+            repeated = await tool.call(call.arguments, run=await self._open(tool))
+            if repeated.failure != result.failure or self._format(tool, repeated) != result.result:
+                raise ToolUnavailableError(
+                    f"the prefix cannot be continued: a call of the stateful tool {tool.name!r} gave another result "
+                    "when it was repeated"
+                )
+
+    async def run(self, calls: Sequence[Segment]) -> list[Segment]:
+        """The results of calls, in order; calls of stateless tools run at the same time."""
+        plans = []
+        for call in calls:
+            refused = self._refuse(call)
+            if refused is None or refused.failure != "call_limit":
+                self.num_calls[call.tool] += 1
+            plans.append(self._run(call, refused))
+        if any(each.is_stateful for each in map(self.tools.get, (call.tool for call in calls)) if each is not None):
+            return [await each for each in plans]
+        return list(await asyncio.gather(*plans))
+
+    async def _run(self, call: Segment, refused: ToolResult | None) -> Segment:
+        tool = self.tools.get(call.tool)
+        if refused is not None or tool is None or call.arguments is None:
+            assert refused is not None
+            result, text = refused, refused.text
+        else:
+            result = await tool.call(call.arguments, run=await self._open(tool))
+            text = self._format(tool, result)
+        return Segment(
+            kind="result",
+            text=text,
+            result=text,
+            tool=call.tool,
+            ok=result.ok,
+            failure=result.failure,
+            ms=result.ms,
+            call_id=call.call_id,
+        )
+
+    def _refuse(self, call: Segment) -> ToolResult | None:
+        """The result of a call that is not run."""
+        tool = self.tools.get(call.tool)
+        if sum(self.num_calls.values()) >= self.max_calls:
+            return _build_limit(f"The limit of {self.max_calls} tool calls is reached")
+        if tool is None:
+            names = ", ".join(self.tools) or "none"
+            text = f"Error: there is no tool {call.tool[:60]!r}; the tools are {names}."
+            return ToolResult(text=text, ok=False, failure="unknown_tool")
+        if tool.max_calls is not None and self.num_calls[tool.name] >= tool.max_calls:
+            return _build_limit(f"The limit of {tool.max_calls} calls of {tool.name} is reached")
+        if call.arguments is None:
+            names = ", ".join(tool.parameters.get("properties", {}))
+            text = f"Error: the call of {tool.name} cannot be read; its arguments are {names}."
+            return ToolResult(text=text, ok=False, failure="arguments")
+        return None
+
+    def _format(self, tool: Tool, result: ToolResult) -> str:
+        limit = tool.max_result_chars or self.max_result_chars
+        return shorten_text(result.text.strip("\n") or NO_OUTPUT, limit)
+
+    async def _open(self, tool: Tool) -> Run | None:
+        if tool.open_session is None:
+            return None
+        if tool.name not in self._sessions:
+            self._sessions[tool.name] = await self._stack.enter_async_context(tool.open_session())
+        return self._sessions[tool.name]
+
+
+def _build_limit(sentence: str) -> ToolResult:
+    text = f"{sentence}: this call was not run. Give the final answer now."
+    return ToolResult(text=text, ok=False, failure="call_limit")

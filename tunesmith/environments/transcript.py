@@ -1,0 +1,195 @@
+"""Transcripts: what happened in one rollout of an environment, recorded when it happened.
+
+A `Transcript` is a list of `Segment`s: text that the model wrote, text that was forced on it, and results of tools.
+Counts, lengths and the answer are derived from the segments, never parsed from the text. A transcript is JSON, a
+judge's response (`build_replies`), and the prefix from which another rollout can be continued.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
+from tunesmith.judges.squad import read_prediction
+from tunesmith.judges.transcript import Reply, ToolCallRecord
+from tunesmith.tools.tool import FailureKind
+
+Protocol = Literal["tags", "native"]
+Kind = Literal["thought", "call", "result", "forced", "answer"]
+"""thought: text of the model besides calls and answer; call: a tool call of the model; result: the environment's text
+after a call; forced: text put in the model's mouth; answer: the model's final answer."""
+Finish = Literal["answered", "no_answer", "call_limit", "length", "stopped"]
+"""answered; no_answer: the model ended its turn without an answer; call_limit: it called a tool again after it was told
+that the limit is reached; length: out of tokens or context; stopped: at one of the caller's stop strings."""
+RESULT_OPEN, RESULT_CLOSE = "\n<result>\n", "\n</result>\n"
+ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A piece of a rollout. In the protocol `tags`, the texts of all segments are the assistant's turn."""
+
+    kind: Kind
+    text: str
+    """The exact text; of native calls, the JSON arguments."""
+    tool: str = ""
+    """Of calls and results: the tool's name."""
+    arguments: Mapping[str, Any] | None = None
+    """Of calls: the arguments, or None if they could not be read."""
+    result: str = ""
+    """Of results: the text without tags."""
+    ok: bool = True
+    """Of results: whether the call succeeded."""
+    failure: FailureKind = ""
+    """Of results: why the call failed."""
+    ms: float = 0.0
+    """Of results: wall time of the call."""
+    tokens: int = 0
+    """Sampled tokens of the model call that ended with this segment; 0 for earlier segments of the same model call,
+    and for text that was not sampled."""
+    call_id: str = ""
+    """Of calls and results: the id that joins them; of tag calls, their number in the rollout."""
+    is_reasoning: bool = False
+    """Of native thoughts: reasoning, rather than content next to a call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transcript:
+    """The segments of one rollout, and why it ended."""
+
+    question: str
+    segments: tuple[Segment, ...] = ()
+    finish: Finish | None = None
+    """None while it goes on."""
+    protocol: Protocol = "tags"
+
+    @property
+    def calls(self) -> tuple[Segment, ...]:
+        """Results of the calls that were run, failed ones included and refused ones (over a limit) not."""
+        return tuple(each for each in self.segments if each.kind == "result" and each.failure != "call_limit")
+
+    @property
+    def pairs(self) -> tuple[tuple[Segment, Segment], ...]:
+        """Calls and their results."""
+        found = [(each, self._find_result(i)) for i, each in enumerate(self.segments) if each.kind == "call"]
+        return tuple((call, result) for call, result in found if result is not None)
+
+    @property
+    def open_calls(self) -> tuple[Segment, ...]:
+        """Calls at the end that have no result yet."""
+        return tuple(
+            each for i, each in enumerate(self.segments) if each.kind == "call" and self._find_result(i) is None
+        )
+
+    @property
+    def open_text(self) -> str:
+        """The text since the last result."""
+        texts: list[str] = []
+        for segment in self.segments:
+            texts = [] if segment.kind == "result" else [*texts, segment.text]
+        return "".join(texts)
+
+    @property
+    def tool_counts(self) -> dict[str, int]:
+        """Calls that were run, by tool."""
+        return dict(Counter(each.tool for each in self.calls))
+
+    @property
+    def failed_calls(self) -> int:
+        return sum(not each.ok for each in self.calls)
+
+    @property
+    def refused_calls(self) -> int:
+        """Calls over a limit, which were not run."""
+        return sum(each.kind == "result" and each.failure == "call_limit" for each in self.segments)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """All sampled tokens: everything that the model wrote, and no results."""
+        return sum(each.tokens for each in self.segments)
+
+    @property
+    def answer(self) -> str:
+        r"""The final answer: inside of `<answer>` the last `\boxed{}`, else what is stated; empty without an answer."""
+        answers = [each for each in self.segments if each.kind == "answer"]
+        return read_prediction(answers[-1].text) if answers else ""
+
+    @property
+    def text(self) -> str:
+        """Everything in order; in the protocol `tags`, exactly the assistant's turn."""
+        return "".join(map(self._format, self.segments))
+
+    def get_text_content(self) -> str:
+        """The text; named as in AgentScope's messages."""
+        return self.text
+
+    def _format(self, segment: Segment) -> str:
+        if self.protocol == "tags":
+            return segment.text
+        match segment.kind:
+            case "thought" if segment.is_reasoning:
+                return f"{THINK_OPEN}\n{segment.text}\n{THINK_CLOSE}\n"
+            case "call":
+                return f"<{segment.tool}>{segment.text}</{segment.tool}>\n"
+            case "result":
+                return f"<result>\n{segment.text}\n</result>\n"
+        return f"{segment.text}\n"
+
+    def append(self, *segments: Segment) -> Transcript:
+        return replace(self, segments=(*self.segments, *segments))
+
+    def cut(self, num_segments: int) -> Transcript:
+        """The first segments, to be continued."""
+        return replace(self, segments=self.segments[:num_segments], finish=None)
+
+    def force(self, text: str) -> Transcript:
+        """With text put in the model's mouth, to be continued; it is never trained."""
+        return replace(self.append(Segment(kind="forced", text=text)), finish=None)
+
+    def build_replies(self) -> tuple[Reply, ...]:
+        """One reply per model call, for judges."""
+        replies: list[Reply] = []
+        texts: list[str] = []
+        for position, segment in enumerate(self.segments):
+            match segment.kind:
+                case "call":
+                    found = self._find_result(position)
+                    result = None if found is None else found.result
+                    arguments = json.dumps(segment.arguments) if segment.arguments is not None else segment.text
+                    record = ToolCallRecord(name=segment.tool, arguments=arguments, result=result)
+                    replies.append(Reply(reasoning="".join(texts).strip(), calls=(record,)))
+                    texts = []
+                case "answer":
+                    replies.append(Reply(reasoning="".join(texts).strip(), content=segment.text))
+                    texts = []
+                case "thought" | "forced":
+                    texts.append(segment.text)
+        if texts:
+            replies.append(Reply(reasoning="".join(texts).strip()))
+        return tuple(replies)
+
+    def _find_result(self, position: int) -> Segment | None:
+        call = self.segments[position]
+        for segment in self.segments[position + 1 :]:
+            if segment.kind == "result" and segment.call_id == call.call_id:
+                return segment
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Transcript:
+        """The inverse of `to_json`."""
+        fields = dict(values)
+        segments = tuple(Segment(**each) for each in fields.pop("segments"))
+        return cls(segments=segments, **fields)
+
+
+def wrap_result(text: str) -> str:
+    """The text of a result inside an assistant turn; a closing tag in it is broken up."""
+    return f"{RESULT_OPEN}{text.replace('</result>', '< /result>')}{RESULT_CLOSE}"
