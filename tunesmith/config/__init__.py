@@ -4,6 +4,7 @@ commands."""
 from __future__ import annotations
 
 from tunesmith.config.algorithm import AdaptiveKlSection, AlgorithmSection, CorrectionSection, MaskSection
+from tunesmith.config.branching import BranchingSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, PatienceSection
 from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
@@ -57,6 +58,7 @@ __all__ = [
     "AlgorithmSection",
     "AuxiliaryModelSection",
     "BehaviorSection",
+    "BranchingSection",
     "CallbacksSection",
     "ContaminationSection",
     "ConversationDataSection",

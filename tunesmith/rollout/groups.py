@@ -11,10 +11,12 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from tunesmith.errors import RolloutError
+from tunesmith.rollout.branching.tree import Branching, GroupTrees
 from tunesmith.rollout.failures import list_causes
+from tunesmith.rollout.replay import RolloutRecord
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import ModelProvider
@@ -37,11 +39,16 @@ async def run_groups(
     sampling: Sampling | None = None,
     max_concurrency: int,
     on_progress: OnProgress | None = None,
+    branching: Branching | None = None,
 ) -> list[Group]:
-    """Run the agent `group_size` times on each task; returns groups in the order of the tasks."""
+    """Run the agent `group_size` times on each task; returns groups in the order of the tasks.
+
+    With `branching`, some rollouts of a group continue others from a branch point.
+    """
     slots = asyncio.Semaphore(max_concurrency)
 
-    async def run_one(position: int, run_index: int) -> Trajectory:
+    async def run_one(position: int, run_index: int, record: RolloutRecord | None = None) -> Trajectory:
+        """Run one rollout; releases a slot at the end."""
         task = tasks[position]
         try:
             trajectory = await run_trajectory(
@@ -54,6 +61,7 @@ async def run_groups(
                 order=(position, run_index),
                 sampling=sampling,
                 watchdog=watchdog,
+                record=record,
             )
         finally:
             slots.release()
@@ -61,9 +69,21 @@ async def run_groups(
             on_progress(trajectory)
         return trajectory
 
-    running: list[asyncio.Task[Trajectory]] = []
+    async def run_trees(position: int, branching: Branching) -> tuple[Trajectory, ...]:
+        async def run_branch(run_index: int, record: RolloutRecord) -> Trajectory:
+            await slots.acquire()
+            return await run_one(position, run_index, record)
+
+        draw_seed = derive_seed(seed, step, position, tasks[position].task_id, "branching")
+        return await GroupTrees(branching, group_size=group_size, seed=draw_seed, run=run_branch).run()
+
+    running: list[asyncio.Task[Any]] = []
     with watch_event_loop(agent.logger, limit_s=min(BLOCKED_LIMIT_S, agent.timeout_s / 4)) as watchdog:
         try:
+            if branching is not None:
+                running += [asyncio.create_task(run_trees(position, branching)) for position in range(len(tasks))]
+                trees = await asyncio.gather(*running)
+                return [Group(task=task, trajectories=runs) for task, runs in zip(tasks, trees, strict=True)]
             for position in range(len(tasks)):
                 for run_index in range(group_size):
                     await slots.acquire()
@@ -77,7 +97,7 @@ async def run_groups(
     ]
 
 
-async def _cancel_all(running: Sequence[asyncio.Task[Trajectory]]) -> None:
+async def _cancel_all(running: Sequence[asyncio.Task[Any]]) -> None:
     pending = [each for each in running if not each.done()]
     for each in pending:
         each.cancel()

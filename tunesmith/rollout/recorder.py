@@ -8,23 +8,16 @@ or the engine fails. A closed session refuses all calls and records nothing.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
-from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
-from tunesmith.chat.messages import (
-    MAX_TOOL_LIST_BYTES,
-    NUM_CACHED_TOOL_LISTS,
-    MatchKey,
-    Message,
-    compute_match_keys,
-)
+from tunesmith.chat.messages import MatchKey, Message, compute_match_keys
 from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.errors import EngineError
+from tunesmith.rollout.replay import RolloutRecord, build_completion, drop_details
+from tunesmith.rollout.scope import describe_scope
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.tokenizer_thread import run_tokenizer
 from tunesmith.types import Completion, Engine, OnTokens, Sampling, TokenDetails, Turn
@@ -111,6 +104,8 @@ class Session:
         self.is_closed = False
         self.num_late_calls = 0
         """Calls refused because they arrived after the session ended."""
+        self.record: RolloutRecord | None = None
+        """The calls as branches replay them; None if the rollout cannot branch."""
         self.engine_error: str | None = None
         """Type and message of the first engine error."""
         self.num_calls = 0
@@ -136,7 +131,7 @@ class Session:
     async def admit(self, prompt: Prompt) -> SessionCall:
         """Assign the call's index and build its prompt ids, extending a recorded turn if one matches."""
         keys = compute_match_keys(prompt.messages)
-        scope = _describe_scope(prompt)
+        scope = describe_scope(prompt)
         index = self._count_call((hash(keys), scope))
         found = self._find_recorded_reply(keys, scope)
         build = partial(self._build_prompt_ids, prompt, found)
@@ -215,7 +210,15 @@ class Session:
         choice_id = (call.index, choice)
         parts = (call.index, choice) if seed is None else ("request", seed, choice)
         sampling = replace(sampling, seed=derive_seed(self._seed, *parts))
-        in_flight = _InFlightTurn(prompt_ids=call.prompt_ids + prefix_ids, sampling=sampling)
+        prompt_ids = call.prompt_ids + prefix_ids
+        if self.record is not None:
+            on_tokens = drop_details(sampling, on_tokens)
+            replayed = self.record.start(choice_id, prompt_ids, sampling)
+            if replayed is not None:
+                self._turns[choice_id] = replayed
+                return build_completion(replayed, on_tokens)
+            sampling = replace(sampling, return_entropy=True)
+        in_flight = _InFlightTurn(prompt_ids=prompt_ids, sampling=sampling)
 
         def add_tokens(
             token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
@@ -248,9 +251,12 @@ class Session:
             message = f"{type(error).__name__}: {error}"
             self.engine_error = self.engine_error or message
             raise EngineError(message) from error
-        self._record(choice_id, _build_turn(in_flight, completion))
+        turn = _build_turn(in_flight, completion)
+        self._record(choice_id, turn)
         if self.is_closed:
             raise SessionClosedError
+        if self.record is not None:
+            self.record.finish(choice_id, turn, completion)
         return completion
 
     def _record(self, choice_id: ChoiceId, turn: Turn) -> None:
@@ -310,22 +316,6 @@ def _iter_reply_digests(keys: Sequence[MatchKey], scope: str) -> Iterator[tuple[
         digest = hash((digest, key))
         if key[0] == "assistant":
             yield num_messages, digest
-
-
-def _describe_scope(prompt: Prompt) -> str:
-    """The scope of a prompt: its tools and template variables as text."""
-    tools_and_variables = [list(prompt.tools), list(prompt.variables)]
-    cache_key = build_cache_key(tools_and_variables)
-    return _dump_scope(tools_and_variables) if cache_key is None else _dump_scope_cached(cache_key)
-
-
-@memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
-def _dump_scope_cached(cache_key: bytes) -> str:
-    return _dump_scope(load_cache_key(cache_key))
-
-
-def _dump_scope(tools_and_variables: list[Any]) -> str:
-    return json.dumps(tools_and_variables, sort_keys=True, default=str)
 
 
 class Recorder:
