@@ -29,6 +29,7 @@ from tunesmith.config import (
     SftConfig,
     SourceSection,
 )
+from tunesmith.config.environment.environment import BUILT_IN_TOOLS
 from tunesmith.model.source.resolve import find_model
 from tunesmith.pipeline.prepare.flags import collect_values
 from tunesmith.pipeline.session.load_config import (
@@ -146,6 +147,8 @@ def list_function_knobs(config: RunConfig | EvalConfig) -> list[tuple[str, str]]
     if isinstance(config, RunConfig):
         named |= {"algorithm.advantage": config.algorithm.advantage, "algorithm.loss": config.algorithm.loss}
         named |= {f"callbacks.{name}": spec for name, spec in config.callbacks.model_dump().items()}
+    tools = [each.tool for each in config.environment.tools if each.tool not in BUILT_IN_TOOLS]
+    named |= {f"environment.tools: {spec}": spec for spec in tools}
     return [(knob, spec) for knob, spec in named.items() if spec is not None]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-
 from branched import NUM_ROUNDS, TASKS, TOKENIZER, ToolAgent, build_branching, build_service, run_branched
+
 from tunesmith.errors import EngineError
 from tunesmith.types import WorkflowOutput
 
@@ -87,7 +87,9 @@ async def test_branches_follow_the_entropy_of_the_tokens_after_the_tool_result()
     """Only the second reply is uncertain, so that with a large weight every branch is there."""
     service = build_service()
     engine = service.recorder.engine
-    first = len(TOKENIZER.apply_chat_template([{"role": "user", "content": "q0"}], add_generation_prompt=True)["input_ids"])
+    first = len(
+        TOKENIZER.apply_chat_template([{"role": "user", "content": "q0"}], add_generation_prompt=True)["input_ids"]
+    )
 
     def entropy_of(prompt, token_id):
         num_replies = sum(each == TOKENIZER.eos_token_id for each in prompt[first - 4 :])
@@ -114,7 +116,9 @@ async def test_a_failed_parent_leaves_its_branches_and_a_failed_branch_is_a_fail
     (group,) = await run_branched(FailingAgent(), branching, group_size=24)
     assert len(group.trajectories) == 24
     failed = {run.run_index for run in group.trajectories if run.failure is not None}
-    assert all(run.failure.message == "ValueError: dead server" for run in group.trajectories if run.failure is not None)
+    assert all(
+        run.failure.message == "ValueError: dead server" for run in group.trajectories if run.failure is not None
+    )
     branches = [run for run in group.trajectories if run.parent is not None]
     assert any(run.parent in failed and run.run_index not in failed for run in branches)
     assert any(run.run_index in failed for run in branches)

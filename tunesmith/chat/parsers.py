@@ -45,8 +45,9 @@ class ReplyParser:
     """Parses one reply: `feed` its text in any pieces, then `finish`; or `parse` the complete text.
 
     `prefix` is the start of the reply that was not sampled; it is not searched for stop strings. Text from a stop
-    string on is dropped. Whitespace around the reasoning is stripped, also between it and the content; whitespace at
-    the end of the content is dropped if there are tool calls. All other content is verbatim.
+    string on is dropped, with `keeps_stop` only what follows it. Whitespace around the reasoning is stripped, also
+    between it and the content; whitespace at the end of the content is dropped if there are tool calls. All other
+    content is verbatim.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ReplyParser:
         has_tool_calls: bool,
         is_single_call: bool = False,
         stop: Sequence[str] = (),
+        keeps_stop: bool = False,
         prefix: str = "",
     ) -> None:
         self.is_stopped = False
@@ -66,6 +68,7 @@ class ReplyParser:
         self._has_tool_calls = has_tool_calls
         self._is_single_call = is_single_call
         self._stop = tuple(text for text in stop if text)
+        self._keeps_stop = keeps_stop
         self._held_stop = ""
         self._buffer = prefix
         self._parse_state: Callable[[bool], bool] = self._parse_content
@@ -108,10 +111,11 @@ class ReplyParser:
             return ""
         text = self._held_stop + text
         self._held_stop = ""
-        found = [index for index in map(text.find, self._stop) if index >= 0]
+        found = [(index, len(stop)) for stop in self._stop if (index := text.find(stop)) >= 0]
         if found:
             self.is_stopped = True
-            return text[: min(found)]
+            index, length = min(found)
+            return text[: index + length * self._keeps_stop]
         if not is_end:
             num_held = max((count_overlap(text, stop) for stop in self._stop), default=0)
             text, self._held_stop = text[: len(text) - num_held], text[len(text) - num_held :]

@@ -52,11 +52,14 @@ class Prompt:
     tools: tuple[Mapping[str, Any], ...] = ()
     variables: tuple[tuple[str, Any], ...] = ()
     """Chat template variables of the request; they override the renderer's."""
+    reply_start: str = ""
+    """Text that the reply begins with; it is part of the prompt, without the end of a turn."""
 
     @property
     def num_characters(self) -> int:
         """Characters of content and reasoning in all messages."""
-        return sum(len(message.content) + len(message.reasoning or "") for message in self.messages)
+        texts = sum(len(message.content) + len(message.reasoning or "") for message in self.messages)
+        return texts + len(self.reply_start)
 
 
 class Renderer:
@@ -99,7 +102,12 @@ class Renderer:
         """
         text = self._render_text(prompt)
         self._check_length(text, max_tokens)
-        return self._encode_prompt(text)
+        return self._encode_prompt(text) + self.encode_content(prompt.reply_start, max_tokens=max_tokens)
+
+    def encode_content(self, text: str, *, max_tokens: int | None = None) -> tuple[int, ...]:
+        """Ids of text inside a message; special tokens that it spells are plain text. `max_tokens` as in `render`."""
+        self._check_length(text, max_tokens)
+        return self._encode_delta(text if self._special_tokens is None else self._special_tokens.escape(text))
 
     def encode_prompt(self, text: str, *, adds_special_tokens: bool, max_tokens: int | None = None) -> tuple[int, ...]:
         """Ids of a prompt that the client rendered; special tokens in it are read as such."""
@@ -130,7 +138,8 @@ class Renderer:
         is_end_sampled = bool(sampled_ids) and sampled_ids[-1] == delta_ids[0]
         if is_end_sampled or (is_ended and self._template.end_of_turn is not None):
             delta_ids = delta_ids[1:]
-        return (*prompt_ids, *sampled_ids, *delta_ids)
+        start_ids = self.encode_content(prompt.reply_start, max_tokens=max_tokens)
+        return (*prompt_ids, *sampled_ids, *delta_ids, *start_ids)
 
     def build_call_prefix(self, name: str | None, prompt_ids: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """Text and ids of the start of a reply that must be a tool call, with the function `name` if given.
@@ -151,18 +160,22 @@ class Renderer:
         *,
         new_call_id: Callable[[], str],
         has_tools: bool,
+        has_reasoning: bool = True,
         is_single_call: bool = False,
         stop: Sequence[str] = (),
+        keeps_stop: bool = False,
         prefix: str = "",
     ) -> ReplyParser:
-        """A parser for the reply to a prompt; without tools, nothing is parsed as a tool call."""
+        """A parser for the reply to a prompt; without tools, nothing is parsed as a tool call, and without
+        `has_reasoning` reasoning is content."""
         return ReplyParser(
             new_call_id=new_call_id,
-            has_reasoning=self.has_reasoning,
-            is_reasoning_open=self.is_reasoning_open(prompt_ids),
+            has_reasoning=self.has_reasoning and has_reasoning,
+            is_reasoning_open=has_reasoning and self.is_reasoning_open(prompt_ids),
             has_tool_calls=self.has_tool_calls and has_tools,
             is_single_call=is_single_call,
             stop=stop,
+            keeps_stop=keeps_stop,
             prefix=prefix,
         )
 

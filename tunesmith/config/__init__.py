@@ -4,8 +4,8 @@ commands."""
 from __future__ import annotations
 
 from tunesmith.config.algorithm import AdaptiveKlSection, AlgorithmSection, CorrectionSection, MaskSection
-from tunesmith.config.branching import BranchingSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, PatienceSection
+from tunesmith.config.environment.environment import EnvironmentSection, ToolSection
 from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
 from tunesmith.config.export import ExportSection
@@ -32,6 +32,7 @@ from tunesmith.config.prepare import (
     SourceSection,
     TokensSection,
 )
+from tunesmith.config.rollout.branching import BranchingSection
 from tunesmith.config.run import (
     BehaviorSection,
     DatasetSection,
@@ -67,6 +68,7 @@ __all__ = [
     "DatasetSection",
     "EarlyStoppingSection",
     "EngineSection",
+    "EnvironmentSection",
     "EvalConfig",
     "EvalStage",
     "EvaluationSection",
@@ -107,5 +109,6 @@ __all__ = [
     "SourceSection",
     "TeacherSection",
     "TokensSection",
+    "ToolSection",
     "TrainerSection",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedModelSection
 from tunesmith.config.run import (
@@ -28,6 +29,9 @@ class EvalConfig(Section):
     """Agent, as `module:function` or `file.py:function`; required in files, while `evaluate()` takes the function."""
     judge: str | None = None
     """Judge, in the same form; null uses the workflow's reward."""
+    environment: EnvironmentSection = EnvironmentSection()
+    """Protocol, tools and limits of `tunesmith.environments:tool_agent`, and of workflows with a parameter
+    `environment`."""
     eval_datasets: dict[str, DatasetSection] = Field(min_length=1)
     """Held-out task sets by name."""
     model: ServedModelSection = ServedModelSection()
@@ -63,6 +67,7 @@ class EvalConfig(Section):
             model=ModelSection(path=next(iter(self.models.values())), **self.model.model_dump()),
             workflow=self.workflow,
             judge=self.judge,
+            environment=self.environment,
             eval_datasets=self.eval_datasets,
             auxiliary_models=self.auxiliary_models,
             evaluation=EvaluationSection(**self.evaluation.model_dump()),

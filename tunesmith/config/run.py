@@ -12,11 +12,12 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tunesmith.config.algorithm import AlgorithmSection, CorrectionSection
-from tunesmith.config.branching import BranchingSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
+from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.lora import refuse_dropout
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection
+from tunesmith.config.rollout.branching import BranchingSection
 from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature
 
 
@@ -275,6 +276,9 @@ class RunConfig(Section):
     steps_per_file: int = Field(default=100, ge=1)
     """Committed steps whose rollouts are merged into one Parquet file, and whose selections into one JSON Lines file,
     to bound the number of files; 1 keeps one file per step."""
+    environment: EnvironmentSection = EnvironmentSection()
+    """Protocol, tools and limits of `tunesmith.environments:tool_agent`, and of workflows with a parameter
+    `environment`."""
     model: ModelSection
     auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
     train_dataset: DatasetSection | None = None

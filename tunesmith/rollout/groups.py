@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from tunesmith.errors import RolloutError
-from tunesmith.rollout.branching.tree import Branching, GroupTrees
+from tunesmith.rollout.branching.tree import Branching, build_trees
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.replay import RolloutRecord
 from tunesmith.rollout.runner import Agent, run_trajectory
@@ -69,21 +69,15 @@ async def run_groups(
             on_progress(trajectory)
         return trajectory
 
-    async def run_trees(position: int, branching: Branching) -> tuple[Trajectory, ...]:
-        async def run_branch(run_index: int, record: RolloutRecord) -> Trajectory:
-            await slots.acquire()
-            return await run_one(position, run_index, record)
-
-        draw_seed = derive_seed(seed, step, position, tasks[position].task_id, "branching")
-        return await GroupTrees(branching, group_size=group_size, seed=draw_seed, run=run_branch).run()
-
     running: list[asyncio.Task[Any]] = []
     with watch_event_loop(agent.logger, limit_s=min(BLOCKED_LIMIT_S, agent.timeout_s / 4)) as watchdog:
         try:
             if branching is not None:
-                running += [asyncio.create_task(run_trees(position, branching)) for position in range(len(tasks))]
-                trees = await asyncio.gather(*running)
-                return [Group(task=task, trajectories=runs) for task, runs in zip(tasks, trees, strict=True)]
+                draw_seed = derive_seed(seed, step, "branching")
+                trees = build_trees(branching, tasks, group_size=group_size, seed=draw_seed, slots=slots, run=run_one)
+                running += [asyncio.create_task(each.run()) for each in trees]
+                runs = await asyncio.gather(*running)
+                return [Group(task=task, trajectories=each) for task, each in zip(tasks, runs, strict=True)]
             for position in range(len(tasks)):
                 for run_index in range(group_size):
                     await slots.acquire()

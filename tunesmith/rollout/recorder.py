@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from tunesmith.chat.messages import MatchKey, Message, compute_match_keys
 from tunesmith.chat.renderer import Prompt, Renderer
+from tunesmith.chat.scope import describe_scope
 from tunesmith.errors import EngineError
+from tunesmith.rollout.in_flight import InFlightTurn
 from tunesmith.rollout.replay import RolloutRecord, build_completion, drop_details
-from tunesmith.rollout.scope import describe_scope
+from tunesmith.rollout.reply_texts import ReplyText, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.tokenizer_thread import run_tokenizer
 from tunesmith.types import Completion, Engine, OnTokens, Sampling, TokenDetails, Turn
@@ -48,30 +50,6 @@ class SessionCall:
     keys: tuple[MatchKey, ...]
     scope: str
     """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _InFlightTurn:
-    """A choice that is being sampled, with its tokens so far."""
-
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    task: asyncio.Future[Completion] | None = None
-    sampled_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    policy_versions: list[int] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-
-    def to_turn(self) -> Turn:
-        return Turn(
-            prompt_ids=self.prompt_ids,
-            sampled_ids=tuple(self.sampled_ids),
-            logprobs=tuple(self.logprobs),
-            policy_versions=tuple(self.policy_versions),
-            distribution=self.sampling.distribution,
-            stop_reason="cancelled",
-            entropies=tuple(self.entropies) if self.sampling.return_entropy else None,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,21 +101,23 @@ class Session:
         self._order = order
         self._is_recorded = is_recorded
         self._num_tool_calls = 0
-        self._in_flight: dict[ChoiceId, _InFlightTurn] = {}
+        self._in_flight: dict[ChoiceId, InFlightTurn] = {}
         self._turns: dict[ChoiceId, Turn] = {}
         self._replies: dict[int, _RecordedReply] = {}
+        self._reply_texts = ReplyTexts()
         self._seen_requests: set[tuple[int, str]] = set()
 
     async def admit(self, prompt: Prompt) -> SessionCall:
         """Assign the call's index and build its prompt ids, extending a recorded turn if one matches."""
         keys = compute_match_keys(prompt.messages)
         scope = describe_scope(prompt)
-        index = self._count_call((hash(keys), scope))
+        index = self._count_call((hash((keys, prompt.reply_start)), scope))
         found = self._find_recorded_reply(keys, scope)
-        build = partial(self._build_prompt_ids, prompt, found)
+        continued = self._reply_texts.find((keys, scope), prompt.reply_start) if prompt.reply_start else None
+        build = partial(self._build_prompt_ids, prompt, found, continued)
         prompt_ids, is_extended = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
         self.num_extended += is_extended
-        self.num_unextended += found is not None and not is_extended
+        self.num_unextended += (found is not None or continued is not None) and not is_extended
         return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
 
     async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> SessionCall:
@@ -172,10 +152,13 @@ class Session:
         return None
 
     def _build_prompt_ids(
-        self, prompt: Prompt, found: tuple[int, _RecordedReply] | None
+        self, prompt: Prompt, found: tuple[int, _RecordedReply] | None, continued: ReplyText | None
     ) -> tuple[tuple[int, ...], bool]:
         """Prompt ids, and whether they extend the recorded turn."""
         max_tokens = self._engine.max_model_len
+        if continued is not None:
+            rest = prompt.reply_start[len(continued.text) :]
+            return continued.token_ids + self._renderer.encode_content(rest, max_tokens=max_tokens), True
         if found is not None:
             num_old, reply = found
             prompt_ids = self._renderer.extend(
@@ -218,16 +201,12 @@ class Session:
                 self._turns[choice_id] = replayed
                 return build_completion(replayed, on_tokens)
             sampling = replace(sampling, return_entropy=True)
-        in_flight = _InFlightTurn(prompt_ids=prompt_ids, sampling=sampling)
+        in_flight = InFlightTurn(prompt_ids=prompt_ids, sampling=sampling)
 
         def add_tokens(
             token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
         ) -> None:
-            in_flight.sampled_ids += token_ids
-            in_flight.logprobs += logprobs
-            in_flight.policy_versions += [self._engine.policy_version] * len(token_ids)
-            if details is not None:
-                in_flight.entropies += details.entropies or ()
+            in_flight.add(token_ids, logprobs, details, policy_version=self._engine.policy_version)
             if on_tokens is not None:
                 on_tokens(token_ids, logprobs, *(() if details is None else (details,)))
 
@@ -244,20 +223,24 @@ class Session:
             if self.is_closed:
                 raise SessionClosedError from None
             raise
-        except Exception as error:  # any engine error fails the trajectory, except a rejected request
+        except Exception as error:
             self._record(choice_id, in_flight.to_turn())
-            if isinstance(error, ValueError) and not in_flight.sampled_ids:
-                raise SamplingRefusedError(str(error)) from error
-            message = f"{type(error).__name__}: {error}"
-            self.engine_error = self.engine_error or message
-            raise EngineError(message) from error
-        turn = _build_turn(in_flight, completion)
+            raise self._translate_error(error, in_flight) from error
+        turn = in_flight.finish(completion)
         self._record(choice_id, turn)
         if self.is_closed:
             raise SessionClosedError
         if self.record is not None:
             self.record.finish(choice_id, turn, completion)
         return completion
+
+    def _translate_error(self, error: Exception, in_flight: InFlightTurn) -> Exception:
+        """An error of the engine fails the trajectory, except a rejected request."""
+        if isinstance(error, ValueError) and not in_flight.sampled_ids:
+            return SamplingRefusedError(str(error))
+        message = f"{type(error).__name__}: {error}"
+        self.engine_error = self.engine_error or message
+        return EngineError(message)
 
     def _record(self, choice_id: ChoiceId, turn: Turn) -> None:
         is_in_flight = self._in_flight.pop(choice_id, None) is not None
@@ -266,11 +249,15 @@ class Session:
             self._turns[choice_id] = turn
 
     def record_reply(self, call: SessionCall, choice: int, reply: Message) -> None:
-        """Store the parsed reply of a choice, so that later calls can extend its turn."""
+        """Store the parsed reply of a choice, so that later calls can extend or continue its turn."""
         choice_id = (call.index, choice)
         turn = self._turns.get(choice_id)
         if turn is None:
             return
+        reply = replace(reply, content=call.prompt.reply_start + reply.content)
+        if reply.reasoning is None and not reply.tool_calls:
+            text = ReplyText(choice_id=choice_id, turn=turn, text=reply.content)
+            self._reply_texts.add((call.keys, call.scope), text)
         keys = call.keys + compute_match_keys([reply])
         *_, (_, digest) = _iter_reply_digests(keys, call.scope)
         existing = self._replies.get(digest)
@@ -294,19 +281,6 @@ class Session:
         """End the session; returns the turns in order of arrival."""
         self.end()
         return tuple(self._turns[choice_id] for choice_id in sorted(self._turns))
-
-
-def _build_turn(in_flight: _InFlightTurn, completion: Completion) -> Turn:
-    assert completion.sampled_ids == tuple(in_flight.sampled_ids), "the engine reports each token it samples"
-    return Turn(
-        prompt_ids=in_flight.prompt_ids,
-        sampled_ids=completion.sampled_ids,
-        logprobs=completion.logprobs,
-        policy_versions=completion.policy_versions,
-        distribution=in_flight.sampling.distribution,
-        stop_reason=completion.stop_reason,
-        entropies=completion.entropies,
-    )
 
 
 def _iter_reply_digests(keys: Sequence[MatchKey], scope: str) -> Iterator[tuple[int, int]]:

@@ -130,9 +130,7 @@ class RolloutRecord:
             tool_calls=tuple(self.tools.calls[: call.num_tool_calls]),
         )
 
-    def _find_recorded(
-        self, index: int, choice: int, prompt_ids: tuple[int, ...], sampling: Sampling
-    ) -> Turn | None:
+    def _find_recorded(self, index: int, choice: int, prompt_ids: tuple[int, ...], sampling: Sampling) -> Turn | None:
         """The parent's turn of an equal call; None at the branch point, which is only checked."""
         assert self.point is not None
         parent = self.point.calls.get(index)
@@ -140,7 +138,9 @@ class RolloutRecord:
         if parent is None or turn is None:
             raise self._refuse(f"call {index} to the model was not among those of its parent")
         if prompt_ids != turn.prompt_ids:
-            raise self._refuse(f"call {index} to the model has another prompt ({_describe(prompt_ids, turn.prompt_ids)})")
+            raise self._refuse(
+                f"call {index} to the model has another prompt ({_describe(prompt_ids, turn.prompt_ids)})"
+            )
         if sampling != parent.sampling:
             raise self._refuse(f"call {index} to the model has other sampling parameters")
         if index == self.point.index:

@@ -14,19 +14,21 @@ from typing import Any
 from tunesmith.errors import ConfigError
 
 OPTIONAL_PARAMETERS = frozenset({"auxiliary_models", "logger"})
+ENVIRONMENT = "environment"
+"""A parameter of workflows that the pipeline binds to the run's environment."""
 WORKFLOW_PARAMETERS = frozenset({"task", "model"})
 JUDGE_PARAMETERS = frozenset({"task", "response"})
 
 
 def check_workflow_function(func: Callable[..., Any]) -> None:
-    """Raise a ValueError unless `func` is `async f(task, model[, auxiliary_models][, logger])`."""
-    _check_parameters(func, WORKFLOW_PARAMETERS)
+    """Raise a ValueError unless `func` is `async f(task, model[, auxiliary_models][, logger][, environment])`."""
+    _check_parameters(func, WORKFLOW_PARAMETERS, OPTIONAL_PARAMETERS | {ENVIRONMENT})
     _check_async(func, "workflow")
 
 
 def check_judge_function(func: Callable[..., Any]) -> None:
     """Raise a ValueError unless `func` is `async f(task, response[, auxiliary_models][, logger])`."""
-    _check_parameters(func, JUDGE_PARAMETERS)
+    _check_parameters(func, JUDGE_PARAMETERS, OPTIONAL_PARAMETERS)
     _check_async(func, "judge")
 
 
@@ -67,7 +69,7 @@ def _find_innermost(func: Callable[..., Any]) -> Callable[..., Any]:
     return func
 
 
-def _check_parameters(func: Callable[..., Any], essential: frozenset[str]) -> None:
+def _check_parameters(func: Callable[..., Any], essential: frozenset[str], optional: frozenset[str]) -> None:
     parameters = _find_open_parameters(func)
     for name, parameter in parameters.items():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -79,7 +81,7 @@ def _check_parameters(func: Callable[..., Any], essential: frozenset[str]) -> No
     missing = sorted(essential - parameters.keys())
     if missing:
         raise ValueError(f"Missing essential parameters: {missing}")
-    disallowed = sorted(parameters.keys() - essential - OPTIONAL_PARAMETERS)
+    disallowed = sorted(parameters.keys() - essential - optional)
     if disallowed:
         raise ValueError(f"Contains disallowed parameters: {disallowed}")
 

@@ -68,8 +68,8 @@ class Tool:
     run: Run
     text_argument: str | None = None
     """The argument that the text of a tag is; None reads the text as a JSON object of arguments."""
-    timeout_s: float = 60.0
-    """Seconds after which a call is cancelled; its result says so."""
+    timeout_s: float | None = 60.0
+    """Seconds after which a call is cancelled, and its result says so; None for tools that limit themselves."""
     max_calls: int | None = None
     """Calls of this tool per rollout; None leaves it to the environment."""
     max_result_chars: int | None = None

@@ -1,21 +1,28 @@
-"""Load workflows, judges and other user functions from `module:function` or `file.py:function`."""
+"""Load workflows, judges, tools and other user functions from `module:function` or `file.py:function`."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tunesmith.config import RunConfig
+from tunesmith.config import EnvironmentSection, PythonToolSection, RunConfig, ToolSection
+from tunesmith.environments.built_in import build_calculator_tool, build_python_tool
+from tunesmith.environments.environment import Environment
 from tunesmith.errors import ConfigError
+from tunesmith.pipeline.session.load_config import build_section
+from tunesmith.rollout.signature import ENVIRONMENT, list_parameters
+from tunesmith.tools.tool import Tool
 from tunesmith.types import JudgeType, WorkflowType
 
 LOADED: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
@@ -25,8 +32,7 @@ LOADED: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
 def load_function(spec: str, *, knob: str) -> Callable[..., Any]:
     """Import the function named by `module:function` or `path/to/file.py:function`."""
     source, name = split_spec(spec, knob=knob)
-    module = load_module(source, knob=knob)
-    function: Callable[..., Any] | None = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(load_module(source, knob=knob), name, None)
     if not callable(function):
         raise ConfigError(f"{knob}={spec!r}: {source} has no function {name!r}")
     return function
@@ -35,7 +41,8 @@ def load_function(spec: str, *, knob: str) -> Callable[..., Any]:
 def load_functions(
     config: RunConfig, workflow: WorkflowType | None = None, judge: JudgeType | None = None
 ) -> tuple[WorkflowType, JudgeType | None]:
-    """The given workflow and judge; those that are None are imported as the config names them."""
+    """The given workflow and judge; those that are None are imported as the config names them. A workflow with a
+    parameter `environment` is bound to the environment of the config."""
     if workflow is None and config.workflow is None:
         raise ConfigError(
             "workflow is missing: name the agent as file.py:function (--workflow, or workflow: in the file), or pass "
@@ -46,7 +53,48 @@ def load_functions(
     if workflow is None:
         assert config.workflow is not None
         workflow = load_function(config.workflow, knob="workflow")
+    if ENVIRONMENT in list_parameters(workflow):
+        workflow = functools.partial(workflow, environment=load_environment(config.environment))
     return workflow, judge
+
+
+def load_environment(section: EnvironmentSection) -> Environment:
+    """The environment of a config, with its tools."""
+    return Environment(section, tools=[load_tool(each) for each in section.tools])
+
+
+def load_tool(section: ToolSection) -> Tool:
+    """A built-in tool, or the tool, async function, or builder of a tool that the section names."""
+    knob = f"environment.tools: {section.tool}"
+    if section.tool == "python":
+        try:
+            settings = build_section(PythonToolSection, section.settings)
+        except ConfigError as error:
+            raise ConfigError(f"{knob}: settings: {error}") from error
+        tool = build_python_tool(settings, is_session=section.is_session)
+    elif section.tool == "calculator":
+        tool = build_calculator_tool()
+    else:
+        source, name = split_spec(section.tool, knob=knob)
+        found = getattr(load_module(source, knob=knob), name, None)
+        tool = convert_tool(found, section.settings, knob=knob)
+    names = ("name", "max_calls", "timeout_s", "max_result_chars")
+    changes = {name: value for name in names if (value := getattr(section, name)) is not None}
+    return dataclasses.replace(tool, **changes)
+
+
+def convert_tool(found: Any, settings: Mapping[str, Any], *, knob: str) -> Tool:
+    """A tool from what a module has under a name; the settings are arguments of a function that builds one."""
+    if not callable(found) and not isinstance(found, Tool):
+        raise ConfigError(f"{knob} is neither a tool nor a function")
+    is_builder = not isinstance(found, Tool) and not inspect.iscoroutinefunction(found)
+    if settings and not is_builder:
+        raise ConfigError(f"{knob} has settings, which only a function that builds a tool takes")
+    try:
+        built = found(**settings) if is_builder else found
+        return built if isinstance(built, Tool) else Tool.from_function(built)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{knob}: {error}") from error
 
 
 def load_component(spec: str, *, knob: str) -> Callable[..., Any]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tunesmith.config.branching import BranchingSection
+from tunesmith.config.rollout.branching import BranchingSection
 from tunesmith.rollout.branching.decision import (
     choose_num_initial,
     compute_branch_probability,
@@ -24,7 +24,7 @@ from tunesmith.rollout.branching.decision import (
 from tunesmith.rollout.branching.stats import BranchingStats
 from tunesmith.rollout.replay import BranchPoint, RecordedCall, RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.types import Trajectory
+from tunesmith.types import Task, Trajectory
 
 RunRollout = Callable[[int, RolloutRecord], Awaitable[Trajectory]]
 """Runs the rollout with this `run_index` under this record."""
@@ -66,18 +66,24 @@ class _Rollout:
 class GroupTrees:
     """The rollouts of one task: initial ones, branches, and new ones from the task, `group_size` in all."""
 
-    def __init__(self, branching: Branching, *, group_size: int, seed: int, run: RunRollout) -> None:
-        """`seed` determines the draws at branch points."""
+    def __init__(
+        self, branching: Branching, *, group_size: int, seed: int, slots: asyncio.Semaphore, run: RunRollout
+    ) -> None:
+        """`seed` determines the draws at branch points; `run` releases the slot that it is started with."""
         self._branching = branching
         self._group_size = group_size
         self._seed = seed
+        self._slots = slots
         self._run = run
         self._tasks: list[asyncio.Task[None]] = []
         self._finished: dict[int, Trajectory] = {}
 
     async def run(self) -> tuple[Trajectory, ...]:
         """All trajectories, ordered by `run_index`."""
-        num_initial, slope = self._branching.count_initial(self._group_size), self._branching.section.dynamic_budget_slope
+        num_initial, slope = (
+            self._branching.count_initial(self._group_size),
+            self._branching.section.dynamic_budget_slope,
+        )
         try:
             if slope is None:
                 self._branching.stats.add_group(num_initial)
@@ -132,6 +138,7 @@ class GroupTrees:
         self._start_fresh(rollout)
 
     async def _run_one(self, rollout: _Rollout) -> None:
+        await self._slots.acquire()
         self._finished[rollout.run_index] = await self._run(rollout.run_index, rollout.record)
         self._branching.stats.add_record(rollout.record)
 
@@ -191,3 +198,25 @@ class GroupTrees:
             task.cancel()
         if running:
             await asyncio.wait(running)
+
+
+def build_trees(
+    branching: Branching,
+    tasks: Sequence[Task],
+    *,
+    group_size: int,
+    seed: int,
+    slots: asyncio.Semaphore,
+    run: Callable[[int, int, RolloutRecord], Awaitable[Trajectory]],
+) -> list[GroupTrees]:
+    """The trees of each task; `run` takes the task's position, the `run_index` and the record."""
+    return [
+        GroupTrees(
+            branching,
+            group_size=group_size,
+            seed=derive_seed(seed, position, task.task_id),
+            slots=slots,
+            run=partial(run, position),
+        )
+        for position, task in enumerate(tasks)
+    ]

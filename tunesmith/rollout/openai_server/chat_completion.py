@@ -120,8 +120,10 @@ class PendingChatCompletion:
             self.call.prompt_ids,
             new_call_id=self.session.build_call_id,
             has_tools=self.request.has_callable_tools,
+            has_reasoning=self.request.has_reasoning_field,
             is_single_call=self._is_single_call,
             stop=self.request.sampling.stop,
+            keeps_stop=self.request.keeps_stop,
             prefix=self._prefix_text,
         )
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tunesmith.chat.messages import parse_messages, parse_tools
+from tunesmith.chat.messages import Message, parse_messages, parse_tools
 from tunesmith.chat.renderer import Prompt
 from tunesmith.types import MIN_TEMPERATURE, Distribution, Sampling
 
@@ -54,6 +54,9 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported options -> values that are accepted because they have no effect; null is always accepted."""
 
+CONTINUATION_FIELDS = frozenset({"add_generation_prompt", "continue_final_message", "include_stop_str_in_output"})
+"""Options of `NEUTRAL_VALUES` that chat requests may set."""
+
 SAMPLING_FIELDS = frozenset({
     "temperature", "top_p", "top_k", "min_p", "logit_bias", "max_tokens", "max_completion_tokens", "stop",
     "stop_token_ids", "ignore_eos",
@@ -89,6 +92,10 @@ class ChatRequest:
     """The tool that must be called, if the request names one."""
     is_single_call: bool
     """The response may contain at most one tool call."""
+    keeps_stop: bool
+    """The stop string that ended the reply is part of its text."""
+    has_reasoning_field: bool
+    """Reasoning is a field of the message; else it stays in the content."""
     is_stream: bool
     has_stream_usage: bool
     has_logprobs: bool
@@ -165,13 +172,17 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
     """Parse the body of a chat request; `uses_variable`: whether the chat template refers to a variable."""
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object")
-    _refuse_unsupported(body)
+    _refuse_unsupported(body, allowed=CONTINUATION_FIELDS)
+    messages, reply_start = _split_reply_start(body, _parse_field("messages", parse_messages, body.get("messages")))
     prompt = Prompt(
-        messages=_parse_field("messages", parse_messages, body.get("messages")),
+        messages=messages,
         tools=_parse_field("tools", parse_tools, body.get("tools")),
         variables=_parse_variables(body, uses_variable),
+        reply_start=reply_start,
     )
     tool_choice, forced_tool = _parse_tool_choice(body.get("tool_choice"), prompt.tools)
+    if reply_start and tool_choice == "required":
+        raise RequestError("tool_choice cannot force a call in a reply that is continued", param="tool_choice")
     return ChatRequest(
         prompt=prompt,
         sampling=_parse_sampling(body, defaults),
@@ -181,6 +192,8 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
         forced_tool=forced_tool,
         is_single_call=bool(prompt.tools)
         and (forced_tool is not None or _get(body, "parallel_tool_calls", bool, True) is False),
+        keeps_stop=_get(body, "include_stop_str_in_output", bool, False),
+        has_reasoning_field=_get(body, "separate_reasoning", bool, True),
         is_stream=_get(body, "stream", bool, False),
         has_stream_usage=_has_stream_usage(body),
         has_logprobs=_get(body, "logprobs", bool, False),
@@ -189,8 +202,28 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
     )
 
 
-def _refuse_unsupported(body: Mapping[str, Any]) -> None:
-    for key in NEUTRAL_VALUES.keys() & body.keys():
+def _split_reply_start(body: Mapping[str, Any], messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], str]:
+    """With `continue_final_message`, the messages before the last, and the last one's text."""
+    is_continued = _get(body, "continue_final_message", bool, False)
+    if _get(body, "add_generation_prompt", bool, not is_continued) == is_continued:
+        raise RequestError(
+            "add_generation_prompt must be the opposite of continue_final_message, as the reply either begins after "
+            "the last message or continues it",
+            param="add_generation_prompt",
+        )
+    if not is_continued:
+        return messages, ""
+    last = messages[-1]
+    if len(messages) == 1 or last.role != "assistant" or last.tool_calls or last.reasoning:
+        raise RequestError(
+            "continue_final_message needs a last message of the assistant, after others, with content alone",
+            param="continue_final_message",
+        )
+    return messages[:-1], last.content
+
+
+def _refuse_unsupported(body: Mapping[str, Any], *, allowed: Collection[str] = ()) -> None:
+    for key in (NEUTRAL_VALUES.keys() & body.keys()) - set(allowed):
         value = body[key]
         if value is not None and value not in NEUTRAL_VALUES[key]:
             raise RequestError(f"{key}={_shorten(value)} is not supported by this endpoint; leave it out", param=key)
