@@ -73,8 +73,8 @@ async def run_tasks(
     """Run the agent `group_size` times on each task; returns groups in the order of the tasks.
 
     The policy's engine must be sampling. With `baseline_sampling`, one additional rollout of each task gives its
-    group's baseline reward. With `branching`, rollouts of a group branch. `progress` collects finished trajectories, so that they can be saved if the phase is
-    aborted.
+    group's baseline reward. With `branching`, rollouts of a group branch. `progress` collects finished trajectories, so
+    that they can be saved if the phase is aborted.
     """
     for engine in actors.auxiliary_engines:
         engine.resume(0)  # an empty prefix cache makes a phase a function of its seed

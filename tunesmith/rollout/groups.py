@@ -48,7 +48,6 @@ async def run_groups(
     slots = asyncio.Semaphore(max_concurrency)
 
     async def run_one(position: int, run_index: int, record: RolloutRecord | None = None) -> Trajectory:
-        """Run one rollout; releases a slot at the end."""
         task = tasks[position]
         try:
             trajectory = await run_trajectory(
@@ -73,11 +72,10 @@ async def run_groups(
     with watch_event_loop(agent.logger, limit_s=min(BLOCKED_LIMIT_S, agent.timeout_s / 4)) as watchdog:
         try:
             if branching is not None:
-                draw_seed = derive_seed(seed, step, "branching")
-                trees = build_trees(branching, tasks, group_size=group_size, seed=draw_seed, slots=slots, run=run_one)
+                tree_seed = derive_seed(seed, step, "branching")
+                trees = build_trees(branching, tasks, group_size=group_size, seed=tree_seed, slots=slots, run=run_one)
                 running += [asyncio.create_task(each.run()) for each in trees]
-                runs = await asyncio.gather(*running)
-                return [Group(task=task, trajectories=each) for task, each in zip(tasks, runs, strict=True)]
+                return list(await asyncio.gather(*running))
             for position in range(len(tasks)):
                 for run_index in range(group_size):
                     await slots.acquire()

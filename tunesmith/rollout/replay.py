@@ -138,9 +138,8 @@ class RolloutRecord:
         if parent is None or turn is None:
             raise self._refuse(f"call {index} to the model was not among those of its parent")
         if prompt_ids != turn.prompt_ids:
-            raise self._refuse(
-                f"call {index} to the model has another prompt ({_describe(prompt_ids, turn.prompt_ids)})"
-            )
+            difference = _describe_difference(prompt_ids, turn.prompt_ids)
+            raise self._refuse(f"call {index} to the model has another prompt ({difference})")
         if sampling != parent.sampling:
             raise self._refuse(f"call {index} to the model has other sampling parameters")
         if index == self.point.index:
@@ -193,7 +192,7 @@ def _extends(prompt_ids: tuple[int, ...], turn: Turn) -> bool:
     )
 
 
-def _describe(one: tuple[int, ...], other: tuple[int, ...]) -> str:
+def _describe_difference(one: tuple[int, ...], other: tuple[int, ...]) -> str:
     """The first position at which two prompts differ."""
     for position, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:

@@ -111,8 +111,8 @@ def check_credit(config: RunConfig) -> None:
     if branching is None or branching.credit == "soft" or ALGORITHMS[name].compute_terms is keep_advantages:
         return
     raise ConfigError(
-        f"rollout.branching.credit=hard trains a shared turn in one rollout only, and {name!r} needs all tokens of each "
-        "rollout: set credit=soft, or choose an algorithm such as grpo"
+        f"rollout.branching.credit=hard trains a shared turn in one rollout only, and {name!r} needs all tokens of "
+        "each rollout: set credit=soft, or choose an algorithm such as grpo"
     )
 
 

@@ -24,7 +24,7 @@ from tunesmith.rollout.branching.decision import (
 from tunesmith.rollout.branching.stats import BranchingStats
 from tunesmith.rollout.replay import BranchPoint, RecordedCall, RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
-from tunesmith.types import Task, Trajectory
+from tunesmith.types import Group, Task, Trajectory
 
 RunRollout = Callable[[int, RolloutRecord], Awaitable[Trajectory]]
 """Runs the rollout with this `run_index` under this record."""
@@ -78,12 +78,10 @@ class GroupTrees:
         self._tasks: list[asyncio.Task[None]] = []
         self._finished: dict[int, Trajectory] = {}
 
-    async def run(self) -> tuple[Trajectory, ...]:
+    async def run(self) -> Group:
         """All trajectories, ordered by `run_index`."""
-        num_initial, slope = (
-            self._branching.count_initial(self._group_size),
-            self._branching.section.dynamic_budget_slope,
-        )
+        num_initial = self._branching.count_initial(self._group_size)
+        slope = self._branching.section.dynamic_budget_slope
         try:
             if slope is None:
                 self._branching.stats.add_group(num_initial)
@@ -97,7 +95,8 @@ class GroupTrees:
         finally:
             await self._cancel_all()
         assert sorted(self._finished) == list(range(self._group_size)), "every share was used"
-        return tuple(self._finished[index] for index in range(self._group_size))
+        runs = tuple(self._finished[index] for index in range(self._group_size))
+        return Group(task=runs[0].task, trajectories=runs)
 
     def _start_initial(self, start: int, shares: list[int]) -> None:
         for share in shares:
