@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion
 
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED, create_chat_completion
 from tunesmith.config.environment.environment import EnvironmentSection
+from tunesmith.environments.conversations import build_conversation
 from tunesmith.environments.prompts import build_system_prompt
 from tunesmith.environments.protocols import AgentProtocol, NativeProtocol, ReadReply, TagProtocol
 from tunesmith.environments.toolbox import Toolbox
@@ -87,12 +88,28 @@ class Environment:
             raise ValueError(
                 f"a prefix of protocol {transcript.protocol!r} in an environment of {self.config.protocol!r}"
             )
-        toolbox = Toolbox(tools=self.tools, max_calls=limits.max_calls, max_result_chars=self.config.max_result_chars)
+        toolbox = self._build_toolbox(limits.max_calls)
         async with toolbox:
             await toolbox.replay(transcript)
             while transcript.finish is None:
                 transcript = await self._advance(transcript, model, toolbox, limits, stop, fields)
         return transcript
+
+    async def execute(self, transcript: Transcript) -> Transcript:
+        """The transcript with the results of the calls at its end, without a model."""
+        toolbox = self._build_toolbox(self.config.max_calls)
+        async with toolbox:
+            await toolbox.replay(transcript)
+            results = await toolbox.run(transcript.open_calls)
+        return transcript.append(*map(self.protocol.wrap, results))
+
+    def build_conversation(self, transcript: Transcript, *, trains_forced: bool = False) -> dict[str, Any]:
+        """The transcript as a row for fine-tuning. Results are not trained, forced text only with `trains_forced`."""
+        tools = [each.schema for each in self.tools.values()]
+        return build_conversation(transcript, system=self.system_prompt, tools=tools, trains_forced=trains_forced)
+
+    def _build_toolbox(self, max_calls: int) -> Toolbox:
+        return Toolbox(tools=self.tools, max_calls=max_calls, max_result_chars=self.config.max_result_chars)
 
     async def _advance(
         self,

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 
 from openai.types.chat import ChatCompletion
 
+from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN
 from tunesmith.environments.transcript import (
     ANSWER_CLOSE,
+    ANSWER_OPEN,
     Segment,
     Transcript,
     wrap_result,
@@ -48,6 +50,14 @@ class AgentProtocol(Protocol):
 
     def wrap(self, result: Segment) -> Segment:
         """A result as the model reads it."""
+        ...
+
+    def write_call(self, thought: str, tool: Tool, text: str, *, number: int) -> tuple[Segment, ...]:
+        """The segments with which an author other than the model calls a tool; `text` is its text argument."""
+        ...
+
+    def write_answer(self, thought: str, answer: str) -> tuple[Segment, ...]:
+        """The segments with which an author other than the model answers."""
         ...
 
 
@@ -112,6 +122,13 @@ class TagProtocol:
 
     def wrap(self, result: Segment) -> Segment:
         return replace(result, text=wrap_result(result.result))
+
+    def write_call(self, thought: str, tool: Tool, text: str, *, number: int) -> tuple[Segment, ...]:
+        written = f"{THINK_OPEN}{thought}{THINK_CLOSE}\n<{tool.name}>{text}</{tool.name}>"
+        return self.read_text(written, number=number)
+
+    def write_answer(self, thought: str, answer: str) -> tuple[Segment, ...]:
+        return self.read_text(f"{THINK_OPEN}{thought}{THINK_CLOSE}\n{ANSWER_OPEN}\\boxed{{{answer}}}{ANSWER_CLOSE}")
 
 
 def read_tag(body: str, tool: Tool) -> Mapping[str, Any] | None:
@@ -184,6 +201,20 @@ class NativeProtocol:
 
     def wrap(self, result: Segment) -> Segment:
         return result
+
+    def write_call(self, thought: str, tool: Tool, text: str, *, number: int) -> tuple[Segment, ...]:
+        arguments = {tool.text_argument: text} if tool.text_argument is not None else read_arguments(text)
+        call = Segment(
+            kind="call",
+            text=json.dumps(arguments, ensure_ascii=False),
+            tool=tool.name,
+            arguments=arguments,
+            call_id=f"call{number + 1:05d}",
+        )
+        return (Segment(kind="thought", text=thought), call)
+
+    def write_answer(self, thought: str, answer: str) -> tuple[Segment, ...]:
+        return (Segment(kind="answer", text=f"{thought} \\boxed{{{answer}}}"),)
 
 
 def build_chat(transcript: Transcript) -> list[dict[str, Any]]:

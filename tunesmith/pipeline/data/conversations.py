@@ -2,7 +2,8 @@
 
 A row has `messages` and optionally `tools`. Each assistant message becomes a turn: its prompt is rendered and bridged
 to the previous turn as in a rollout, and the reply with its end-of-turn token takes the place of the sampled tokens. So
-training covers the same tokens that the agent samples later.
+training covers the same tokens that the agent samples later. An assistant message of weighted text parts becomes one
+turn for each part that is trained; the other parts are context, as the results inside of an agent's reply are.
 
 A row may instead have rendered `text`. It is tokenized as is, control tokens included, and every token but the first is
 trained; an end-of-sequence token is appended if the text has no end token.
@@ -11,6 +12,7 @@ trained; an end-of-sequence token is appended if the text has no end token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -97,9 +99,13 @@ class ConversationReader:
                 if message.role == "assistant":
                     check_reply(message, f"messages[{index}]")
                     prompt_ids = self._build_prompt(messages[:index], tools, num_seen, turns)
-                    reply_ids = self._encode_reply(messages[: index + 1], tools, where)
-                    is_trained = read_weight(row["messages"][index], f"messages[{index}]")
-                    turns.append(_build_turn(prompt_ids, reply_ids, is_trained=is_trained))
+                    parts = read_parts(row["messages"][index], f"messages[{index}]")
+                    if parts is None:
+                        reply_ids = self._encode_reply(messages[: index + 1], tools, where)
+                        is_trained = read_weight(row["messages"][index], f"messages[{index}]")
+                        turns.append(_build_turn(prompt_ids, reply_ids, is_trained=is_trained))
+                    else:
+                        turns += self._build_part_turns(prompt_ids, parts)
                     num_seen = index + 1
         except DataError:
             raise
@@ -108,6 +114,18 @@ class ConversationReader:
         if not any(turn.is_trained for turn in turns):
             raise DataError(f"{where} has no assistant message to train on")
         return tuple(turns)
+
+    def _build_part_turns(self, prompt_ids: tuple[int, ...], parts: Sequence[Part]) -> list[Turn]:
+        """One turn per part; its prompt is everything before it. The end of turn belongs to the last part."""
+        end_of_turn = self._template.end_of_turn
+        assert end_of_turn is not None
+        turns: list[Turn] = []
+        for number, part in enumerate(parts, start=1):
+            ids = self._renderer.encode_content(part.text)
+            ids += self._renderer.encode(end_of_turn) if number == len(parts) else ()
+            turns.append(_build_turn(prompt_ids, ids, is_trained=part.is_trained))
+            prompt_ids += ids
+        return turns
 
     def _build_prompt(
         self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...], num_old: int, turns: Sequence[Turn]
@@ -154,6 +172,31 @@ def read_weight(fields: Mapping[str, Any], where: str) -> bool:
     if weight not in (None, 0, 1):
         raise ValueError(f"{where}.weight must be 0 or 1, got {weight!r}")
     return weight is None or bool(weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A piece of an assistant message."""
+
+    text: str
+    is_trained: bool
+
+
+def read_parts(fields: Mapping[str, Any], where: str) -> list[Part] | None:
+    """The parts of an assistant message whose content is a list of text parts with weights; None for other content."""
+    content = fields.get("content")
+    if not isinstance(content, list) or not any("weight" in part for part in content):
+        return None
+    if fields.get("weight") is not None or fields.get("tool_calls") or fields.get("reasoning_content"):
+        raise ValueError(f"{where} has weighted parts, so it can have no weight, tool calls or reasoning of its own")
+    parts = [
+        Part(text=part["text"], is_trained=read_weight(part, f"{where}.content[{index}]"))
+        for index, part in enumerate(content)
+        if part["text"]
+    ]
+    if not parts:
+        raise ValueError(f"{where} is an empty assistant message")
+    return parts
 
 
 def _build_turn(prompt_ids: tuple[int, ...], reply_ids: tuple[int, ...], *, is_trained: bool) -> Turn:

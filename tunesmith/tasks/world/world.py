@@ -105,6 +105,11 @@ class World:
 
     def iter_questions(self, split: Split) -> Iterator[Question]:
         """The questions of a split, by region, the kinds of a region mixed; ConfigError if there are too few."""
+        for _, question in self.iter_questions_by_region(split):
+            yield question
+
+    def iter_questions_by_region(self, split: Split) -> Iterator[tuple[Region, Question]]:
+        """As `iter_questions`, each with its region."""
         numbers = [each for each in range(self.num_regions) if (each in self.test_regions) == (split == "test")]
         random.Random(f"{self.config.seed}/order/{split}").shuffle(numbers)
         counts = {kind: self.config.count_questions(kind, split=split) for kind in self.config.kind_shares}
@@ -136,7 +141,7 @@ class World:
                     exhausted.add(kind)
                 else:
                     counts[kind] -= 1
-                    yield question
+                    yield region, question
         if any(counts.values()):
             raise ConfigError(
                 f"num_{split}={total}: {len(numbers)} regions have too few different questions, "
