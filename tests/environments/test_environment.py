@@ -7,8 +7,8 @@ import json
 from contextlib import asynccontextmanager
 
 import pytest
-
 from agents import TOKENIZER, ScriptedModel, build_search
+
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment, Transcript
 from tunesmith.environments.format import find_format_error
@@ -316,7 +316,7 @@ async def test_a_stateful_tool_that_replays_otherwise_is_refused():
 
 
 def write_call(name: str, **arguments) -> str:
-    return f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>'
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 NATIVE = EnvironmentSection(protocol="native", max_calls=2)
