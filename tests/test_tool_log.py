@@ -100,9 +100,11 @@ def test_replayable_matches_arguments_however_they_are_passed():
 
     with recording(ToolLog()) as parent:
         assert asyncio.run(search("x", 4)) == "x 4"
+        assert asyncio.run(search("y")) == "y 3"
     with recording(ToolLog(parent.calls)):
         assert asyncio.run(search(top=4, query="x")) == "x 4"
-    assert num_calls == 1 and search.__doc__ == "Search."
+        assert asyncio.run(search("y", 3)) == "y 3"
+    assert num_calls == 2 and search.__doc__ == "Search."
 
 
 def test_replayable_needs_an_async_function():

@@ -105,7 +105,8 @@ def replayable(function: Callable[Parameters, Awaitable[Result]]) -> Callable[Pa
 
     @functools.wraps(function)
     async def recorded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        arguments = signature.bind(*args, **kwargs).arguments
-        return await record_call(name, arguments, lambda: function(*args, **kwargs))
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return await record_call(name, bound.arguments, lambda: function(*args, **kwargs))
 
     return recorded
