@@ -44,6 +44,7 @@ from tunesmith.pipeline.eval import pass_rates
 from tunesmith.pipeline.eval.compare import run_comparison
 from tunesmith.pipeline.eval.eval_result import EvalResult
 from tunesmith.pipeline.eval.pass_rates import PassRates
+from tunesmith.pipeline.eval.suites import apply_suite
 from tunesmith.pipeline.export.run import ExportResult, run_export
 from tunesmith.pipeline.prepare.run import PrepareResult, run_prepare
 from tunesmith.pipeline.rl.callbacks import (
@@ -214,12 +215,14 @@ def evaluate(
     models: Mapping[str, PathLike] | None = None,
     out: PathLike | None = None,
     has_plot: bool = False,
+    suite: str | None = None,
     overrides: Sequence[str] = (),
 ) -> EvalResult:
     """Compare models on the held-out tasks of a run config or an evaluation config.
 
-    `models` maps labels to model folders, hub ids or run folders; by default those of the evaluation config, or the
-    model of the run config. With the folder `out` the results are written there, and a killed evaluation resumes.
+    `suite` ("tir", for agents with tools) replaces the judge by measures under one name. `models` maps labels to model
+    folders, hub ids or run folders; by default those of the evaluation config, or the model of the run config. With the
+    folder `out` the results are written there, and a killed evaluation resumes.
     """
     settings: RunConfig | EvalConfig
     if isinstance(config, RunConfig | EvalConfig):
@@ -228,10 +231,14 @@ def evaluate(
         settings = load_eval_file(str(check_path(config, EvalConfig)), overrides)
     if isinstance(settings, EvalConfig):
         run, compared, has_plot = settings.to_run_config(), settings.models, has_plot or settings.has_plot
+        suite = suite or settings.suite
     else:
         run, compared = settings, {settings.model.path: settings.model.path}
     if models:
         compared = {label: str(path) for label, path in models.items()}
+    if suite is not None and judge_func is not None:
+        raise ConfigError(f"suite={suite!r} has a judge of its own: leave out judge_func")
+    run = apply_suite(run, suite)
     workflow, judge = load_functions(run, workflow_func, judge_func)
     folder = None if out is None else Path(out)
     with agent_output(is_shown=run.rollout.has_agent_output):
@@ -244,6 +251,7 @@ def evaluate(
                 build_model=choose_chat_model(run),
                 out=folder,
                 has_plot=has_plot,
+                suite=suite,
             )
         )
     return EvalResult(folder=folder, sets=comparison)

@@ -190,6 +190,7 @@ def evaluate(
         typer.Option(help="Folder for comparison.json (with every rollout) and comparison.md."),
     ] = None,
     plot: Annotated[bool, typer.Option("--plot", help="Also draw comparison.png; needs the extra `plot`.")] = False,
+    suite: Annotated[str | None, typer.Option(help="Measures instead of a judge: tir, for agents with tools.")] = None,
     debug: Debug = False,
 ) -> None:
     """Compare models on the held-out tasks of a run file, with confidence intervals and paired tests."""
@@ -205,7 +206,7 @@ def evaluate(
         run_files.check_and_announce("eval", settings, f"{config} is valid, loading libraries", has_models=False)
         from tunesmith import api
 
-        typer.echo(api.evaluate(settings, models=models, out=out, has_plot=plot))
+        typer.echo(api.evaluate(settings, models=models, out=out, has_plot=plot, suite=suite))
 
     run_guarded(work, is_debug=debug)
 

@@ -20,6 +20,7 @@ async def tool_agent(task: Mapping[str, Any], model: Any, environment: Environme
 def collect_metrics(transcript: Transcript, environment: Environment) -> dict[str, float]:
     """The recorded counts of a rollout, as the reward operators and the tables read them."""
     counts = transcript.tool_counts
+    rate = {"failed_call_rate": transcript.failed_calls / len(transcript.calls)} if transcript.calls else {}
     return {
         "tool_calls": float(len(transcript.calls)),
         **{f"{name}_calls": float(counts.get(name, 0)) for name in environment.tools},
@@ -27,4 +28,5 @@ def collect_metrics(transcript: Transcript, environment: Environment) -> dict[st
         "refused_calls": float(transcript.refused_calls),
         "format": float(find_format_error(transcript) is None),
         "answered": float(transcript.finish == "answered"),
+        **rate,
     }

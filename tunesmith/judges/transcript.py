@@ -1,8 +1,8 @@
 """Transcripts: the input of judges, made of replies with reasoning, content, tool calls and tool results.
 
-A reply contains only text that the policy wrote. A workflow may return a `Transcript`; text, a message or a list of
-messages are converted to one. Reasoning and calls in tags are parsed as in sampled text, so an empty reasoning tag
-gives no reasoning, and a malformed call stays content.
+A reply contains only text that the policy wrote. A workflow may return a `Transcript`; text, a message, a list of
+messages, and objects with `build_replies` (transcripts of environments) are converted to one. Reasoning and calls in
+tags are parsed as in sampled text, so an empty reasoning tag gives no reasoning, and a malformed call stays content.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from tunesmith.chat.messages import Message, parse_messages
 from tunesmith.chat.parsers import ReplyParser
@@ -84,6 +84,13 @@ class Transcript:
         return self.replies[-1].content if self.replies else ""
 
 
+@runtime_checkable
+class HasReplies(Protocol):
+    """A response that knows its replies, as the transcripts of environments do."""
+
+    def build_replies(self) -> tuple[Reply, ...]: ...
+
+
 def build_transcript(messages: Sequence[Mapping[str, Any]]) -> Transcript:
     """Convert the assistant and tool messages of a conversation in chat completion format."""
     parsed = parse_messages(list(messages))
@@ -95,6 +102,8 @@ def read_transcript(response: Any) -> Transcript:
     """Convert any response of a workflow to a transcript."""
     if isinstance(response, Transcript):
         return response
+    if isinstance(response, HasReplies):
+        return Transcript(replies=response.build_replies())
     if isinstance(response, Mapping) and "messages" in response:
         return build_transcript(response["messages"])
     if isinstance(response, Sequence) and not isinstance(response, str):

@@ -29,6 +29,7 @@ from tunesmith.pipeline.eval.comparison_plot import check_plot, save_plot
 from tunesmith.pipeline.eval.comparison_table import format_comparison
 from tunesmith.pipeline.eval.held_out import run_held_out
 from tunesmith.pipeline.eval.sample_scores import TaskScores, score_groups, scores_from_json, scores_to_json
+from tunesmith.pipeline.eval.suites import apply_suite, load_suite_tasks
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.load_function import load_functions
 from tunesmith.pipeline.session.policy import BuildModel, Policy, check_auxiliary, check_policy
@@ -63,6 +64,7 @@ def run_comparison(
     build_model: BuildModel,
     out: Path | None = None,
     has_plot: bool = False,
+    suite: str | None = None,
 ) -> Comparison:
     """Evaluate each model of `models` (label -> path) on each set in `eval_datasets`; write the results to `out`.
 
@@ -70,7 +72,7 @@ def run_comparison(
     of a set fail than `rollout.max_failure_rate` allows.
     """
     models = {label: find_model(path) for label, path in models.items()}
-    sets = check_comparison(config, models=models, workflow=workflow, judge=judge)
+    sets = check_comparison(config, models=models, workflow=workflow, judge=judge, suite=suite)
     if has_plot:
         check_plot()
     if has_plot and out is None:
@@ -118,7 +120,7 @@ def run_comparison(
 
 def run_eval(config: EvalConfig, *, out_dir: Path | None, build_model: BuildModel) -> Comparison:
     """Run an evaluation described by an evaluation file or an `eval` stage."""
-    run = config.to_run_config()
+    run = apply_suite(config.to_run_config(), config.suite)
     workflow, judge = load_functions(run)
     return run_comparison(
         run,
@@ -128,11 +130,17 @@ def run_eval(config: EvalConfig, *, out_dir: Path | None, build_model: BuildMode
         build_model=build_model,
         out=out_dir,
         has_plot=config.has_plot,
+        suite=config.suite,
     )
 
 
 def check_comparison(
-    config: RunConfig, *, models: Mapping[str, str], workflow: WorkflowType, judge: JudgeType | None
+    config: RunConfig,
+    *,
+    models: Mapping[str, str],
+    workflow: WorkflowType,
+    judge: JudgeType | None,
+    suite: str | None = None,
 ) -> dict[str, list[Task]]:
     """Validate everything that needs no weights; return the tasks of each set."""
     check_workflow_function(workflow)
@@ -143,9 +151,9 @@ def check_comparison(
     for label in models:
         if not LABEL.fullmatch(label):
             raise ConfigError(f"the model label {label!r} must be one line of text without '|'")
+    load = load_tasks if suite is None else load_suite_tasks
     sets = {
-        name: load_tasks(dataset, name=name)[: config.evaluation.max_tasks]
-        for name, dataset in config.eval_datasets.items()
+        name: load(dataset, name=name)[: config.evaluation.max_tasks] for name, dataset in config.eval_datasets.items()
     }
     for path in models.values():
         check_policy(with_model_path(config, path).model)

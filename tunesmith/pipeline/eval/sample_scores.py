@@ -34,7 +34,7 @@ class SampleScore:
     response: str
     sampled_tokens: int
     tool_calls: int
-    """Well-formed tool calls in the sampled text."""
+    """Tool calls that the workflow reports as its metric `tool_calls`, else well-formed calls in the sampled text."""
     turns: int
     truncated: bool
     """Whether max_tokens, the context or a deadline ended a turn."""
@@ -85,7 +85,9 @@ def score_trajectory(trajectory: Trajectory, renderer: Renderer) -> SampleScore:
 
 
 def count_tool_calls(trajectory: Trajectory, renderer: Renderer) -> int:
-    """Number of tool calls in the sampled text, found by the parser that the endpoint uses."""
+    """Number of tool calls: recorded by the workflow, or found in the sampled text by the endpoint's parser."""
+    if (recorded := trajectory.metrics.get("tool_calls")) is not None:
+        return round(recorded)
     num_calls = 0
     for turn in trajectory.turns:
         parser = renderer.build_parser(turn.prompt_ids, new_call_id=lambda: "call", has_tools=True)

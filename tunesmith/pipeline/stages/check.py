@@ -22,9 +22,10 @@ from tunesmith.errors import TunesmithError
 from tunesmith.monitor.trackers import check_trackers
 from tunesmith.pipeline.eval.compare import find_model
 from tunesmith.pipeline.eval.comparison_plot import check_plot
+from tunesmith.pipeline.eval.suites import apply_suite
 from tunesmith.pipeline.session.load_function import load_function, load_functions
 from tunesmith.pipeline.session.policy import check_policy
-from tunesmith.pipeline.stages.plan import PlannedStage, read_reference
+from tunesmith.pipeline.stages.plan import PlannedStage, list_strings, read_reference
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.tasks.load import load_preview
 
@@ -42,7 +43,7 @@ def check_settings(stage: PlannedStage) -> None:
     settings = stage.resolve(lambda reference: f"stage:{reference.stage}/{reference.file or ''}".rstrip("/"))
     if isinstance(settings, EvalConfig):
         models = {label: find_model(path) for label, path in settings.models.items()}
-        check_run(settings.to_run_config(), models=models)
+        check_run(apply_suite(settings.to_run_config(), settings.suite), models=models)
         if settings.has_plot:
             check_plot()
     elif isinstance(settings, RunConfig):
@@ -60,12 +61,23 @@ def check_settings(stage: PlannedStage) -> None:
 
 
 def check_run(config: RunConfig, *, models: Mapping[str, str]) -> None:
-    workflow, judge = load_functions(config)
+    workflow, judge = load_functions(drop_pending_tools(config))
     check_workflow_function(workflow)
     if judge is not None:
         check_judge_function(judge)
     check_models(config.model, models.values())
     check_data([*config.training_sets.values(), *config.eval_datasets.values()])
+
+
+def drop_pending_tools(config: RunConfig) -> RunConfig:
+    """The config without tools whose settings name outputs of stages, which cannot be built before those have run."""
+    tools = [
+        each
+        for each in config.environment.tools
+        if not any(read_reference(text) is not None for text in list_strings(each.settings))
+    ]
+    environment = config.environment.model_copy(update={"tools": tuple(tools)})
+    return config.model_copy(update={"environment": environment})
 
 
 def check_models(section: ModelSection, paths: Iterable[str]) -> None:
