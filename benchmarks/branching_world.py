@@ -46,13 +46,10 @@ def build_pipeline(arguments: argparse.Namespace, *, seed: int) -> dict[str, Any
         num_steps = arguments.steps if name == "grpo" else round(arguments.steps * arguments.more_steps)
         stages[name] = {
             **common,
+            "kind": "rl",
             "total_steps": num_steps,
             "save_interval_steps": num_steps,
-            "algorithm": {
-                **common["algorithm"],
-                "group_size": arguments.group_size,
-                "batch_size": arguments.batch_size,
-            },
+            "algorithm": {**common["algorithm"], **sizes},
             "trainer": {**common["trainer"], "schedule": "constant", "min_lr_ratio": 0.0},
             "rollout": METHODS[name],
             "eval_datasets": {"test": {"path": "stage:world/test.jsonl"}},
@@ -132,9 +129,7 @@ def main() -> None:
             "half": describe([find_point(run, budget / 2) for run, budget in zip(runs, budgets, strict=True)]),
             "equal": describe([find_point(run, budget) for run, budget in zip(runs, budgets, strict=True)]),
         }
-    print(
-        f"{'method':13}{'at':>7}{'reward':>8}{'em':>7}{'min':>7}{'max':>7}{'calls':>7}{'tool calls':>12}{'tokens':>10}{'s':>8}"
-    )
+    print("method          at  reward     em    min    max  calls  tool calls    tokens       s")
     for name, row in rows.items():
         for label, each in row.items():
             print(

@@ -7,8 +7,7 @@ from functools import partial
 
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions, list_functions
-from tunesmith.algorithms.scores import keep_advantages
-from tunesmith.algorithms.table import ALGORITHMS
+from tunesmith.algorithms.table import ALGORITHMS, PER_TOKEN_TERMS
 from tunesmith.config import AlgorithmSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.experience.expert_feed import ExpertFeed
@@ -108,7 +107,7 @@ def check_refill(config: RunConfig) -> None:
 def check_credit(config: RunConfig) -> None:
     """Refuse hard credit with algorithms whose advantages depend on all tokens of a rollout."""
     branching, name = config.rollout.branching, config.algorithm.algorithm_type
-    if branching is None or branching.credit == "soft" or ALGORITHMS[name].compute_terms is keep_advantages:
+    if branching is None or branching.credit == "soft" or ALGORITHMS[name].compute_terms in PER_TOKEN_TERMS:
         return
     raise ConfigError(
         f"rollout.branching.credit=hard trains a shared turn in one rollout only, and {name!r} needs all tokens of "
