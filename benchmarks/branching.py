@@ -47,7 +47,8 @@ async def run_random(
             query = random.Random(str(turns[-1].sampled_ids))
             result = tuple(query.randrange(vocab_size) for _ in range(lengths.result_tokens))
             prompt = turns[-1].prompt_ids + turns[-1].sampled_ids + result
-        turn = record.start((number, 0), prompt, sampling)
+        recorded = record.start((number, 0), prompt, sampling)
+        turn = None if recorded is None else recorded.turn
         if turn is None:
             count = own.randint(lengths.turn_tokens // 2, lengths.turn_tokens)
             turn = Turn(

@@ -55,6 +55,7 @@ class FakeEngine:
         self._tokenizer = tokenizer
         self._script = script
         self.max_model_len = max_model_len
+        self.eos_ids = frozenset({tokenizer.eos_token_id})
         self.policy_version = 0
         self.requests: list[tuple[tuple[int, ...], Sampling, tuple[int, ...]]] = []
         self.ledger: list[tuple[tuple[int, ...], list[int]]] = []

@@ -55,6 +55,7 @@ class HostBurstDecoder:
         self._ids: list[int] = []
         self.handles: list[HostBurstHandle] = []
         self.max_unread = 0
+        self.num_single_steps = 0
 
     def launch(self, rows: BurstInput, *, num_steps: int) -> HostBurstHandle:
         num_rows, num_decoding = len(rows.slots_R), len(rows.slots_R) - rows.num_prefilled
@@ -110,6 +111,18 @@ class HostBurstDecoder:
             logprobs[line, row] = sampled.logprobs[index] if sampled.is_finite[index] else np.nan
             entropies[line, row] = sampled.entropies[index]
             positions[row] += 1
+
+    def compute_hidden(self, spans: Sequence[Span], token_ids: Sequence[int]) -> torch.Tensor:
+        self.num_single_steps += 1
+        assert all(span.stop - span.start == 1 for span in spans)
+        hidden = [
+            run_body(
+                self._model, torch.tensor([[token_id]]), torch.tensor([[span.start]]),
+                self.build_prefill_plan([dataclasses.replace(span, first=0, runs=[])]),
+            )[0]
+            for span, token_id in zip(spans, token_ids, strict=True)
+        ]  # fmt: skip
+        return torch.cat(hidden)
 
     def build_prefill_plan(self, spans: Sequence[Span]) -> PagedAttentionPlan:
         return PagedAttentionPlan(self._cache, [_find_runs(span) for span in spans], torch.device("cpu"))

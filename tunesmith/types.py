@@ -125,11 +125,13 @@ MAX_METRIC = 1e100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """The distribution that a token is sampled from: logits plus bias, divided by temperature, truncated, renormalized.
+    """The distribution that a token is sampled from: logits plus bias, with penalties and bans applied, divided by
+    temperature, truncated, renormalized.
 
-    `temperature=0` is greedy decoding; its logprobs are those of the untempered softmax over the whole vocabulary.
-    After the temperature, top-k, top-p and min-p are applied in this order, the last two to the renormalized remainder.
-    Tokens with equal logits are kept or dropped together.
+    `temperature=0` is greedy decoding; its logprobs are those of the untempered softmax over all tokens that are not
+    banned. After the temperature, top-k, top-p and min-p are applied in this order, the last two to the renormalized
+    remainder. Tokens with equal logits are kept or dropped together. Penalties and bans depend on the prompt and on the
+    tokens sampled so far, so the distribution of a token is determined by this record and the tokens of its turn.
     """
 
     temperature: float = 1.0
@@ -140,6 +142,33 @@ class Distribution:
     """Drop tokens with less than `min_p` times the probability of the most likely one."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and the value added to its logit."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens of the prompt or the reply are divided by this, negative ones multiplied (Keskar et
+    al., 2019)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens of the reply."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens of the reply, once per occurrence."""
+    min_tokens: int = 0
+    """Ids in `end_ids` are banned until the reply has this many tokens."""
+    end_ids: tuple[int, ...] = ()
+    """Ids that end the reply; set with `min_tokens` only."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that the reply must not contain: the last id is banned after the others."""
+    grammar: str = ""
+    """Grammar of the reply in llguidance's format; tokens that cannot continue it are banned. Empty: none."""
+
+    @property
+    def depends_on_context(self) -> bool:
+        """Whether the tokens before change the distribution, by more than through the model."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.min_tokens
+            or self.bad_words
+            or self.grammar
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +264,11 @@ class Engine(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Token ids that end a completion, unless it ignores them."""
+        ...
+
     def compute_stats(self) -> dict[str, float]:
         """Counters since the last call, named `engine/...`."""
         ...
@@ -321,6 +355,9 @@ class DistributionSpan:
     start: int
     end: int
     distribution: Distribution
+    token_masks: tuple[bytes, ...] | None = None
+    """For each token the bits of the ids that the grammar allows, lowest bit first; the trainer computes them. None:
+    there is no grammar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

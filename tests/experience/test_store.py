@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from fakes import full_disk
 from tunesmith.errors import StorageError
-from tunesmith.experience.store import load_rollouts, save_rollouts
+from tunesmith.experience.store import (
+    DISTRIBUTION,
+    SCHEMA,
+    load_rollouts,
+    merge_rollouts,
+    save_rollouts,
+    truncate_rollouts,
+)
+from tunesmith.experience.store import TURN as TURN_TYPE
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 
 TASK = Task(task_id="sums/3", index=3, row={"question": "1+1", "answer": 2})
@@ -42,6 +50,13 @@ distributions = st.builds(
     top_k=ids,
     min_p=numbers,
     logit_bias=st.lists(st.tuples(ids, numbers), max_size=2).map(tuple),
+    repetition_penalty=numbers,
+    presence_penalty=numbers,
+    frequency_penalty=numbers,
+    min_tokens=ids,
+    end_ids=st.lists(ids, max_size=2).map(tuple),
+    bad_words=st.lists(st.lists(ids, max_size=2).map(tuple), max_size=2).map(tuple),
+    grammar=st.sampled_from(["", 'start: "x"']),
 )
 stop_reasons = st.sampled_from(["eos", "stop", "length", "context", "deadline", "cancelled"])
 
@@ -176,3 +191,26 @@ def test_baseline_reward_and_turn_advantages_are_stored(tmp_path):
     rows = pq.read_table(path).to_pylist()
     assert rows[0]["advantage"] == -0.5 and rows[0]["turn_advantages"] == [0.5, -1.5]
     assert rows[0]["group_index"] == 0 and rows[0]["baseline_reward"] == 0.75
+
+
+def test_rollouts_of_a_version_without_penalties_are_read_merged_and_truncated(tmp_path):
+    path = tmp_path / "step_000001.parquet"
+    save_rollouts(path, [GROUP])
+    old_distribution = pa.struct([DISTRIBUTION.field(index) for index in range(5)])
+    assert old_distribution.field(4).name == "logit_bias"
+    old_turn = pa.struct([
+        pa.field(field.name, old_distribution if field.name == "distribution" else field.type) for field in TURN_TYPE
+    ])  # fmt: skip
+    old = SCHEMA.set(SCHEMA.get_field_index("turns"), pa.field("turns", pa.list_(old_turn)))
+    rows = pq.read_table(path).to_pylist()
+    for turn in [turn for row in rows for turn in row["turns"]]:
+        turn["distribution"] = {field.name: turn["distribution"][field.name] for field in old_distribution}
+    pq.write_table(pa.Table.from_pylist(rows, schema=old), path)
+    assert "grammar" not in str(pq.read_schema(path))
+    assert load_rollouts(path) == [GROUP]
+    other = tmp_path / "step_000002.parquet"
+    save_rollouts(other, [GROUP])
+    merge_rollouts(tmp_path / "steps_000001-000002.parquet", {1: path, 2: other})
+    truncate_rollouts(tmp_path / "steps_000001-000002.parquet", tmp_path / "steps_000001-000001.parquet", 1)
+    truncated = pq.read_table(tmp_path / "steps_000001-000001.parquet").to_pylist()
+    assert {row["step"] for row in truncated} == {1}

@@ -242,3 +242,27 @@ async def test_cancelling_a_step_leaves_no_task_behind():
     with pytest.raises(asyncio.CancelledError):
         await running
     assert asyncio.all_tasks() == before
+
+
+async def test_what_a_request_asks_for_is_replayed_too():
+    """Logprobs, and entropies that the workflow asks for itself, in whole and streamed replies."""
+    seen: dict[bool, list] = {True: [], False: []}
+
+    async def logging(task, model):
+        messages = [{"role": "user", "content": task["question"]}]
+        create = model.client.chat.completions.create
+        whole = await create(model="m", messages=messages, logprobs=True)
+        seen[True].append([each.logprob for each in whole.choices[0].logprobs.content])
+        messages.append({"role": "assistant", "content": whole.choices[0].message.content})
+        messages.append({"role": "user", "content": "go on"})
+        await create(model="m", messages=messages)
+        stream = await create(model="m", messages=messages[:1], logprobs=True, stream=True)
+        chunks = [chunk.choices[0].logprobs async for chunk in stream]
+        seen[False].append([each.logprob for part in chunks if part for each in part.content])
+        return WorkflowOutput(reward=1.0)
+
+    (group,) = await run_branched(logging, build_branching(base_probability=1.0), group_size=2)
+    assert [run.failure for run in group.trajectories] == [None, None]
+    assert group.trajectories[1].parent == 0
+    assert seen[True][0] == seen[True][1] and len(seen[True][0]) == 4
+    assert all(len(each) == 4 for each in seen[False])

@@ -39,7 +39,8 @@ def build_group(choices, *, group_size, section, is_certain) -> tuple[list[Traje
         turns = []
         for number in range(2):
             prompt = (1,) if number == 0 else (*turns[0].prompt_ids, *turns[0].sampled_ids, 9)
-            turn = record.start((number, 0), prompt, Sampling(max_tokens=1))
+            recorded = record.start((number, 0), prompt, Sampling(max_tokens=1))
+            turn = None if recorded is None else recorded.turn
             if turn is None:
                 chosen = choices[run_index][number]
                 used.add((run_index, number))

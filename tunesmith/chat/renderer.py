@@ -193,6 +193,21 @@ class Renderer:
         assert isinstance(text, str)
         return text
 
+    @property
+    def call_texts(self) -> tuple[str, str]:
+        """Text of a tool call before the name, and between the name and the arguments."""
+        return self._template.call_start, self._template.call_middle
+
+    def find_token(self, text: str) -> int | None:
+        """The id of the added token that spells `text`; None if it is encoded by ordinary tokens."""
+        return next((i for i, token in self._tokenizer.added_tokens_decoder.items() if str(token) == text), None)
+
+    def may_reason(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the model decides to reason: the template has a switch, and the prompt does not close <think>."""
+        if not (self.has_reasoning and self.uses_variable("enable_thinking")):
+            return False
+        return not self.decode(prompt_ids[-NUM_TAIL_IDS:]).rstrip().endswith(THINK_CLOSE)
+
     def is_reasoning_open(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt ends in an open <think>, so that the reply starts with reasoning."""
         return self.has_reasoning and self._cached_is_reasoning_open(tuple(prompt_ids[-NUM_TAIL_IDS:]))

@@ -32,6 +32,13 @@ DISTRIBUTION = pa.struct(
         "top_k": pa.int32(),
         "min_p": pa.float64(),
         "logit_bias": pa.list_(pa.struct({"token_id": pa.int32(), "value": pa.float64()})),
+        "repetition_penalty": pa.float64(),
+        "presence_penalty": pa.float64(),
+        "frequency_penalty": pa.float64(),
+        "min_tokens": pa.int32(),
+        "end_ids": pa.list_(pa.int32()),
+        "bad_words": pa.list_(pa.list_(pa.int32())),
+        "grammar": pa.string(),
     }
 )
 TURN = pa.struct(
@@ -157,22 +164,23 @@ def truncate_rollouts(source: Path, target: Path, last: int) -> None:
         with pq.ParquetWriter(file, SCHEMA, **WRITING) as writer:
             for index in range(parquet.num_row_groups):
                 if find_step(parquet, index) <= last:
-                    table = parquet.read_row_group(index)
+                    table = set_step(parquet.read_row_group(index), find_step(parquet, index))
                     writer.write_table(table, row_group_size=len(table))
 
 
 def set_step(table: pa.Table, step: int | None) -> pa.Table:
-    """The columns of `SCHEMA` with `step` set; columns that an older file lacks are null."""
+    """The columns of `SCHEMA` with `step` set; columns and nested fields that an older file lacks are null."""
     steps = pa.array([step] * len(table), type=pa.int32())
-    columns = [
-        steps
-        if field.name == "step"
-        else table.column(field.name)
-        if field.name in table.column_names
-        else pa.nulls(len(table), type=field.type)
-        for field in SCHEMA
-    ]
+    columns = [steps if field.name == "step" else read_column(table, field) for field in SCHEMA]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def read_column(table: pa.Table, field: pa.Field) -> pa.Array | pa.ChunkedArray:
+    """A column in the type of `field`."""
+    if field.name not in table.column_names:
+        return pa.nulls(len(table), type=field.type)
+    column = table.column(field.name)
+    return column if column.type == field.type else pa.array(column.to_pylist(), type=field.type)
 
 
 def parse_step(path: Path) -> int | None:
@@ -217,6 +225,13 @@ def build_turn(turn: Turn) -> dict[str, Any]:
             "top_k": distribution.top_k,
             "min_p": distribution.min_p,
             "logit_bias": [{"token_id": token, "value": value} for token, value in distribution.logit_bias],
+            "repetition_penalty": distribution.repetition_penalty,
+            "presence_penalty": distribution.presence_penalty,
+            "frequency_penalty": distribution.frequency_penalty,
+            "min_tokens": distribution.min_tokens,
+            "end_ids": distribution.end_ids,
+            "bad_words": distribution.bad_words,
+            "grammar": distribution.grammar,
         },
         "stop_reason": turn.stop_reason,
     }
@@ -244,14 +259,16 @@ def parse_row(row: dict[str, Any]) -> Trajectory:
 
 def parse_turn(turn: dict[str, Any]) -> Turn:
     """The inverse of `build_turn`."""
-    distribution = turn["distribution"]
-    bias = tuple((pair["token_id"], pair["value"]) for pair in distribution["logit_bias"])
+    distribution = {name: value for name, value in turn["distribution"].items() if value is not None}  # older files
+    lists = {"logit_bias": tuple((pair["token_id"], pair["value"]) for pair in distribution["logit_bias"])}
+    lists |= {"end_ids": tuple(distribution.get("end_ids", ()))}
+    lists |= {"bad_words": tuple(map(tuple, distribution.get("bad_words", ())))}
     return Turn(
         prompt_ids=tuple(turn["prompt_ids"]),
         sampled_ids=tuple(turn["sampled_ids"]),
         logprobs=tuple(turn["logprobs"]),
         policy_versions=tuple(turn["policy_versions"]),
-        distribution=Distribution(**(distribution | {"logit_bias": bias})),
+        distribution=Distribution(**(distribution | lists)),
         stop_reason=turn["stop_reason"],
     )
 

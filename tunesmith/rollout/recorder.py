@@ -18,7 +18,7 @@ from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.chat.scope import describe_scope
 from tunesmith.errors import EngineError
 from tunesmith.rollout.in_flight import InFlightTurn
-from tunesmith.rollout.replay import RolloutRecord, build_completion, drop_details
+from tunesmith.rollout.replay import RolloutRecord, deliver_recorded, drop_details
 from tunesmith.rollout.reply_texts import ReplyText, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.tokenizer_thread import run_tokenizer
@@ -198,8 +198,8 @@ class Session:
             on_tokens = drop_details(sampling, on_tokens)
             replayed = self.record.start(choice_id, prompt_ids, sampling)
             if replayed is not None:
-                self._turns[choice_id] = replayed
-                return build_completion(replayed, on_tokens)
+                self._turns[choice_id] = replayed.turn
+                return deliver_recorded(replayed, sampling, on_tokens)
             sampling = replace(sampling, return_entropy=True)
         in_flight = InFlightTurn(prompt_ids=prompt_ids, sampling=sampling)
 

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field, replace
 
 from tunesmith.errors import ReplayError
 from tunesmith.tool_log import RecordedToolCall, ToolLog
-from tunesmith.types import Completion, OnTokens, Sampling, Turn
+from tunesmith.types import Completion, OnTokens, Sampling, TokenDetails, Turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedChoice:
+    """A finished choice of a call: the recorded turn, and what the engine returned."""
+
+    turn: Turn
+    completion: Completion
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,8 +37,12 @@ class RecordedCall:
     """Whether it follows a tool result (its prompt extends an earlier turn) and can be replayed up to here."""
     num_open: int = 0
     """Choices that are being sampled, or were cancelled."""
-    turns: dict[int, Turn] = field(default_factory=dict)
+    choices: dict[int, RecordedChoice] = field(default_factory=dict)
     """Finished choices."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [choice.turn for choice in self.choices.values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +86,17 @@ class RolloutRecord:
         if self.point is None:
             return []
         received = (call for index, call in self.calls.items() if index < self.point.index)
-        return [turn for call in received for turn in call.turns.values()]
+        return [turn for call in received for turn in call.turns]
 
     @property
     def is_replayed(self) -> bool:
         """Whether the branch point has been reached."""
         return self.point is None or self.point.index in self.calls
 
-    def start(self, choice_id: tuple[int, int], prompt_ids: tuple[int, ...], sampling: Sampling) -> Turn | None:
-        """Begin one choice of a call; returns the parent's turn if the call is before the branch point."""
+    def start(
+        self, choice_id: tuple[int, int], prompt_ids: tuple[int, ...], sampling: Sampling
+    ) -> RecordedChoice | None:
+        """Begin one choice of a call; returns the parent's if the call is before the branch point."""
         index, choice = choice_id
         sampling = replace(sampling, seed=0)
         if self.point is not None and index <= self.point.index:
@@ -108,7 +122,7 @@ class RolloutRecord:
         index, choice = choice_id
         call = self.calls[index]
         call.num_open -= 1
-        call.turns[choice] = turn
+        call.choices[choice] = RecordedChoice(turn=turn, completion=completion)
         if self.point is not None and index == self.point.index:
             self.num_prefill_tokens = len(turn.prompt_ids) - completion.num_cached_tokens
         if self.on_call is not None and not call.num_open:
@@ -130,22 +144,24 @@ class RolloutRecord:
             tool_calls=tuple(self.tools.calls[: call.num_tool_calls]),
         )
 
-    def _find_recorded(self, index: int, choice: int, prompt_ids: tuple[int, ...], sampling: Sampling) -> Turn | None:
-        """The parent's turn of an equal call; None at the branch point, which is only checked."""
+    def _find_recorded(
+        self, index: int, choice: int, prompt_ids: tuple[int, ...], sampling: Sampling
+    ) -> RecordedChoice | None:
+        """The parent's choice of an equal call; None at the branch point, which is only checked."""
         assert self.point is not None
         parent = self.point.calls.get(index)
-        turn = None if parent is None else parent.turns.get(choice)
-        if parent is None or turn is None:
+        recorded = None if parent is None else parent.choices.get(choice)
+        if parent is None or recorded is None:
             raise self._refuse(f"call {index} to the model was not among those of its parent")
-        if prompt_ids != turn.prompt_ids:
-            difference = _describe_difference(prompt_ids, turn.prompt_ids)
+        if prompt_ids != recorded.turn.prompt_ids:
+            difference = _describe_difference(prompt_ids, recorded.turn.prompt_ids)
             raise self._refuse(f"call {index} to the model has another prompt ({difference})")
         if sampling != parent.sampling:
             raise self._refuse(f"call {index} to the model has other sampling parameters")
         if index == self.point.index:
             return None
         self.calls[index] = parent
-        return turn
+        return recorded
 
     def _refuse(self, difference: str) -> ReplayError:
         message = f"the branch differs from its parent before it samples: {difference}; see docs/branching.md"
@@ -158,22 +174,18 @@ class RolloutRecord:
             return False  # the parent has decided on its calls already, the one at the branch point included
         if any(call.num_open for call in self.calls.values()):
             return False
-        earlier = (turn for call in self.calls.values() for turn in call.turns.values())
+        earlier = (turn for call in self.calls.values() for turn in call.turns)
         return any(_extends(prompt_ids, turn) for turn in earlier)
 
 
-def build_completion(turn: Turn, on_tokens: OnTokens | None = None) -> Completion:
-    """The completion of a replayed turn, whose tokens are delivered at once."""
+def deliver_recorded(choice: RecordedChoice, sampling: Sampling, on_tokens: OnTokens | None) -> Completion:
+    """The completion of a replayed choice; its tokens, all in the prefix cache, are delivered at once."""
+    turn, completion = choice.turn, choice.completion
     if on_tokens is not None:
-        on_tokens(turn.sampled_ids, turn.logprobs)
-    return Completion(
-        sampled_ids=turn.sampled_ids,
-        logprobs=turn.logprobs,
-        policy_versions=turn.policy_versions,
-        stop_reason=turn.stop_reason,
-        num_cached_tokens=len(turn.prompt_ids),
-        entropies=turn.entropies,
-    )
+        details = TokenDetails(entropies=completion.entropies, top_logprobs=completion.top_logprobs)
+        has_details = sampling.return_entropy or sampling.top_logprobs > 0
+        on_tokens(turn.sampled_ids, turn.logprobs, *((details,) if has_details else ()))
+    return replace(completion, num_cached_tokens=len(turn.prompt_ids))
 
 
 def drop_details(sampling: Sampling, on_tokens: OnTokens | None) -> OnTokens | None:

@@ -104,6 +104,7 @@ def run_row(
             chunk.distribution,
             chunk_tokens=len(chunk.target_S),
             with_entropy=algorithm.entropy_coef > 0,
+            adjustment=chunk.adjustment,
         )
         can_compile = is_compiled and min(len(chunk.target_S), len(chunk.event_E)) > 1
         compute = compile_function(compute_chunk_loss) if can_compile else compute_chunk_loss

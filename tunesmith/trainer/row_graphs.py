@@ -57,8 +57,8 @@ def is_launch_bound(model: PreTrainedModel) -> bool:
 
 
 def can_replay(trie: Trie, distributions: TokenDistributions) -> bool:
-    """Whether the row can be captured: no single long paths, no truncated sampling, no logit bias."""
-    is_plain = not any(has_truncation(one) or one.logit_bias for one in distributions.unique)
+    """Whether the row can be captured: no single long paths, truncated sampling, logit bias, penalties or bans."""
+    is_plain = not any(has_truncation(one) or one.logit_bias or one.depends_on_context for one in distributions.unique)
     return is_plain and find_long_paths(trie) is None
 
 

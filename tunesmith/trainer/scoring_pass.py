@@ -296,7 +296,12 @@ def score_tokens(
         hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
         for chunk in row.chunks:
             scores_S = compute_logprobs(
-                model, hidden_TC[chunk.node_S], chunk.target_S, chunk.distribution, chunk_tokens=len(chunk.target_S)
+                model,
+                hidden_TC[chunk.node_S],
+                chunk.target_S,
+                chunk.distribution,
+                chunk_tokens=len(chunk.target_S),
+                adjustment=chunk.adjustment,
             )
             scores.append(torch.stack(scores_S)[:, chunk.site_E])
         event_indices.append(num_events + row.event_E)

@@ -25,6 +25,7 @@ from tunesmith.algorithms.scores import Need
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError, ModelError, TrainingError
 from tunesmith.experience.trie import Trie
+from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.dropout import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
 from tunesmith.model.forward.attention import PLAN_ATTENTION
@@ -61,6 +62,7 @@ from tunesmith.trainer.scoring_pass import (
     scatter_to_samples,
     score_logprobs,
 )
+from tunesmith.trainer.token_masks import attach_token_masks
 from tunesmith.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -95,10 +97,13 @@ class Trainer:
         dropout_seed: int = 0,
         is_sampler_quantized: bool = False,
         own_functions: OwnFunctions = OwnFunctions(),
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """With `is_sampler_quantized` every token is off-policy: importance weights apply as to replayed groups."""
+        """With `is_sampler_quantized` every token is off-policy: importance weights apply as to replayed groups.
+        `grammars` are the sampler's."""
         self._algorithm = resolve_algorithm(algorithm, own=own_functions)
         self._settings = settings
+        self._grammars = grammars
         self._norm_length = algorithm.norm_length or max_model_len
         self._num_total_steps = num_total_steps
         self._dropouts = find_dropouts(model)
@@ -159,6 +164,7 @@ class Trainer:
         learning_rate = compute_learning_rate(
             self._settings, step=self.num_steps, num_total_steps=self._num_total_steps
         )
+        samples = attach_token_masks(samples, self._grammars)
         proximal = self._score_proximal_policy(samples, policy_version)
         step_terms = self._compute_step_terms(samples, proximal)
         updates: list[Update] = []

@@ -233,3 +233,21 @@ def test_requests_with_top_logprobs_decode_beside_bursts() -> None:
         for one, other in zip(ours.top_logprobs, theirs.top_logprobs, strict=True):
             assert [token_id for token_id, _ in one] == [token_id for token_id, _ in other]
             np.testing.assert_allclose([each for _, each in one], [each for _, each in other], atol=1e-4)
+
+
+def test_requests_that_the_host_samples_keep_pace_with_bursts() -> None:
+    prompts = build_prompts(3, 17, 30)
+    distributions = [Distribution(), Distribution(frequency_penalty=0.7), Distribution()]
+
+    def run(engine: LocalEngine) -> list[Completion]:
+        async def generate() -> list[Completion]:
+            samplings = [Sampling(max_tokens=40, distribution=each, seed=5) for each in distributions]
+            return await asyncio.gather(*map(engine.generate, prompts, samplings))
+
+        return run_lockstep(generate())
+
+    engine = build_burst_engine(decode_block=8)
+    assert strip(run(engine)) == strip(run(build_engine()))
+    assert get_decoder(engine).num_single_steps == 39  # the first token is sampled from the prefill
+    assert len(get_decoder(engine).handles) == 5
+    assert engine.compute_stats()["engine/num_steps"] == 6

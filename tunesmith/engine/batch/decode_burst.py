@@ -75,6 +75,11 @@ class BurstDecoder(Protocol):
         """Queue `num_steps` decode steps; with 0, only the first token of prefilled rows is sampled."""
         ...
 
+    def compute_hidden(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
+        """Queue one decode step of requests that the host samples: hidden states [R, C] of one token of each, valid
+        until the next call."""
+        ...
+
     def build_prefill_plan(self, spans: Sequence[Span]) -> AttentionPlan:
         """Attention of the new tokens of several requests in one flat row."""
         ...

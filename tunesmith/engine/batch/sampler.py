@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tunesmith.model.forward.logit_adjustment import LogitAdjustment
 from tunesmith.types import Distribution, Sampling, TokenDetails, TopLogprobs
 
 NUM_CANDIDATES = 256
@@ -68,13 +69,17 @@ def sample_tokens(
     *,
     has_entropies: bool = False,
     num_top: int = 0,
+    adjustment: LogitAdjustment | None = None,
 ) -> SamplerOutput:
     """Sample one token per row; `logits_NV` is float32 and is overwritten.
 
-    With `has_entropies` and `num_top`, also the entropy of each row's distribution and its most likely tokens.
+    `adjustment` has the penalties and bans of the rows. With `has_entropies` and `num_top`, the output has the entropy
+    of each row's distribution and its most likely tokens.
     """
     logits_NV = logits_NV.detach()
     _add_bias(logits_NV, distributions)
+    if adjustment is not None:
+        logits_NV = adjustment.apply(logits_NV)
     temperatures = [distribution.temperature for distribution in distributions]
     if any(temperature not in (0.0, 1.0) for temperature in temperatures):
         divisors = [temperature or 1.0 for temperature in temperatures]

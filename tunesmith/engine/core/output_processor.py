@@ -152,18 +152,18 @@ class OutputProcessor:
         self.scheduler.remove(state.request)
         self._complete(state, stop_reason)
 
-    def fail(self, state: RequestState) -> None:
-        """Fail a request whose logits are not finite, and drop its blocks from the prefix cache."""
+    def fail(self, state: RequestState, message: str | None = None) -> None:
+        """Fail a request, by default because its logits are not finite, and drop its blocks from the prefix cache."""
         request = state.request
         self.flush(request)
         self.scheduler.pool.unpublish(request.blocks)
         request.num_computed = request.num_published = 0
         self.scheduler.remove(request)
-        self._output.results.append((state, EngineError(
+        self._output.results.append((state, EngineError(message or (
             f"logits of request {request.request_id} are not finite after {len(request.token_ids)} tokens "
             f"({len(request.prompt_ids)} of prompt) at policy version {self.policy_version}; "
             "lower the learning rate, or look for broken weights"
-        )))  # fmt: skip
+        ))))  # fmt: skip
         self._remove(state)
 
     def fail_all(self, message: str, error: Exception) -> None:

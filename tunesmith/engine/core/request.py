@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tunesmith.engine.core.span import BlockRun, extend_runs
+from tunesmith.grammar.matcher import TokenMatcher
 from tunesmith.types import Completion, Sampling, StopReason, TokenDetails, TopLogprobs
 
 MAX_TOP_LOGPROBS = 20
@@ -30,6 +31,8 @@ class Request:
     deadline_at: float | None = None
     """Time on the monotonic clock, in seconds, after which the request ends."""
     max_model_len: int = sys.maxsize
+    token_matcher: TokenMatcher | None = None
+    """The state of the reply under the grammar of its distribution."""
     priority: tuple[tuple[int, ...], int] = field(init=False)
     """Lower values are admitted first and preempted last."""
     max_num_tokens: int = field(init=False)
@@ -123,6 +126,7 @@ def check_sampling(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: in
         raise ValueError(f"max_tokens={sampling.max_tokens} must be at least 1")
     if not 0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS:
         raise ValueError(f"top_logprobs={sampling.top_logprobs} must lie in [0, {MAX_TOP_LOGPROBS}]")
+    _check_penalties(sampling, vocab_size)
     if not 0 <= distribution.temperature < math.inf:
         raise ValueError(f"temperature={distribution.temperature} must be 0 (greedy) or above")
     if not 0 < distribution.top_p <= 1 or not 0 <= distribution.min_p <= 1 or distribution.top_k < 0:
@@ -135,3 +139,26 @@ def check_sampling(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: in
             raise ValueError(
                 f"logit_bias of token {token_id} is {bias}; ids lie in [0, {vocab_size}), values are finite"
             )
+
+
+def _check_penalties(sampling: Sampling, vocab_size: int) -> None:
+    """Raise ValueError for penalties and bans outside of their ranges, or that together may leave no token."""
+    distribution = sampling.distribution
+    if not 0 < distribution.repetition_penalty < math.inf:
+        raise ValueError(f"repetition_penalty={distribution.repetition_penalty} must be above 0")
+    if not (math.isfinite(distribution.presence_penalty) and math.isfinite(distribution.frequency_penalty)):
+        raise ValueError("presence_penalty and frequency_penalty must be finite")
+    if not 0 <= distribution.min_tokens <= sampling.max_tokens:
+        raise ValueError(f"min_tokens={distribution.min_tokens} must lie in [0, max_tokens={sampling.max_tokens}]")
+    if distribution.min_tokens and sampling.stop:
+        raise ValueError(
+            "min_tokens cannot delay stop strings, only end-of-sequence and stop token ids: leave out stop"
+        )
+    banned = [token_id for word in distribution.bad_words for token_id in word] + list(distribution.end_ids)
+    if any(not word for word in distribution.bad_words) or not all(0 <= each < vocab_size for each in banned):
+        raise ValueError(f"bad_words must be non-empty sequences of ids in [0, {vocab_size})")
+    if distribution.grammar and (distribution.min_tokens or distribution.bad_words or sampling.ignore_eos):
+        raise ValueError(
+            "min_tokens, bad_words and ignore_eos cannot be combined with a grammar, which may allow only the tokens "
+            "that they ban"
+        )

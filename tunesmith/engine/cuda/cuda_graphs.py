@@ -11,7 +11,7 @@ Axes: S slots (the maximum number of rows), R rows of a launch, L lines of the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,8 @@ from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
 from tunesmith.engine.cuda.fp8_weights import Fp8Weights
+from tunesmith.engine.cuda.graph_capture import capture_graph, choose_capture_size
+from tunesmith.engine.cuda.hidden_graphs import HiddenGraphs
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
 from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens
 from tunesmith.engine.cuda.kernels.sample import SamplingTensors, sample_next_tokens
@@ -43,7 +45,6 @@ NUM_LOGS = 3
 """Token ids, logprobs, entropies; the last are written and copied only if a row of the launch asks for them."""
 NUM_BUFFERS = 2
 """Double buffering: one launch may be queued while the results of another are read."""
-CAPTURE_SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,8 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
         """By number of rows, whether some row is truncated, and whether some row asks for entropies."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._hidden_graphs: HiddenGraphs | None = None
+        """For requests that the host samples; built when the first one comes."""
         self._data_pointers = self._get_data_pointers()
 
     @torch.inference_mode()
@@ -114,7 +117,7 @@ class DecodeGraphs:
         """Enqueue a burst; `num_steps` 0 only samples the first token of prefilled rows."""
         assert 0 <= num_steps <= MAX_BURST_STEPS
         num_rows = len(rows.slots_R)
-        size = self._choose_capture_size(num_rows)
+        size = choose_capture_size(num_rows, self._num_slots)
         has_truncation = bool(self.input_batch.has_truncation_S[rows.slots_R].any())
         has_entropies = bool(self.input_batch.has_entropy_S[rows.slots_R].any())
         graph = self._get_graph(size, has_truncation, has_entropies) if num_steps else None
@@ -132,6 +135,18 @@ class DecodeGraphs:
         staging.event.record()
         return CudaBurstHandle(staging.event, staging.log, num_steps, num_rows, has_entropies)
 
+    def compute_hidden(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
+        if self._hidden_graphs is None:
+            self._hidden_graphs = HiddenGraphs(
+                self._model,
+                self._cache,
+                num_slots=self._num_slots,
+                num_columns=self._block_table.shape[1],
+                scratch_block=self.input_batch.scratch_block,
+                installed=self.installed,
+            )
+        return self._hidden_graphs.compute(spans, token_ids)
+
     def build_prefill_plan(self, spans: Sequence[Span]) -> LayeredPlan:
         return build_prefill_plan(self._cache, spans, tile_tokens=self._tile_tokens, device=self._model.device)
 
@@ -142,6 +157,8 @@ class DecodeGraphs:
         """Quantize FP8 weights again; drop the graphs if parameters have moved. In-place updates keep graphs valid."""
         if self._get_data_pointers() != self._data_pointers:
             self._graphs.clear()
+            if self._hidden_graphs is not None:
+                self._hidden_graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
             if self._fused is not None:
                 merge_weights(self._model)
@@ -172,10 +189,6 @@ class DecodeGraphs:
             )
             first += len(hidden_NC)
 
-    def _choose_capture_size(self, num_rows: int) -> int:
-        size = next((size for size in CAPTURE_SIZES if size >= num_rows), self._num_slots)
-        return max(min(size, self._num_slots), num_rows)
-
     def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool) -> torch.cuda.CUDAGraph:
         key = (size, has_truncation, has_entropies)
         if key not in self._graphs:
@@ -201,19 +214,6 @@ class DecodeGraphs:
             graph = capture_graph(run_step, self._pool)
         self._sampling.ids_R.copy_(saved_ids)
         return graph
-
-
-def capture_graph(run_step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    """Run a step twice to warm up, then capture it."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run_step()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, pool=pool):
-        run_step()
-    return graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 A step queues prefills and a decode burst, and only then reads the previous burst, so the host's work overlaps with the
 device's. A row that turns out to have ended keeps decoding until the burst that follows is over; those tokens are
-discarded.
+discarded. Requests that the host must sample token by token get as many tokens between two bursts, one forward each.
 
 Axes: R rows of a burst, in this order: rows of the previous burst, rows whose last token is known, prefilled rows.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tunesmith.engine.batch.decode_burst import BurstInput
 from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, find_first_stop, find_length_limit
+from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.worker.inflight import BurstRows, InflightBurst, collect_rows, split_output
 from tunesmith.engine.worker.model_runner import ModelRunner
@@ -72,6 +73,7 @@ class AsyncStepper(SyncStepper):
         burst_input = _build_input(sources, new, rows, hidden)
         requests = [state.request for state in states]
         handle = self._runner.launch_burst(requests, burst_input, num_new=len(new), num_steps=num_steps)
+        self._step_others(num_steps - 1)
         return InflightBurst(
             handle=handle,
             states=states,
@@ -79,6 +81,22 @@ class AsyncStepper(SyncStepper):
             num_prefilled=len(prefilled),
             num_steps=num_steps,
         )
+
+    def _step_others(self, num_steps: int) -> None:
+        """Decode requests that the host samples as many tokens as a burst does, one forward per token.
+
+        `_start_requests` has computed the first one.
+        """
+        for _ in range(num_steps):
+            chunks = self._output_processor.scheduler.continue_running(self._decodes_alone)
+            if not chunks:
+                return
+            self._run(chunks)
+
+    def _decodes_alone(self, request: Request) -> bool:
+        """The host samples the request, and only its last token is not computed yet."""
+        has_one_left = len(request.token_ids) - request.num_computed == 1
+        return has_one_left and not self._runner.can_decode_in_burst(request)
 
     def _reserve(self, states: Sequence[RequestState], rows: BurstRows, num_steps: int) -> bool:
         """Hold blocks for `num_steps` more tokens of each request, up to its length limit.

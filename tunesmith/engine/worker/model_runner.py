@@ -31,8 +31,10 @@ from tunesmith.engine.cpu.direct_calls import DirectCalls
 from tunesmith.engine.cpu.onednn_linear import OneDnnLinears
 from tunesmith.engine.cpu.rms_norm import RmsNorms
 from tunesmith.errors import ConfigError, ModelError
+from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import has_adapter
 from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
+from tunesmith.model.forward.logit_adjustment import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_model
 
 if TYPE_CHECKING:
@@ -56,8 +58,17 @@ FP8_CAPABILITY = (8, 9)
 class ModelRunner:
     """A model and its KV cache."""
 
-    def __init__(self, model: PreTrainedModel, settings: EngineSection, *, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: EngineSection,
+        *,
+        max_model_len: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """`grammars` computes the masks of requests that have a grammar."""
         verify_model(model)
+        self._grammars = grammars
         self.model = model
         shapes = probe_layers(model)
         fp8 = _build_fp8_weights(model) if settings.weight_format == "fp8" else None  # before memory is measured
@@ -119,9 +130,10 @@ class ModelRunner:
         return [chunk for chunk in chunks if chunk.has_last_token], self._compute_hidden(chunks)
 
     def can_decode_in_burst(self, request: Request) -> bool:
-        """The device samples this request's tokens by itself: without a logit bias or top logprobs."""
-        sampling = request.sampling
-        return self._burst_decoder is not None and not (sampling.distribution.logit_bias or sampling.top_logprobs)
+        """The device samples this request's tokens by itself: without bias, penalties, bans and top logprobs."""
+        sampling, distribution = request.sampling, request.sampling.distribution
+        is_plain = not (distribution.logit_bias or distribution.depends_on_context or sampling.top_logprobs)
+        return is_plain and self._burst_decoder is not None
 
     def launch_burst(
         self, requests: Sequence[Request], rows: BurstInput, *, num_new: int, num_steps: int
@@ -143,6 +155,8 @@ class ModelRunner:
             ids.fromlist(chunk.request.token_ids[chunk.start : chunk.stop])
             if chunk.has_last_token:
                 last_tokens.append(len(ids) - 1)
+        if self._burst_decoder is not None and len(last_tokens) == len(ids):
+            return self._burst_decoder.compute_hidden(spans, ids)
         num_tokens, device, plan = len(ids), self.cache.keys[0].device, self._build_plan(spans)
         positions = np.array([chunk.start for chunk in chunks])
         if num_tokens > len(chunks):
@@ -178,7 +192,28 @@ class ModelRunner:
             [chunk.stop for chunk in chunks],
             has_entropies=any(sampling.return_entropy for sampling in samplings),
             num_top=max(sampling.top_logprobs for sampling in samplings),
+            adjustment=self._build_adjustment([chunk.request for chunk in chunks], logits_NV.device),
         )
+
+    def _build_adjustment(self, requests: Sequence[Request], device: torch.device) -> LogitAdjustment | None:
+        """Penalties and bans of the next token of each request."""
+        if not any(request.sampling.distribution.depends_on_context for request in requests):
+            return None
+        matchers = {id(each): each.token_matcher for each in requests if each.token_matcher is not None}
+        masks = {}
+        if matchers:
+            assert self._grammars is not None
+            masks = dict(zip(matchers, self._grammars.fill_masks(list(matchers.values())), strict=True))
+        contexts = [
+            TokenContext(
+                distribution=request.sampling.distribution,
+                prompt_ids=request.prompt_ids,
+                output_ids=request.token_ids[len(request.prompt_ids) :],
+                token_mask=masks.get(id(request)),
+            )
+            for request in requests
+        ]
+        return build_adjustment(contexts, device)
 
 
 def _build_burst_decoder(

@@ -52,6 +52,12 @@ class SyncStepper:
         self, state: RequestState, token_id: int, logprob: float, details: TokenDetails | None = None
     ) -> None:
         """Append a sampled token, which may end the request."""
+        if state.request.token_matcher is not None:
+            try:
+                state.request.token_matcher.accept(token_id)
+            except ValueError as error:
+                self._output_processor.fail(state, str(error))
+                return
         _, stop_reason = find_first_stop(state, [token_id], eos_ids=self._output_processor.eos_ids)
         self._output_processor.add_tokens(state, [token_id], [logprob], details)
         if stop_reason is not None:

@@ -139,6 +139,7 @@ def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -
         critic_model=extra.critic,
         is_sampler_quantized=config.engine.weight_format != "model",
         own_functions=plan.functions,
+        grammars=policy.engine.grammars,
     )
     batch_size, has_baselines = config.algorithm.batch_size, "baselines" in plan.algorithm.needs
     return StepParts(

@@ -149,7 +149,7 @@ class GroupTrees:
 
     def _receive_call(self, rollout: _Rollout, call: RecordedCall) -> None:
         """A model call of the rollout has finished: compare its entropy, and branch or not."""
-        turn = call.turns[min(call.turns)]
+        turn = call.choices[min(call.choices)].turn
         if turn.entropies is None:
             raise RuntimeError("the engine returned no entropies, which branching rollouts need")
         if not turn.entropies:

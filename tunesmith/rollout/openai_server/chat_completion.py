@@ -22,6 +22,7 @@ from tunesmith.rollout.openai_server.request import ChatRequest, TextRequest
 from tunesmith.rollout.openai_server.response import (
     END_OF_STREAM,
     CompletionHeader,
+    TokenLogprobs,
     build_delta,
     build_error,
     build_finish_reason,
@@ -29,15 +30,18 @@ from tunesmith.rollout.openai_server.response import (
     build_message,
     build_usage,
     encode_event,
+    list_tokens,
 )
 from tunesmith.rollout.recorder import Session, SessionCall, SessionClosedError
-from tunesmith.types import Completion, OnTokens
+from tunesmith.types import Completion, OnTokens, TokenDetails
 
 
 class ChoiceStream(Protocol):
     """Turns the tokens of one choice into stream chunks."""
 
-    def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def add_tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
+    ) -> dict[str, Any] | None:
         """The next chunk, if these tokens complete one."""
         ...
 
@@ -85,7 +89,7 @@ class PendingChatCompletion:
         self._prefix_text = ""
         self._prefix_ids: tuple[int, ...] = ()
         if request.tool_choice == "required":
-            self._prefix_text, self._prefix_ids = renderer.build_call_prefix(self._find_forced_tool(), call.prompt_ids)
+            self._prefix_text, self._prefix_ids = renderer.build_call_prefix(request.called_tool, call.prompt_ids)
         self._is_single_call = request.is_single_call and request.has_callable_tools
 
     @property
@@ -99,12 +103,6 @@ class PendingChatCompletion:
     @property
     def prompt_ids(self) -> tuple[int, ...]:
         return self.call.prompt_ids + self._prefix_ids
-
-    def _find_forced_tool(self) -> str | None:
-        """Name of the tool that must be called: the requested one, or the only one; else None."""
-        tools = self.request.prompt.tools
-        only = tools[0]["function"]["name"] if len(tools) == 1 else None
-        return self.request.forced_tool or only
 
     async def sample_choice(self, choice: int, on_tokens: OnTokens | None = None) -> Completion:
         """Sample one choice; if at most one tool call is allowed, sampling stops after it."""
@@ -146,10 +144,12 @@ class PendingChatCompletion:
             "logprobs": None,
         }
         if self.request.has_logprobs:
-            tokens = zip(completion.sampled_ids, completion.logprobs, strict=True)
-            choice["logprobs"] = build_logprobs([(self.renderer.format_token(i), logprob) for i, logprob in tokens])
+            tokens = list_tokens(completion.sampled_ids, completion.logprobs, completion.top_logprobs)
+            choice["logprobs"] = build_logprobs(tokens, self.renderer.format_token)
         if self.request.has_token_ids:
             choice["token_ids"] = list(completion.sampled_ids)
+        if completion.entropies is not None:
+            choice["entropies"] = list(completion.entropies)
         return choice
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -200,11 +200,16 @@ class ChatChoiceStream:
         self._deltas: list[Delta] = []
         self._num_calls = 0
         self._is_first = True
-        self._tokens: list[tuple[int, float]] = []
+        self._tokens: list[TokenLogprobs] = []
+        self._entropies: list[float] = []
 
-    def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def add_tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
+    ) -> dict[str, Any] | None:
         """The next chunk, if these tokens complete one."""
-        self._tokens += zip(token_ids, logprobs, strict=True)
+        details = details or TokenDetails()
+        self._tokens += list_tokens(token_ids, logprobs, details.top_logprobs)
+        self._entropies += details.entropies or ()
         text = "".join(map(self._detokenizer.feed, token_ids))
         delta = self._parser.feed(text) if text else Delta()
         return self._build_chunk(delta) if delta or self._is_first else None
@@ -230,23 +235,24 @@ class ChatChoiceStream:
             "logprobs": None,
         }
         if request.has_logprobs and self._tokens:
-            texts = [(self._pending.renderer.format_token(token_id), logprob) for token_id, logprob in self._tokens]
-            choice["logprobs"] = build_logprobs(texts)
+            choice["logprobs"] = build_logprobs(self._tokens, self._pending.renderer.format_token)
+        if request.sampling.return_entropy:
+            choice["entropies"] = self._entropies
         chunk = self._pending.header.to_json(self._pending.chunk_object)
         chunk["choices"] = [choice]
         if request.has_token_ids:
-            choice["token_ids"] = [token_id for token_id, _ in self._tokens]
+            choice["token_ids"] = [token_id for token_id, *_ in self._tokens]
             if self._is_first:
                 chunk["prompt_token_ids"] = list(self._pending.prompt_ids)
         self._deltas.append(delta)
         self._num_calls += len(delta.tool_calls)
         self._is_first = False
-        self._tokens = []
+        self._tokens, self._entropies = [], []
         return chunk
 
 
-StreamEvent = tuple[int, tuple[Sequence[int], Sequence[float]] | None]
-"""Index of a choice, and its next tokens with their logprobs; None at the end of the choice."""
+StreamEvent = tuple[int, tuple[Sequence[int], Sequence[float], TokenDetails | None] | None]
+"""Index of a choice, and its next tokens with their logprobs and details; None at the end of the choice."""
 
 
 async def stream_completion(pending: PendingCompletion, send: Send) -> None:
@@ -285,8 +291,8 @@ async def stream_completion(pending: PendingCompletion, send: Send) -> None:
 def _start_choice(
     pending: PendingCompletion, index: int, events: asyncio.Queue[StreamEvent]
 ) -> asyncio.Future[Completion]:
-    def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        events.put_nowait((index, (token_ids, logprobs)))
+    def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None) -> None:
+        events.put_nowait((index, (token_ids, logprobs, details)))
 
     task = asyncio.ensure_future(pending.sample_choice(index, add_tokens))
     task.add_done_callback(lambda _: events.put_nowait((index, None)))
