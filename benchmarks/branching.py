@@ -107,17 +107,19 @@ def measure_update(
         copy.deepcopy(model), settings, AlgorithmSection(), max_model_len=4096, num_total_steps=arguments.repeats + 1
     )
     is_cuda = arguments.device != "cpu"
-    seconds, metrics = [], {}
+    seconds, cpu_seconds, metrics = [], [], {}
     for _ in range(arguments.repeats + 1):
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         metrics = trainer.step(samples)
         if is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
+        cpu_seconds.append(time.process_time() - cpu_started)
     return {
         "seconds": statistics.median(seconds[1:]),
         "seconds_min": min(seconds[1:]),
         "seconds_max": max(seconds[1:]),
+        "cpu_seconds": statistics.median(cpu_seconds[1:]),
         "tokens_computed": float(metrics["train/num_tokens"]),
         "tokens_of_rollouts": float(metrics["train/num_flat_tokens"]),
         "trained_tokens": float(metrics["train/num_trained_tokens"]),
@@ -152,12 +154,12 @@ def main() -> None:
             label: measure_update(model, samples, arguments, has_sharing=has_sharing)
             for label, has_sharing in (("shared", True), ("flat", False))
         }
-    print(f"{'rollouts':14}{'sharing':>9}{'tokens computed':>17}{'of':>9}{'seconds':>9}{'min':>8}{'max':>8}")
+    print(f"{'rollouts':14}{'sharing':>9}{'tokens computed':>17}{'of':>9}{'seconds':>9}{'min':>8}{'max':>8}{'cpu':>8}")
     for name, row in results.items():
         for label, each in row.items():
             print(
                 f"{name:14}{label:>9}{each['tokens_computed']:>17.0f}{each['tokens_of_rollouts']:>9.0f}"
-                f"{each['seconds']:>9.3f}{each['seconds_min']:>8.3f}{each['seconds_max']:>8.3f}"
+                f"{each['seconds']:>9.3f}{each['seconds_min']:>8.3f}{each['seconds_max']:>8.3f}{each['cpu_seconds']:>8.3f}"
             )
     half = results["arpo_half"]
     publish(
