@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "tunesmith"
 LAYERS = [
-    {"types", "config", "errors", "storage", "arguments", "version", "metric", "hub", "user_lines"},
+    {"types", "config", "errors", "storage", "arguments", "version", "metric", "hub", "user_lines", "tool_log"},
     {"algorithms", "tasks", "experience", "chat", "grammar", "model", "monitor", "retrieval"},
     {"engine", "trainer", "rollout", "judges", "tools"},
     {"loop", "environments"},

@@ -77,6 +77,7 @@ from tunesmith.run_files import (
     load_run_file,
     load_sft_file,
 )
+from tunesmith.tool_log import replayable
 from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 
 __all__ = [
@@ -114,6 +115,7 @@ __all__ = [
     "prefer",
     "prepare",
     "prepare_model",
+    "replayable",
     "run_pipeline",
     "sft",
     "tune",

@@ -51,6 +51,10 @@ class StorageError(TunesmithError, OSError):
     """A file or run folder cannot be written or read; existing files are unchanged."""
 
 
+class ReplayError(TunesmithError, RuntimeError):
+    """A branch of a rollout made another request than its parent did, so it does not continue its parent."""
+
+
 class EngineError(TunesmithError, RuntimeError):
     """The engine cannot finish a request: a step failed, or the model's logits are not finite."""
 

@@ -318,8 +318,15 @@ class Trajectory:
     failure: Failure | None = None
     response_text: str = ""
     duration_s: float = 0.0
+    parent: int | None = None
+    """`run_index` of the rollout that this one branched from; None if it started from the task."""
+    branch_at: int | None = None
+    """Number of tokens before the first one that the branch sampled itself: the prompt at the branch point."""
+    num_shared_turns: int = 0
+    """The first turns, which the parent (or its parent) sampled."""
 
     def __post_init__(self) -> None:
+        assert (self.parent is None) == (self.branch_at is None), "a branch has a parent and a branch point"
         assert (self.reward is None) == (self.failure is not None), "a trajectory has either a reward or a failure"
 
 

@@ -91,6 +91,7 @@ def groups(draw) -> Group:
             failure=failure,
             response_text=draw(st.text(max_size=20)),
             duration_s=draw(numbers),
+            **draw(st.sampled_from(({}, {"parent": 0, "branch_at": 5, "num_shared_turns": 2}))),
         )
         trajectories.append(trajectory)
     return Group(task=task, trajectories=tuple(trajectories))
@@ -106,6 +107,21 @@ def test_rollouts_round_trip_exactly(tmp_path_factory, saved):
 def test_two_groups_of_one_task_stay_separate(tmp_path):
     save_rollouts(tmp_path / "a.parquet", [GROUP, GROUP])
     assert load_rollouts(tmp_path / "a.parquet") == [GROUP, GROUP]
+
+
+def test_trees_are_columns_and_older_files_without_them_load(tmp_path):
+    path = tmp_path / "a.parquet"
+    first, second = GROUP.trajectories
+    tree = replace(GROUP, trajectories=(first, replace(second, parent=0, branch_at=3, num_shared_turns=1)))
+    save_rollouts(path, [tree])
+    table = pq.read_table(path)
+    columns = ["parent", "branch_at", "num_shared_turns"]
+    assert table.select(columns).to_pylist() == [
+        {"parent": None, "branch_at": None, "num_shared_turns": 0},
+        {"parent": 0, "branch_at": 3, "num_shared_turns": 1},
+    ]
+    pq.write_table(table.drop_columns(columns), path)
+    assert load_rollouts(path) == [GROUP]
 
 
 def test_parquet_columns_hold_advantages_and_nulls(tmp_path):

@@ -35,6 +35,7 @@ from tunesmith.config.prepare import (
     SourceSection,
     TokensSection,
 )
+from tunesmith.config.rollout.branching import BranchingSection
 from tunesmith.config.run import (
     BehaviorSection,
     DatasetSection,
@@ -64,6 +65,7 @@ __all__ = [
     "AlgorithmSection",
     "AuxiliaryModelSection",
     "BehaviorSection",
+    "BranchingSection",
     "CallbacksSection",
     "ContaminationSection",
     "ConversationDataSection",

@@ -70,6 +70,9 @@ SCHEMA = pa.schema(
         "metrics": pa.map_(pa.string(), pa.float64()),
         "turns": pa.list_(TURN),
         "step": pa.int32(),
+        "parent": pa.int32(),
+        "branch_at": pa.int32(),
+        "num_shared_turns": pa.int32(),
     },
     metadata={"tunesmith.rollouts": FORMAT},
 )
@@ -202,6 +205,9 @@ def build_row(trajectory: Trajectory) -> dict[str, Any]:
         "duration_s": trajectory.duration_s,
         "metrics": [(clean_text(name), value) for name, value in trajectory.metrics.items()],
         "turns": [build_turn(turn) for turn in trajectory.turns],
+        "parent": trajectory.parent,
+        "branch_at": trajectory.branch_at,
+        "num_shared_turns": trajectory.num_shared_turns,
     }
 
 
@@ -245,6 +251,9 @@ def parse_row(row: dict[str, Any]) -> Trajectory:
         failure=failure,
         response_text=row["response_text"],
         duration_s=row["duration_s"],
+        parent=row.get("parent"),
+        branch_at=row.get("branch_at"),
+        num_shared_turns=row.get("num_shared_turns") or 0,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.groups import attach_baselines, run_groups
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
@@ -67,12 +68,13 @@ async def run_tasks(
     sampling: Sampling | None = None,
     baseline_sampling: Sampling | None = None,
     progress: RolloutProgress | None = None,
+    branching: Branching | None = None,
 ) -> list[Group]:
     """Run the agent `group_size` times on each task; returns groups in the order of the tasks.
 
     The policy's engine must be sampling. With `baseline_sampling`, one additional rollout of each task gives its
-    group's baseline reward. `progress` collects finished trajectories, so that they can be saved if the phase is
-    aborted.
+    group's baseline reward. With `branching`, rollouts of a group branch. `progress` collects finished trajectories, so
+    that they can be saved if the phase is aborted.
     """
     for engine in actors.auxiliary_engines:
         engine.resume(0)  # an empty prefix cache makes a phase a function of its seed
@@ -99,6 +101,7 @@ async def run_tasks(
             seed=seed,
             sampling=sampling,
             on_progress=partial(progress.add, num_expected=num_expected, is_kept=True),
+            branching=branching,
         )
         if baseline_sampling is None:
             return groups

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tunesmith.rollout.failures import MAX_MESSAGE_CHARS, describe_error, describe_type, shorten
+from tunesmith.rollout.replay import RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.rollout.signature import is_sync_function, list_parameters
 from tunesmith.rollout.sync_code import ThreadCall
 from tunesmith.rollout.user_coroutine import UserCoroutine
 from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, BlockedTime, EventLoopWatchdog
+from tunesmith.tool_log import CURRENT_LOG
 from tunesmith.types import (
     MAX_METRIC,
     MAX_REWARD,
@@ -106,14 +108,21 @@ async def run_trajectory(
     order: tuple[int, ...] = (),
     sampling: Sampling | None = None,
     watchdog: EventLoopWatchdog | None = None,
+    record: RolloutRecord | None = None,
 ) -> Trajectory:
     """Run the agent once; `seed` determines what its models sample, `order` its position in the engine's queue.
+
+    With a `record`, the calls are recorded so that branches can replay them; if it has a branch point, the rollout is
+    such a branch.
 
     The watchdog sums up the time that user code blocks the loop. All rollouts of a phase share one; by default the
     rollout creates its own.
     """
     started = time.perf_counter()
     bound = model.open(seed=seed, order=order, sampling=sampling)
+    if record is not None:
+        assert bound.session is not None, "only the policy's rollouts branch"
+        bound.session.record = record
     auxiliary = {
         name: source.open(seed=derive_seed(seed, name), order=order) for name, source in auxiliary_models.items()
     }
@@ -126,7 +135,9 @@ async def run_trajectory(
         turns = model.close(bound)
         for name, bound_auxiliary in auxiliary.items():
             auxiliary_models[name].close(bound_auxiliary)
-    failure = _find_engine_failure(bound, auxiliary) or outcome.failure or _find_missing_turns(bound, turns)
+    failure = _find_engine_failure(bound, auxiliary) or _find_replay_failure(record, outcome) or outcome.failure
+    failure = failure or _find_missing_turns(bound, turns)
+    point = None if record is None else record.point
     return Trajectory(
         task=task,
         run_index=run_index,
@@ -136,6 +147,9 @@ async def run_trajectory(
         failure=failure,
         response_text=outcome.response_text,
         duration_s=time.perf_counter() - started,
+        parent=None if point is None else point.parent,
+        branch_at=None if point is None else point.branch_at,
+        num_shared_turns=0 if point is None else min(point.num_shared_turns, len(turns)),
     )
 
 
@@ -190,6 +204,9 @@ async def _cancel(running: asyncio.Future[_Outcome], agent: Agent) -> None:
 
 
 async def _run_user_code(run: _Run) -> _Outcome:
+    session = run.bound.session
+    if session is not None and session.record is not None:
+        CURRENT_LOG.set(session.record.tools)
     try:
         return await _run_workflow_and_judge(run)
     except _UserCodeError as error:
@@ -261,6 +278,14 @@ def _find_engine_failure(bound: BoundModel, auxiliary: Mapping[str, BoundModel])
         if error is not None:
             return Failure(where="engine", message=f"{name}: {shorten(error, MAX_MESSAGE_CHARS)}")
     return None
+
+
+def _find_replay_failure(record: RolloutRecord | None, outcome: _Outcome) -> Failure | None:
+    """A branch that differs from its parent has failed, also if user code caught the error."""
+    message = None if record is None else record.find_failure()
+    if record is None or message is None or (record.error is None and outcome.failure is not None):
+        return None
+    return Failure(where="workflow", message=message)
 
 
 def _find_missing_turns(bound: BoundModel, turns: Sequence[Turn]) -> Failure | None:

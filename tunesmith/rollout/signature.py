@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from tunesmith.errors import ConfigError
+
 OPTIONAL_PARAMETERS = frozenset({"auxiliary_models", "logger"})
 ENVIRONMENT = "environment"
 """A parameter of workflows that the pipeline binds to the run's environment."""
@@ -32,6 +34,20 @@ def check_judge_function(func: Callable[..., Any]) -> None:
     """Raise a ValueError unless `func` is `async f(task, response[, auxiliary_models][, logger])`."""
     _check_parameters(func, JUDGE_PARAMETERS, OPTIONAL_PARAMETERS)
     _check_async(func, "judge")
+
+
+def check_workflow_branches(func: Callable[..., Any]) -> None:
+    """Raise a ConfigError if rollouts of a checked workflow cannot branch.
+
+    A workflow says why it cannot be run again with the same results in its attribute `cannot_branch`.
+    """
+    inner = _find_innermost(func)
+    reason = getattr(func, "cannot_branch", None) or getattr(inner, "cannot_branch", None)
+    if reason is None and "auxiliary_models" in list_parameters(func):
+        reason = "it takes auxiliary_models, whose replies a branch cannot receive from its parent"
+    if reason is not None:
+        name = getattr(inner, "__qualname__", type(inner).__name__)
+        raise ConfigError(f"rollout.branching: the workflow {name} cannot branch: {reason}")
 
 
 def list_parameters(func: Callable[..., Any]) -> frozenset[str]:

@@ -34,8 +34,9 @@ from tunesmith.pipeline.session.policy import BuildModel, Policy, build_sampling
 from tunesmith.pipeline.session.result import TrainingResult, require_path
 from tunesmith.pipeline.session.run_folder import RunFolder, open_run_folder
 from tunesmith.rollout.actors import Actors, RolloutProgress
+from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.failures import list_causes
-from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, JudgeType, WorkflowType
@@ -95,6 +96,8 @@ def run_tuning(
     check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
+    if config.rollout.branching is not None:
+        check_workflow_branches(workflow)
     plan = build_plan(config, custom)
     with (
         default_modes(),
@@ -154,7 +157,15 @@ def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -
         max_failure_rate=config.rollout.max_failure_rate,
         outcome_key=config.experience.outcome_key,
         baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
+        branching=build_branching(config, policy),
     )
+
+
+def build_branching(config: RunConfig, policy: Policy) -> Branching | None:
+    if config.rollout.branching is None:
+        return None
+    vocab_size = policy.model.get_input_embeddings().num_embeddings
+    return Branching(section=config.rollout.branching, vocab_size=vocab_size)
 
 
 def describe_interruption(config: RunConfig, folder: RunFolder) -> str:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED
 from tunesmith.chat.renderer import PromptTooLongError
-from tunesmith.errors import EngineError
+from tunesmith.errors import EngineError, ReplayError
 from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion, create_completion
 from tunesmith.rollout.openai_server.constraints import (
     ConstraintError,
@@ -69,6 +69,8 @@ def translate_errors() -> Iterator[None]:
         raise ApiError(400, str(error)) from error
     except SessionClosedError as error:
         raise ApiError(401, INVALID_KEY_MESSAGE) from error
+    except ReplayError as error:
+        raise ApiError(400, str(error)) from error
     except EngineError as error:
         raise ApiError(500, f"the engine failed: {error}") from error
 
