@@ -17,6 +17,7 @@ import typer
 
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
+from tunesmith.viewer_commands import show, view
 
 if TYPE_CHECKING:
     from tunesmith.pipeline.sft.train import OfflineResult
@@ -31,6 +32,8 @@ app = typer.Typer(
 model_app = typer.Typer(name="model", help="Prepare models.", no_args_is_help=True)
 app.add_typer(model_app)
 app.command("doctor")(doctor)
+app.command("view")(view)
+app.command("show")(show)
 
 ConfigPath = Annotated[str, typer.Argument(help="Run file (YAML). List its keys with: tunesmith config --options.")]
 Overrides = Annotated[
