@@ -55,8 +55,8 @@ def list_evaluations(runs: Sequence[Run]) -> dict[str, Any]:
 def list_answers(runs: Sequence[Run], params: Mapping[str, str]) -> dict[str, Any]:
     """One page of the tasks of a set with the answers of the chosen columns.
 
-    Filters: `text` in question or answers; `show=differ` keeps tasks on which the columns' rewards differ, `wrong` those
-    that the last column did not solve (less than its best reward).
+    Filters: `text` in question or answers; `show=differ` keeps tasks on which the columns' rewards differ, `wrong`
+    those that the last column did not solve (less than the best reward of all).
     """
     name, keys = params["set"], [key for key in params.get("columns", "").split(",") if key]
     columns = [load_column(runs, name, key) for key in keys]

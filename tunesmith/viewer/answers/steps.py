@@ -67,9 +67,10 @@ def find_title(row: Mapping[str, Any]) -> str:
 
 def describe_group(run: Run, step: int, group: int) -> dict[str, Any]:
     """The rollouts of a group in one line each, and the task's row."""
-    rollouts = run.load_group(step, group)
+    rollouts, rows = run.load_group(step, group), run.index.find_step(step)
     first = rollouts[0]
     return {
+        "num_groups": int(rows["group"].max()) + 1,
         "step": step,
         "group": group,
         "task_id": first.trajectory.task.task_id,

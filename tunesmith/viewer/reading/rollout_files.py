@@ -66,6 +66,13 @@ class RolloutFiles:
         with self._open(step) as parquet:
             return read_row_group(parquet, self._find_row_group(parquet, step), columns)
 
+    def stamp(self, step: int) -> tuple[int, int]:
+        """Modification time and size of the file that holds a step; they change when it is written again."""
+        path = self._find_path(step)
+        with storage_errors(path, "read"):
+            stat = path.stat()
+        return stat.st_mtime_ns, stat.st_size
+
     def _iter_batches(self, step: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         with self._open(step) as parquet:
             row_group = self._find_row_group(parquet, step)

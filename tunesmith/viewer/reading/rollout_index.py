@@ -104,8 +104,9 @@ class RolloutIndex:
 
     def find_step(self, step: int) -> Rows:
         """The rows of one step, which is read if it is not in the index yet."""
-        for rows in self.iter_rows():
-            if len(rows) and rows["step"][0] <= step <= rows["step"][-1]:
+        stamp = self._files.stamp(step)
+        for known, rows in self._rows.values():
+            if known == stamp and len(rows) and rows["step"][0] <= step <= rows["step"][-1]:
                 first, last = np.searchsorted(rows["step"], [step, step + 1])
                 return rows[first:last]
         table = self._files.read_table(step, SCALARS)

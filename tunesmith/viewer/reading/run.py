@@ -23,6 +23,7 @@ from tunesmith.viewer.reading.token_text import TokenText, find_tokenizer
 
 State = Literal["running", "stopped", "interrupted", "finished", "comparison"]
 COMPARISON = "comparison.json"
+NUM_KEPT_GROUPS = 3
 ROLLOUT = ["group_index", "run_index", "task_id", "task_index", "task_row", "reward", "advantage", "turn_advantages"]
 ROLLOUT += ["baseline_reward", "failure_where", "failure_message", "failure_line", "failure_traceback"]
 ROLLOUT += ["response_text", "duration_s", "metrics", "turns", "untrained_turns"]
@@ -47,6 +48,7 @@ class Run:
         self.files = RolloutFiles(self.paths.rollouts(0).parent)
         self.index = RolloutIndex(self.files)
         self._text: TokenText | None = None
+        self._groups: dict[tuple[int, int, tuple[int, int]], list[StoredRollout]] = {}
         self._evaluation = functools.lru_cache(maxsize=16)(self._load_evaluation)
 
     @functools.cached_property
@@ -124,22 +126,22 @@ class Run:
         loaded: Mapping[str, Any] = load_step_json(self.paths.selection(step))
         return loaded
 
-    def find_rollout(self, step: int, group: int, run: int) -> Any:
-        """The row of the index of one trajectory."""
-        rows = self.index.find_step(step)
-        found = rows[(rows["group"] == group) & (rows["run"] == run)]
-        if not len(found):
+    def load_rollout(self, step: int, group: int, run: int) -> StoredRollout:
+        """One trajectory with its tokens."""
+        found = [each for each in self.load_group(step, group) if each.trajectory.run_index == run]
+        if not found:
             raise StorageError(f"step {step} has no rollout {run} of group {group}")
         return found[0]
 
-    def load_rollout(self, step: int, group: int, run: int) -> StoredRollout:
-        """One trajectory with its tokens."""
-        position = int(self.find_rollout(step, group, run)["position"])
-        (row,) = self.files.iter_rows(step, ROLLOUT, first=position, num_rows=1)
-        return parse_rollout(row)
-
     def load_group(self, step: int, group: int) -> list[StoredRollout]:
-        """The trajectories of a group with their tokens."""
+        """The trajectories of a group with their tokens; those of the last groups are kept."""
+        key = (step, group, self.files.stamp(step))
+        if key not in self._groups:
+            self._groups = dict([*self._groups.items()][1 - NUM_KEPT_GROUPS :])
+            self._groups[key] = self._load_group(step, group)
+        return self._groups[key]
+
+    def _load_group(self, step: int, group: int) -> list[StoredRollout]:
         rows: Rows = self.index.find_step(step)
         positions = rows["position"][rows["group"] == group]
         if not len(positions):
