@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunesmith.errors import TunesmithError
 from tunesmith.viewer.answers.table import Answers, UnknownAnswerError
@@ -82,9 +82,9 @@ class LocalOnly:
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
         app = self._app if is_local(host) else Response(f"host {host!r} is not this machine", status_code=403)
 
-        async def send_with_headers(message: dict[str, object]) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = list(message["headers"])  # type: ignore[call-overload]
+                headers = list(message["headers"])
                 added = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
                 message = {**message, "headers": [*headers, *added]}
             await send(message)

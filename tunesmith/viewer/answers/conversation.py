@@ -85,7 +85,8 @@ def split_messages(marked: str) -> list[dict[str, Any]]:
     messages = []
     if before := drop_controls(marked[: headers[0].start()] if headers else marked).strip():
         messages.append({"role": "prompt", "content": before})
-    for header, end in zip(headers, [*(each.start() for each in headers[1:]), len(marked)], strict=True):
+    ends = [*(header.start() for header in headers[1:]), len(marked)]
+    for header, end in zip(headers, ends, strict=False):  # without headers there is one end
         name = next((group for group in header.groups() if group), "prompt").strip().lower()
         role, content = ROLES.get(name, name), drop_controls(marked[header.end() : end]).removesuffix("\n")
         messages.append(parse_reply(content) if role == "assistant" else {"role": role, "content": content})

@@ -16,19 +16,22 @@ from numpy.typing import NDArray
 
 from tunesmith.viewer.answers.conversation import iter_tool_names
 from tunesmith.viewer.answers.steps import MAX_ANSWER_CHARS, find_title, load_row, to_number
-from tunesmith.viewer.reading.rollout_index import NO_FAILURE, Rows
+from tunesmith.viewer.reading.rollout_index import NO_FAILURE, ROW, Rows
 from tunesmith.viewer.reading.run import Run
 
 LIMIT_S = 0.4
 MAX_MATCHES = 100
 TEXT = ["task_row", "response_text", "failure_message"]
-SORTS = {
+SORTS: Mapping[str, tuple[str, int] | None] = {
     "newest": None,
     "highest reward": ("reward", -1),
     "lowest reward": ("reward", 1),
     "longest": ("num_tokens", -1),
+    "shortest": ("num_tokens", 1),
+    "largest advantage": ("advantage", -1),
+    "smallest advantage": ("advantage", 1),
 }
-SORTS |= {"shortest": ("num_tokens", 1), "largest advantage": ("advantage", -1), "smallest advantage": ("advantage", 1)}
+"""Order of the matches -> field of the index and its sign."""
 MAX_SORTED = 20_000
 """Matches of the filters on numbers that are looked at when they are sorted."""
 
@@ -107,7 +110,7 @@ def search_rollouts(run: Run, params: Mapping[str, str]) -> dict[str, Any]:
 def find_candidates(run: Run, filters: Filters) -> Rows:
     """The rows that pass the filters on numbers, in the order of the result."""
     parts = [rows[select(run, rows, filters)][::-1] for rows in run.index.iter_rows()]
-    found = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    found: Rows = np.concatenate(parts) if parts else np.empty(0, ROW)
     order = SORTS[filters.sort]
     if order is None or not len(found):
         return found

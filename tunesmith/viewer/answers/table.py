@@ -46,17 +46,17 @@ class Answers:
         kind, *numbers = path.strip("/").split("/")
         try:
             keys = [int(number) for number in numbers]
-            if any(key < 0 for key in keys):
-                raise IndexError
-            match kind, keys:
-                case (("runs" | "versions" | "metric" | "evaluations" | "answers" | "diff"), []):
-                    return self._answer_all(kind, params)
-                case _, [run, *rest]:
-                    return self._answer_run(kind, self.runs[run], rest, params)
-        except (IndexError, KeyError, ValueError) as error:
-            if isinstance(error, ValueError) and not numbers:
-                raise
-            raise UnknownAnswerError(f"there is nothing at {path!r}") from error
+        except ValueError:
+            keys = [-1]
+        if all(key >= 0 for key in keys):
+            try:
+                match kind, keys:
+                    case (("runs" | "versions" | "metric" | "evaluations" | "answers" | "diff"), []):
+                        return self._answer_all(kind, params)
+                    case _, [run, *rest]:
+                        return self._answer_run(kind, self.runs[run], rest, params)
+            except (IndexError, KeyError) as error:
+                raise UnknownAnswerError(f"there is nothing at {path!r} with these settings") from error
         raise UnknownAnswerError(f"there is nothing at {path!r}")
 
     def _answer_all(self, kind: str, params: Mapping[str, str]) -> Any:

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -65,9 +66,8 @@ class MetricsLog:
                     raise StorageError(f"cannot read {self._path}: a line is not a record of metrics") from error
                 self.size += len(line)
 
-    def _add(self, record: Mapping[str, float | str | None]) -> None:
+    def _add(self, record: Mapping[str, Any]) -> None:
         step, kind = record["step"], record["kind"]
-        assert isinstance(step, int)
         if kind == "train":
             self.last_step = max(self.last_step, step)
         for name, value in record.items():

@@ -157,7 +157,7 @@ class RolloutIndex:
                 table.column(name)[int(row)].as_py() if name in table.column_names else None
                 for name in ("failure_where", "failure_message", "failure_line")
             )
-            found[row] = self._encode_cause(find_cause(where, message, line))
+            found[row] = self._encode_cause(find_cause(where or "", message or "", line))
         return found
 
     def _encode_cause(self, cause: Cause) -> int:

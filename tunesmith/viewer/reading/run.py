@@ -57,9 +57,11 @@ class Run:
         if not self.paths.config.is_file():
             return {}
         with storage_errors(self.paths.config, "read"):
-            values = yaml.load(
-                self.paths.config.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-            )
+            text = self.paths.config.read_text(encoding="utf-8")
+        try:
+            values = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except yaml.YAMLError as error:
+            raise StorageError(f"cannot read {self.paths.config}: it is not YAML ({error})") from error
         return values if isinstance(values, dict) else {}
 
     @property

@@ -20,14 +20,31 @@ const WITHOUT_RUN = new Set(["curves", "evaluations"]);
 const FAST_MS = 2000;
 const SLOW_MS = 10000;
 
+// A report that is opened as a file may have no storage.
+function readSavedTheme() {
+  try {
+    return localStorage.getItem("tunesmith-theme");
+  } catch {
+    return null;
+  }
+}
+
+function saveTheme(theme) {
+  try {
+    localStorage.setItem("tunesmith-theme", theme);
+  } catch {
+    // it lasts until the page is closed
+  }
+}
+
 function useTheme() {
-  const [theme, setTheme] = useState(() => localStorage.getItem("tunesmith-theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+  const [theme, setTheme] = useState(() => readSavedTheme() || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
   useEffect(() => {
     document.documentElement.dataset.theme = theme;
   }, [theme]);
   const toggle = () => {
     const next = theme === "dark" ? "light" : "dark";
-    localStorage.setItem("tunesmith-theme", next);
+    saveTheme(next);
     document.documentElement.dataset.theme = next;
     setTheme(next);
   };
