@@ -89,13 +89,12 @@ class Chromium:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def wait(self, expression: str) -> Any:
-        """The value of an expression as soon as it is true."""
+    def wait(self, expression: str) -> None:
+        """Return as soon as an expression is true."""
         deadline = time.monotonic() + TIMEOUT_S
-        while not (value := self.evaluate(expression)):
+        while not self.evaluate(f"Boolean({expression})"):  # an element as a value is an empty object
             assert time.monotonic() < deadline, f"{expression} stays false; the page shows {self.text()[:2000]}"
             time.sleep(0.02)
-        return value
 
     def text(self) -> str:
         return str(self.evaluate("document.body ? document.body.innerText : ''"))

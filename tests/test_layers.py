@@ -27,7 +27,7 @@ INNER_LAYERS = {
         {"rl", "sft", "prepare", "export", "diagnosis"},
         {"stages", "demo", "math_agent"},
     ],
-    "viewer": [{"reading"}, {"answers"}, {"server", "export", "show"}],
+    "viewer": [{"reading", "bundle"}, {"answers"}, {"server", "export", "show"}],
 }
 """Layers of sub-packages; other packages are only checked for circular imports."""
 TORCH_FREE = LAYERS[0] | {"tasks", "experience", "monitor", "viewer"}

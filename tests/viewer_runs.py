@@ -125,10 +125,11 @@ def build_evaluation(step: int, reward: float) -> dict[str, object]:
 
 def write_comparison(root: Path) -> Path:
     """The folder of `tunesmith eval --out`."""
-    attempt = {"reward": 1.0, "metrics": {}, "failure": None, "response": "from sft", "sampled_tokens": 4, "tool_calls": 0,
-               "turns": 1, "truncated": False}  # fmt: skip
-    model = {"path": "sft", "num_tasks": 1, "num_runs": 1, "estimates": {"reward": {"mean": 1.0, "interval": [0.9, 1.0]}},
-             "tasks": [{"task_id": "test/1", "attempts": [attempt]}]}  # fmt: skip
+    attempt = {"reward": 1.0, "metrics": {}, "failure": None, "response": "from sft", "sampled_tokens": 4}
+    attempt |= {"tool_calls": 0, "turns": 1, "truncated": False}
+    estimates = {"reward": {"mean": 1.0, "interval": [0.9, 1.0]}}
+    tasks = [{"task_id": "test/1", "attempts": [attempt]}]
+    model = {"path": "sft", "num_tasks": 1, "num_runs": 1, "estimates": estimates, "tasks": tasks}
     root.mkdir(parents=True)
     (root / "comparison.json").write_text(json.dumps({"test": {"models": {"sft": model}, "contrasts": []}}))
     return root

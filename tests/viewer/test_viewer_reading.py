@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -35,7 +34,7 @@ def test_metrics_are_followed_line_by_line(tmp_path):
     assert log.last_step == 2
     replaced = tmp_path / "new"
     replaced.write_text('{"step": 1, "kind": "train", "a/b": 9.0}\n')
-    os.replace(replaced, path)
+    replaced.replace(path)
     log.refresh()
     assert list(log.columns["a/b"].values) == [9.0] and log.last_step == 1
 

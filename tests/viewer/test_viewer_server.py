@@ -8,7 +8,8 @@ import socket
 import pytest
 from starlette.testclient import TestClient
 
-from tunesmith.viewer.server import STATIC, build_app, open_socket
+from tunesmith.viewer.bundle import STATIC
+from tunesmith.viewer.server import build_app, open_socket
 from viewer_runs import HOSTILE
 
 MODULES = sorted(STATIC.glob("*.js"))
@@ -21,9 +22,9 @@ def client(run):
 
 def test_the_page_and_its_files_are_served(client):
     page = client.get("/")
-    assert page.status_code == 200 and 'src="app.js"' in page.text
+    assert page.status_code == 200 and 'src="bundle.js"' in page.text
     for name, kind in (
-        ("app.js", "text/javascript"),
+        ("bundle.js", "text/javascript"),
         ("style.css", "text/css"),
         ("vendor/uplot.js", "text/javascript"),
     ):
@@ -54,7 +55,7 @@ def test_names_of_this_machine_are_accepted(client, host):
 
 
 def test_every_response_has_the_security_headers(client):
-    for path in ("/", "/app.js", "/api/runs", "/api/none", "/none.js"):
+    for path in ("/", "/bundle.js", "/api/runs", "/api/none", "/none.js"):
         headers = client.get(path).headers
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -20,13 +19,9 @@ from tunesmith.errors import StorageError, TunesmithError
 from tunesmith.storage import save_text
 from tunesmith.viewer.answers.evaluations import PAGE_ROWS, list_evaluations
 from tunesmith.viewer.answers.table import Answers, clean
+from tunesmith.viewer.bundle import bundle_modules, read
 from tunesmith.viewer.reading.run import Run
 
-STATIC = Path(__file__).parent / "static"
-ENTRY = "app.js"
-IMPORT = re.compile(r'^import \{ ([^}]*) \} from "\./([^"]+)";\n', re.MULTILINE)
-EXPORT = re.compile(r"^export (async function|function|const) (\w+)", re.MULTILINE)
-VENDOR_EXPORTS = re.compile(r"export\{([^}]*)\};?\s*$")
 MAX_STEPS = 40
 """Steps of a run of which the groups are listed, spread evenly; the rollouts are those of the last ones first."""
 MAX_GROUPS = 200
@@ -180,40 +175,6 @@ def build_page(report: str) -> str:
         + "\n".join(f"<script>{script}</script>" for script in scripts)
         + "\n</body>\n</html>\n"
     )
-
-
-def bundle_modules() -> str:
-    """The modules as one script: each a function that returns its exports, after those that it imports."""
-    order: list[str] = []
-
-    def visit(name: str) -> None:
-        if name not in order:
-            for _, imported in IMPORT.findall(read(name)):
-                visit(imported)
-            order.append(name)
-
-    visit(ENTRY)
-    return "\n".join(["const modules = {};", *(wrap_module(name) for name in order)])
-
-
-def wrap_module(name: str) -> str:
-    text = read(name)
-    if vendor := VENDOR_EXPORTS.search(text):
-        pairs = (pair.split(" as ") for pair in vendor[1].split(","))
-        exports = ",".join(f"{outer}:{inner}" for inner, outer in pairs)
-        body = text[: vendor.start()]
-    else:
-        exports = ",".join(match[1] for match in EXPORT.findall(text))
-        body = IMPORT.sub(
-            lambda match: f'const {{ {match[1]} }} = modules["{match[2]}"];\n', EXPORT.sub(r"\1 \2", text)
-        )
-    return f'modules["{name}"] = (() => {{\n{body}\nreturn {{{exports}}};\n}})();'
-
-
-def read(name: str) -> str:
-    text = (STATIC / name).read_text(encoding="utf-8")
-    assert "</script" not in text and "<!--" not in text.replace('"!--"', ""), f"{name} ends the script it is in"
-    return text
 
 
 def hash_script(script: str) -> str:

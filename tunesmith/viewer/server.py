@@ -11,7 +11,6 @@ import socket
 import threading
 import webbrowser
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -24,9 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tunesmith.errors import TunesmithError
 from tunesmith.viewer.answers.table import Answers, UnknownAnswerError
+from tunesmith.viewer.bundle import STATIC, bundle_modules
 from tunesmith.viewer.reading.run import Run
 
-STATIC = Path(__file__).parent / "static"
 HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -55,6 +54,11 @@ def build_app(runs: Sequence[Run]) -> ASGIApp:
             return Response(f"{error}", status_code=400, media_type="text/plain")
         return Response(body, status_code=status, media_type="application/json")
 
+    bundle = bundle_modules()
+
+    async def get_bundle(request: Request) -> Response:
+        return Response(bundle, media_type="text/javascript")
+
     async def get_file(request: Request) -> Response:
         path = (STATIC / (request.path_params.get("path") or "index.html")).resolve()
         if not path.is_relative_to(STATIC.resolve()) or not path.is_file():
@@ -64,6 +68,7 @@ def build_app(runs: Sequence[Run]) -> ASGIApp:
     routes = [
         Route("/", get_file, methods=["GET"]),
         Route("/api/{path:path}", get_answer, methods=["GET"]),
+        Route("/bundle.js", get_bundle, methods=["GET"]),
         Route("/{path:path}", get_file, methods=["GET"]),
     ]
     return LocalOnly(Starlette(routes=routes))
