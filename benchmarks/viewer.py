@@ -27,12 +27,11 @@ import pyarrow
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from chromium import Chromium, find_chromium
-from viewer_runs import TOKENIZER, build_tool_turns
-
 from tunesmith.experience.store import merge_rollouts, save_rollouts
 from tunesmith.monitor.metrics_file import format_line
 from tunesmith.storage import RunPaths, save_text
 from tunesmith.types import Group, Task, Trajectory
+from viewer_runs import TOKENIZER, build_tool_turns
 
 GROUP_SIZE, NUM_GROUPS, STEPS_PER_FILE, NUM_DISTINCT, NUM_METRICS = 8, 32, 100, 16, 100
 

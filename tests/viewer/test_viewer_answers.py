@@ -181,7 +181,8 @@ def test_a_step_lists_groups_and_a_group_its_rollouts(answers):
 
 def test_a_selection_is_shown_with_its_outcome(answers):
     selection = answers.get("selection/0/1", {})
-    assert [(each["task_id"], each["group"], each["mean"]) for each in selection["choices"]][0] == ("train/0", 0, 0.5)
+    first = selection["choices"][0]
+    assert (first["task_id"], first["group"], first["mean"]) == ("train/0", 0, 0.5)
     assert selection["histogram"] == [0, 2, 1]
 
 

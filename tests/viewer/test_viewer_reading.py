@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -14,7 +17,7 @@ from tunesmith.experience.store import ROLLOUT_STEPS
 from tunesmith.storage import RunPaths
 from tunesmith.viewer.reading.metrics_log import Column, MetricsLog
 from tunesmith.viewer.reading.rollout_files import RolloutFiles
-from tunesmith.viewer.reading.rollout_index import RolloutIndex
+from tunesmith.viewer.reading.rollout_index import RolloutIndex, find_known, read_numbers
 from tunesmith.viewer.reading.run import open_runs
 from viewer_runs import GROUP_SIZE, NUM_STEPS, encode, write_comparison, write_run, write_step
 
@@ -150,3 +153,28 @@ def test_token_text_keeps_characters_of_several_tokens_whole(run):
     assert run.text.split([10**6]) == ["<1000000>"]
     marked = run.text.decode_marked(encode("<|im_start|>user\n\x02x\x03"))
     assert marked.startswith("\x02<|im_start|>\x03user\n") and marked.count("\x02") == 1
+
+
+def test_numbers_with_and_without_nulls_are_read():
+    column = pa.chunked_array([pa.array([1.5, None]), pa.array([None, 2.5])])
+    assert read_numbers(column).tolist()[::3] == [1.5, 2.5] and np.isnan(read_numbers(column)[1:3]).all()
+    assert find_known(column.slice(1, 3)).tolist() == [False, False, True]
+    assert read_numbers(column.slice(3)).tolist() == [2.5]
+    assert (
+        read_numbers(pa.array([3, 4], pa.int32())).tolist() == [3, 4]
+        and len(read_numbers(pa.array([], pa.int32()))) == 0
+    )
+
+
+def test_reading_imports_no_slow_library(run_folder):
+    program = """
+import sys
+from tunesmith.viewer.answers.table import Answers
+from tunesmith.viewer.reading.run import open_runs
+answers = Answers(open_runs([sys.argv[1]]))
+for path in ("runs", "step/0/3", "rollout/0/3/0/0", "search/0", "failures/0", "trie/0/3/0", "evaluations"):
+    answers.get(path, {})
+print(sorted({"torch", "transformers", "pandas", "datasets"} & sys.modules.keys()))
+"""
+    found = subprocess.run([sys.executable, "-c", program, str(run_folder)], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
