@@ -122,6 +122,7 @@ def open_socket(port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
+        listener.listen(128)  # a browser that comes before the server accepts waits
     except OSError as error:
         listener.close()
         raise OSError(

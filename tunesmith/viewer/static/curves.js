@@ -40,7 +40,7 @@ function RunTable({ runs, hidden }) {
       run.stop_reason && html` <span class="dim" title=${run.stop_reason}>ended early</span>`}</td>
     <td class="r">${run.last_step}${run.total_steps ? html`<span class="dim"> / ${run.total_steps}</span>` : ""}</td>
     <td class="r">${run.reward.length ? num(run.reward[0]) : "–"}</td>
-    <td>${run.algorithm || ""}</td><td class="clip" title=${run.model || ""}>${run.model || ""}</td></tr>`)}</tbody></table>`;
+    <td>${run.algorithm || ""}</td><td class="clip" title=${run.model || ""}>${(run.model || "").split("/").slice(-2).join("/")}</td></tr>`)}</tbody></table>`;
 }
 
 export function Curves({ app, params }) {
