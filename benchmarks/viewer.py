@@ -34,6 +34,7 @@ from tunesmith.types import Group, Task, Trajectory
 from viewer_runs import TOKENIZER, build_tool_turns
 
 GROUP_SIZE, NUM_GROUPS, STEPS_PER_FILE, NUM_DISTINCT, NUM_METRICS = 8, 32, 100, 16, 100
+TEXT_LIMIT_S = 20.0
 
 
 def write_run(root: Path, num_trajectories: int) -> None:
@@ -99,10 +100,10 @@ def measure(root: Path) -> dict[str, Any]:
             last_step = run["steps"][-1][-1]
             found["step_s"], _ = time_get(client, f"step/0/{last_step}")
             found["rollout_s"], _ = time_get(client, f"rollout/0/{last_step}/3/2")
-            found["search_numbers_s"] = search(client, {"min_reward": "0.5", "sort": "longest"}, is_first=True)
+            found["search_numbers_s"] = search(client, {"min_reward": "0.5", "sort": "longest"})
             found["rss_indexed_mib"] = read_rss(process.pid)
             found["failures_s"], _ = time_get(client, "failures/0")
-            found["search_text_s"] = search(client, {"text": "no reply has this"}, is_first=False)
+            found["text_rollouts_per_s"] = measure_text_search(client)
         found["rss_end_mib"] = read_rss(process.pid)
     finally:
         process.terminate()
@@ -126,15 +127,25 @@ def time_get(client: httpx.Client, path: str, **params: str) -> tuple[float, Any
     return time.perf_counter() - started, answer.json()
 
 
-def search(client: httpx.Client, params: dict[str, str], *, is_first: bool) -> float:
-    """Seconds until the first matches, or until everything has been searched."""
+def search(client: httpx.Client, params: dict[str, str]) -> float:
+    """Seconds until the first matches."""
     started, cursor = time.perf_counter(), 0
-    while cursor is not None:
+    while True:
         answer = time_get(client, "search/0", **params, cursor=str(cursor))[1]
         cursor = answer["cursor"]
-        if is_first and answer["matches"]:
-            break
-    return time.perf_counter() - started
+        if answer["matches"] or cursor is None:
+            return time.perf_counter() - started
+
+
+def measure_text_search(client: httpx.Client) -> float:
+    """Rollouts searched per second for a text that occurs nowhere, within `TEXT_LIMIT_S`."""
+    started, cursor = time.perf_counter(), 0
+    while time.perf_counter() - started < TEXT_LIMIT_S:
+        answer = time_get(client, "search/0", text="no reply has this", cursor=str(cursor))[1]
+        if answer["cursor"] is None:
+            return float(answer["num_candidates"]) / (time.perf_counter() - started)
+        cursor = answer["cursor"]
+    return cursor / (time.perf_counter() - started)
 
 
 def read_rss(pid: int) -> float:

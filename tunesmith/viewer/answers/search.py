@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,14 @@ def search_rollouts(run: Run, params: Mapping[str, str]) -> dict[str, Any]:
 
 
 def find_candidates(run: Run, filters: Filters) -> Rows:
-    """The rows that pass the filters on numbers, in the order of the result."""
+    """The rows that pass the filters on numbers, in the order of the result; those of the last search are kept."""
+    key = (replace(filters, text="", tool=""), run.index.stamp)
+    if run.last_candidates is None or run.last_candidates[0] != key:
+        run.last_candidates = (key, compute_candidates(run, filters))
+    return run.last_candidates[1]
+
+
+def compute_candidates(run: Run, filters: Filters) -> Rows:
     parts = [rows[select(run, rows, filters)][::-1] for rows in run.index.iter_rows()]
     found: Rows = np.concatenate(parts) if parts else np.empty(0, ROW)
     order = SORTS[filters.sort]

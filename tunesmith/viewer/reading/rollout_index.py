@@ -93,6 +93,11 @@ class RolloutIndex:
         return sum(len(rows) for _, rows in self._rows.values())
 
     @property
+    def stamp(self) -> tuple[Any, ...]:
+        """Changes when rows are added or replaced."""
+        return tuple((path, self._rows[path][0]) for path in self._order if path in self._rows)
+
+    @property
     def num_read_files(self) -> int:
         return len(self._rows)
 

@@ -47,6 +47,8 @@ class Run:
         self.metrics = MetricsLog(self.paths.metrics)
         self.files = RolloutFiles(self.paths.rollouts(0).parent)
         self.index = RolloutIndex(self.files)
+        self.last_candidates: tuple[Any, Rows] | None = None
+        """Filters of the last search and the rows of the index that they select."""
         self._text: TokenText | None = None
         self._groups: dict[tuple[int, int, tuple[int, int]], list[StoredRollout]] = {}
         self._evaluation = functools.lru_cache(maxsize=16)(self._load_evaluation)
