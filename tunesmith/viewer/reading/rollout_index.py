@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from tunesmith.viewer.reading.rollout_files import RolloutFiles, list_row_groups, open_rollouts, read_row_group
+from tunesmith.viewer.reading.rollout_files import RolloutFiles, open_rollouts, read_row_group
 
 SCALARS = ["group_index", "run_index", "task_id", "reward", "advantage", "failure_where", "failure_message"]
 SCALARS += ["failure_line", "num_turns", "num_sampled_tokens"]
@@ -130,11 +130,13 @@ class RolloutIndex:
             if not path.name.startswith("steps_"):
                 step = int(path.stem.removeprefix("step_"))
                 return self._build(read_row_group(parquet, None, columns_of(parquet)), step)
-            groups = sorted(list_row_groups(parquet).items())
-            parts = [self._build(read_row_group(parquet, each, columns_of(parquet)), step) for step, each in groups]
-        return np.concatenate(parts) if parts else np.empty(0, ROW)
+            table = read_row_group(parquet, None, [*columns_of(parquet), "step"])
+        steps = read_numbers(table.column("step"))
+        rows = self._build(table, steps)
+        rows["position"] -= np.searchsorted(steps, steps).astype(np.int32)  # the steps of a merged file ascend
+        return rows
 
-    def _build(self, table: pa.Table, step: int) -> Rows:
+    def _build(self, table: pa.Table, step: int | NDArray[Any]) -> Rows:
         rows = np.empty(len(table), ROW)
         rows["step"], rows["position"] = step, np.arange(len(table))
         rows["group"], rows["run"] = read_numbers(table.column("group_index")), read_numbers(table.column("run_index"))
