@@ -19,6 +19,7 @@ from tunesmith.convert_command import convert
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.search.command import search_app
 from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
+from tunesmith.viewer_commands import show, view
 
 if TYPE_CHECKING:
     from tunesmith.pipeline.sft.train import OfflineResult
@@ -35,6 +36,8 @@ app.add_typer(model_app)
 app.add_typer(search_app)
 app.command("doctor")(doctor)
 app.command("convert")(convert)
+app.command("view")(view)
+app.command("show")(show)
 
 ConfigPath = Annotated[str, typer.Argument(help="Run file (YAML). List its keys with: tunesmith config --options.")]
 Overrides = Annotated[

@@ -304,6 +304,8 @@ class Failure:
     message: str
     line: str | None = field(default=None, compare=False)
     """The line of user code that raised, waited or blocked, as `file.py:12 in function`; None if unknown."""
+    traceback: str | None = field(default=None, compare=False)
+    """The traceback of the error that user code raised; None if nothing was raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from tunesmith.experience.store import (
     DISTRIBUTION,
     SCHEMA,
     load_rollouts,
+    load_table,
     merge_rollouts,
     save_rollouts,
     truncate_rollouts,
@@ -214,3 +215,29 @@ def test_rollouts_of_a_version_without_penalties_are_read_merged_and_truncated(t
     truncate_rollouts(tmp_path / "steps_000001-000002.parquet", tmp_path / "steps_000001-000001.parquet", 1)
     truncated = pq.read_table(tmp_path / "steps_000001-000001.parquet").to_pylist()
     assert {row["step"] for row in truncated} == {1}
+
+
+def test_tracebacks_and_untrained_turns_are_stored(tmp_path):
+    failure = Failure(where="judge", message="ValueError: no", line="judge.py:3 in judge", traceback="Traceback ...")
+    failed = replace(BAD, failure=failure)
+    masked = replace(GOOD, turns=(TURN, replace(TURN, is_trained=False)))
+    save_rollouts(tmp_path / "step_000001.parquet", [Group(task=TASK, trajectories=(masked, failed))])
+    (loaded,) = load_rollouts(tmp_path / "step_000001.parquet")
+    assert loaded.trajectories[0] == masked
+    assert loaded.trajectories[1].failure.traceback == "Traceback ..."
+    table = load_table(tmp_path / "step_000001.parquet", ["num_turns", "num_sampled_tokens", "untrained_turns"])
+    counts = {"num_turns": 2, "num_sampled_tokens": 2 * len(TURN.sampled_ids), "untrained_turns": [1]}
+    assert table.to_pylist() == [counts, {"num_turns": 0, "num_sampled_tokens": 0, "untrained_turns": None}]
+
+
+def test_a_file_without_the_newer_columns_is_read_and_merged(tmp_path):
+    newer = ["failure_traceback", "num_turns", "num_sampled_tokens", "untrained_turns"]
+    for step in (1, 2):
+        path = tmp_path / f"step_{step:06d}.parquet"
+        save_rollouts(path, [GROUP])
+        pq.write_table(pq.read_table(path).drop_columns(newer), path)
+    assert load_rollouts(tmp_path / "step_000001.parquet") == [GROUP]
+    merged = tmp_path / "steps_000001-000002.parquet"
+    merge_rollouts(merged, {step: tmp_path / f"step_{step:06d}.parquet" for step in (1, 2)})
+    (tmp_path / "step_000002.parquet").unlink()
+    assert load_rollouts(tmp_path / "step_000002.parquet") == [GROUP]

@@ -65,10 +65,14 @@ SCHEMA = pa.schema(
         "failure_where": pa.string(),
         "failure_message": pa.string(),
         "failure_line": pa.string(),
+        "failure_traceback": pa.string(),
         "response_text": pa.string(),
         "duration_s": pa.float64(),
         "metrics": pa.map_(pa.string(), pa.float64()),
         "turns": pa.list_(TURN),
+        "num_turns": pa.int32(),
+        "num_sampled_tokens": pa.int64(),
+        "untrained_turns": pa.list_(pa.int32()),
         "step": pa.int32(),
         "parent": pa.int32(),
         "branch_at": pa.int32(),
@@ -143,9 +147,16 @@ def read_step(parquet: pq.ParquetFile, step: int, columns: Sequence[str] | None 
 
 
 def find_step(parquet: pq.ParquetFile, row_group: int) -> int:
-    """The step that all rows of a row group belong to."""
-    column = parquet.schema_arrow.get_field_index("step")
-    return int(parquet.read_row_group(row_group, columns=["step"]).column(0)[0].as_py()) if column >= 0 else -1
+    """The step that all rows of a row group belong to, from the file's statistics; -1 if it is not recorded."""
+    metadata = parquet.metadata
+    column = next((i for i in range(metadata.num_columns) if metadata.schema.column(i).path == "step"), None)
+    if column is None:
+        return -1
+    statistics = metadata.row_group(row_group).column(column).statistics
+    if statistics is not None and statistics.has_min_max:
+        return int(statistics.min)
+    step = parquet.read_row_group(row_group, columns=["step"]).column(0)[0].as_py()
+    return -1 if step is None else int(step)
 
 
 def merge_rollouts(target: Path, single: Mapping[int, Path]) -> None:
@@ -201,6 +212,7 @@ def build_row(trajectory: Trajectory) -> dict[str, Any]:
         "failure_where": failure.where if failure is not None else None,
         "failure_message": clean_text(failure.message) if failure is not None else None,
         "failure_line": clean_text(failure.line) if failure is not None and failure.line is not None else None,
+        "failure_traceback": clean_text(failure.traceback) if failure is not None and failure.traceback else None,
         "response_text": clean_text(trajectory.response_text),
         "duration_s": trajectory.duration_s,
         "metrics": [(clean_text(name), value) for name, value in trajectory.metrics.items()],
@@ -208,6 +220,9 @@ def build_row(trajectory: Trajectory) -> dict[str, Any]:
         "parent": trajectory.parent,
         "branch_at": trajectory.branch_at,
         "num_shared_turns": trajectory.num_shared_turns,
+        "num_turns": len(trajectory.turns),
+        "num_sampled_tokens": sum(len(turn.sampled_ids) for turn in trajectory.turns),
+        "untrained_turns": [index for index, turn in enumerate(trajectory.turns) if not turn.is_trained] or None,
     }
 
 
@@ -241,11 +256,17 @@ def parse_row(row: dict[str, Any]) -> Trajectory:
     """The inverse of `build_row`."""
     failure = None
     if row["failure_where"] is not None:
-        failure = Failure(where=row["failure_where"], message=row["failure_message"], line=row.get("failure_line"))
+        failure = Failure(
+            where=row["failure_where"],
+            message=row["failure_message"],
+            line=row.get("failure_line"),
+            traceback=row.get("failure_traceback"),
+        )
+    untrained = row.get("untrained_turns") or ()
     return Trajectory(
         task=Task(task_id=row["task_id"], index=row["task_index"], row=json.loads(row["task_row"])),
         run_index=row["run_index"],
-        turns=tuple(parse_turn(turn) for turn in row["turns"]),
+        turns=tuple(parse_turn(turn, is_trained=index not in untrained) for index, turn in enumerate(row["turns"])),
         reward=row["reward"],
         metrics=dict(row["metrics"]),
         failure=failure,
@@ -257,8 +278,8 @@ def parse_row(row: dict[str, Any]) -> Trajectory:
     )
 
 
-def parse_turn(turn: dict[str, Any]) -> Turn:
-    """The inverse of `build_turn`."""
+def parse_turn(turn: dict[str, Any], *, is_trained: bool = True) -> Turn:
+    """The inverse of `build_turn`; `is_trained` comes from column `untrained_turns` of the row."""
     distribution = {name: value for name, value in turn["distribution"].items() if value is not None}  # older files
     lists = {"logit_bias": tuple((pair["token_id"], pair["value"]) for pair in distribution["logit_bias"])}
     lists |= {"end_ids": tuple(distribution.get("end_ids", ()))}
@@ -270,6 +291,7 @@ def parse_turn(turn: dict[str, Any]) -> Turn:
         policy_versions=tuple(turn["policy_versions"]),
         distribution=Distribution(**(distribution | lists)),
         stop_reason=turn["stop_reason"],
+        is_trained=is_trained,
     )
 
 

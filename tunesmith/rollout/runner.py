@@ -16,7 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tunesmith.rollout.failures import MAX_MESSAGE_CHARS, describe_error, describe_type, shorten
+from tunesmith.rollout.failures import (
+    MAX_MESSAGE_CHARS,
+    describe_error,
+    describe_type,
+    format_traceback,
+    shorten,
+)
 from tunesmith.rollout.replay import RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
@@ -78,9 +84,9 @@ class _Outcome:
 class _UserCodeError(Exception):
     """User code raised or returned an invalid result."""
 
-    def __init__(self, where: FailureWhere, message: str, line: str | None) -> None:
+    def __init__(self, where: FailureWhere, message: str, line: str | None, traceback: str | None = None) -> None:
         super().__init__(message)
-        self.failure = Failure(where=where, message=message, line=line)
+        self.failure = Failure(where=where, message=message, line=line, traceback=traceback)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,7 +270,7 @@ async def _call_user_function(
         raise
     except BaseException as error:  # user code may raise anything, including SystemExit and its own BaseExceptions
         line = find_error_line(error) or find_definition_line(func)
-        raise _UserCodeError(where, describe_error(error, run.task), line) from error
+        raise _UserCodeError(where, describe_error(error, run.task), line, format_traceback(error)) from error
     if not isinstance(output, output_type):
         message = f"the {where} must return a {output_type.__name__}, got {describe_type(type(output))}"
         raise _UserCodeError(where, message, find_definition_line(func))

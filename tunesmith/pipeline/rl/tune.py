@@ -244,7 +244,7 @@ async def run_saved_step(parts: StepParts, folder: RunFolder, monitor: Monitor, 
         save_unfinished(folder.paths.rollouts(step), progress.finished)
         save_error(folder.paths, error, step=step)
         raise
-    save_rollouts(folder.paths.rollouts(step), result.batch.collected, result.batch.spread(result.advantages))
+    save_rollouts(folder.paths.rollouts(step), result.batch.recorded, result.batch.spread(result.advantages))
     parts.tasks.save_selection(folder.paths.selection(step))
     return result
 
