@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tunesmith"
 LAYERS = [
     {"types", "config", "errors", "storage", "arguments", "version", "metric", "hub", "user_lines"},
-    {"algorithms", "tasks", "experience", "chat", "model", "monitor"},
+    {"algorithms", "cluster", "tasks", "experience", "chat", "model", "monitor"},
     {"engine", "trainer", "rollout", "judges", "tools"},
     {"loop"},
     {"pipeline", "compat"},

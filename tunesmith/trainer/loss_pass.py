@@ -49,7 +49,7 @@ def run_loss_pass(
     is_compiled: bool = False,
     graphs: RowGraphs | None = None,
 ) -> dict[str, Total]:
-    """Accumulate the gradient of the update (no gradient under `no_grad`) and return its totals.
+    """Accumulate the gradient of the update (no gradient under `no_grad`) and return its totals, {} without rows.
 
     `rows` are the packed samples of one update; `inputs` are concatenated over their events. `is_compiled` compiles the
     losses; `graphs` replays rows as CUDA graphs where possible.
@@ -61,7 +61,7 @@ def run_loss_pass(
     dtype = torch.promote_types(model.dtype, torch.float32)
     kl_coef = torch.full((), algorithm.kl_coef, device=model.device, dtype=dtype)
     run = partial(run_row, model, algorithm=algorithm, is_compiled=is_compiled)
-    with accumulated_weight_grads(model) if torch.is_grad_enabled() else nullcontext():
+    with accumulated_weight_grads(model) if rows and torch.is_grad_enabled() else nullcontext():
         for trie in rows:
             part = slice(start, start := start + len(trie.parent_E))
             distributions = index_distributions(samples, trie)
@@ -75,7 +75,7 @@ def run_loss_pass(
                 parts.append(run(row, device_inputs, kl_coef))
     if graphs is not None:
         graphs.end_update()
-    return add_parts(parts)
+    return add_parts(parts) if parts else {}
 
 
 def run_row(

@@ -27,26 +27,15 @@ class MasterAdamW:
     """AdamW (Loshchilov and Hutter, 2019) with decoupled weight decay; norms, biases and other vectors are exempt."""
 
     def __init__(self, model: nn.Module, settings: TrainerSection) -> None:
-        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        if not trainable:
-            raise ModelError("the model has no parameter that takes a gradient")
-        self._parameters = trainable
-        self._masters = {name: _build_master(p, seed=seed) for seed, (name, p) in enumerate(trainable.items())}
+        self._parameters = trainable = find_trainable(model)
+        self._masters = {name: build_master(p, seed=seed) for seed, (name, p) in enumerate(trainable.items())}
         for name, parameter in trainable.items():
             parameter.grad = None
             parameter.grad_dtype = self._masters[name].dtype
-        decayed = [master for master in self._masters.values() if master.ndim >= 2]
-        exempt = [master for master in self._masters.values() if master.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": exempt, "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.epsilon,
-            fused=True,
+        self._adamw = build_adamw(
+            settings,
+            decayed=[master for master in self._masters.values() if master.ndim >= 2],
+            exempt=[master for master in self._masters.values() if master.ndim < 2],
         )
 
     def clear_gradients(self) -> None:
@@ -109,7 +98,7 @@ class MasterAdamW:
         rest = dict(state)
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
-                master.copy_(_pop_tensor(rest, f"master:{name}", master))
+                master.copy_(pop_tensor(rest, f"master:{name}", master))
             moments = {kind: rest.pop(f"{kind}:{name}") for kind in MOMENTS if f"{kind}:{name}" in rest}
             if moments and any(moments[kind].shape != master.shape for kind in MOMENTS[1:]):
                 raise ModelError(f"optimizer state of {name!r} has another shape: it belongs to another model")
@@ -126,9 +115,34 @@ class MasterAdamW:
             torch._foreach_copy_(parameters, masters)
 
 
-def _build_master(parameter: nn.Parameter, *, seed: int) -> Tensor:
+def find_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that take a gradient, by name."""
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise ModelError("the model has no parameter that takes a gradient")
+    return trainable
+
+
+def build_adamw(settings: TrainerSection, *, decayed: list[Tensor], exempt: list[Tensor]) -> torch.optim.AdamW:
+    """AdamW on masters with and without weight decay."""
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.epsilon,
+        fused=True,
+    )
+
+
+def is_wide(parameter: nn.Parameter) -> bool:
+    """Whether the parameter has 32 bits or more and so needs no separate master."""
+    return torch.finfo(parameter.dtype).bits >= 32
+
+
+def build_master(parameter: nn.Parameter, *, seed: int) -> Tensor:
     """The parameter itself if it has 32 bits or more, else a float32 tensor that rounds to it."""
-    if torch.finfo(parameter.dtype).bits >= 32:
+    if is_wide(parameter):
         return parameter
     master = parameter.detach().float().contiguous()
     if parameter.dtype == torch.bfloat16:
@@ -150,7 +164,7 @@ def _dither(values: Tensor, *, seed: int) -> None:
         part += noise * (part & 0x7FFFFFFF != 0)
 
 
-def _pop_tensor(state: dict[str, Tensor], key: str, like: Tensor) -> Tensor:
+def pop_tensor(state: dict[str, Tensor], key: str, like: Tensor) -> Tensor:
     if key not in state or state[key].shape != like.shape:
         raise ModelError(f"optimizer state has no {key!r} of shape {tuple(like.shape)}: it belongs to another model")
     return state.pop(key)
