@@ -14,6 +14,7 @@ LAYERS = [
     {"types", "config", "errors", "storage", "arguments", "version", "metric", "hub", "user_lines"},
     {"algorithms", "cluster", "tasks", "experience", "chat", "model", "monitor"},
     {"engine", "trainer", "rollout", "judges", "tools"},
+    {"shared_step"},
     {"loop"},
     {"pipeline", "compat"},
     {"api", "cli", "run_files", "__init__", "__main__"},

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tunesmith.cluster.place import find_place
+from tunesmith.cluster.rank_errors import is_launched
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
 
@@ -67,6 +69,12 @@ def tune(
         int | None,
         typer.Option(min=0, metavar="STEP", help="Resume from this step, 0: start over. Moves later steps aside."),
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Train on this many GPUs of this host, a rank on each.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Train on this many ranks; without GPUs they are CPU processes.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train the model inside an agent with reinforcement learning, as configured in a run file."""
@@ -77,11 +85,21 @@ def tune(
         chosen = run_files.collect_overrides(overrides, workflow=workflow, judge=judge)
         chosen += ["continue_from_checkpoint=true"] if resume or resume_from is not None else []
         chosen += [] if resume_from is None else [f"resume_from_step={resume_from}"]
+        chosen += run_files.collect_ranks(gpus=gpus, ranks=ranks)
         settings = run_files.load_run_file(config, chosen)
-        run_files.check_and_announce("tune", settings, f"{config} is valid, loading libraries")
+        place = find_place()
+        if not is_launched() and place.is_first:
+            run_files.check_and_announce("tune", settings, f"{config} is valid, loading libraries")
+        if place.world_size == 1 and (settings.cluster.num_workers or 1) > 1:
+            from tunesmith.pipeline.session.launch import launch_tuning
+
+            launch_tuning(settings, config, chosen, has_gpus=gpus is not None, is_debug=debug)
+            return
         from tunesmith import api
 
         result = api.tune(settings)
+        if not place.is_first:
+            return
         typer.echo(f"run folder: {result.folder}")
         if result.checkpoint is not None:
             typer.echo(f"{'trained' if result.has_learned else 'unchanged'} model: {result.checkpoint}")

@@ -7,11 +7,11 @@ import socket
 from pathlib import Path
 
 import torch
+from padded import build_off_policy
 from test_combinations import build_extra_models
 from test_trainer import LOOSE, read_parameters
 from torch import multiprocessing
 
-from padded import build_off_policy
 from trainable_models import build_trainable
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.cluster.place import Place

@@ -30,7 +30,7 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device | str = "cpu"
     """Device of tensors in collectives."""
     tensors: Any = None
     """Process group of tensors; None for a single process."""

@@ -13,9 +13,9 @@ from pydantic import Field, model_validator
 
 from tunesmith.config.algorithm import AlgorithmSection, CorrectionSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
+from tunesmith.config.cluster import ClusterSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
-from tunesmith.config.lora import refuse_dropout
-from tunesmith.config.model import AuxiliaryModelSection, ModelSection
+from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
 from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature
 
 
@@ -288,12 +288,23 @@ class RunConfig(Section):
     trainer: TrainerSection = TrainerSection()
     evaluation: EvaluationSection = EvaluationSection()
     monitor: MonitorSection = MonitorSection()
+    cluster: ClusterSection = ClusterSection()
 
     @model_validator(mode="after")
     def _check_names(self) -> RunConfig:
         for key, name in (("project", self.project), ("name", self.name)):
             if name is not None and not name.isprintable():
                 raise ValueError(f"{key}={name!r} names a folder: it must be one line without control characters")
+        return self
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> RunConfig:
+        num_workers, batch_size = self.cluster.num_workers or 1, self.algorithm.batch_size
+        if num_workers > batch_size:
+            raise ValueError(
+                f"algorithm.batch_size={batch_size} is smaller than cluster.num_workers={num_workers}, and a task runs "
+                "on one rank: raise the batch size, or use fewer ranks"
+            )
         return self
 
     @model_validator(mode="after")

@@ -88,6 +88,11 @@ class Critic:
         """State of model and optimizer; tensors are not copied."""
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
+    def count_state_bytes(self) -> int:
+        """Approximate size of `state_dict`, without gathering it."""
+        model = sum(tensor.nbytes for tensor in self._model.state_dict().values())
+        return model + self._optimizer.count_state_bytes()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`; training continues bit for bit."""
         self._model.load_state_dict(state["model"])

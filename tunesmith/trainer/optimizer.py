@@ -92,6 +92,13 @@ class MasterAdamW:
                 state[f"master:{name}"] = master.detach()
         return state
 
+    def count_state_bytes(self) -> int:
+        """Size of `state_dict` after the first update."""
+        return sum(
+            parameter.numel() * self._masters[name].itemsize * (2 if is_wide(parameter) else 3)
+            for name, parameter in self._parameters.items()
+        )
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore a `state_dict` of the same model; parameters with a separate master are rewritten from it."""

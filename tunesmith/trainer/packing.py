@@ -32,7 +32,12 @@ def compute_cost(trie: Trie, *, hidden_size: int) -> float:
 
     A layer needs about 12 C^2 multiplications for a token and 2 C for each pair of tokens that attend.
     """
-    return trie.num_tokens + float((trie.depth_T + 1).sum()) / (6 * hidden_size)
+    return combine_cost(trie.num_tokens, float((trie.depth_T + 1).sum()), hidden_size=hidden_size)
+
+
+def combine_cost(num_tokens: int, num_pairs: float, *, hidden_size: int) -> float:
+    """`compute_cost` of a trie with these numbers of tokens, and of pairs of tokens that attend."""
+    return num_tokens + num_pairs / (6 * hidden_size)
 
 
 def _build_tries(samples: Sequence[Sample], indices: Sequence[int], max_tokens: int) -> list[Trie]:

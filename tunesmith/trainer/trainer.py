@@ -49,7 +49,7 @@ from tunesmith.trainer.metrics import (
 from tunesmith.trainer.packing import pack_samples, split_minibatches
 from tunesmith.trainer.policy_versions import find_newest_version, has_older_tokens
 from tunesmith.trainer.reference import Reference
-from tunesmith.trainer.row_graphs import RowGraphs, can_capture, is_launch_bound
+from tunesmith.trainer.row_graphs import RowGraphs, uses_row_graphs
 from tunesmith.trainer.scoring_pass import (
     PreparedUpdate,
     ProximalScores,
@@ -127,7 +127,8 @@ class Trainer:
         models = {id(each): each for each in (model, reference_model, teacher_model) if each is not None}
         is_compiled = settings.has_compiled_layers and all(map(can_compile, models.values()))
         self._compiled = tuple(models.values()) if is_compiled else ()
-        self._graphs = RowGraphs(model) if self._uses_row_graphs() else None
+        has_graphs = uses_row_graphs(model, settings, is_compiled=is_compiled, has_dropout=bool(self._dropouts))
+        self._graphs = RowGraphs(model) if has_graphs else None
         self._chunk_tokens = settings.logprob_chunk_tokens or choose_chunk_tokens(model)
         self._optimizer = build_optimizer(model, settings, ranks)
         self.num_steps = 0
@@ -192,6 +193,11 @@ class Trainer:
             state |= self._reference.state_dict()
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
 
+    def count_state_bytes(self) -> int:
+        """Approximate size of `state_dict` on several ranks, without gathering it."""
+        critic = 0 if self._critic is None else self._critic.count_state_bytes()
+        return self._optimizer.count_state_bytes() + critic
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`; with the parameters of the same step, training continues bit for bit."""
         self._optimizer.load_state_dict(state["optimizer"])
@@ -203,12 +209,20 @@ class Trainer:
         if self._reference is not None:
             self._reference.load_state_dict(state)
 
+    @property
+    def num_minibatches(self) -> int:
+        return self._settings.num_minibatches
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._model.config.get_text_config().hidden_size)
+
     def _pack(self, samples: Sequence[Sample]) -> list[Trie]:
         return pack_samples(
             samples,
             max_tokens_per_row=self._settings.max_tokens_per_row,
             has_prefix_sharing=self._settings.has_prefix_sharing,
-            hidden_size=self._model.config.get_text_config().hidden_size,
+            hidden_size=self.hidden_size,
         )
 
     def _score_proximal_policy(self, samples: Sequence[Sample], policy_version: int | None) -> ProximalScores | None:
@@ -363,19 +377,6 @@ class Trainer:
                 horizon=adaptive.horizon,
             )
             self._algorithm = replace(self._algorithm, kl_coef=kl_coef)
-
-    def _uses_row_graphs(self) -> bool:
-        """Whether rows run as CUDA graphs; ConfigError if that was requested but is not possible."""
-        can = self._compiled and can_capture(self._model) and not self._settings.has_gradient_checkpointing
-        can = can and not self._dropouts
-        requested = self._settings.has_row_graphs
-        if requested and not can:
-            raise ConfigError(
-                "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantized 16-bit weights, rotary "
-                "embeddings that do not depend on length, and neither gradient checkpointing nor model.lora.dropout: "
-                "leave it out"
-            )
-        return bool(can) and (is_launch_bound(self._model) if requested is None else requested)
 
     def _check_dropout(self) -> None:
         if self._dropouts and (not self._algorithm.is_supervised or "logprobs" in self._algorithm.needs):

@@ -149,13 +149,6 @@ class ShardedAdamW(MasterAdamW):
             raise ModelError(f"optimizer state holds {next(iter(rest))!r}, which this model does not have")
         self._write_back()
 
-    def count_state_bytes(self) -> int:
-        """Size of `state_dict` after the first update."""
-        return sum(
-            parameter.numel() * self._masters[name].itemsize * (2 if is_wide(parameter) else 3)
-            for name, parameter in self._parameters.items()
-        )
-
     @torch.no_grad()
     def _reduce_gradients(self) -> None:
         """Set each master's gradient to its part of the sum over ranks; parameters that no rank used have none."""
