@@ -104,5 +104,6 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
         metrics |= compute_baseline_metrics(batch.collected)
     parts.replay.add(*batch.with_advantage, step=step, policy_version=policy_version)
     metrics |= parts.actors.compute_recorder_stats()
+    metrics |= parts.trainer.take_times()
     metrics["perf/step_s"] = time.perf_counter() - started
     return StepResult(batch=batch, advantages=advantages[: len(batch.groups)], metrics=metrics)

@@ -7,6 +7,7 @@ take part (in a round of rollouts, in an update, in gathering the optimizer's st
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -80,6 +81,7 @@ def train_groups(
         first_group=len(groups),
         first_trajectory=sum(len(group.trajectories) for group in groups),
     )
+    started = time.perf_counter()
     actors.ranks.broadcast_object("train")
     share = actors.ranks.scatter_objects(
         [
@@ -87,6 +89,7 @@ def train_groups(
             for own, demonstrations in zip(shares, split, strict=True)
         ]
     )
+    metrics["perf/exchange_s"] += time.perf_counter() - started
     return train_share(actors, trainer, share) | metrics
 
 
@@ -109,6 +112,7 @@ def share_groups(
         "cluster/num_moved_groups": float(sum(rank != owner for rank, owner in zip(assigned, owners, strict=True))),
         "cluster/imbalance": max(loads) / fmean(loads) - 1 if any(loads) else 0.0,
         "perf/rollout_wait_s": max(actors.ledger.rollout_s) - fmean(actors.ledger.rollout_s),
+        "perf/exchange_s": actors.ledger.exchange_s,
     }
     return shares, metrics
 

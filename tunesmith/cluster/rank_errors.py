@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable with the path of the file, set by torchrun."""
@@ -24,7 +25,7 @@ def record_rank_error(message: str, *, kind: str) -> None:
         return
     extra = {"py_callstack": kind, "timestamp": str(int(time.time()))}
     try:
-        with open(path, "w", encoding="utf-8") as file:
+        with Path(path).open("w", encoding="utf-8") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     except OSError:
         return  # the launcher then reports the exit status

@@ -55,6 +55,10 @@ class Ranks:
             dist.all_gather_object(gathered, value, group=self.objects)
         return cast(list[T], gathered)
 
+    def is_any(self, value: bool) -> bool:
+        """Whether the value is true on some rank."""
+        return any(self.all_gather_objects(value))
+
     def gather_objects(self, value: T) -> list[T] | None:
         """The values of all ranks, in order of rank, on the first rank; None on the others."""
         if self.is_alone:
@@ -120,6 +124,11 @@ class Ranks:
         reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with rank_errors():
             return reduce(shard, whole, group=self.tensors, async_op=is_async)
+
+
+def count_ranks() -> int:
+    """Number of ranks that this process has joined; 1 if it has joined none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 @contextmanager

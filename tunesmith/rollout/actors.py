@@ -104,9 +104,11 @@ async def run_tasks(
     progress = RolloutProgress() if progress is None else progress
     if actors.ranks.is_alone:
         return await run_own_tasks(actors, order, range(len(tasks)), progress)
+    started = time.perf_counter()
     actors.ranks.broadcast_object(order)
     shares = await run_share(actors, order, progress)
     assert shares is not None, "only the first rank starts a round"
+    actors.ledger.exchange_s += time.perf_counter() - started - max(share.rollout_s for share in shares)
     progress.finished += [run for share in shares[1:] for group in share.groups for run in group.trajectories]
     return actors.ledger.add_round(order, shares)
 

@@ -63,6 +63,8 @@ class RankLedger:
     """This rank's groups by round and position."""
     rollout_s: list[float] = field(default_factory=list)
     """Seconds of rollouts of each rank."""
+    exchange_s: float = 0.0
+    """Seconds of the first rank in handing out and collecting rounds, without the rollouts of any rank."""
     _origins: dict[int, tuple[Group, GroupOrigin]] = field(default_factory=dict)
     """By `id` of the group, which stays alive."""
     _engine_stats: list[Mapping[str, float]] = field(default_factory=list)
@@ -97,7 +99,7 @@ class RankLedger:
         """Forget the groups of the step."""
         self.kept.clear()
         self._origins.clear()
-        self.rollout_s = []
+        self.rollout_s, self.exchange_s = [], 0.0
 
     def take_engine_stats(self) -> list[Mapping[str, float]]:
         """Counters of the other ranks' engines since the last call."""

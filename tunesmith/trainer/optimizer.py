@@ -92,6 +92,10 @@ class MasterAdamW:
                 state[f"master:{name}"] = master.detach()
         return state
 
+    def take_times(self) -> dict[str, float]:
+        """Metrics of time spent on other ranks; none on a single one."""
+        return {}
+
     def count_state_bytes(self) -> int:
         """Size of `state_dict` after the first update."""
         return sum(

@@ -167,7 +167,7 @@ class Trainer:
         for indices in split_minibatches(samples, self._settings.num_minibatches, groups=groups):
             minibatch = [samples[index] for index in indices]
             rows = self._pack(minibatch)
-            if self._is_on_any_rank(bool(rows)):
+            if self._ranks.is_any(bool(rows)):
                 part = None if proximal is None else proximal.select(indices)
                 terms = None if step_terms is None else step_terms.select(indices)
                 update = self._update(minibatch, rows, part, terms, learning_rate, policy_version, is_first=not updates)
@@ -192,6 +192,10 @@ class Trainer:
         if self._reference is not None:
             state |= self._reference.state_dict()
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
+
+    def take_times(self) -> dict[str, float]:
+        """Seconds since the last call in which this rank waited for others and communicated; {} on a single rank."""
+        return self._optimizer.take_times()
 
     def count_state_bytes(self) -> int:
         """Approximate size of `state_dict` on several ranks, without gathering it."""
@@ -232,19 +236,16 @@ class Trainer:
         if is_weighted and self._weighs_in_loss_pass():
             return ProximalScores(logprobs=None, is_weighted=True)
         rows = self._pack(samples) if is_weighted or algorithm.correction.mask is not None else []
-        if not self._is_on_any_rank(bool(rows)):
+        if not self._ranks.is_any(bool(rows)):
             return None
         with compiled_layers(*self._compiled):
             logprobs_R = score_logprobs(self._model, samples, rows, chunk_tokens=self._chunk_tokens)
         return ProximalScores(logprobs=scatter_to_samples(logprobs_R, samples, rows), is_weighted=is_weighted)
 
     def _has_importance_weights(self, samples: Sequence[Sample], policy_version: int | None) -> bool:
-        has_older = self._is_on_any_rank(has_older_tokens(samples, policy_version))
+        has_older = self._ranks.is_any(has_older_tokens(samples, policy_version))
         is_off_policy = self._is_sampler_quantized or has_older
         return self._algorithm.uses_importance_weights(has_older_tokens=is_off_policy)
-
-    def _is_on_any_rank(self, value: bool) -> bool:
-        return any(self._ranks.all_gather_objects(value))
 
     def _weighs_in_loss_pass(self) -> bool:
         """Whether the loss pass computes the weights: its policy is the proximal one in a step of one update."""
@@ -256,7 +257,7 @@ class Trainer:
         if self._critic is None:
             return None
         rows = self._pack(samples)
-        if not self._is_on_any_rank(bool(rows)):
+        if not self._ranks.is_any(bool(rows)):
             return None
         with compiled_layers(*self._compiled):
             return compute_step_terms(

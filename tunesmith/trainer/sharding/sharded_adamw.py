@@ -32,6 +32,7 @@ from tunesmith.trainer.optimizer import (
     is_wide,
     pop_tensor,
 )
+from tunesmith.trainer.sharding.collective_times import CollectiveTimes
 
 BUCKET_ELEMENTS = 2**25
 """Elements of one collective; a larger parameter is a bucket of its own."""
@@ -73,6 +74,7 @@ class ShardedAdamW(MasterAdamW):
             self._masters[name] = self._cut(whole.flatten()).clone().requires_grad_()
             parameter.grad = None
             parameter.grad_dtype = whole.dtype
+        self._times = CollectiveTimes(ranks.device)
         self._buckets = build_buckets(self._parameters, ranks.world_size)
         self._adamw = build_adamw(
             settings,
@@ -82,7 +84,10 @@ class ShardedAdamW(MasterAdamW):
 
     def compute_grad_norm(self) -> Tensor:
         """Sum the gradients over ranks, which frees them, and return the norm of the sum."""
-        self._reduce_gradients()
+        with self._times.waiting():
+            self._ranks.add(torch.zeros(1, device=self._ranks.device))
+        with self._times.communicating():
+            self._reduce_gradients()
         shards = [master.grad for master in self._masters.values() if master.grad is not None]
         norm = torch.nn.utils.get_total_norm(shards).double().to(self._ranks.device)
         return self._ranks.add(norm.square()).sqrt()
@@ -95,8 +100,13 @@ class ShardedAdamW(MasterAdamW):
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
-        self._write_back()
+        with self._times.communicating():
+            self._write_back()
         self.clear_gradients()
+
+    def take_times(self) -> dict[str, float]:
+        """Seconds since the last call in which this rank waited for the others' gradients, and communicated."""
+        return self._times.take()
 
     @torch.no_grad()
     def sample_weights(self) -> list[Tensor]:
