@@ -6,6 +6,7 @@ in a collective, within `torchrun`'s grace time of 30 s.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -40,6 +41,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> None:
         logs_specs=DefaultLogsSpecs(),
     )
     os.environ[LAUNCHED] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # errors are described here
     if (loopback := find_loopback()) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # the ranks of one host need no other network
     try:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tunesmith.cluster.ranks import count_ranks
 from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
 from tunesmith.engine.batch.input_batch import InputBatch
 from tunesmith.engine.batch.kv_cache import KVCache
@@ -196,7 +197,9 @@ def capture_graph(run_step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGra
         for _ in range(2):
             run_step()
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, pool=pool):
+    # with several ranks, NCCL's watchdog queries events from a thread of its own
+    mode = "thread_local" if count_ranks() > 1 else "global"
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
         run_step()
     return graph
 
