@@ -79,7 +79,9 @@ def build_settings(arguments: argparse.Namespace, *, num_ranks: int, local_rank:
                 "has_gradient_checkpointing": arguments.checkpointing,
             },
             "rollout": {"chat_model": "openai", "max_concurrency": arguments.tasks * arguments.group},
-            "engine": {"max_num_seqs": max(256, arguments.tasks * arguments.group)},
+            "engine": {
+                "max_num_seqs": max(256, arguments.tasks * arguments.group), "kv_cache_gib": arguments.kv_cache_gib,
+            },
         }
     )  # fmt: skip
 
@@ -110,6 +112,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         trainer = Trainer(
             policy.model, config.trainer, config.algorithm, max_model_len=config.model.max_model_len,
             num_total_steps=arguments.steps + 2, ranks=ranks,
+            has_sharded_gradients=True if arguments.sharded_gradients else None,
         )  # fmt: skip
         if ranks.is_first:
             history = run_lockstep(run_steps(arguments, config, actors, trainer, ranks), config.rollout)
@@ -160,6 +163,8 @@ def measure(arguments: argparse.Namespace, num_ranks: int, model: str) -> dict[s
             "--group", str(arguments.group), "--max-new-tokens", str(arguments.max_new_tokens),
             "--max-model-len", str(arguments.max_model_len), "--steps", str(arguments.steps),
             "--warmup", str(arguments.warmup), *(["--checkpointing"] if arguments.checkpointing else []),
+            *(["--sharded-gradients"] if arguments.sharded_gradients else []),
+            *([] if arguments.kv_cache_gib is None else ["--kv-cache-gib", str(arguments.kv_cache_gib)]),
         ]  # fmt: skip
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
         subprocess.run([sys.executable, *(launcher if num_ranks > 1 else []), __file__, *given], check=True)
@@ -196,6 +201,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them: compilation, CUDA graphs")
     parser.add_argument("--checkpointing", action="store_true", help="as trainer.has_gradient_checkpointing")
+    parser.add_argument("--sharded-gradients", action="store_true", help="as cluster.has_sharded_gradients=true")
+    parser.add_argument("--kv-cache-gib", type=float, help="as engine.kv_cache_gib")
     parser.add_argument("--out", help="JSON file; default: results/ranks_DEVICE/SHAPE.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

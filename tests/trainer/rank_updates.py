@@ -37,6 +37,10 @@ def list_cases() -> dict[str, tuple[dict, dict, dict[int, int]]]:
         cases[f"{name}, more minibatches than groups of a rank"] = (
             {"algorithm_type": name}, {"num_minibatches": 4}, {0: 0, 1: 2, 2: 1, 3: 1},
         )  # fmt: skip
+    for name in ("grpo", "ppo", "mix"):
+        cases[f"{name}, sharded gradients"] = (
+            {"algorithm_type": name}, {"num_minibatches": 2}, {0: 0, 1: 0, 2: 0, 3: 1},
+        )  # fmt: skip
     section = {"kl_coef": 0.1, "kl_adaptive": {"target": 1e-3, "horizon": 50}, "entropy_coef": 0.01}
     section |= {"correction": {"importance": "token", "mask": {"level": "sequence", "low": 0.5, "high": 2.0}}}
     cases["grpo, corrections"] = (
@@ -61,7 +65,7 @@ def run_case(name: str, ranks: Ranks) -> tuple[dict[str, float], torch.Tensor, d
         extra["reference_model"] = build_trainable(seed=1)
     trainer = Trainer(
         model, TrainerSection(**(SETTINGS | settings)), AlgorithmSection(**section),
-        max_model_len=64, num_total_steps=9, ranks=ranks, **extra,
+        max_model_len=64, num_total_steps=9, ranks=ranks, has_sharded_gradients="sharded" in name, **extra,
     )  # fmt: skip
     trainer.step(own)
     metrics = trainer.step(own)

@@ -15,3 +15,7 @@ class ClusterSection(Section):
     timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds that a rank waits for the others before the run stops. Raise it if rollouts of one rank may take that
     much longer than those of another."""
+    has_sharded_gradients: bool | None = None
+    """On several ranks, sum gradients while the backward pass makes them, so that no GPU holds those of all weights in
+    float32, at the price of more communication. null does it where they would take more than a tenth of the GPU's
+    memory."""

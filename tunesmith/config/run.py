@@ -305,6 +305,10 @@ class RunConfig(Section):
                 f"algorithm.batch_size={batch_size} is smaller than cluster.num_workers={num_workers}, and a task runs "
                 "on one rank: raise the batch size, or use fewer ranks"
             )
+        if self.cluster.has_sharded_gradients and self.trainer.has_row_graphs:
+            raise ValueError(
+                "cluster.has_sharded_gradients and trainer.has_row_graphs exclude each other: set only one"
+            )
         return self
 
     @model_validator(mode="after")

@@ -31,6 +31,7 @@ from tunesmith.trainer.batch import DeviceInputs, PackedRow, build_row, copy_inp
 from tunesmith.trainer.compiled_layers import compile_function
 from tunesmith.trainer.metrics import PartTotals, Reduction, Total, add_parts
 from tunesmith.trainer.row_graphs import RowGraphs, can_replay
+from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients
 from tunesmith.trainer.weight_gradients import accumulated_weight_grads
 from tunesmith.types import Sample
 
@@ -48,12 +49,15 @@ def run_loss_pass(
     chunk_tokens: int,
     is_compiled: bool = False,
     graphs: RowGraphs | None = None,
+    stream: StreamedGradients | None = None,
 ) -> dict[str, Total]:
     """Accumulate the gradient of the update (no gradient under `no_grad`) and return its totals, {} without rows.
 
     `rows` are the packed samples of one update; `inputs` are concatenated over their events. `is_compiled` compiles the
-    losses; `graphs` replays rows as CUDA graphs where possible.
+    losses; `graphs` replays rows as CUDA graphs where possible; `stream` sums gradients over ranks after each row.
     """
+    if stream is not None:
+        stream.begin_update(len(rows))
     if graphs is not None:
         graphs.begin_update()
     parts: list[PartTotals] = []
@@ -73,6 +77,10 @@ def run_loss_pass(
                 parts.append(graphs.run(row, device_inputs, kl_coef, run))
             else:
                 parts.append(run(row, device_inputs, kl_coef))
+            if stream is not None:
+                stream.end_row()
+    if stream is not None:
+        stream.end_update()
     if graphs is not None:
         graphs.end_update()
     return add_parts(parts) if parts else {}

@@ -7,6 +7,8 @@ change in place and keep their memory. Nothing here synchronizes with the device
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,9 @@ MIN_RELATIVE_CHANGE = 1e-9
 
 class MasterAdamW:
     """AdamW (Loshchilov and Hutter, 2019) with decoupled weight decay; norms, biases and other vectors are exempt."""
+
+    stream: Any = None
+    """`StreamedGradients` on several ranks, if gradients are summed over ranks row by row; else None."""
 
     def __init__(self, model: nn.Module, settings: TrainerSection) -> None:
         self._parameters = trainable = find_trainable(model)

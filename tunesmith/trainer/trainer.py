@@ -90,6 +90,7 @@ class Trainer:
         is_sampler_quantized: bool = False,
         own_functions: OwnFunctions = OwnFunctions(),
         ranks: Ranks = Ranks(),
+        has_sharded_gradients: bool | None = None,
     ) -> None:
         """With `is_sampler_quantized` every token is off-policy: importance weights apply as to replayed groups.
 
@@ -127,10 +128,10 @@ class Trainer:
         models = {id(each): each for each in (model, reference_model, teacher_model) if each is not None}
         is_compiled = settings.has_compiled_layers and all(map(can_compile, models.values()))
         self._compiled = tuple(models.values()) if is_compiled else ()
-        has_graphs = uses_row_graphs(model, settings, is_compiled=is_compiled, has_dropout=bool(self._dropouts))
-        self._graphs = RowGraphs(model) if has_graphs else None
         self._chunk_tokens = settings.logprob_chunk_tokens or choose_chunk_tokens(model)
-        self._optimizer = build_optimizer(model, settings, ranks)
+        self._optimizer = build_optimizer(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)
+        has_graphs = uses_row_graphs(model, settings, is_compiled=is_compiled, has_dropout=bool(self._dropouts))
+        self._graphs = RowGraphs(model) if has_graphs and self._optimizer.stream is None else None
         self.num_steps = 0
         """Steps made, empty ones included; determines the learning rate."""
         self._num_cpu_threads = torch.get_num_threads()
@@ -199,8 +200,7 @@ class Trainer:
 
     def count_state_bytes(self) -> int:
         """Approximate size of `state_dict` on several ranks, without gathering it."""
-        critic = 0 if self._critic is None else self._critic.count_state_bytes()
-        return self._optimizer.count_state_bytes() + critic
+        return self._optimizer.count_state_bytes() + (0 if self._critic is None else self._critic.count_state_bytes())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`; with the parameters of the same step, training continues bit for bit."""
@@ -358,6 +358,7 @@ class Trainer:
             chunk_tokens=self._chunk_tokens,
             is_compiled=bool(self._compiled),
             graphs=self._graphs if torch.is_grad_enabled() else None,
+            stream=self._optimizer.stream if torch.is_grad_enabled() else None,
         )
 
     def _active_dropout(self) -> AbstractContextManager[None]:

@@ -218,6 +218,7 @@ def build_trainer(
         is_sampler_quantized=config.engine.weight_format != "model",
         own_functions=functions,
         ranks=ranks,
+        has_sharded_gradients=config.cluster.has_sharded_gradients,
     )
 
 

@@ -10,13 +10,11 @@ Axes: R ranks, S elements of a rank's part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tunesmith.cluster.ranks import Ranks, wait_for
 from tunesmith.config import TrainerSection
@@ -32,48 +30,28 @@ from tunesmith.trainer.optimizer import (
     is_wide,
     pop_tensor,
 )
+from tunesmith.trainer.sharding.buckets import Bucket, Part, build_buckets, fill_rows, pad_flat
 from tunesmith.trainer.sharding.collective_times import CollectiveTimes
-
-BUCKET_ELEMENTS = 2**25
-"""Elements of one collective; a larger parameter is a bucket of its own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Place of a parameter in its bucket."""
-
-    name: str
-    start: int
-    """Offset of the part in a rank's share of the bucket."""
-    size: int
-    """Elements of a rank's part, padding included."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Parameters that one collective sums or gathers; all have one dtype, and so have their gradients."""
-
-    parts: tuple[Part, ...]
-
-    @property
-    def size(self) -> int:
-        """Elements of a rank's share."""
-        return self.parts[-1].start + self.parts[-1].size
+from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients, find_streamed
 
 
 class ShardedAdamW(MasterAdamW):
     """`MasterAdamW` on several ranks: equal updates, with optimizer state divided by the number of ranks."""
 
-    def __init__(self, model: nn.Module, settings: TrainerSection, ranks: Ranks) -> None:
+    def __init__(
+        self, model: nn.Module, settings: TrainerSection, ranks: Ranks, *, has_sharded_gradients: bool | None = None
+    ) -> None:
         self._ranks = ranks
         self._parameters = find_trainable(model)
+        self._streamed = find_streamed(model, self._parameters, ranks, requested=has_sharded_gradients)
+        self.stream = StreamedGradients(self._streamed, ranks) if self._streamed else None
         self._masters = {}
         for seed, (name, parameter) in enumerate(self._parameters.items()):
             ranks.broadcast(parameter.data)
             whole = build_master(parameter, seed=seed).detach()
             self._masters[name] = self._cut(whole.flatten()).clone().requires_grad_()
             parameter.grad = None
-            parameter.grad_dtype = whole.dtype
+            parameter.grad_dtype = parameter.dtype if name in self._streamed else whole.dtype
         self._times = CollectiveTimes(ranks.device)
         self._buckets = build_buckets(self._parameters, ranks.world_size)
         self._adamw = build_adamw(
@@ -81,6 +59,12 @@ class ShardedAdamW(MasterAdamW):
             decayed=[self._masters[name] for name, p in self._parameters.items() if p.ndim >= 2],
             exempt=[self._masters[name] for name, p in self._parameters.items() if p.ndim < 2],
         )
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to None."""
+        super().clear_gradients()
+        if self.stream is not None:
+            self.stream.clear()
 
     def compute_grad_norm(self) -> Tensor:
         """Sum the gradients over ranks, which frees them, and return the norm of the sum."""
@@ -165,7 +149,7 @@ class ShardedAdamW(MasterAdamW):
         has_gradient = self._find_used()
         pending = []
         for bucket in self._buckets:
-            parts = [part for part in bucket.parts if part.name in has_gradient]
+            parts = [part for part in bucket.parts if part.name in has_gradient and part.name not in self._streamed]
             if not parts:
                 continue
             whole_RS = self._pack(parts)
@@ -176,10 +160,14 @@ class ShardedAdamW(MasterAdamW):
                 self._take_shards(*pending.pop(0)[:3])
         for work, parts, shard_S, _ in pending:
             self._take_shards(work, parts, shard_S)
+        if self.stream is not None:
+            for name, gradient in self.stream.totals.items():
+                self._masters[name].grad = gradient if name in has_gradient else None
 
     def _find_used(self) -> set[str]:
         """Names of parameters that have a gradient on some rank."""
-        used = bytes(parameter.grad is not None for parameter in self._parameters.values())
+        streamed = self.stream.used if self.stream is not None else set()
+        used = bytes(parameter.grad is not None or name in streamed for name, parameter in self._parameters.items())
         gathered = self._ranks.all_gather_objects(used)
         return {name for name, *flags in zip(self._parameters, *gathered, strict=True) if any(flags)}
 
@@ -187,14 +175,7 @@ class ShardedAdamW(MasterAdamW):
         """The gradients of the parts as [R, S], so that row r is what rank r keeps; they are freed."""
         like = self._masters[parts[0].name]
         whole_RS = like.new_zeros(self._ranks.world_size, sum(part.size for part in parts))
-        start = 0
-        for part in parts:
-            parameter = self._parameters[part.name]
-            if parameter.grad is not None:
-                target_RS = whole_RS[:, start : start + part.size]
-                target_RS.copy_(_pad(parameter.grad.flatten(), target_RS.numel()).view_as(target_RS))
-                parameter.grad = None
-            start += part.size
+        fill_rows(whole_RS, parts, self._parameters)
         return whole_RS
 
     def _take_shards(self, work: Any, parts: Sequence[Part], shard_S: Tensor) -> None:
@@ -228,7 +209,7 @@ class ShardedAdamW(MasterAdamW):
         """This rank's part of a flat tensor, padded with zeros."""
         size = -(-whole.numel() // self._ranks.world_size)
         part = whole[self._ranks.rank * size : (self._ranks.rank + 1) * size]
-        return _pad(part, size)
+        return pad_flat(part, size)
 
     def _gather(self, name: str, part: Tensor) -> Tensor:
         """The whole tensor of a part, on the CPU of the first rank; empty on the others."""
@@ -238,24 +219,10 @@ class ShardedAdamW(MasterAdamW):
         return whole[: parameter.numel()].view_as(parameter).cpu() if self._ranks.is_first else torch.empty(0)
 
 
-def build_buckets(parameters: Mapping[str, nn.Parameter], world_size: int) -> list[Bucket]:
-    """Buckets of the parameters in reverse order."""
-    buckets: list[list[Part]] = []
-    dtype, num_elements = None, 0
-    for name, parameter in reversed(parameters.items()):
-        if not buckets or parameter.dtype != dtype or num_elements + parameter.numel() > BUCKET_ELEMENTS:
-            buckets.append([])
-            dtype, num_elements = parameter.dtype, 0
-        start = buckets[-1][-1].start + buckets[-1][-1].size if buckets[-1] else 0
-        buckets[-1].append(Part(name=name, start=start, size=-(-parameter.numel() // world_size)))
-        num_elements += parameter.numel()
-    return [Bucket(parts=tuple(parts)) for parts in buckets]
-
-
-def build_optimizer(model: nn.Module, settings: TrainerSection, ranks: Ranks) -> MasterAdamW:
+def build_optimizer(
+    model: nn.Module, settings: TrainerSection, ranks: Ranks, *, has_sharded_gradients: bool | None = None
+) -> MasterAdamW:
     """The optimizer of this rank."""
-    return MasterAdamW(model, settings) if ranks.is_alone else ShardedAdamW(model, settings, ranks)
-
-
-def _pad(flat: Tensor, size: int) -> Tensor:
-    return flat if flat.numel() == size else functional.pad(flat, (0, size - flat.numel()))
+    if ranks.is_alone:
+        return MasterAdamW(model, settings)
+    return ShardedAdamW(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)
