@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -167,7 +168,8 @@ def measure(arguments: argparse.Namespace, num_ranks: int, model: str) -> dict[s
             *([] if arguments.kv_cache_gib is None else ["--kv-cache-gib", str(arguments.kv_cache_gib)]),
         ]  # fmt: skip
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        subprocess.run([sys.executable, *(launcher if num_ranks > 1 else []), __file__, *given], check=True)
+        command = [sys.executable, *(launcher if num_ranks > 1 else []), __file__, *given]
+        subprocess.run(command, env={"GLOO_SOCKET_IFNAME": "lo"} | os.environ, check=True)
         return json.loads(out.read_text())
 
 

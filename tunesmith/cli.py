@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunesmith.cluster.place import find_place
-from tunesmith.cluster.rank_errors import is_launched
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
 
@@ -69,12 +67,8 @@ def tune(
         int | None,
         typer.Option(min=0, metavar="STEP", help="Resume from this step, 0: start over. Moves later steps aside."),
     ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="Train on this many GPUs of this host, a rank on each.")
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Train on this many ranks; without GPUs they are CPU processes.")
-    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Train on this many GPUs of this host.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Train on this many processes, also on CPUs.")] = None,
     debug: Debug = False,
 ) -> None:
     """Train the model inside an agent with reinforcement learning, as configured in a run file."""
@@ -83,14 +77,11 @@ def tune(
         from tunesmith import run_files
 
         chosen = run_files.collect_overrides(overrides, workflow=workflow, judge=judge)
-        chosen += ["continue_from_checkpoint=true"] if resume or resume_from is not None else []
-        chosen += [] if resume_from is None else [f"resume_from_step={resume_from}"]
+        chosen += run_files.collect_resuming(resume=resume, step=resume_from)
         chosen += run_files.collect_ranks(gpus=gpus, ranks=ranks)
         settings = run_files.load_run_file(config, chosen)
-        place = find_place()
-        if not is_launched() and place.is_first:
-            run_files.check_and_announce("tune", settings, f"{config} is valid, loading libraries")
-        if place.world_size == 1 and (settings.cluster.num_workers or 1) > 1:
+        run_files.check_and_announce("tune", settings, f"{config} is valid, loading libraries")
+        if run_files.is_launcher(settings):
             from tunesmith.pipeline.session.launch import launch_tuning
 
             launch_tuning(settings, config, chosen, has_gpus=gpus is not None, is_debug=debug)
@@ -98,7 +89,7 @@ def tune(
         from tunesmith import api
 
         result = api.tune(settings)
-        if not place.is_first:
+        if not run_files.is_first_rank():
             return
         typer.echo(f"run folder: {result.folder}")
         if result.checkpoint is not None:

@@ -62,7 +62,7 @@ def describe_failures(error: ChildFailedError) -> str:
     causes = [(rank, failure) for rank, failure in failures if read_kind(failure) != RankError.__name__]
     rank, failure = (causes or failures)[0]
     if read_kind(failure):
-        return failure.message
+        return str(failure.error_file_data["message"]["message"])
     if failure.exitcode < 0:
         how = f"was killed by signal {-failure.exitcode} ({failure.signal_name()})"
     else:

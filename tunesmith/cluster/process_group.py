@@ -5,6 +5,8 @@ Each rank has two groups: tensors (NCCL on GPUs, gloo on CPUs) and Python object
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,14 +33,15 @@ def open_ranks(place: Place, *, device: torch.device, timeout_s: float) -> Itera
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
     try:
-        dist.init_process_group(
-            "nccl" if is_cuda else "gloo",
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-            device_id=device if is_cuda else None,
-        )
-        objects = dist.new_group(backend="gloo", timeout=timeout) if is_cuda else dist.group.WORLD
+        with terminated_at_once():
+            dist.init_process_group(
+                "nccl" if is_cuda else "gloo",
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+                device_id=device if is_cuda else None,
+            )
+            objects = dist.new_group(backend="gloo", timeout=timeout) if is_cuda else dist.group.WORLD
     except (RuntimeError, ValueError) as error:
         cause = (str(error).splitlines() or [""])[0]
         raise ConfigError(
@@ -53,6 +56,22 @@ def open_ranks(place: Place, *, device: torch.device, timeout_s: float) -> Itera
             tensors=dist.group.WORLD,
             objects=objects,
         )
-        dist.barrier(group=objects)  # no rank closes its connections while another still reads
+    except BaseException:
+        if not is_cuda:  # NCCL would wait for collectives that no other rank joins; the process is about to end
+            dist.destroy_process_group()
+        raise
+    dist.barrier(group=objects)  # no rank closes its connections while another still reads
+    dist.destroy_process_group()
+
+
+@contextmanager
+def terminated_at_once() -> Iterator[None]:
+    """Let SIGTERM end the process within: while it waits for other ranks in C++, no Python handler would run."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
     finally:
-        dist.destroy_process_group()
+        signal.signal(signal.SIGTERM, handler)
