@@ -140,7 +140,7 @@ def test_a_killed_rank_stops_the_others_and_the_run_resumes_bit_for_bit(folder, 
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(ranks) == 2
     os.kill(int(ranks[victim]), signal.SIGKILL)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     assert f"tunesmith: rank {victim} was killed by signal 9 (SIGKILL)" in output
     assert "--resume" in output
@@ -162,7 +162,7 @@ def test_a_killed_rank_stops_the_others_and_the_run_resumes_bit_for_bit(folder, 
 )
 def test_bad_input_is_one_sentence(folder, arguments, message):
     process = start(folder, "bad", *arguments)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     errors = [line for line in output.splitlines() if line.startswith("tunesmith: ")]
     assert len(errors) == 1 and message in errors[0], output
@@ -176,7 +176,7 @@ def test_an_error_of_one_rank_is_reported_once(folder):
     process = start(
         folder, "broken", "--ranks", "2", "--judge", "broken.py:judge", "--set", "evaluation.at_start=false"
     )
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     assert sum(line.startswith("tunesmith: ") for line in output.splitlines()) == 1, output
     assert "no verdict" in output

@@ -45,7 +45,7 @@ def build_buckets(parameters: Mapping[str, nn.Parameter], world_size: int) -> li
     """Buckets of the parameters in reverse order."""
     buckets: list[list[Part]] = []
     dtype, num_elements = None, 0
-    for name, parameter in reversed(parameters.items()):
+    for name, parameter in reversed(list(parameters.items())):
         if not buckets or parameter.dtype != dtype or num_elements + parameter.numel() > BUCKET_ELEMENTS:
             buckets.append([])
             dtype, num_elements = parameter.dtype, 0
