@@ -170,11 +170,12 @@ def split_experts(
     """The demonstrations of each rank, by group; their indices continue those of the batch."""
     shares: list[list[Sample]] = [[] for _ in range(num_ranks)]
     for sample in experts:
-        place = {
-            "group_index": first_group + sample.group_index,
-            "trajectory_index": first_trajectory + sample.trajectory_index,
-        }
-        shares[sample.group_index % num_ranks].append(replace(sample, **place))
+        placed = replace(
+            sample,
+            group_index=first_group + sample.group_index,
+            trajectory_index=first_trajectory + sample.trajectory_index,
+        )
+        shares[sample.group_index % num_ranks].append(placed)
     return shares
 
 

@@ -164,7 +164,7 @@ def prepare_update(
     gathered = gather_scores(
         ranks, build_scores(samples, events, old_E, scored, step=step), find_trajectories(samples, events), columns
     )
-    scores, columns = gathered.scores, gathered.columns
+    scores, columns = gathered.scores, dict(gathered.columns)
     terms = algorithm.compute_terms(scores) if step_terms is None else step_terms.replace_terms(columns)
     inputs, metrics = compute_inputs(
         scores, terms, columns, algorithm, norm_length=norm_length, is_weighted=is_weighted, proximal=proximal
