@@ -12,9 +12,10 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "tunesmith"
 LAYERS = [
     {"types", "config", "errors", "storage", "arguments", "version", "metric", "hub", "user_lines", "tool_log"},
-    {"algorithms", "tasks", "experience", "chat", "grammar", "model", "monitor", "retrieval"},
+    {"algorithms", "cluster", "tasks", "experience", "chat", "grammar", "model", "monitor", "retrieval"},
     {"engine", "trainer", "rollout", "judges", "tools"},
-    {"loop", "environments"},
+    {"shared_step", "environments"},
+    {"loop"},
     {"pipeline", "compat", "viewer"},
     {"api", "cli", "convert_command", "run_files", "viewer_commands", "__init__", "__main__"},
 ]

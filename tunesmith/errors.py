@@ -43,6 +43,10 @@ class TrainingError(TunesmithError, RuntimeError):
     """An update cannot be trusted: a non-finite loss, or sampler and trainer disagree."""
 
 
+class RankError(TunesmithError, RuntimeError):
+    """Another rank of the run has ended or does not answer, so this one cannot continue."""
+
+
 class CallbackError(TunesmithError, RuntimeError):
     """A callback of the user raised, or returned something that it may not."""
 

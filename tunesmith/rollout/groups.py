@@ -40,11 +40,14 @@ async def run_groups(
     max_concurrency: int,
     on_progress: OnProgress | None = None,
     branching: Branching | None = None,
+    positions: Sequence[int] | None = None,
 ) -> list[Group]:
     """Run the agent `group_size` times on each task; returns groups in the order of the tasks.
 
-    With `branching`, some rollouts of a group continue others from a branch point.
+    With `branching`, some rollouts of a group continue others from a branch point. `positions` are those of the tasks
+    in their round, from which seeds are derived; None: all tasks of it are given.
     """
+    places = range(len(tasks)) if positions is None else positions
     slots = asyncio.Semaphore(max_concurrency)
 
     async def run_one(position: int, run_index: int, record: RolloutRecord | None = None) -> Trajectory:
@@ -56,8 +59,8 @@ async def run_groups(
                 agent=agent,
                 model=model,
                 auxiliary_models=auxiliary_models or {},
-                seed=derive_seed(seed, step, position, task.task_id, run_index),
-                order=(position, run_index),
+                seed=derive_seed(seed, step, places[position], task.task_id, run_index),
+                order=(places[position], run_index),
                 sampling=sampling,
                 watchdog=watchdog,
                 record=record,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.errors import TrainingError
-from tunesmith.experience.trie import Trie, read_array
+from tunesmith.experience.trie import EMPTY, Trie, read_array
 from tunesmith.model.forward.logit_adjustment import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
 from tunesmith.trainer.tree_attention.tile_schedule import PADDING, pad_trie
@@ -266,7 +266,7 @@ class EventIndex:
 
     def gather(self, per_token: Sequence[Sequence[float | None] | np.ndarray]) -> np.ndarray:
         """Values [E] from values per sample and token; None becomes NaN."""
-        flat = np.concatenate([read_array(values, np.float64) for values in per_token])
+        flat = np.concatenate([np.zeros(0), *(read_array(values, np.float64) for values in per_token)])
         starts = np.cumsum([0, *(len(values) for values in per_token)])
         return flat[starts[self.sample_E] + self.time_E]
 
@@ -279,8 +279,8 @@ class EventIndex:
 
 def index_events(samples: Sequence[Sample], rows: Sequence[Trie]) -> EventIndex:
     """The trained tokens of the rows, ordered by trajectory, sample, time."""
-    sample_R = np.concatenate([row.sample_E for row in rows])
-    time_R = np.concatenate([row.time_E for row in rows])
+    sample_R = np.concatenate([EMPTY, *(row.sample_E for row in rows)])
+    time_R = np.concatenate([EMPTY, *(row.time_E for row in rows)])
     order = np.argsort([sample.trajectory_index for sample in samples], kind="stable")
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tunesmith.cluster.ranks import count_ranks
+
 CAPTURE_SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 
@@ -24,6 +26,8 @@ def capture_graph(run_step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGra
         for _ in range(2):
             run_step()
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, pool=pool):
+    # with several ranks, NCCL's watchdog queries events from a thread of its own
+    mode = "thread_local" if count_ranks() > 1 else "global"
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
         run_step()
     return graph

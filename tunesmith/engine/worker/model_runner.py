@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tunesmith.cluster.ranks import count_ranks
 from tunesmith.config import EngineSection
 from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.decode_burst import BurstDecoder, BurstHandle, BurstInput
@@ -46,6 +47,8 @@ MIN_CACHE_GIB = 2.0
 """KV cache where `engine.kv_cache_gib` is not set: exactly this on a CPU, at least this on a GPU."""
 TRAINER_BYTES_PER_PARAMETER = 16
 """Bytes that the trainer needs per trained parameter: float32 weight and moments, a gradient, scratch."""
+SHARDED_BYTES_PER_PARAMETER = 12
+"""Bytes of these that several ranks share: float32 weight and moments."""
 ACTIVATION_FRACTION = 0.3
 """Fraction of the device's memory that is left for activations and logits."""
 CACHE_FRACTION = 0.5
@@ -311,5 +314,6 @@ def measure_cache_bytes(model: PreTrainedModel) -> int:
     """Bytes for the KV cache: free memory less the trainer's states and activations, times `CACHE_FRACTION`."""
     free, total = torch.cuda.mem_get_info(model.device)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    remaining = free - TRAINER_BYTES_PER_PARAMETER * num_trained - ACTIVATION_FRACTION * total
+    sharded_bytes = SHARDED_BYTES_PER_PARAMETER * (1 - 1 / count_ranks())
+    remaining = free - (TRAINER_BYTES_PER_PARAMETER - sharded_bytes) * num_trained - ACTIVATION_FRACTION * total
     return max(int(CACHE_FRACTION * remaining), int(MIN_CACHE_GIB * 2**30))
