@@ -1,8 +1,8 @@
 """A search and Python agent on a fictional world: methods of reinforcement learning from one fine-tuned model.
 
 A world is generated, an expert's conversations are written with the agent's own tools, and the model is fine-tuned on
-them. Then every method trains from that model, at the same time as the others, with the same rollouts a step, and is
-evaluated on held-out questions at intervals.
+them. Then every method trains from that model with the same rollouts a step, and is evaluated on held-out questions at
+intervals.
 
 - correctness: GRPO with the judge's reward (token F1).
 - arpo: the same with branching rollouts.
@@ -19,14 +19,13 @@ import json
 import os
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import yaml
 from report import publish
 
-from tunesmith import SftConfig, sft
 from tunesmith.pipeline.prepare.world_expert import write_conversations
 from tunesmith.retrieval.index.build import build_index
 from tunesmith.tasks.world import generate
@@ -75,7 +74,8 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> None:
         "seed": arguments.seed,
         "trainer": {"learning_rate": arguments.sft_rate, "weight_decay": 0.01, "betas": [0.9, 0.95]},
     }
-    print(sft(SftConfig(**settings), out=folder / "sft"))
+    (folder / "sft.yaml").write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+    call_tunesmith("sft", folder, "sft", arguments.gpus[0], "--out", str(folder / "sft"))
 
 
 def build_environment(index: str) -> dict[str, Any]:
@@ -114,35 +114,39 @@ def build_run(arguments: argparse.Namespace, name: str, folder: Path, seed: int)
             "batch_size": arguments.batch_size,
             "group_size": arguments.group_size,
         },
-        "engine": {"max_num_seqs": 512, **({"kv_cache_gib": 10} if arguments.device == "cuda" else {})},
+        "engine": {"max_num_seqs": 512, **({"kv_cache_gib": 8} if arguments.device == "cuda" else {})},
         "rollout": {"max_concurrency": 512, **method.get("rollout", {})},
         "experience": method.get("experience", {}),
-        "trainer": {"learning_rate": arguments.rate, "warmup_steps": 4, "betas": [0.9, 0.95]},
+        "trainer": {"learning_rate": arguments.rate, "warmup_steps": 4, "betas": [0.9, 0.95], "has_row_graphs": False},
         "monitor": {"log_interval_steps": 5},
     }
 
 
 def train_all(arguments: argparse.Namespace, folder: Path) -> dict[str, Path]:
-    """Run all methods and seeds at the same time, a process each; returns the run folder of each."""
-    running = {}
-    for number, (seed, name) in enumerate((seed, name) for seed in arguments.seeds for name in arguments.methods):
-        path = folder / f"{name}_{seed}.yaml"
-        path.write_text(yaml.safe_dump(build_run(arguments, name, folder, seed), sort_keys=False), encoding="utf-8")
-        environment = dict(os.environ, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-        if arguments.device == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = arguments.gpus[number % len(arguments.gpus)]
-        with path.with_suffix(".log").open("w") as log:
-            running[f"{name}_{seed}"] = subprocess.Popen(
-                [sys.executable, "-m", "tunesmith", "tune", str(path)], env=environment, stdout=log, stderr=log
-            )
-    deadline = time.monotonic() + arguments.limit_s
-    for name, process in running.items():
-        try:
-            process.wait(max(deadline - time.monotonic(), 1))
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            print(f"{name} was stopped after {arguments.limit_s:g} s")
-    return {name: folder / "runs" / "tool_agent" / name for name in running}
+    """Run all methods and seeds, one process at a time on each GPU; returns the run folder of each."""
+    names = []
+    for seed in arguments.seeds:
+        for method in arguments.methods:
+            names.append(f"{method}_{seed}")
+            run = yaml.safe_dump(build_run(arguments, method, folder, seed), sort_keys=False)
+            (folder / f"{names[-1]}.yaml").write_text(run, encoding="utf-8")
+    gpus = arguments.gpus
+
+    def train_on(number: int) -> None:
+        for name in names[number :: len(gpus)]:
+            call_tunesmith("tune", folder, name, gpus[number])
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        list(pool.map(train_on, range(len(gpus))))
+    return {name: folder / "runs" / "tool_agent" / name for name in names}
+
+
+def call_tunesmith(command: str, folder: Path, name: str, gpu: str, *options: str) -> None:
+    """Run a command in a process of its own, which leaves no GPU memory in use."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES=gpu)
+    with (folder / f"{name}.log").open("w") as log:
+        call = [sys.executable, "-m", "tunesmith", command, str(folder / f"{name}.yaml"), *options]
+        subprocess.run(call, env=environment, stdout=log, stderr=log, check=True)
 
 
 def read_curve(run: Path) -> list[dict[str, float]]:
@@ -182,7 +186,6 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="seconds after which unfinished runs are stopped")
     parser.add_argument("--folder", type=Path, default=Path("checkpoints/tool_agent_benchmark"))
     parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()

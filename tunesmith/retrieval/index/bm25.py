@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import DataError
+from tunesmith.retrieval.index.bm25s_import import import_bm25s
 from tunesmith.retrieval.index.ranking import Ranking, rank
 from tunesmith.retrieval.index.words import WordSplitter
 from tunesmith.retrieval.settings import IndexSettings
@@ -47,7 +47,7 @@ class Postings:
 
 def write_bm25(folder: Path, texts: Iterable[str], settings: IndexSettings) -> None:
     """Index the texts into a new folder."""
-    bm25s = _import_bm25s()
+    bm25s = import_bm25s()
     splitter = WordSplitter(stemmer=settings.stemmer, stopwords=settings.stopwords)
     vocabulary: dict[str, int] = {}
     rows = splitter.collect_ids(texts, vocabulary)
@@ -64,7 +64,7 @@ class Bm25Index:
     """Searches the folder of `write_bm25`. One object serves any number of threads."""
 
     def __init__(self, folder: Path, settings: IndexSettings, id_ranks: NDArray[np.int32]) -> None:
-        model = _import_bm25s().BM25.load(folder, mmap=True, show_progress=False)
+        model = import_bm25s().BM25.load(folder, mmap=True, show_progress=False)
         # views as plain arrays: indexing np.memmap objects is slower
         self._gains = np.asarray(model.scores["data"])
         self._positions = np.asarray(model.scores["indices"])
@@ -196,12 +196,3 @@ def _look_up(candidates: NDArray[np.integer], scores: NDArray[np.float32], word:
     places[places == len(word.positions)] = 0
     found = word.positions[places] == candidates
     scores[found] += word.gains[places[found]]
-
-
-def _import_bm25s() -> ModuleType:
-    try:
-        import bm25s
-    except ImportError as error:
-        raise ConfigError("BM25 needs bm25s: pip install 'tunesmith[retrieval]'") from error
-    module: ModuleType = bm25s
-    return module

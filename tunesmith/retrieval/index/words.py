@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from tunesmith.errors import ConfigError
+from tunesmith.retrieval.index.bm25s_import import import_bm25s
 
 WORD = re.compile(r"\w+")
 
@@ -58,8 +59,4 @@ def _build_stemmer(name: str) -> Callable[[str], str]:
 
 
 def _load_stopwords() -> frozenset[str]:
-    try:
-        from bm25s.stopwords import STOPWORDS_EN
-    except ImportError as error:
-        raise ConfigError("BM25 needs bm25s: pip install 'tunesmith[retrieval]'") from error
-    return frozenset(STOPWORDS_EN)
+    return frozenset(import_bm25s().stopwords.STOPWORDS_EN)
