@@ -22,15 +22,21 @@ from tunesmith.rollout.openai_server.constraints import (
     constrain_reply,
     constrain_text,
 )
+from tunesmith.rollout.openai_server.fields import RequestError
 from tunesmith.rollout.openai_server.request import (
     ChatRequest,
-    RequestError,
     TextRequest,
     parse_request,
     parse_text_request,
 )
 from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
-from tunesmith.rollout.recorder import Recorder, SamplingRefusedError, Session, SessionCall, SessionClosedError
+from tunesmith.rollout.recording.recorder import (
+    Recorder,
+    SamplingRefusedError,
+    Session,
+    SessionCall,
+    SessionClosedError,
+)
 
 AnyRequest = TypeVar("AnyRequest", ChatRequest, TextRequest)
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tunesmith.rollout.openai_server.request import RequestError
+from tunesmith.rollout.openai_server.fields import RequestError
 from tunesmith.rollout.openai_server.translated import check_fields, read_list, read_text
 
 COUNTED_FIELDS: Mapping[str, tuple[Any, ...] | None] = dict.fromkeys(

@@ -17,9 +17,9 @@ from tunesmith.chat.messages import MatchKey, Message, compute_match_keys
 from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.chat.scope import describe_scope
 from tunesmith.errors import EngineError
-from tunesmith.rollout.in_flight import InFlightTurn
-from tunesmith.rollout.replay import RolloutRecord, deliver_recorded, drop_details
-from tunesmith.rollout.reply_texts import ReplyText, ReplyTexts
+from tunesmith.rollout.recording.in_flight import InFlightTurn
+from tunesmith.rollout.recording.replay import RolloutRecord, deliver_recorded, drop_details
+from tunesmith.rollout.recording.reply_texts import ReplyText, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.tokenizer_thread import run_tokenizer
 from tunesmith.types import Completion, Engine, OnTokens, Sampling, TokenDetails, Turn
