@@ -89,7 +89,9 @@ class PendingChatCompletion:
         self._prefix_text = ""
         self._prefix_ids: tuple[int, ...] = ()
         if request.tool_choice == "required":
-            self._prefix_text, self._prefix_ids = renderer.build_call_prefix(request.called_tool, call.prompt_ids)
+            self._prefix_text, self._prefix_ids = renderer.build_call_prefix(
+                request.called_tool, call.prompt_ids, has_grammar=bool(request.sampling.distribution.grammar)
+            )
         self._is_single_call = request.is_single_call and request.has_callable_tools
 
     @property

@@ -37,6 +37,7 @@ from tunesmith.rollout.recording.recorder import (
     SessionCall,
     SessionClosedError,
 )
+from tunesmith.types import Sampling
 
 AnyRequest = TypeVar("AnyRequest", ChatRequest, TextRequest)
 
@@ -165,7 +166,8 @@ class ChatEndpoint:
 
     def _resolve_ids(self, request: AnyRequest, grammar: str) -> AnyRequest:
         """The request with the grammar in its distribution, and the token ids that its bans refer to."""
-        sampling, distribution = request.sampling, request.sampling.distribution
+        sampling: Sampling = request.sampling
+        distribution = sampling.distribution
         if not (grammar or request.bad_words or distribution.min_tokens):
             return request
         end_ids: set[int] = set()
