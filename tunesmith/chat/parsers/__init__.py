@@ -2,7 +2,7 @@
 
 from tunesmith.chat.parsers.call_format import CallFormat
 from tunesmith.chat.parsers.delta import Delta, join_deltas
-from tunesmith.chat.parsers.formats import CALL_FORMATS, REASONING_TAGS, find_reasoning_parser
+from tunesmith.chat.parsers.formats import CALL_FORMATS, REASONING_TAGS, find_call_format, find_reasoning_parser
 from tunesmith.chat.parsers.harmony import HARMONY, HarmonyParser
 from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES, parse_call
 from tunesmith.chat.parsers.json_calls import MISTRAL
@@ -26,6 +26,7 @@ __all__ = [
     "ReasoningTags",
     "ReplyParser",
     "count_overlap",
+    "find_call_format",
     "find_reasoning_parser",
     "join_deltas",
     "parse_call",

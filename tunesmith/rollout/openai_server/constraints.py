@@ -138,9 +138,10 @@ def constrain_reply(
     with _errors_of(constraint):
         grammar = constraint.build_grammar()
     if tools and not _has_call_grammar(renderer):
+        name = "none" if renderer.call_format is None else renderer.call_format.name
         raise ConstraintError(
-            f"{constraint.param} cannot be combined with tools: {_explain_format(renderer)}; leave out the tools, or "
-            "set tool_choice='none'", param=constraint.param,
+            f"{constraint.param} cannot be combined with tools: no grammar describes calls in the format {name}, "
+            "whose arguments are not JSON; leave out the tools, or set tool_choice='none'", param=constraint.param,
         )  # fmt: skip
     texts = _describe_calls(renderer)
     calls = build_call_grammar(tools, texts, is_single=is_single_call) if tools else None
@@ -166,29 +167,17 @@ def constrain_text(constraint: Constraint) -> str:
 def constrain_call(
     tools: Sequence[Mapping[str, Any]], renderer: Renderer, *, name: str | None, is_single_call: bool
 ) -> str:
-    """The grammar of the rest of a reply whose tool call has been started; empty if nothing can constrain it.
+    """The grammar of the rest of a reply whose tool call has been started.
 
-    Without llguidance, or if the format's arguments are not JSON, only the prefix of the call is forced. A `strict`
-    tool that may be called is refused then.
+    Empty without llguidance, or if the format's arguments are not JSON: then only the prefix of the call is forced.
     """
-    if has_llguidance() and _has_call_grammar(renderer):
-        return build_call_grammar(tools, _describe_calls(renderer), is_single=is_single_call, after=name or "")
-    strict = [each["function"]["name"] for each in tools if each["function"].get("strict")]
-    if strict and has_llguidance():
-        raise ConstraintError(
-            f"tool {strict[0]!r} is strict, which tool_choice cannot enforce here: {_explain_format(renderer)}; leave "
-            "out strict", param="tools",
-        )  # fmt: skip
-    return ""
+    if not (has_llguidance() and _has_call_grammar(renderer)):
+        return ""
+    return build_call_grammar(tools, _describe_calls(renderer), is_single=is_single_call, after=name or "")
 
 
 def _has_call_grammar(renderer: Renderer) -> bool:
     return renderer.call_format is not None and renderer.call_format.has_json_arguments
-
-
-def _explain_format(renderer: Renderer) -> str:
-    name = "none" if renderer.call_format is None else renderer.call_format.name
-    return f"no grammar describes this model's tool calls ({name}), whose arguments are not one JSON object"
 
 
 def _describe_calls(renderer: Renderer) -> CallTexts:

@@ -131,6 +131,7 @@ def _translate_tool(tool: dict[str, Any]) -> dict[str, Any]:
         "name": tool.get("name"),
         "description": tool.get("description"),
         "parameters": tool.get("input_schema"),
+        "strict": tool.get("strict"),
     }
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
