@@ -235,7 +235,7 @@ def test_numbers_that_json_does_not_have_are_null(answers):
         (families.GLM, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"),
         (families.MISTRAL_ARGS, '\x02[TOOL_CALLS]\x03f\x02[ARGS]\x03{"a": 3}\x02</s>\x03'),
         (LLAMA3, '{"name": "f", "parameters": {"a": 3}}\x02<|eot_id|>\x03'),
-        (families.HARMONY, " to=functions.f\x02<|channel|>\x03commentary json\x02<|message|>\x03{\"a\": 3}\x02<|call|>\x03"),
+        (families.HARMONY, " to=functions.f\x02<|channel|>\x03commentary json\x02<|message|>\x03{\"a\": 3}"),
         (QWEN25, '<tool_call>\n{"name": "f", "arguments": {"a": 3}}\n</tool_call>'),
     ],
 )  # fmt: skip
