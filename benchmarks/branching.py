@@ -29,7 +29,7 @@ from tunesmith.experience.samples import build_samples
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.rollout.branching.tree import Branching, GroupTrees
-from tunesmith.rollout.replay import RolloutRecord
+from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Completion, Group, Sample, Sampling, Task, Trajectory, Turn
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tunesmith.convert_command import convert
+from tunesmith.commands.convert import convert
+from tunesmith.commands.view import show, view
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.search.command import search_app
 from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
-from tunesmith.viewer_commands import show, view
 
 if TYPE_CHECKING:
     from tunesmith.pipeline.sft.train import OfflineResult

@@ -11,11 +11,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from tunesmith.errors import ConfigError
 from tunesmith.grammar import llguidance_import
 from tunesmith.grammar.grammars import (
-    HermesFormat,
+    CallTexts,
     add_calls,
     add_reasoning,
+    build_call_grammar,
     build_choice_grammar,
-    build_hermes_grammar,
     build_json_grammar,
     build_regex_grammar,
     build_rule_grammar,
@@ -29,13 +29,12 @@ TOKENIZER = build_pocket_tokenizer()
 VOCAB_SIZE = 800
 SPECIAL_IDS = set(TOKENIZER.all_special_ids)
 COMPILER = GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_ids=[TOKENIZER.eos_token_id])
-TAGS = {tag: write_tag(tag, TOKENIZER.convert_tokens_to_ids(tag)) for tag in ("<tool_call>", "</tool_call>", "<think>",
-                                                                              "</think>")}  # fmt: skip
-FORMAT = HermesFormat(
-    call_start='\n{"name": "',
-    call_middle='", "arguments":',
-    open_tag=TAGS["<tool_call>"],
-    close_tag=TAGS["</tool_call>"],
+TAGS = {tag: write_tag(tag, TOKENIZER.convert_tokens_to_ids(tag)) for tag in ("<think>", "</think>")}
+FORMAT = CallTexts(
+    start='<tool_call>\n{"name": "',
+    middle='", "arguments":',
+    end="}\n</tool_call>",
+    tokens={tag: TOKENIZER.convert_tokens_to_ids(tag) for tag in ("<tool_call>", "</tool_call>")},
 )
 TOOLS = [
     {"function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}},
@@ -81,13 +80,13 @@ SPELLINGS = [
         (build_choice_grammar(["yes", 'no "x"\n']), ["yes", 'no "x"\n'], ["ye", "no", "yes yes"]),
         (build_rule_grammar('root ::= "a" b*\nb ::= "b"'), ["a", "abb"], ["b", ""]),
         (build_rule_grammar('start: "a" /[0-9]/'), ["a1"], ["a", "ab"]),
-        (build_hermes_grammar(TOOLS, FORMAT, is_single=True, after="add"),
+        (build_call_grammar(TOOLS, FORMAT, is_single=True, after="add"),
          [' {"a": 3}}</tool_call>', '{"a":3}}\n</tool_call>'], [' {"b": 3}}</tool_call>', ' {"a": 3}}']),
-        (build_hermes_grammar(TOOLS, FORMAT, is_single=False, after=""),
+        (build_call_grammar(TOOLS, FORMAT, is_single=False, after=""),
          ['add", "arguments": {"a": 3}}\n</tool_call>',
           'say \\"x\\"", "arguments":{}}</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}</tool_call>'],
          ['sub", "arguments": {"a": 3}}\n</tool_call>', 'say "x"", "arguments": {}}</tool_call>']),
-        (add_calls(build_choice_grammar(["yes"]), build_hermes_grammar(TOOLS, FORMAT, is_single=True)),
+        (add_calls(build_choice_grammar(["yes"]), build_call_grammar(TOOLS, FORMAT, is_single=True)),
          ["yes", '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'],
          ["no", 'yes<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>', "<tool_call>"]),
         (add_reasoning(build_choice_grammar(["yes"]), think_open=None, think_close=TAGS["</think>"]),
@@ -128,9 +127,9 @@ def test_keywords_that_no_grammar_expresses_are_refused_unless_the_tool_is_not_s
     with pytest.raises(ValueError, match="uniqueItems"):
         COMPILER.open(build_json_grammar(schema))
     tool = {"name": "f", "parameters": {"type": "object", "propertyNames": {"pattern": "a"}}}
-    COMPILER.open(build_hermes_grammar([{"function": tool}], FORMAT, is_single=True))
+    COMPILER.open(build_call_grammar([{"function": tool}], FORMAT, is_single=True))
     with pytest.raises(ValueError, match="propertyNames"):
-        COMPILER.open(build_hermes_grammar([{"function": tool | {"strict": True}}], FORMAT, is_single=True))
+        COMPILER.open(build_call_grammar([{"function": tool | {"strict": True}}], FORMAT, is_single=True))
 
 
 def test_a_rejected_token_and_a_missing_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,25 @@ async def test_a_message_that_starts_the_reply_is_a_chat_request_to_continue_it(
     assert (fields["continue_final_message"], fields["add_generation_prompt"]) == (True, False)
 
 
+async def test_a_reply_continues_the_message_that_starts_it():
+    service = build_service(" answer is 4")
+    bound = service.open(seed=1)
+    start = {"role": "assistant", "content": [{"type": "text", "text": "The"}]}
+    message = await ask(bound.model.as_anthropic_client(), messages=[*USER, start])
+    assert [block.text for block in message.content] == [" answer is 4"]
+    counted = await bound.model.as_anthropic_client().messages.count_tokens(model="m", messages=[*USER, start])
+    (turn,) = service.close(bound)
+    assert counted.input_tokens == len(turn.prompt_ids)
+    assert "".join(map(service.recorder.renderer.format_token, turn.prompt_ids)).endswith("assistant\nThe")
+
+
+def test_a_strict_tool_stays_strict():
+    tool = {"name": "add", "input_schema": {"type": "object"}, "strict": True}
+    fields = translate_request({"model": "m", "max_tokens": 5, "messages": USER, "tools": [tool]}, lambda name: False)
+    function = {"name": "add", "parameters": {"type": "object"}, "strict": True}
+    assert fields["tools"] == [{"type": "function", "function": function}]
+
+
 async def test_errors_have_the_form_of_the_api():
     service = build_service("fine")
     client = service.open(seed=1).model.as_anthropic_client()

@@ -105,6 +105,32 @@ def test_forced_tool_calls_have_valid_names_and_arguments(choice: Any, is_parall
     assert all(min(turn.logprobs) < -0.5 for turn in turns)
 
 
+def test_responses_honour_text_format() -> None:
+    async def respond() -> Any:
+        client = build_service().open(seed=3).model.client
+        form = {"type": "json_schema", "name": "person", "schema": PERSON, "strict": True}
+        return await client.responses.create(model="m", input="hi", text={"format": form}, max_output_tokens=120)
+
+    response = run_lockstep(respond())
+    assert response.status == "completed"
+    assert is_person(json.loads(response.output_text))
+
+
+@pytest.mark.parametrize("field", ["output_format", "output_config"])
+def test_messages_honour_output_formats(field: str) -> None:
+    pytest.importorskip("anthropic", reason="the Anthropic SDK is not installed: pip install anthropic")
+    form: dict[str, Any] = {"type": "json_schema", "schema": PERSON}
+    fields = {field: form if field == "output_format" else {"format": form}}
+
+    async def ask_messages() -> Any:
+        client = build_service().open(seed=3).model.as_anthropic_client()
+        return await client.messages.create(model="m", messages=USER, max_tokens=120, extra_body=fields)
+
+    message = run_lockstep(ask_messages())
+    assert message.stop_reason == "end_turn"
+    assert is_person(json.loads(message.content[0].text))
+
+
 def test_a_reply_in_a_response_format_may_call_tools_instead() -> None:
     completion, _ = ask(tools=TOOLS, response_format=PERSON_FORMAT, n=12, max_tokens=200, temperature=1.5)
     finished = [each for each in completion.choices if each.finish_reason != "length"]

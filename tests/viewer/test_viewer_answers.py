@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+import call_templates as families
+from chat_templates import LLAMA3, QWEN25
 from tunesmith.types import Task, Trajectory
 from tunesmith.viewer.answers.conversation import build_conversations
 from tunesmith.viewer.answers.diff import diff_texts
@@ -222,3 +226,36 @@ def test_unknown_paths_are_refused(answers, path):
 
 def test_numbers_that_json_does_not_have_are_null(answers):
     assert b"NaN" not in answers.get_json("metric", {"name": "train/loss"})
+
+
+@pytest.mark.parametrize(
+    ("template", "reply"),
+    [
+        (families.QWEN3_CODER, "<tool_call>\n<function=f>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"),
+        (families.GLM, "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"),
+        (families.MISTRAL_ARGS, '\x02[TOOL_CALLS]\x03f\x02[ARGS]\x03{"a": 3}\x02</s>\x03'),
+        (LLAMA3, '{"name": "f", "parameters": {"a": 3}}\x02<|eot_id|>\x03'),
+        (families.HARMONY, " to=functions.f\x02<|channel|>\x03commentary json\x02<|message|>\x03{\"a\": 3}"),
+        (QWEN25, '<tool_call>\n{"name": "f", "arguments": {"a": 3}}\n</tool_call>'),
+    ],
+)  # fmt: skip
+def test_replies_are_parsed_in_the_format_of_the_runs_template(tmp_path, template, reply):
+    from tunesmith.viewer.answers.conversation import drop_controls, iter_tool_names, parse_reply
+    from tunesmith.viewer.reading.reply_format import find_reply_format
+
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    reply_format = find_reply_format(tmp_path, {"model": {"tool_call_parser": "auto"}})
+    message = parse_reply(drop_controls(reply, reply_format), reply_format)
+    assert [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]] == [("f", {"a": 3})]
+    assert message["content"] == ""
+    assert list(iter_tool_names([reply.replace("\x02", "").replace("\x03", "")], reply_format)) == ["f"]
+
+
+def test_the_configs_parser_is_preferred_to_the_templates(tmp_path):
+    from tunesmith.viewer.reading.reply_format import find_reply_format
+
+    (tmp_path / "chat_template.jinja").write_text("[THINK] [/THINK] [TOOL_CALLS]")
+    auto = find_reply_format(tmp_path, {})
+    assert (auto.call_format.name, auto.tags.opening) == ("mistral", "[THINK]")
+    assert find_reply_format(tmp_path, {"model": {"tool_call_parser": "hermes"}}).call_format.name == "hermes"
+    assert find_reply_format(tmp_path / "none", {}).call_format.name == "hermes"

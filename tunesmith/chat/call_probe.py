@@ -20,6 +20,7 @@ PROBE = "probe_qzx"
 PROBE_CALL_ID = "call00000"
 JSON_END = '"}'
 """What follows the last argument if the arguments are JSON."""
+OPEN_ARGUMENTS = "{"
 NAME_EXAMPLE, ARGUMENTS_EXAMPLE = "<function-name>", "<args-json-object>"
 
 
@@ -31,13 +32,19 @@ class RenderedCall:
     start: str
     """Text before the function's name."""
     middle: str
-    """Text between the name and the arguments, without the space that the model may write differently."""
+    """Text between the name and the arguments, without the space that the model may write differently; if there is
+    none, the first character of the arguments, which ends the name."""
     tail: str
     """Text from the end of the last string argument to the token that ends the turn."""
     example: str
     """A call with placeholders for the name and the arguments, to describe the format."""
     is_text: bool
     """The template reads arguments as JSON text, not as an object."""
+
+    @property
+    def separator(self) -> str:
+        """`middle` without a part of the arguments."""
+        return "" if self.middle == OPEN_ARGUMENTS else self.middle
 
 
 def find_rendered_call(
@@ -66,7 +73,7 @@ def find_rendered_call(
     return RenderedCall(
         call_format=call_format,
         start=text[start:position],
-        middle=middle.rstrip() or middle or "{",
+        middle=middle.rstrip() or middle or OPEN_ARGUMENTS,
         tail=text[after:reply_end],
         example=f"{text[start:position]}{NAME_EXAMPLE}{middle}{ARGUMENTS_EXAMPLE}{text[arguments_end:reply_end]}",
         is_text=is_text,

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tunesmith.chat.call_probe import SENTINEL
+from tunesmith.chat.call_probe import SENTINEL, RenderedCall
 from tunesmith.chat.detokenize import Detokenizer, IncrementalDetokenizer
 from tunesmith.chat.memo import memoize
 from tunesmith.chat.messages import Message, ToolCall
@@ -27,7 +27,9 @@ from tunesmith.chat.parsers import (
     HERMES,
     REASONING_TAGS,
     THINK,
+    CallFormat,
     HarmonyParser,
+    ReasoningTags,
     ReplyParser,
     find_reasoning_parser,
 )
@@ -99,12 +101,12 @@ class Renderer:
             else (self._tags.opening, self._tags.closing),
         )
         self._call_format = self._template.call_format
-        self._is_harmony = reasoning_parser == HARMONY.name or self._call_format is HARMONY
+        self.is_harmony = reasoning_parser == HARMONY.name or self._call_format is HARMONY
         self._special_tokens = self._template.special_tokens
         self._has_warned = False
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.has_tool_calls = self._call_format is not None
-        self.has_reasoning = reasoning_parser in REASONING_TAGS and not self._is_harmony
+        self.has_reasoning = reasoning_parser in REASONING_TAGS and not self.is_harmony
         self._detokenizer = Detokenizer(tokenizer, hidden_ids=self._template.hidden_ids)
         self._backend = _find_backend(tokenizer)
         self.is_thread_safe = self._backend is not None
@@ -163,16 +165,19 @@ class Renderer:
         start_ids = self.encode_content(prompt.reply_start, max_tokens=max_tokens)
         return (*prompt_ids, *sampled_ids, *delta_ids, *start_ids)
 
-    def build_call_prefix(self, name: str | None, prompt_ids: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    def build_call_prefix(
+        self, name: str | None, prompt_ids: Sequence[int], *, has_grammar: bool = False
+    ) -> tuple[str, tuple[int, ...]]:
         """Text and ids of the start of a reply that must be a tool call, with the function `name` if given.
 
-        If the prompt ends in an open <think>, the prefix closes it first.
+        With `has_grammar` the arguments follow from a grammar, and the prefix contains none of them. If the prompt ends
+        in an open <think>, the prefix closes it first.
         """
         call = self._template.rendered_call
         text = call.start
         if name is not None:
             escaped = name if self._special_tokens is None else self._special_tokens.escape(name)
-            text += json.dumps(escaped, ensure_ascii=False)[1:-1] + call.middle
+            text += json.dumps(escaped, ensure_ascii=False)[1:-1] + (call.separator if has_grammar else call.middle)
         if self.is_reasoning_open(prompt_ids):
             text = f"\n{self._tags.closing}\n\n{text}"
         return self._unescape(text), self.encode(text)
@@ -196,7 +201,7 @@ class Renderer:
         `tools`: those of the request; some formats need their schemas to tell text from numbers. The reasoning of
         harmony is a channel of its own, which stays reasoning.
         """
-        if self._is_harmony:
+        if self.is_harmony:
             return HarmonyParser(
                 new_call_id=new_call_id,
                 has_tool_calls=self._call_format is HARMONY and has_tools,
@@ -244,13 +249,23 @@ class Renderer:
         return text
 
     @property
-    def call_texts(self) -> tuple[str, str]:
-        """Text of a tool call before the name, and between the name and the arguments."""
-        return self._template.call_start, self._template.call_middle
+    def call_format(self) -> CallFormat | None:
+        """The format in which the model writes tool calls; None if they are not parsed."""
+        return self._call_format
 
-    def find_token(self, text: str) -> int | None:
-        """The id of the added token that spells `text`; None if it is encoded by ordinary tokens."""
-        return next((i for i, token in self._tokenizer.added_tokens_decoder.items() if str(token) == text), None)
+    @property
+    def rendered_call(self) -> RenderedCall:
+        """How the template writes a tool call."""
+        return self._template.rendered_call
+
+    @property
+    def reasoning_tags(self) -> ReasoningTags:
+        return self._tags
+
+    @functools.cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Text of each added token, special or not -> its id."""
+        return {str(token): token_id for token_id, token in self._tokenizer.added_tokens_decoder.items()}
 
     def may_reason(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the model decides to reason: the template has a switch, and the prompt does not close <think>."""
@@ -309,9 +324,7 @@ class Renderer:
             return [content]
         last = replace(calls[-1], arguments=json.dumps({"a": SENTINEL}))
         in_arguments = Message(role="assistant", tool_calls=(*calls[:-1], last))
-        return (
-            [in_arguments] if self._is_harmony else [replace(content, tool_calls=tuple(calls)), in_arguments, content]
-        )
+        return [in_arguments] if self.is_harmony else [replace(content, tool_calls=tuple(calls)), in_arguments, content]
 
     def _unescape(self, text: str) -> str:
         return text if self._special_tokens is None else self._special_tokens.unescape(text)

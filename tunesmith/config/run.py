@@ -17,7 +17,7 @@ from tunesmith.config.cluster import ClusterSection
 from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
-from tunesmith.config.rollout.branching import BranchingSection
+from tunesmith.config.rollout.branching import BranchingSection, check_branching
 from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature
 
 
@@ -371,20 +371,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_branching(self) -> RunConfig:
-        branching, group_size = self.rollout.branching, self.algorithm.group_size
-        if branching is None:
-            return self
-        if (self.cluster.num_workers or 1) > 1:
-            raise ValueError("rollout.branching runs on one rank only: leave it out, or set cluster.num_workers=1")
-        if group_size < 2:
-            raise ValueError(f"rollout.branching needs algorithm.group_size of at least 2; it is {group_size}")
-        if branching.initial_rollouts is not None and branching.initial_rollouts >= group_size:
-            raise ValueError(
-                f"rollout.branching.initial_rollouts={branching.initial_rollouts} leaves no branch in a group of "
-                f"algorithm.group_size={group_size}: lower it, or leave out rollout.branching"
+        if self.rollout.branching is not None:
+            check_branching(
+                self.rollout.branching,
+                group_size=self.algorithm.group_size,
+                temperature=self.model.temperature,
+                num_workers=self.cluster.num_workers or 1,
             )
-        if self.model.temperature == 0:
-            raise ValueError("rollout.branching with model.temperature=0: a branch would repeat its parent")
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from tunesmith.grammar.llguidance_import import load_llguidance
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,32}"}
 SPACE = r"/[ \n]{0,2}/"
 """Whitespace between the parts of a tool call."""
+CALL_ID = "/[a-zA-Z0-9]{9}/"
 START = re.compile(r"^start\s*:", re.MULTILINE)
 """The first rule of a grammar."""
 REPLY, TEXT, CALLS, CALL = (f"tunesmith_{name}" for name in ("reply", "text", "calls", "call"))
@@ -62,20 +63,45 @@ def add_calls(grammar: str, calls: str) -> str:
     return "\n".join([f"start: {TEXT} | {CALLS}", *rules])
 
 
+def add_channels(grammar: str, calls: str | None, *, write: Callable[[str], str]) -> str:
+    """A reply of harmony: an optional `analysis`, then a `final` message under the grammar, or calls."""
+    analysis = f"({write('<|channel|>analysis<|message|>')} /(.|\\n)*/ {write('<|end|><|start|>assistant')})?"
+    final = f"{write('<|channel|>final<|message|>')} {TEXT}"
+    rules = [START.sub(f"{TEXT}:", grammar, count=1)]
+    if calls is not None:
+        rules.append(START.sub(f"{CALLS}:", calls, count=1))
+    return "\n".join([f"start: {analysis} ({final}{'' if calls is None else f' | {CALLS}'})", *rules])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HermesFormat:
-    """Texts and terms (`write_tag`) of a call `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
+class CallTexts:
+    """Texts of a tool call with JSON arguments, such as `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
 
-    call_start: str
-    """From the tag to the name, both excluded."""
-    call_middle: str
-    """Between the name and the arguments."""
-    open_tag: str
-    close_tag: str
+    start: str
+    """From the start of the block to the name."""
+    middle: str
+    """Between the name and the arguments, without whitespace at its end."""
+    end: str
+    """After the arguments."""
+    tokens: Mapping[str, int]
+    """Parts of these texts that are one token each -> its id."""
+    call_id: str | None = None
+    """Part of these texts that stands for the id of the call: nine letters or digits."""
+    is_repeatable: bool = True
+    """A reply with several calls repeats the whole text."""
+
+    def write(self, text: str) -> str:
+        """Terms for a part of a call."""
+        marks = sorted((*self.tokens, *filter(None, [self.call_id])), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+        return " ".join(self._write_part(part) for part in parts if part)
+
+    def _write_part(self, part: str) -> str:
+        return CALL_ID if part == self.call_id else write_tag(part, self.tokens.get(part))
 
 
-def build_hermes_grammar(
-    tools: Sequence[Mapping[str, Any]], call: HermesFormat, *, is_single: bool, after: str | None = None
+def build_call_grammar(
+    tools: Sequence[Mapping[str, Any]], call: CallTexts, *, is_single: bool, after: str | None = None
 ) -> str:
     """Calls of the tools with arguments that are valid under their schemas; one call if `is_single`.
 
@@ -84,15 +110,16 @@ def build_hermes_grammar(
     """
     functions = [tool["function"] for tool in tools]
     rules = [f"{CALL}_arguments{index}: {_write_arguments(each)}" for index, each in enumerate(functions)]
-    names = [quote(json.dumps(each["name"], ensure_ascii=False)[1:-1] + call.call_middle) for each in functions]
+    names = [call.write(json.dumps(each["name"], ensure_ascii=False)[1:-1] + call.middle) for each in functions]
     calls = " | ".join(f"{name} {SPACE} {CALL}_arguments{index}" for index, name in enumerate(names))
-    end = f'{SPACE} "}}" {SPACE} {call.close_tag}'
-    whole = f"{call.open_tag} {quote(call.call_start)} {CALL} {end}"
+    parts = filter(None, re.split(r"(\s+)", call.end))
+    end = " ".join([SPACE, *(SPACE if part.isspace() else call.write(part) for part in parts)])
+    whole = f"{call.write(call.start)} {CALL} {end}"
     first = whole if after is None else f"{CALL} {end}"
     if after:
         index = next(index for index, each in enumerate(functions) if each["name"] == after)
         first = f"{SPACE} {CALL}_arguments{index} {end}"
-    more = "" if is_single else f" ({SPACE} {whole})*"
+    more = "" if is_single or not call.is_repeatable else f" ({SPACE} {whole})*"
     return "\n".join([f"start: {first}{more}", f"{CALL}: {calls}", *rules])
 
 

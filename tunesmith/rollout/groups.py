@@ -16,7 +16,7 @@ from typing import Any, get_args
 from tunesmith.errors import RolloutError
 from tunesmith.rollout.branching.tree import Branching, build_trees
 from tunesmith.rollout.failures import list_causes
-from tunesmith.rollout.replay import RolloutRecord
+from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import ModelProvider
@@ -86,6 +86,10 @@ async def run_groups(
             trajectories = await asyncio.gather(*running)
         finally:
             await _cancel_all(running)
+    return _form_groups(tasks, trajectories, group_size)
+
+
+def _form_groups(tasks: Sequence[Task], trajectories: Sequence[Trajectory], group_size: int) -> list[Group]:
     return [
         Group(task=task, trajectories=tuple(trajectories[position * group_size : (position + 1) * group_size]))
         for position, task in enumerate(tasks)

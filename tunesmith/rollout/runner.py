@@ -23,7 +23,7 @@ from tunesmith.rollout.failures import (
     format_traceback,
     shorten,
 )
-from tunesmith.rollout.replay import RolloutRecord
+from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.rollout.signature import is_sync_function, list_parameters

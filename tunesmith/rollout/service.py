@@ -25,7 +25,7 @@ from tunesmith.rollout.openai_server.client import InProcessClient
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
 from tunesmith.rollout.openai_server.http import serve_app
 from tunesmith.rollout.openai_server.sync_transport import build_async_client, build_sync_client
-from tunesmith.rollout.recorder import Recorder, Session
+from tunesmith.rollout.recording.recorder import Recorder, Session
 from tunesmith.types import Engine, Sampling, Turn
 
 IN_PROCESS_URL = "http://tunesmith.invalid"

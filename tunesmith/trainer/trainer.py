@@ -22,17 +22,17 @@ from tunesmith.algorithms.kl import adapt_kl_coef
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AlgorithmSection, TrainerSection
-from tunesmith.errors import ConfigError, ModelError, TrainingError
+from tunesmith.errors import ConfigError, TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.dropout import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
-from tunesmith.model.forward.attention import PLAN_ATTENTION
+from tunesmith.model.forward.attention import check_plan_attention
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.critic import Critic
-from tunesmith.trainer.layers.compiled_layers import can_compile, compiled_layers
+from tunesmith.trainer.layers.compiled_layers import compiled_layers, find_compilable
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.layers.row_graphs import RowGraphs, uses_row_graphs
 from tunesmith.trainer.loss_pass import run_loss_pass
@@ -106,16 +106,14 @@ class Trainer:
         self._grammars = grammars
         self._norm_length = algorithm.norm_length or max_model_len
         self._num_total_steps = num_total_steps
-        self._dropouts = find_dropouts(model)
-        self._dropout_seed = dropout_seed
+        self._dropouts, self._dropout_seed = find_dropouts(model), dropout_seed
         self._is_sampler_quantized = is_sampler_quantized
         self._check_dropout()
         check_extra_model(self._algorithm, "reference", reference_model)
         check_extra_model(self._algorithm, "teacher", teacher_model)
         check_extra_model(self._algorithm, "values", critic_model)
-        for each in (model, reference_model, teacher_model):
-            if each is not None and each.config._attn_implementation != PLAN_ATTENTION:
-                raise ModelError(f"{type(each).__name__} was not prepared with use_plan_attention")
+        models = [each for each in (model, reference_model, teacher_model) if each is not None]
+        check_plan_attention(*models)
         self._model = model.eval()
         self._critic = None if critic_model is None else Critic(critic_model, algorithm.critic, settings, ranks)
         self._reference: Reference | None = None
@@ -129,12 +127,11 @@ class Trainer:
         )
         if settings.has_gradient_checkpointing:
             enable_checkpointing(model)
-        models = {id(each): each for each in (model, reference_model, teacher_model) if each is not None}
-        is_compiled = settings.has_compiled_layers and all(map(can_compile, models.values()))
-        self._compiled = tuple(models.values()) if is_compiled else ()
+        self._compiled = find_compilable(*models) if settings.has_compiled_layers else ()
         self._chunk_tokens = settings.logprob_chunk_tokens or choose_chunk_tokens(model)
         self._optimizer = build_optimizer(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)
-        has_graphs = uses_row_graphs(model, settings, is_compiled=is_compiled, has_dropout=bool(self._dropouts))
+        is_compiled, has_dropout = bool(self._compiled), bool(self._dropouts)
+        has_graphs = uses_row_graphs(model, settings, is_compiled=is_compiled, has_dropout=has_dropout)
         self._graphs = RowGraphs(model) if has_graphs and self._optimizer.stream is None else None
         self.num_steps = 0
         """Steps made, empty ones included; determines the learning rate."""

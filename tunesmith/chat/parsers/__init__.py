@@ -2,9 +2,10 @@
 
 from tunesmith.chat.parsers.call_format import CallFormat
 from tunesmith.chat.parsers.delta import Delta, join_deltas
-from tunesmith.chat.parsers.formats import CALL_FORMATS, REASONING_TAGS, find_reasoning_parser
+from tunesmith.chat.parsers.formats import CALL_FORMATS, REASONING_TAGS, find_call_format, find_reasoning_parser
 from tunesmith.chat.parsers.harmony import HARMONY, HarmonyParser
 from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, HERMES, parse_call
+from tunesmith.chat.parsers.json_calls import MISTRAL
 from tunesmith.chat.parsers.reply import THINK, THINK_CLOSE, THINK_OPEN, ReasoningTags, ReplyParser
 from tunesmith.chat.parsers.stop_strings import count_overlap
 
@@ -14,6 +15,7 @@ __all__ = [
     "CALL_OPEN",
     "HARMONY",
     "HERMES",
+    "MISTRAL",
     "REASONING_TAGS",
     "THINK",
     "THINK_CLOSE",
@@ -24,6 +26,7 @@ __all__ = [
     "ReasoningTags",
     "ReplyParser",
     "count_overlap",
+    "find_call_format",
     "find_reasoning_parser",
     "join_deltas",
     "parse_call",

@@ -66,6 +66,8 @@ class CallFormat:
     """Tags of `markup` that may end an assistant message; the others are inside of one."""
     arguments_start: str
     """Pattern of the start of the arguments `{"a": 1}` in a rendered call."""
+    has_json_arguments: bool = True
+    """Arguments are one JSON object, so that a grammar can hold them to a tool's schema."""
     open_reader: Callable[[Tools], BlockReader]
 
     @property

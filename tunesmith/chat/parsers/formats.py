@@ -5,6 +5,7 @@ Harmony, the format of gpt-oss, holds reasoning, content and calls in messages o
 
 from __future__ import annotations
 
+from tunesmith.chat.parsers.call_format import CallFormat
 from tunesmith.chat.parsers.deepseek import DEEPSEEK
 from tunesmith.chat.parsers.harmony import HARMONY
 from tunesmith.chat.parsers.hermes import HERMES
@@ -19,6 +20,22 @@ REASONING_TAGS = {
     "deepseek_r1": THINK,
     "mistral": ReasoningTags(opening="[THINK]", closing="[/THINK]"),
 }
+
+
+TEMPLATE_TAGS = {
+    HARMONY: HARMONY.openers, DEEPSEEK: DEEPSEEK.openers, MISTRAL: MISTRAL.openers, QWEN3_CODER: ("<function=",),
+    GLM: ("<arg_key>",), HERMES: HERMES.openers, LLAMA3: ('"parameters":',),
+}  # fmt: skip
+"""Format -> texts that a chat template with calls in this format contains, the first match first."""
+
+
+def find_call_format(template: str) -> CallFormat:
+    """The format of calls by a chat template's source alone, for readers that cannot render it; else `HERMES`.
+
+    The endpoint renders a probe call instead (`call_probe`).
+    """
+    matches = (each for each, tags in TEMPLATE_TAGS.items() if any(tag in template for tag in tags))
+    return next(matches, HERMES)
 
 
 def find_reasoning_parser(template: str) -> str:

@@ -144,6 +144,7 @@ QWEN3_CODER = CallFormat(
     openers=(CALL_OPEN, FUNCTION_OPEN),
     close=CALL_CLOSE,
     arguments_start=r"<parameter=a>",
+    has_json_arguments=False,
     open_reader=_QwenReader,
 )
 GLM = CallFormat(
@@ -152,5 +153,6 @@ GLM = CallFormat(
     close=CALL_CLOSE,
     markup=GLM_TAGS,
     arguments_start=r"<arg_key>a</arg_key>",
+    has_json_arguments=False,
     open_reader=_GlmReader,
 )

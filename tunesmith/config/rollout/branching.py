@@ -35,3 +35,18 @@ class BranchingSection(Section):
     credit: Literal["soft", "hard"] = "soft"
     """Advantage of tokens that several rollouts share: soft trains them once per rollout, with the advantage of each;
     hard trains them once, with the mean advantage."""
+
+
+def check_branching(section: BranchingSection, *, group_size: int, temperature: float, num_workers: int) -> None:
+    """Raise a ValueError if a run with these settings cannot branch."""
+    if num_workers > 1:
+        raise ValueError("rollout.branching runs on one rank only: leave it out, or set cluster.num_workers=1")
+    if group_size < 2:
+        raise ValueError(f"rollout.branching needs algorithm.group_size of at least 2; it is {group_size}")
+    if section.initial_rollouts is not None and section.initial_rollouts >= group_size:
+        raise ValueError(
+            f"rollout.branching.initial_rollouts={section.initial_rollouts} leaves no branch in a group of "
+            f"algorithm.group_size={group_size}: lower it, or leave out rollout.branching"
+        )
+    if temperature == 0:
+        raise ValueError("rollout.branching with model.temperature=0: a branch would repeat its parent")

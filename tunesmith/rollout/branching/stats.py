@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from statistics import fmean
 
-from tunesmith.rollout.replay import RolloutRecord
+from tunesmith.rollout.recording.replay import RolloutRecord
 
 
 class BranchingStats:

@@ -22,7 +22,7 @@ from tunesmith.rollout.branching.decision import (
     split_evenly,
 )
 from tunesmith.rollout.branching.stats import BranchingStats
-from tunesmith.rollout.replay import BranchPoint, RecordedCall, RolloutRecord
+from tunesmith.rollout.recording.replay import BranchPoint, RecordedCall, RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.types import Group, Task, Trajectory
 

@@ -27,7 +27,7 @@ from tunesmith.rollout.openai_server.messages_api.endpoint import MessagesApi
 from tunesmith.rollout.openai_server.messages_api.response import build_error_body as build_message_error
 from tunesmith.rollout.openai_server.response import build_error, encode_json
 from tunesmith.rollout.openai_server.responses_api.endpoint import ResponsesApi
-from tunesmith.rollout.recorder import Session
+from tunesmith.rollout.recording.recorder import Session
 
 BuildErrorBody = Callable[[ApiError], dict[str, Any]]
 

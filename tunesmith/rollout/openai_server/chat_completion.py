@@ -30,7 +30,7 @@ from tunesmith.rollout.openai_server.response import (
     build_usage,
     list_tokens,
 )
-from tunesmith.rollout.recorder import Session, SessionCall, SessionClosedError
+from tunesmith.rollout.recording.recorder import Session, SessionCall, SessionClosedError
 from tunesmith.types import Completion, OnTokens, TokenDetails
 
 
@@ -89,7 +89,9 @@ class PendingChatCompletion:
         self._prefix_text = ""
         self._prefix_ids: tuple[int, ...] = ()
         if request.tool_choice == "required":
-            self._prefix_text, self._prefix_ids = renderer.build_call_prefix(request.called_tool, call.prompt_ids)
+            self._prefix_text, self._prefix_ids = renderer.build_call_prefix(
+                request.called_tool, call.prompt_ids, has_grammar=bool(request.sampling.distribution.grammar)
+            )
         self._is_single_call = request.is_single_call and request.has_callable_tools
 
     @property

@@ -8,20 +8,23 @@ forced tool call is constrained to the names and schemas of the tools; with tool
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from tunesmith.chat.parsers import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
+from tunesmith.chat.call_probe import PROBE_CALL_ID
+from tunesmith.chat.parsers import HERMES, MISTRAL
 from tunesmith.chat.renderer import Renderer
 from tunesmith.grammar.grammars import (
     ANY_OBJECT,
-    HermesFormat,
+    CallTexts,
     add_calls,
+    add_channels,
     add_reasoning,
+    build_call_grammar,
     build_choice_grammar,
-    build_hermes_grammar,
     build_json_grammar,
     build_regex_grammar,
     build_rule_grammar,
@@ -31,6 +34,8 @@ from tunesmith.grammar.llguidance_import import has_llguidance
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 """Fields of `structured_outputs`, one of which may be set; `guided_<kind>` are the same."""
+ARGUMENTS_END = re.compile(r'^"\s*\}')
+"""What closes the last argument of a rendered call, and its arguments."""
 GUIDED = ("json", "regex", "choice", "grammar")
 
 
@@ -132,9 +137,20 @@ def constrain_reply(
     """
     with _errors_of(constraint):
         grammar = constraint.build_grammar()
-    if tools:
-        grammar = add_calls(grammar, build_hermes_grammar(tools, _describe_calls(renderer), is_single=is_single_call))
-    think_open, think_close = (write_tag(tag, renderer.find_token(tag)) for tag in (THINK_OPEN, THINK_CLOSE))
+    if tools and not _has_call_grammar(renderer):
+        name = "none" if renderer.call_format is None else renderer.call_format.name
+        raise ConstraintError(
+            f"{constraint.param} cannot be combined with tools: no grammar describes calls in the format {name}, "
+            "whose arguments are not JSON; leave out the tools, or set tool_choice='none'", param=constraint.param,
+        )  # fmt: skip
+    texts = _describe_calls(renderer)
+    calls = build_call_grammar(tools, texts, is_single=is_single_call) if tools else None
+    if renderer.is_harmony:
+        return add_channels(grammar, calls, write=texts.write)
+    if calls is not None:
+        grammar = add_calls(grammar, calls)
+    tags = renderer.reasoning_tags
+    think_open, think_close = (write_tag(tag, renderer.added_tokens.get(tag)) for tag in (tags.opening, tags.closing))
     if renderer.is_reasoning_open(prompt_ids):
         return add_reasoning(grammar, think_open=None, think_close=think_close)
     if renderer.may_reason(prompt_ids):
@@ -151,17 +167,31 @@ def constrain_text(constraint: Constraint) -> str:
 def constrain_call(
     tools: Sequence[Mapping[str, Any]], renderer: Renderer, *, name: str | None, is_single_call: bool
 ) -> str:
-    """The grammar of the rest of a reply whose tool call has been started; empty if llguidance is not installed."""
-    if not has_llguidance():
+    """The grammar of the rest of a reply whose tool call has been started.
+
+    Empty without llguidance, or if the format's arguments are not JSON: then only the prefix of the call is forced.
+    """
+    if not (has_llguidance() and _has_call_grammar(renderer)):
         return ""
-    return build_hermes_grammar(tools, _describe_calls(renderer), is_single=is_single_call, after=name or "")
+    return build_call_grammar(tools, _describe_calls(renderer), is_single=is_single_call, after=name or "")
 
 
-def _describe_calls(renderer: Renderer) -> HermesFormat:
-    call_start, call_middle = renderer.call_texts
-    open_tag, close_tag = (write_tag(tag, renderer.find_token(tag)) for tag in (CALL_OPEN, CALL_CLOSE))
-    return HermesFormat(
-        call_start=call_start.removeprefix(CALL_OPEN), call_middle=call_middle, open_tag=open_tag, close_tag=close_tag
+def _has_call_grammar(renderer: Renderer) -> bool:
+    return renderer.call_format is not None and renderer.call_format.has_json_arguments
+
+
+def _describe_calls(renderer: Renderer) -> CallTexts:
+    """The texts of a call as the model's template writes it."""
+    call = renderer.rendered_call
+    end = ARGUMENTS_END.sub("", call.tail, count=1)
+    is_block_per_call = call.call_format is MISTRAL and not end.strip()
+    return CallTexts(
+        start=call.start,
+        middle=call.separator,
+        end=end,
+        tokens=renderer.added_tokens,
+        call_id=PROBE_CALL_ID,
+        is_repeatable=call.call_format is HERMES or is_block_per_call,
     )
 
 

@@ -22,15 +22,22 @@ from tunesmith.rollout.openai_server.constraints import (
     constrain_reply,
     constrain_text,
 )
+from tunesmith.rollout.openai_server.fields import RequestError
 from tunesmith.rollout.openai_server.request import (
     ChatRequest,
-    RequestError,
     TextRequest,
     parse_request,
     parse_text_request,
 )
 from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
-from tunesmith.rollout.recorder import Recorder, SamplingRefusedError, Session, SessionCall, SessionClosedError
+from tunesmith.rollout.recording.recorder import (
+    Recorder,
+    SamplingRefusedError,
+    Session,
+    SessionCall,
+    SessionClosedError,
+)
+from tunesmith.types import Sampling
 
 AnyRequest = TypeVar("AnyRequest", ChatRequest, TextRequest)
 
@@ -159,7 +166,8 @@ class ChatEndpoint:
 
     def _resolve_ids(self, request: AnyRequest, grammar: str) -> AnyRequest:
         """The request with the grammar in its distribution, and the token ids that its bans refer to."""
-        sampling, distribution = request.sampling, request.sampling.distribution
+        sampling: Sampling = request.sampling
+        distribution = sampling.distribution
         if not (grammar or request.bad_words or distribution.min_tokens):
             return request
         end_ids: set[int] = set()

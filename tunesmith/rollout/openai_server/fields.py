@@ -1,7 +1,9 @@
-"""The fields of completion requests that have a meaning here; any other field is refused, never ignored."""
+"""The fields of completion requests that have a meaning here, and how to read one; others are refused, not ignored."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 CHAT_FIELDS = frozenset({
@@ -51,3 +53,47 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 CONTINUATION_FIELDS = frozenset({"add_generation_prompt", "continue_final_message", "include_stop_str_in_output"})
 """Options of `NEUTRAL_VALUES` that chat requests may set."""
+MAX_NUMBER = 2**63
+MAX_SHOWN_CHARS = 80
+
+
+class RequestError(ValueError):
+    """A request that cannot be fulfilled; `param` is the invalid field."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def get_field(body: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+    """The value of a field, or the default if it is missing or null; raises `RequestError` on another type."""
+    value = body.get(key)
+    if value is None:
+        return default
+    if kind in (int, float):
+        if type(value) in (int, kind) and abs(value) < MAX_NUMBER:
+            return kind(value)
+    elif isinstance(value, kind):
+        return value
+    raise RequestError(f"{key} must be {kind.__name__}, got {shorten(value)}", param=key)
+
+
+def get_number(
+    body: Mapping[str, Any],
+    key: str,
+    kind: type,
+    default: Any,
+    *,
+    low: float,
+    high: float,
+    is_low_open: bool = False,
+) -> Any:
+    """As `get_field`, for a number within bounds."""
+    value = get_field(body, key, kind, default)
+    if not low <= value <= high or (is_low_open and value == low):
+        raise RequestError(f"{key}={value} is outside of {'(' if is_low_open else '['}{low}, {high}]", param=key)
+    return value
+
+
+def shorten(value: Any) -> str:
+    return textwrap.shorten(repr(value), MAX_SHOWN_CHARS)

@@ -8,7 +8,6 @@ without effect on the result (`INERT_FIELDS`) are ignored.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -21,9 +20,14 @@ from tunesmith.rollout.openai_server.fields import (
     CONTINUATION_FIELDS,
     EXTENDED_FIELDS,
     INERT_FIELDS,
+    MAX_NUMBER,
     NEUTRAL_VALUES,
     SHARED_FIELDS,
     TEXT_FIELDS,
+    RequestError,
+    get_field,
+    get_number,
+    shorten,
 )
 from tunesmith.types import MIN_TEMPERATURE, Distribution, Sampling
 
@@ -41,18 +45,8 @@ MAX_BAD_WORDS = 1024
 MAX_PENALTY = 2.0
 """Largest magnitude of a presence or frequency penalty, as in the OpenAI API."""
 MAX_TOP_LOGPROBS = 20
-MAX_NUMBER = 2**63
-MAX_SHOWN_CHARS = 80
 
 ToolChoice = Literal["auto", "none", "required"]
-
-
-class RequestError(ValueError):
-    """A request that cannot be fulfilled; `param` is the invalid field."""
-
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,26 +117,26 @@ def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
         raise RequestError("the request body must be a JSON object")
     _refuse_unsupported(body, TEXT_FIELDS)
     prompts = _parse_prompts(body.get("prompt"))
-    num_choices = _get_number(body, "n", int, 1, low=1, high=MAX_CHOICES)
+    num_choices = get_number(body, "n", int, 1, low=1, high=MAX_CHOICES)
     if len(prompts) * num_choices > MAX_CHOICES:
         requested = f"{len(prompts)} prompts with n={num_choices}"
         raise RequestError(f"{requested} ask for more than {MAX_CHOICES} completions at once", param="n")
     if body.get("top_logprobs"):
         raise RequestError("top_logprobs is for chat completions: give logprobs as a number", param="top_logprobs")
-    num_top = _get_number(body, "logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
+    num_top = get_number(body, "logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
     return TextRequest(
         prompts=prompts,
-        adds_special_tokens=_get(body, "add_special_tokens", bool, True),
+        adds_special_tokens=get_field(body, "add_special_tokens", bool, True),
         sampling=_parse_sampling(body, defaults, num_top=num_top),
         bad_words=_parse_bad_words(body),
         constraint=_parse_constraint(body),
-        seed=_get(body, "seed", int, None),
+        seed=get_field(body, "seed", int, None),
         num_choices=num_choices,
-        is_stream=_get(body, "stream", bool, False),
+        is_stream=get_field(body, "stream", bool, False),
         has_stream_usage=_has_stream_usage(body),
         has_logprobs=body.get("logprobs") is not None,
-        has_token_ids=_get(body, "return_token_ids", bool, False),
-        model=_get(body, "model", str, None),
+        has_token_ids=get_field(body, "return_token_ids", bool, False),
+        model=get_field(body, "model", str, None),
     )
 
 
@@ -174,8 +168,8 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
         reply_start=reply_start,
     )
     tool_choice, forced_tool = _parse_tool_choice(body.get("tool_choice"), prompt.tools)
-    has_logprobs, constraint = _get(body, "logprobs", bool, False), _parse_constraint(body)
-    num_top = _get_number(body, "top_logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
+    has_logprobs, constraint = get_field(body, "logprobs", bool, False), _parse_constraint(body)
+    num_top = get_number(body, "top_logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
     if num_top and not has_logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
     if constraint is not None and tool_choice == "required":
@@ -190,27 +184,27 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
         sampling=_parse_sampling(body, defaults, num_top=num_top),
         bad_words=_parse_bad_words(body),
         constraint=constraint,
-        seed=_get(body, "seed", int, None),
-        num_choices=_get_number(body, "n", int, 1, low=1, high=MAX_CHOICES),
+        seed=get_field(body, "seed", int, None),
+        num_choices=get_number(body, "n", int, 1, low=1, high=MAX_CHOICES),
         tool_choice=tool_choice,
         forced_tool=forced_tool,
         strict_tools=_find_strict(body.get("tools") or ()),
         is_single_call=bool(prompt.tools)
-        and (forced_tool is not None or _get(body, "parallel_tool_calls", bool, True) is False),
-        keeps_stop=_get(body, "include_stop_str_in_output", bool, False),
-        has_reasoning_field=_get(body, "separate_reasoning", bool, True),
-        is_stream=_get(body, "stream", bool, False),
+        and (forced_tool is not None or get_field(body, "parallel_tool_calls", bool, True) is False),
+        keeps_stop=get_field(body, "include_stop_str_in_output", bool, False),
+        has_reasoning_field=get_field(body, "separate_reasoning", bool, True),
+        is_stream=get_field(body, "stream", bool, False),
         has_stream_usage=_has_stream_usage(body),
         has_logprobs=has_logprobs,
-        has_token_ids=_get(body, "return_token_ids", bool, False),
-        model=_get(body, "model", str, None),
+        has_token_ids=get_field(body, "return_token_ids", bool, False),
+        model=get_field(body, "model", str, None),
     )
 
 
 def _split_reply_start(body: Mapping[str, Any], messages: tuple[Message, ...]) -> tuple[tuple[Message, ...], str]:
     """With `continue_final_message`, the messages before the last, and the last one's text."""
-    is_continued = _get(body, "continue_final_message", bool, False)
-    if _get(body, "add_generation_prompt", bool, not is_continued) == is_continued:
+    is_continued = get_field(body, "continue_final_message", bool, False)
+    if get_field(body, "add_generation_prompt", bool, not is_continued) == is_continued:
         raise RequestError(
             "add_generation_prompt must be the opposite of continue_final_message, as the reply either begins after "
             "the last message or continues it",
@@ -237,11 +231,11 @@ def _refuse_unsupported(
     for key in sorted((NEUTRAL_VALUES.keys() & body.keys()) - allowed):
         value = body[key]
         if value is not None and value not in NEUTRAL_VALUES[key]:
-            raise RequestError(f"{key}={_shorten(value)} is not supported by this endpoint; leave it out", param=key)
+            raise RequestError(f"{key}={shorten(value)} is not supported by this endpoint; leave it out", param=key)
 
 
 def _has_stream_usage(body: Mapping[str, Any]) -> bool:
-    options = _get(body, "stream_options", dict, {})
+    options = get_field(body, "stream_options", dict, {})
     for key, value in options.items():
         if key not in STREAM_OPTIONS and value:
             raise RequestError(f"stream_options.{key} is not supported; leave it out", param="stream_options")
@@ -256,8 +250,8 @@ def _parse_field(param: str, parse: Callable[[Any], Any], raw: Any) -> Any:
 
 
 def _parse_variables(body: Mapping[str, Any], uses_variable: Callable[[str], bool]) -> tuple[tuple[str, Any], ...]:
-    variables = dict(_get(body, "chat_template_kwargs", dict, {}))
-    effort = _get(body, "reasoning_effort", str, None)
+    variables = dict(get_field(body, "chat_template_kwargs", dict, {}))
+    effort = get_field(body, "reasoning_effort", str, None)
     if effort is not None:
         if not uses_variable("reasoning_effort"):
             raise RequestError("reasoning_effort is not used by this model's chat template", param="reasoning_effort")
@@ -295,7 +289,7 @@ def _parse_constraint(body: Mapping[str, Any]) -> Constraint | None:
 
 
 def _parse_bad_words(body: Mapping[str, Any]) -> tuple[str, ...]:
-    words = _get(body, "bad_words", list, [])
+    words = get_field(body, "bad_words", list, [])
     if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word for word in words):
         raise RequestError(f"bad_words must be a list of at most {MAX_BAD_WORDS} non-empty texts", param="bad_words")
     return tuple(words)
@@ -312,32 +306,32 @@ def _parse_sampling(body: Mapping[str, Any], defaults: Sampling, *, num_top: int
     old = defaults.distribution
     distribution = Distribution(
         temperature=_parse_temperature(body, old.temperature),
-        top_p=_get_number(body, "top_p", float, old.top_p, low=0.0, high=1.0, is_low_open=True),
-        top_k=max(0, _get_number(body, "top_k", int, old.top_k, low=-1, high=math.inf)),
-        min_p=_get_number(body, "min_p", float, old.min_p, low=0.0, high=1.0),
+        top_p=get_number(body, "top_p", float, old.top_p, low=0.0, high=1.0, is_low_open=True),
+        top_k=max(0, get_number(body, "top_k", int, old.top_k, low=-1, high=math.inf)),
+        min_p=get_number(body, "min_p", float, old.min_p, low=0.0, high=1.0),
         logit_bias=_parse_logit_bias(body.get("logit_bias")) if body.get("logit_bias") else old.logit_bias,
-        repetition_penalty=_get_number(
+        repetition_penalty=get_number(
             body, "repetition_penalty", float, old.repetition_penalty, low=0.0, high=MAX_NUMBER, is_low_open=True
         ),
-        presence_penalty=_get_number(
+        presence_penalty=get_number(
             body, "presence_penalty", float, old.presence_penalty, low=-MAX_PENALTY, high=MAX_PENALTY
         ),
-        frequency_penalty=_get_number(
+        frequency_penalty=get_number(
             body, "frequency_penalty", float, old.frequency_penalty, low=-MAX_PENALTY, high=MAX_PENALTY
         ),
-        min_tokens=_get_number(body, "min_tokens", int, old.min_tokens, low=0, high=math.inf),
+        min_tokens=get_number(body, "min_tokens", int, old.min_tokens, low=0, high=math.inf),
     )
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     stop = body.get("stop")
     return replace(
         defaults,
         distribution=distribution,
-        max_tokens=_get_number(body, limit, int, defaults.max_tokens, low=1, high=math.inf),
+        max_tokens=get_number(body, limit, int, defaults.max_tokens, low=1, high=math.inf),
         stop=defaults.stop if stop is None else _parse_stop(stop),
         stop_token_ids=_parse_stop_token_ids(body, defaults),
-        ignore_eos=_get(body, "ignore_eos", bool, defaults.ignore_eos),
+        ignore_eos=get_field(body, "ignore_eos", bool, defaults.ignore_eos),
         top_logprobs=num_top,
-        return_entropy=_get(body, "return_entropy", bool, defaults.return_entropy),
+        return_entropy=get_field(body, "return_entropy", bool, defaults.return_entropy),
     )
 
 
@@ -349,7 +343,7 @@ def _parse_stop(stop: Any) -> tuple[str, ...]:
 
 
 def _parse_stop_token_ids(body: Mapping[str, Any], defaults: Sampling) -> tuple[int, ...]:
-    ids = _get(body, "stop_token_ids", list, list(defaults.stop_token_ids))
+    ids = get_field(body, "stop_token_ids", list, list(defaults.stop_token_ids))
     if not all(type(token_id) is int for token_id in ids):
         raise RequestError("stop_token_ids must be a list of token ids", param="stop_token_ids")
     return tuple(ids)
@@ -365,40 +359,8 @@ def _parse_logit_bias(raw: Any) -> tuple[tuple[int, float], ...]:
     return tuple(pairs)
 
 
-def _get(body: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
-    value = body.get(key)
-    if value is None:
-        return default
-    if kind in (int, float):
-        if type(value) in (int, kind) and abs(value) < MAX_NUMBER:
-            return kind(value)
-    elif isinstance(value, kind):
-        return value
-    raise RequestError(f"{key} must be {kind.__name__}, got {_shorten(value)}", param=key)
-
-
 def _parse_temperature(body: Mapping[str, Any], default: float) -> float:
-    value: float = _get_number(body, "temperature", float, default, low=0.0, high=math.inf)
+    value: float = get_number(body, "temperature", float, default, low=0.0, high=math.inf)
     if 0 < value < MIN_TEMPERATURE:
         raise RequestError(f"temperature={value} must be 0 or at least {MIN_TEMPERATURE}", param="temperature")
     return value
-
-
-def _get_number(
-    body: Mapping[str, Any],
-    key: str,
-    kind: type,
-    default: Any,
-    *,
-    low: float,
-    high: float,
-    is_low_open: bool = False,
-) -> Any:
-    value = _get(body, key, kind, default)
-    if not low <= value <= high or (is_low_open and value == low):
-        raise RequestError(f"{key}={value} is outside of {'(' if is_low_open else '['}{low}, {high}]", param=key)
-    return value
-
-
-def _shorten(value: Any) -> str:
-    return textwrap.shorten(repr(value), MAX_SHOWN_CHARS)

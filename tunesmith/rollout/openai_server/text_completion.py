@@ -21,7 +21,7 @@ from tunesmith.rollout.openai_server.response import (
     build_usage,
     list_tokens,
 )
-from tunesmith.rollout.recorder import Session, SessionCall
+from tunesmith.rollout.recording.recorder import Session, SessionCall
 from tunesmith.types import Completion, OnTokens, TokenDetails
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunesmith.rollout.openai_server.chat_completion import ChatChoiceStream, PendingChatCompletion
-from tunesmith.rollout.openai_server.request import ChatRequest, RequestError
+from tunesmith.rollout.openai_server.fields import RequestError
+from tunesmith.rollout.openai_server.request import ChatRequest
 from tunesmith.types import Completion, OnTokens
 
 

@@ -13,9 +13,10 @@ from itertools import count
 from statistics import fmean
 from typing import Any
 
-from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN, ReplyParser
+from tunesmith.chat.parsers import HARMONY, HarmonyParser, ReplyParser
 from tunesmith.experience.samples import chain_turns
 from tunesmith.types import Turn
+from tunesmith.viewer.reading.reply_format import ReplyFormat
 from tunesmith.viewer.reading.run import StoredRollout
 from tunesmith.viewer.reading.token_text import CLOSE, OPEN, TokenText
 
@@ -36,9 +37,7 @@ HEADER = re.compile("|".join(f"(?:{header})" for header in HEADERS))
 CONTROL = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
 ROLES = {"model": "assistant", "inst": "user", "/inst": "assistant", "observation": "tool", "tool_results": "tool"}
 ROLES |= {"available_tools": "system", "developer": "system", "ipython": "tool"}
-SHOWN_CONTROLS = frozenset(
-    {"<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>"}
-)
+HERMES_REPLY = ReplyFormat()
 
 
 def build_conversations(stored: StoredRollout, text: TokenText) -> list[dict[str, Any]]:
@@ -50,7 +49,7 @@ def build_conversations(stored: StoredRollout, text: TokenText) -> list[dict[str
         messages: list[dict[str, Any]] = []
         known: tuple[int, ...] = ()
         for turn in chain:
-            messages += split_messages(text.decode_marked(turn.prompt_ids[len(known) :]))
+            messages += split_messages(text.decode_marked(turn.prompt_ids[len(known) :]), text.reply_format)
             if messages and messages[-1]["role"] == "assistant" and not messages[-1]["content"].strip():
                 messages.pop()  # the header of the reply
             messages.append(describe_reply(turn, index_of[id(turn)], stored, text))
@@ -62,11 +61,11 @@ def build_conversations(stored: StoredRollout, text: TokenText) -> list[dict[str
 def describe_reply(turn: Turn, index: int, stored: StoredRollout, text: TokenText) -> dict[str, Any]:
     """The message that a turn sampled."""
     advantages = stored.turn_advantages
-    prompt_end = text.decode_marked(turn.prompt_ids[-8:])
-    is_open = (
-        prompt_end.rpartition(THINK_OPEN)[2] != prompt_end and THINK_CLOSE not in prompt_end.rpartition(THINK_OPEN)[2]
-    )
-    return parse_reply(drop_controls(text.decode_marked(turn.sampled_ids)), is_reasoning_open=is_open) | {
+    prompt_end, tags = text.decode_marked(turn.prompt_ids[-8:]), text.reply_format.tags
+    last = prompt_end.rpartition(tags.opening)[2]
+    is_open = last != prompt_end and tags.closing not in last
+    sampled = drop_controls(text.decode_marked(turn.sampled_ids), text.reply_format)
+    return parse_reply(sampled, text.reply_format, is_reasoning_open=is_open) | {
         "sampled": True,
         "turn": index,
         "stop_reason": turn.stop_reason,
@@ -79,48 +78,61 @@ def describe_reply(turn: Turn, index: int, stored: StoredRollout, text: TokenTex
     }
 
 
-def split_messages(marked: str) -> list[dict[str, Any]]:
+def split_messages(marked: str, reply_format: ReplyFormat = HERMES_REPLY) -> list[dict[str, Any]]:
     """Messages of a rendered prompt; text before the first header, or without any, is one message of role `prompt`."""
     headers = list(HEADER.finditer(marked))
     messages = []
-    if before := drop_controls(marked[: headers[0].start()] if headers else marked).strip():
+    if before := drop_controls(marked[: headers[0].start()] if headers else marked, reply_format).strip():
         messages.append({"role": "prompt", "content": before})
     ends = [*(header.start() for header in headers[1:]), len(marked)]
     for header, end in zip(headers, ends, strict=False):  # without headers there is one end
         name = next((group for group in header.groups() if group), "prompt").strip().lower()
-        role, content = ROLES.get(name, name), drop_controls(marked[header.end() : end]).removesuffix("\n")
-        messages.append(parse_reply(content) if role == "assistant" else {"role": role, "content": content})
+        role = ROLES.get(name, name)
+        content = drop_controls(marked[header.end() : end], reply_format).removesuffix("\n")
+        is_reply = role == "assistant"
+        messages.append(parse_reply(content, reply_format) if is_reply else {"role": role, "content": content})
     return messages
 
 
-def parse_reply(content: str, *, is_reasoning_open: bool = False) -> dict[str, Any]:
+def parse_reply(content: str, reply_format: ReplyFormat, *, is_reasoning_open: bool = False) -> dict[str, Any]:
     """An assistant's text as reasoning, content and tool calls."""
     numbers = count(1)
-    parser = ReplyParser(
-        new_call_id=lambda: f"call{next(numbers)}",
-        has_reasoning=True,
-        is_reasoning_open=is_reasoning_open,
-        has_tool_calls=True,
-    )
+
+    def build_id() -> str:
+        return f"call{next(numbers)}"
+
+    parser: HarmonyParser | ReplyParser
+    if reply_format.call_format is HARMONY:
+        parser = HarmonyParser(new_call_id=build_id, has_tool_calls=True)
+    else:
+        parser = ReplyParser(
+            new_call_id=build_id,
+            has_reasoning=True,
+            is_reasoning_open=is_reasoning_open,
+            has_tool_calls=True,
+            reasoning_tags=reply_format.tags,
+            call_format=reply_format.call_format,
+        )
     message = parser.parse(content)
     calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
     return {"role": "assistant", "content": message.content, "reasoning": message.reasoning, "tool_calls": calls}
 
 
-def drop_controls(marked: str) -> str:
+def drop_controls(marked: str, reply_format: ReplyFormat) -> str:
     """The text without control tokens, except those that delimit reasoning and tool calls."""
-    return CONTROL.sub(lambda found: found[1] if found[1] in SHOWN_CONTROLS else "", marked)
+    shown = reply_format.shown_controls
+    return CONTROL.sub(lambda found: found[1] if found[1] in shown else "", marked)
 
 
 def is_blank(message: dict[str, Any]) -> bool:
     return not message.get("sampled") and not message["content"].strip() and not message.get("tool_calls")
 
 
-def iter_tool_names(replies: Sequence[str]) -> Iterator[str]:
+def iter_tool_names(replies: Sequence[str], reply_format: ReplyFormat) -> Iterator[str]:
     """Names of the tools that sampled replies call."""
     for reply in replies:
-        if "tool_call" in reply:
-            yield from (call["name"] for call in parse_reply(reply)["tool_calls"])
+        if reply_format.may_call(reply):
+            yield from (call["name"] for call in parse_reply(reply, reply_format)["tool_calls"])
 
 
 def format_conversation(conversation: dict[str, Any]) -> str:

@@ -173,9 +173,10 @@ def match_block(run: Run, block: Rows, filters: Filters) -> list[dict[str, Any]]
         if position not in wanted:
             continue
         replies: list[str] = []
+        tools: list[str] = []
         if needs_replies and text is not None:
             replies = text.decode_batch([turn["sampled_ids"] for turn in row["turns"] or ()])
-        tools = list(iter_tool_names(replies))
+            tools = list(iter_tool_names(replies, text.reply_format))
         if has_text(row, replies, filters.text) and has_tool(tools, filters.tool):
             matched[position] = row | {"tools": tools, "snippet": find_snippet(row, replies, filters.text)}
     return [describe_match(each, matched[each["position"]]) for each in block if each["position"] in matched]

@@ -84,7 +84,11 @@ def summarize_rollout(run: Run, stored: StoredRollout) -> dict[str, Any]:
     """One line about a rollout."""
     trajectory = stored.trajectory
     sampled = [turn.sampled_ids for turn in trajectory.turns]
-    tools = list(iter_tool_names(run.text.decode_batch(sampled))) if run.text is not None and sampled else []
+    tools = (
+        list(iter_tool_names(run.text.decode_batch(sampled), run.text.reply_format))
+        if run.text is not None and sampled
+        else []
+    )
     failure = trajectory.failure
     return {
         "run": trajectory.run_index,

@@ -17,6 +17,7 @@ from tunesmith.experience.store import parse_row
 from tunesmith.storage import CHECKPOINT, RunPaths, is_locked, load_json, storage_errors
 from tunesmith.types import Trajectory
 from tunesmith.viewer.reading.metrics_log import MetricsLog
+from tunesmith.viewer.reading.reply_format import find_reply_format
 from tunesmith.viewer.reading.rollout_files import RolloutFiles
 from tunesmith.viewer.reading.rollout_index import RolloutIndex, Rows
 from tunesmith.viewer.reading.token_text import TokenText, find_tokenizer
@@ -70,7 +71,7 @@ class Run:
     def text(self) -> TokenText | None:
         """The run's tokenizer; None while there is none, for example before the first checkpoint."""
         if self._text is None and (path := find_tokenizer(self.root, self.config)) is not None:
-            self._text = TokenText(path)
+            self._text = TokenText(path, find_reply_format(path.parent, self.config))
         return self._text
 
     @property

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from tunesmith.storage import CHECKPOINT
+from tunesmith.viewer.reading.reply_format import ReplyFormat
 
 TOKENIZER = "tokenizer.json"
 OPEN, CLOSE = "\x02", "\x03"
@@ -19,7 +20,8 @@ OPEN, CLOSE = "\x02", "\x03"
 class TokenText:
     """Decodes the token ids of one run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reply_format: ReplyFormat = ReplyFormat()) -> None:
+        self.reply_format = reply_format
         self._tokenizer = Tokenizer.from_file(str(path))
         added = self._tokenizer.get_added_tokens_decoder()
         self._control_ids = {token_id: token.content for token_id, token in added.items() if token.special}

@@ -12,7 +12,7 @@ from tunesmith.rollout.openai_server.messages_api.events import MessageEvents
 from tunesmith.rollout.openai_server.messages_api.request import translate_counted_request, translate_request
 from tunesmith.rollout.openai_server.messages_api.response import build_content, build_message, build_stop, build_usage
 from tunesmith.rollout.openai_server.translated import TranslatedCompletion
-from tunesmith.rollout.recorder import Session
+from tunesmith.rollout.recording.recorder import Session
 from tunesmith.types import Completion
 
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tunesmith.rollout.openai_server.request import RequestError
+from tunesmith.rollout.openai_server.fields import RequestError
 from tunesmith.rollout.openai_server.translated import check_fields, read_list, read_text
 
 COUNTED_FIELDS: Mapping[str, tuple[Any, ...] | None] = dict.fromkeys(
@@ -131,6 +131,7 @@ def _translate_tool(tool: dict[str, Any]) -> dict[str, Any]:
         "name": tool.get("name"),
         "description": tool.get("description"),
         "parameters": tool.get("input_schema"),
+        "strict": tool.get("strict"),
     }
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 

@@ -13,7 +13,7 @@ from typing import Any
 from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion
 from tunesmith.rollout.openai_server.endpoint import ChatEndpoint, translate_errors
 from tunesmith.rollout.openai_server.events import Events
-from tunesmith.rollout.openai_server.request import RequestError
+from tunesmith.rollout.openai_server.fields import RequestError
 from tunesmith.rollout.openai_server.responses_api.events import ResponseEvents
 from tunesmith.rollout.openai_server.responses_api.request import translate_request
 from tunesmith.rollout.openai_server.responses_api.response import (
@@ -23,7 +23,7 @@ from tunesmith.rollout.openai_server.responses_api.response import (
     get_status,
 )
 from tunesmith.rollout.openai_server.translated import TranslatedCompletion
-from tunesmith.rollout.recorder import Session
+from tunesmith.rollout.recording.recorder import Session
 from tunesmith.types import Completion
 
 ChatMessages = list[dict[str, Any]]

@@ -17,9 +17,9 @@ from tunesmith.chat.messages import MatchKey, Message, compute_match_keys
 from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.chat.scope import describe_scope
 from tunesmith.errors import EngineError
-from tunesmith.rollout.in_flight import InFlightTurn
-from tunesmith.rollout.replay import RolloutRecord, deliver_recorded, drop_details
-from tunesmith.rollout.reply_texts import ReplyText, ReplyTexts
+from tunesmith.rollout.recording.in_flight import InFlightTurn
+from tunesmith.rollout.recording.replay import RolloutRecord, deliver_recorded, drop_details
+from tunesmith.rollout.recording.reply_texts import ReplyText, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.tokenizer_thread import run_tokenizer
 from tunesmith.types import Completion, Engine, OnTokens, Sampling, TokenDetails, Turn
@@ -124,8 +124,10 @@ class Session:
         """The prompt ids that `admit` would build now, without counting a call."""
         if self.is_closed:
             raise SessionClosedError
-        found = self._find_recorded_reply(compute_match_keys(prompt.messages), describe_scope(prompt))
-        build = partial(self._build_prompt_ids, prompt, found)
+        keys, scope = compute_match_keys(prompt.messages), describe_scope(prompt)
+        found = self._find_recorded_reply(keys, scope)
+        continued = self._reply_texts.find((keys, scope), prompt.reply_start) if prompt.reply_start else None
+        build = partial(self._build_prompt_ids, prompt, found, continued)
         prompt_ids, _ = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
         return prompt_ids
 
