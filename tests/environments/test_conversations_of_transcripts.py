@@ -57,7 +57,7 @@ async def test_forced_text_is_trained_only_on_request():
     parts = environment.build_conversation(transcript)["messages"][-1]["content"]
     assert [part["weight"] for part in parts] == [0, 1, 0, 1]
     parts = environment.build_conversation(transcript, trains_forced=True)["messages"][-1]["content"]
-    assert [(part["weight"], part["text"]) for part in parts][0] == (1, SEARCH)
+    assert (parts[0]["weight"], parts[0]["text"]) == (1, SEARCH)
 
 
 async def test_native_transcripts_are_conversations_with_tools():

@@ -55,22 +55,29 @@ class Toolbox:
 
     async def run(self, calls: Sequence[Segment]) -> list[Segment]:
         """The results of calls, in order; calls of stateless tools run at the same time."""
-        plans = []
-        for call in calls:
-            refused = self._refuse(call)
-            if refused is None or refused.failure != "call_limit":
-                self.num_calls[call.tool] += 1
-            plans.append(self._run(call, refused))
-        if any(each.is_stateful for each in map(self.tools.get, (call.tool for call in calls)) if each is not None):
-            return [await each for each in plans]
-        return list(await asyncio.gather(*plans))
+        refusals = [self._count(call) for call in calls]
+        if any(call.tool in self.tools and self.tools[call.tool].is_stateful for call in calls):
+            return [await self._run(call, refusal) for call, refusal in zip(calls, refusals, strict=True)]
+        runs = (self._run(call, refusal) for call, refusal in zip(calls, refusals, strict=True))
+        results = await asyncio.gather(*runs, return_exceptions=True)
+        for each in results:
+            if isinstance(each, BaseException):
+                raise each
+        return [each for each in results if isinstance(each, Segment)]
 
-    async def _run(self, call: Segment, refused: ToolResult | None) -> Segment:
-        tool = self.tools.get(call.tool)
-        if refused is not None or tool is None or call.arguments is None:
-            assert refused is not None
-            result, text = refused, refused.text
+    def _count(self, call: Segment) -> ToolResult | None:
+        """Count a call that is within the limits; the result of one that is not run."""
+        refusal = self._refuse(call)
+        if refusal is None or refusal.failure != "call_limit":
+            self.num_calls[call.tool] += 1
+        return refusal
+
+    async def _run(self, call: Segment, refusal: ToolResult | None) -> Segment:
+        if refusal is not None:
+            result, text = refusal, refusal.text
         else:
+            assert call.arguments is not None
+            tool = self.tools[call.tool]
             result = await tool.call(call.arguments, run=await self._open(tool))
             text = self._format(tool, result)
         return Segment(

@@ -75,15 +75,13 @@ def run_comparison(
     sets = check_comparison(config, models=models, workflow=workflow, judge=judge, suite=suite)
     if has_plot:
         check_plot()
-    if has_plot and out is None:
-        raise ConfigError("a plot is written to the output folder: set --out")
+        if out is None:
+            raise ConfigError("a plot is written to the output folder: set --out")
     check_output_folder(out, models)
     results: dict[str, dict[str, ModelResult]] = {name: {} for name in sets}
+    num_evaluations = len(models) * len(sets)
     progress = ConsoleProgress(
-        first_step=0,
-        total_steps=len(models) * len(sets),
-        has_progress=config.monitor.has_progress,
-        log_interval_steps=1,
+        first_step=0, total_steps=num_evaluations, has_progress=config.monitor.has_progress, log_interval_steps=1
     )
     try:
         for number, (label, path) in enumerate(models.items()):

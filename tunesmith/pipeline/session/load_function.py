@@ -14,16 +14,17 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunesmith.config import EnvironmentSection, PythonToolSection, RunConfig, ToolSection
-from tunesmith.environments.built_in import build_calculator_tool, build_python_tool
-from tunesmith.environments.environment import Environment
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.load_config import build_section
 from tunesmith.rollout.signature import ENVIRONMENT, list_parameters
 from tunesmith.tools.tool import Tool
 from tunesmith.types import JudgeType, WorkflowType
+
+if TYPE_CHECKING:
+    from tunesmith.environments.environment import Environment
 
 LOADED: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
 """Imported files with their modification time (ns) and size (bytes) at import."""
@@ -54,17 +55,24 @@ def load_functions(
         assert config.workflow is not None
         workflow = load_function(config.workflow, knob="workflow")
     if ENVIRONMENT in list_parameters(workflow):
-        workflow = functools.partial(workflow, environment=load_environment(config.environment))
+        function: Callable[..., Any] = workflow
+        workflow = functools.partial(function, environment=load_environment(config.environment))
     return workflow, judge
 
 
 def load_environment(section: EnvironmentSection) -> Environment:
     """The environment of a config, with its tools."""
+    # openai and math-verify are slow to import, and commands check their files with this module first
+    from tunesmith.environments.environment import Environment
+
     return Environment(section, tools=[load_tool(each) for each in section.tools])
 
 
 def load_tool(section: ToolSection) -> Tool:
     """A built-in tool, or the tool, async function, or builder of a tool that the section names."""
+    # deferred as in load_environment
+    from tunesmith.environments.built_in import build_calculator_tool, build_python_tool
+
     knob = f"environment.tools: {section.tool}"
     if section.tool == "python":
         try:
