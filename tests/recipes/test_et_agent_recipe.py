@@ -18,7 +18,8 @@ SMALL = (
     "stages.curriculum.stages.pass_rate.num_runs=8", "stages.curriculum.stages.pass_rate.experience.outcome_key=null",
     "stages.curriculum.stages.pareto.num_selected=4", "stages.curriculum.stages.rl.total_steps=1",
     "stages.curriculum.stages.rl.algorithm.batch_size=4", "stages.curriculum.stages.rl.algorithm.group_size=4",
-    "stages.eval.models.round2=stage:curriculum", "stages.eval.models.round3=stage:sft", "stages.eval.has_progress=false",
+    "stages.eval.models.round2=stage:curriculum", "stages.eval.models.round3=stage:sft",
+    "stages.eval.has_progress=false",
 )  # fmt: skip
 JUDGE = """
 from tunesmith import JudgeOutput
