@@ -14,6 +14,7 @@ Outside, `stage:ENTRY` is the model of the last round.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -56,7 +57,7 @@ class RoundsSection(Section):
         for number in range(1, self.count + 1):
             for name, stage in self.stages.items():
                 given = stage if "kind" in stage else {"kind": name, **stage}
-                expanded[self.name_stage(name, number)] = map_texts(given, lambda text, n=number: self._read(text, n))
+                expanded[self.name_stage(name, number)] = map_texts(given, partial(self._read, number=number))
         return expanded
 
     @staticmethod
@@ -68,7 +69,7 @@ class RoundsSection(Section):
         """The reference to the model of the last round."""
         return STAGE + self.name_stage(self.model, self.count)
 
-    def _read(self, text: str, number: int) -> Any:
+    def _read(self, text: str, *, number: int) -> Any:
         """What a string of an inner stage stands for in a round."""
         if text.startswith(ROUND):
             name = text.removeprefix(ROUND)
