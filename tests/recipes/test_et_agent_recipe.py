@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from sandboxes import require_isolation
+from search_corpora import needs_bm25
 from tunesmith import run_pipeline
 
+pytestmark = needs_bm25
 RECIPE = Path(__file__).parents[2] / "recipes" / "et_agent" / "pocket.yaml"
 SMALL = (
     "variables.world.num_documents=80", "variables.world.num_train=96", "variables.world.num_test=4",

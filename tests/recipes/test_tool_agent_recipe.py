@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from sandboxes import require_isolation
+from search_corpora import needs_bm25
 from tunesmith import run_pipeline
 from tunesmith.experience.store import load_rollouts
 
+pytestmark = needs_bm25
 RECIPE = Path(__file__).parents[2] / "recipes" / "tool_agent" / "pocket.yaml"
 SMALL = (
     "variables.world.num_documents=80", "variables.world.num_train=96", "variables.world.num_test=4",

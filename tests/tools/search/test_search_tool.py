@@ -7,13 +7,14 @@ import json
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from search_corpora import PASSAGES, build_small_index, needs_bm25
+from search_corpora import PASSAGES, build_small_index, needs_bm25, write_corpus
 from tunesmith.config import ToolSection
 from tunesmith.errors import ConfigError, DataError, StorageError, ToolUnavailableError
 from tunesmith.pipeline.session.load_function import load_tool
@@ -254,7 +255,7 @@ def test_a_web_service_without_a_key_and_wrong_settings_are_refused(monkeypatch,
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="needs an API key in the environment variable SERPER_API_KEY"):
         SearchTool(SearchToolSection(source="serper"))
-    with pytest.raises(ValueError, match="source: index needs the folder in index"):
+    with pytest.raises(ValueError, match="source: index needs a folder or file in index"):
         SearchToolSection(source="index")
     with pytest.raises(ValueError, match="no other source takes one"):
         SearchToolSection(index="folder")
@@ -270,6 +271,19 @@ def test_an_index_is_searched_in_process_without_a_server(tmp_path):
     assert result.ok and result.text == f"{PASSAGES[2][1]}\n\n{PASSAGES[3][1]}"
     assert asyncio.run(tool.call({"query": "zebra"})).text == "No results found."
     assert [hit.contents for hit in SearchIndex(folder).search("flour", 2)] == result.text.split("\n\n")
+
+
+@needs_bm25
+def test_passages_of_a_file_are_searched_without_an_index_folder(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    tool = build_search_tool(SearchToolSection(source="index", index=str(corpus), top_n=2))
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert asyncio.run(tool.call({"query": "flour"})).text == f"{PASSAGES[2][1]}\n\n{PASSAGES[3][1]}"
+    corpus.write_text('{"body": "x"}\n')
+    with pytest.raises(DataError, match="line 1 of .* has no text"):
+        build_search_tool(SearchToolSection(source="index", index=str(corpus)))
 
 
 @needs_bm25

@@ -47,7 +47,7 @@ class SearchTool:
 
     Raises:
         ConfigError: a web service has no API key.
-        DataError: the index folder is not a complete index.
+        DataError: the index is not complete, or its passages cannot be read.
         StorageError: the cache cannot be opened.
     """
 
