@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from agents import TOKENIZER, ScriptedModel, build_search
-from search_corpora import needs_bm25
 
+from search_corpora import needs_bm25
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment
 from tunesmith.environments.format import find_format_error

@@ -107,6 +107,22 @@ def test_a_dead_server_is_a_failure_of_the_tool_and_names_what_to_do():
         asyncio.run(tool.call({"query": "q"}))
 
 
+@pytest.mark.parametrize("step", [hang, JSONResponse({}, 503)])
+def test_a_time_limit_in_the_environment_makes_a_dead_server_no_observation(step):
+    server = ReplayServer(step)
+
+    async def work(_):
+        settings = {"url": server.url, "num_retries": 100, "backoff_s": 0.05}
+        tool = load_tool(ToolSection(tool="search", timeout_s=0.5, settings=settings))
+        with pytest.raises(ToolUnavailableError, match=r"has not answered within 0.5 s.*timeout_s of the tool"):
+            await tool.call({"query": "q"})
+        server.steps = [DOCS]
+        return await tool.call({"query": "q"})
+
+    result = with_server(server, work)
+    assert result.ok and result.text.endswith("B\nshort")
+
+
 def test_a_wrong_query_is_an_error_of_the_model():
     tool = build_search_tool(SearchToolSection(url=CLOSED_PORT, max_query_chars=10))
     empty = asyncio.run(tool.call({"query": " \n"}))
