@@ -213,6 +213,23 @@ def test_several_processes_share_a_cache(tmp_path):
     cache.close()
 
 
+def test_a_cache_keeps_the_latest_results(tmp_path):
+    cache = ResultCache(tmp_path / "cache.sqlite", max_entries=3)
+    for key in "abcad":  # a is stored again
+        cache.put(key, [FoundPassage("id", key)])
+    assert [key for key in "abcd" if cache.get(key)] == ["a", "c", "d"]
+    cache.close()
+    server = ReplayServer({"status": "healthy"}, DOCS)
+
+    async def work(tool):
+        for query in "xyz":
+            await tool(query)
+
+    with_server(server, work, cache=str(tmp_path / "cache.sqlite"), cache_entries=2)
+    rows = sqlite3.connect(tmp_path / "cache.sqlite").execute("SELECT key FROM results").fetchall()
+    assert [json.loads(key)[2] for (key,) in rows] == ["y", "z"]
+
+
 def test_a_file_that_is_no_cache_is_refused(tmp_path):
     (tmp_path / "cache.sqlite").write_text("not a data base, but long enough to be looked at as one " * 20)
     with pytest.raises(StorageError, match=r"cannot use .*cache.sqlite as a cache of searches"):

@@ -46,6 +46,8 @@ class SearchToolSection(Section):
     """SQLite file with earlier results, shared by runs and processes on this machine; created if it does not exist."""
     cache_days: float | None = Field(default=None, gt=0)
     """Days after which a cached result is fetched again; by default never."""
+    cache_entries: int = Field(default=200_000, ge=1)
+    """Results in the cache, of which the oldest are removed; 4 passages of 600 characters take about 2.5 kB."""
 
     @model_validator(mode="after")
     def _check_source(self) -> SearchToolSection:

@@ -67,7 +67,9 @@ class SearchTool:
         self._source = source or open_source(self.settings)
         days = self.settings.cache_days
         max_age_s = None if days is None else days * DAY_S
-        self._cache = None if self.settings.cache is None else ResultCache(self.settings.cache, max_age_s=max_age_s)
+        self._cache = None
+        if self.settings.cache is not None:
+            self._cache = ResultCache(self.settings.cache, max_age_s=max_age_s, max_entries=self.settings.cache_entries)
         self._states: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = weakref.WeakKeyDictionary()
 
     async def __call__(self, query: str) -> str:
