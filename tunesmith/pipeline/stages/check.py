@@ -73,7 +73,7 @@ def check_settings(stage: PlannedStage) -> None:
 
 def check_run(config: RunConfig, *, models: Mapping[str, str]) -> None:
     workflow, judge = load_functions(drop_pending_tools(config))
-    check_workflow_function(workflow)
+    check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
     check_models(config.model, models.values())
