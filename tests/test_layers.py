@@ -17,7 +17,7 @@ LAYERS = [
     {"shared_step", "environments"},
     {"loop"},
     {"pipeline", "compat", "viewer"},
-    {"api", "cli", "convert_command", "run_files", "viewer_commands", "__init__", "__main__"},
+    {"api", "cli", "commands", "run_files", "__init__", "__main__"},
 ]
 INNER_LAYERS = {
     "retrieval": [{"settings"}, {"corpus"}, {"index"}, {"server"}],
