@@ -4,6 +4,7 @@ Each command reads and validates its config file with light modules (`run_files`
 imports the libraries it needs. Importing torch takes seconds; `--help` and errors in a config file do not wait for it.
 
 Errors go to stderr as one sentence and end the command with a non-zero exit status; `--debug` adds the traceback.
+`--help` lists the commands in the order in which they are registered.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tunesmith.commands.convert import convert
-from tunesmith.commands.view import show, view
+from tunesmith.commands.data import measure_pass_rate, prepare_data
+from tunesmith.commands.export import export_model
+from tunesmith.commands.model import prepare_model
+from tunesmith.commands.offline import finetune, learn_preferences
+from tunesmith.commands.options import ConfigPath, Debug, Judge, Overrides, Workflow
+from tunesmith.commands.viewer import show, view
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.search.command import search_app
 from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
-
-if TYPE_CHECKING:
-    from tunesmith.pipeline.sft.train import OfflineResult
 
 app = typer.Typer(
     name="tunesmith",
@@ -38,29 +41,6 @@ app.command("doctor")(doctor)
 app.command("convert")(convert)
 app.command("view")(view)
 app.command("show")(show)
-
-ConfigPath = Annotated[str, typer.Argument(help="Run file (YAML). List its keys with: tunesmith config --options.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a key of the file, e.g. --set section.key=3. Repeatable."
-    ),
-]
-Workflow = Annotated[
-    str | None, typer.Option(help="Workflow (the agent), as module:function or file.py:function. Overrides the file.")
-]
-Judge = Annotated[
-    str | None, typer.Option(help="Judge, in the same form. Without a judge the workflow returns the reward.")
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors and of failed rollouts.")]
-
-
-def print_training_result(result: OfflineResult, label: str) -> None:
-    """Print steps, losses and the output folder of `sft` or `prefer`."""
-    typer.echo(f"{result.num_steps} steps on {result.num_rows} rows, loss {result.loss:.4f}")
-    if result.eval_loss is not None:
-        typer.echo(f"evaluation loss {result.eval_loss:.4f} at step {result.best_step}; its weights are kept")
-    typer.echo(f"{label}: {result.folder}")
 
 
 @app.command()
@@ -107,85 +87,9 @@ def tune(
     run_guarded(work, is_debug=debug)
 
 
-@app.command("prepare")
-def prepare_data(
-    config: Annotated[str | None, typer.Argument(help="Preparation file (YAML). Keys: docs/prepare.md.")] = None,
-    out: Annotated[str, typer.Option(help="New output folder.")] = "data/prepared",
-    data: Annotated[str | None, typer.Option(help="Training questions: folder, file or Hugging Face data set.")] = None,
-    data_name: Annotated[str | None, typer.Option(help="Configuration of --data; main for openai/gsm8k.")] = None,
-    eval_data: Annotated[str | None, typer.Option(help="Held-out questions: data set (split test) or file.")] = None,
-    eval_name: Annotated[str | None, typer.Option(help="Configuration of --eval-data.")] = None,
-    style: Annotated[str | None, typer.Option(help="Which calculations become tool calls: all or last.")] = None,
-    paraphrase: Annotated[
-        str | None, typer.Option(metavar="BASE_URL/MODEL", help="Add paraphrased questions written by this model.")
-    ] = None,
-    pass_rate: Annotated[
-        list[str] | None,
-        typer.Option(metavar="[NAME=]MODEL", help="Add a column with the pass rate of this model. Repeatable."),
-    ] = None,
-    samples: Annotated[int | None, typer.Option(help="Rollouts per question for pass rates.")] = None,
-    max_rows: Annotated[int | None, typer.Option(help="Read only the first N rows, for a quick test.")] = None,
-    overrides: Overrides = None,
-    debug: Debug = False,
-) -> None:
-    """Convert questions with worked solutions, such as GSM8K, to conversations of an agent with a calculator."""
-
-    def work() -> None:
-        from tunesmith import run_files
-
-        settings = run_files.load_prepare_file(
-            config, overrides or [], data=data, data_name=data_name, eval_data=eval_data, eval_name=eval_name,
-            style=style, paraphrase=paraphrase, pass_rate=pass_rate or [], samples=samples, max_rows=max_rows,
-        )  # fmt: skip
-        run_files.check_and_announce("prepare", settings, f"loading libraries and {settings.data.path}")
-        from tunesmith import api
-        from tunesmith.pipeline.prepare.run import format_summary
-
-        typer.echo(format_summary(api.prepare(settings, out=out)))
-
-    run_guarded(work, is_debug=debug)
-
-
-@app.command("sft")
-def finetune(
-    config: Annotated[str, typer.Argument(help="Fine-tuning file (YAML). Keys: config --options --stage sft.")],
-    out: Annotated[str, typer.Option(help="Output folder; an unfinished run in it is resumed.")],
-    overrides: Overrides = None,
-    debug: Debug = False,
-) -> None:
-    """Fine-tune a model on conversations: all weights, or a LoRA or QLoRA adapter."""
-
-    def work() -> None:
-        from tunesmith import run_files
-
-        settings = run_files.load_sft_file(config, overrides or [])
-        run_files.check_and_announce("sft", settings, f"{config} is valid, loading libraries")
-        from tunesmith import api
-
-        print_training_result(api.sft(settings, out=out), "fine-tuned model")
-
-    run_guarded(work, is_debug=debug)
-
-
-@app.command("prefer")
-def learn_preferences(
-    config: Annotated[str, typer.Argument(help="Preference file (YAML). Keys: config --options --stage prefer.")],
-    out: Annotated[str, typer.Option(help="Output folder; an unfinished run in it is resumed.")],
-    overrides: Overrides = None,
-    debug: Debug = False,
-) -> None:
-    """Train a model on preferences: pairs of completions (DPO, ORPO, SimPO), or completions with a label (KTO)."""
-
-    def work() -> None:
-        from tunesmith import run_files
-
-        settings = run_files.load_preference_file(config, overrides or [])
-        run_files.check_and_announce("prefer", settings, f"{config} is valid, loading libraries")
-        from tunesmith import api
-
-        print_training_result(api.prefer(settings, out=out), "trained model")
-
-    run_guarded(work, is_debug=debug)
+app.command("prepare")(prepare_data)
+app.command("sft")(finetune)
+app.command("prefer")(learn_preferences)
 
 
 @app.command("eval")
@@ -263,37 +167,7 @@ def run_pipeline(
     run_guarded(work, is_debug=debug)
 
 
-@app.command("pass-rate")
-def measure_pass_rate(
-    config: ConfigPath,
-    field: Annotated[str, typer.Option(help="Name of the new field, e.g. qwen3_0.6b_pass_rate.")],
-    out: Annotated[str, typer.Option(help="JSON lines file to write.")],
-    runs: Annotated[int, typer.Option(min=1, help="Rollouts per task.")] = 8,
-    tool_key: Annotated[
-        list[str] | None,
-        typer.Option(help="Metric that counts tool calls; also writes the numbers of each rollout. Repeatable."),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Model folder or hub id; default: model.path.")] = None,
-    workflow: Workflow = None,
-    judge: Judge = None,
-    overrides: Overrides = None,
-    debug: Debug = False,
-) -> None:
-    """Write the training tasks with the pass rate of the model, the prior of difficulty_based task selectors."""
-
-    def work() -> None:
-        from tunesmith import run_files
-
-        chosen = run_files.collect_overrides(overrides, workflow=workflow, judge=judge)
-        chosen += [] if model is None else [f"model.path={model}"]
-        settings = run_files.load_run_file(config, chosen)
-        run_files.check_and_announce("pass-rate", settings, f"{config} is valid, loading libraries")
-        from tunesmith import api
-
-        result = api.measure_pass_rates(settings, field=field, num_runs=runs, out=out, tool_keys=tool_key or [])
-        typer.echo(f"{result.path}: {result.num_rows} rows, {result.num_unscored} dropped without a scored rollout")
-
-    run_guarded(work, is_debug=debug)
+app.command("pass-rate")(measure_pass_rate)
 
 
 @app.command("config")
@@ -327,57 +201,8 @@ def show_config(
     run_guarded(work, is_debug=debug)
 
 
-@model_app.command("prepare")
-def prepare_model(
-    name: Annotated[str, typer.Argument(help="Model: smollm2-135m-instruct, pocket or pocket-gguf.")],
-    out: Annotated[str | None, typer.Option(help="Output folder; default: models/NAME.")] = None,
-    debug: Debug = False,
-) -> None:
-    """Write a Hugging Face model folder without the hub: from an installed package, or with random weights."""
-
-    def work() -> None:
-        from tunesmith.model.prepare import prepare_model as prepare
-
-        typer.echo(prepare(name, out or f"models/{name}"))
-
-    run_guarded(work, is_debug=debug)
-
-
-@app.command("export")
-def export_model(
-    model: Annotated[str, typer.Argument(help="Folder of a model, adapter or run (its last checkpoint), or hub id.")],
-    out: Annotated[str, typer.Option(help="New output folder.")],
-    formats: Annotated[
-        list[str] | None, typer.Option("--format", help="Format: hf (default), adapter or gguf. Repeatable.")
-    ] = None,
-    gguf_types: Annotated[
-        list[str] | None, typer.Option("--gguf-type", help="GGUF type: f32, f16 (default), q8_0 or q4_k_m. Repeatable.")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Model name, for the model card and the GGUF files.")] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override an export setting, e.g. --set license=mit."),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Export a model as a Hugging Face folder, PEFT adapter or GGUF files, and verify each against the source."""
-
-    def work() -> None:
-        from tunesmith import run_files
-
-        given = {"path": model, "formats": formats, "gguf_types": gguf_types, "name": name}
-        settings = run_files.load_export_settings(given, overrides or [])
-        run_files.check_and_announce("export", settings, f"loading libraries and {model}")
-        from tunesmith import api
-
-        report = api.export(settings, out=out)
-        typer.echo(f"exported {report.name}, {report.num_parameters} parameters: {report.folder}")
-        for place, figures in report.checks.items():
-            typer.echo(f"  {place}: " + ", ".join(f"{key}={value:.4g}" for key, value in figures.items()))
-        if settings.has_verification and report.gguf and not any(place.startswith("gguf/") for place in report.checks):
-            typer.echo("  gguf: not verified, because llama-cpp-python is not installed")
-
-    run_guarded(work, is_debug=debug)
+model_app.command("prepare")(prepare_model)
+app.command("export")(export_model)
 
 
 @app.command()

@@ -249,3 +249,21 @@ def remove_tree(folder: Path) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             folder.rename(temporary)
         shutil.rmtree(temporary)
+
+
+def remove_stale_folders(root: Path) -> None:
+    """Remove temporary folders that killed processes left next to `root`; those of running processes stay."""
+    for path in root.parent.iterdir() if root.parent.is_dir() else ():
+        name, _, process_id = path.name.rpartition(".tmp-")
+        if name == root.name and process_id.isdigit() and not is_running(int(process_id)):
+            remove_tree(path)
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return process_id != os.getpid()

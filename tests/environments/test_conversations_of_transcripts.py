@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from agents import TOKENIZER, ScriptedModel, build_search
 
+from search_corpora import needs_bm25
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment
 from tunesmith.environments.format import find_format_error
@@ -101,22 +102,21 @@ async def test_judges_read_answers_and_calls_of_transcripts():
 def expert(tmp_path_factory):
     place = tmp_path_factory.mktemp("world")
     generate(place, **WORLD)
-    search = {
-        "tool": "tunesmith.tools.local_search:build_local_search",
-        "settings": {"path": str(place / "documents.jsonl"), "top_n": 3},
-    }
+    search = {"tool": "search", "settings": {"source": "index", "index": str(place / "documents.jsonl"), "top_n": 3}}
     section = {"tools": ["calculator", search]}
     counts = write_conversations(place / "out", world=WORLD, environment=section)
     rows = [json.loads(line) for line in (place / "out" / "conversations.jsonl").read_text().splitlines()]
     return place, counts, rows, section
 
 
+@needs_bm25
 def test_most_questions_have_a_conversation(expert):
     _, counts, rows, _ = expert
     assert counts["conversations"] == len(rows) > 50
     assert counts["conversations"] + counts["left out"] == WORLD["num_train"]
 
 
+@needs_bm25
 def test_conversations_end_with_an_accepted_answer_and_train_no_result(expert):
     place, _, rows, _ = expert
     answers = {
@@ -138,6 +138,7 @@ def test_an_expert_makes_no_more_lookups_than_there_are_passages_and_computes_ex
     assert {plan.computation is None for plan in plans} == {True, False}
 
 
+@needs_bm25
 async def test_the_format_of_the_expert_is_that_of_the_environment(expert):
     environment = Environment(tools=[build_search()])
     transcript = environment.begin("q").append(

@@ -192,5 +192,10 @@ def test_a_killed_build_leaves_no_index(tmp_path):
     ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert not (tmp_path / "index").exists()
+    assert len(list(tmp_path.glob("index.tmp-*"))) == 1
     with pytest.raises(DataError, match="there is no index"):
         SearchIndex(tmp_path / "index")
+    running = tmp_path / f"index.tmp-{os.getppid()}"
+    running.mkdir()
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "index")
+    assert list(tmp_path.glob("index.tmp-*")) == [running]

@@ -171,3 +171,15 @@ def test_the_stage_reports_counts_and_a_table(tmp_path):
     result = run_stage("rft_filter", settings, out_dir=tmp_path / "out", choose_model=lambda config: None)
     assert result.figures["kept trajectories"] == 1 and result.figures["dropped: wrong answer"] == 1
     assert "| tool patterns per question" in result.figures["tables"]
+
+
+def test_an_embedding_model_gives_the_embedding_spread(filter_rows, pocket_folder):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    model = sentence_transformers.SentenceTransformer(str(pocket_folder), device="cpu")
+    rows = [make_row("a", make_transcript(*tools, words=f"w {i}")) for i, tools in enumerate([("search",), (), ()])]
+    result, _ = filter_rows(rows, embedding_model=str(pocket_folder))
+    assert "lexical_spread" not in result.after
+    vectors = model.encode([Transcript.from_json(row["transcript"]).text for row in rows]).astype(float)
+    units = normalize(vectors)
+    distances = [1 - units[i] @ units[j] for i in range(3) for j in range(3) if i != j]
+    assert result.after["embedding_spread"] == pytest.approx(np.mean(distances), abs=1e-5)

@@ -34,7 +34,7 @@ async def judge(task, response):
 def workdir(tmp_path, monkeypatch, pocket_folder):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(AGENT)
-    rows = [{"question": f"{n} apples", "number": n, "source": "ab"[n % 2]} for n in range(8)]
+    rows = [{"question": f"{n} apples", "number": n, "source": "ab"[n % 2]} for n in range(9)]
     (tmp_path / "pool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     stages = {
         "pass_rate": {
@@ -46,6 +46,7 @@ def workdir(tmp_path, monkeypatch, pocket_folder):
             "train_dataset": {"path": "pool.jsonl"},
             "algorithm": {"batch_size": 2},
             "num_runs": 6,
+            "max_tasks": 8,
             "tool_keys": ["searches", "python"],
         },
         "pareto": {"data": "stage:pass_rate/tasks.jsonl", "num_selected": 4, "stratify_by": "source"},

@@ -7,13 +7,14 @@ import json
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from search_corpora import PASSAGES, build_small_index, needs_bm25
+from search_corpora import PASSAGES, build_small_index, needs_bm25, write_corpus
 from tunesmith.config import ToolSection
 from tunesmith.errors import ConfigError, DataError, StorageError, ToolUnavailableError
 from tunesmith.pipeline.session.load_function import load_tool
@@ -106,6 +107,22 @@ def test_a_dead_server_is_a_failure_of_the_tool_and_names_what_to_do():
         asyncio.run(tool.call({"query": "q"}))
 
 
+@pytest.mark.parametrize("step", [hang, JSONResponse({}, 503)])
+def test_a_time_limit_in_the_environment_makes_a_dead_server_no_observation(step):
+    server = ReplayServer(step)
+
+    async def work(_):
+        settings = {"url": server.url, "num_retries": 100, "backoff_s": 0.05}
+        tool = load_tool(ToolSection(tool="search", timeout_s=0.5, settings=settings))
+        with pytest.raises(ToolUnavailableError, match=r"has not answered within 0.5 s.*timeout_s of the tool"):
+            await tool.call({"query": "q"})
+        server.steps = [DOCS]
+        return await tool.call({"query": "q"})
+
+    result = with_server(server, work)
+    assert result.ok and result.text.endswith("B\nshort")
+
+
 def test_a_wrong_query_is_an_error_of_the_model():
     tool = build_search_tool(SearchToolSection(url=CLOSED_PORT, max_query_chars=10))
     empty = asyncio.run(tool.call({"query": " \n"}))
@@ -196,6 +213,23 @@ def test_several_processes_share_a_cache(tmp_path):
     cache.close()
 
 
+def test_a_cache_keeps_the_latest_results(tmp_path):
+    cache = ResultCache(tmp_path / "cache.sqlite", max_entries=3)
+    for key in "abcad":  # a is stored again
+        cache.put(key, [FoundPassage("id", key)])
+    assert [key for key in "abcd" if cache.get(key)] == ["a", "c", "d"]
+    cache.close()
+    server = ReplayServer({"status": "healthy"}, DOCS)
+
+    async def work(tool):
+        for query in "xyz":
+            await tool(query)
+
+    with_server(server, work, cache=str(tmp_path / "cache.sqlite"), cache_entries=2)
+    rows = sqlite3.connect(tmp_path / "cache.sqlite").execute("SELECT key FROM results").fetchall()
+    assert [json.loads(key)[2] for (key,) in rows] == ["y", "z"]
+
+
 def test_a_file_that_is_no_cache_is_refused(tmp_path):
     (tmp_path / "cache.sqlite").write_text("not a data base, but long enough to be looked at as one " * 20)
     with pytest.raises(StorageError, match=r"cannot use .*cache.sqlite as a cache of searches"):
@@ -254,7 +288,7 @@ def test_a_web_service_without_a_key_and_wrong_settings_are_refused(monkeypatch,
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="needs an API key in the environment variable SERPER_API_KEY"):
         SearchTool(SearchToolSection(source="serper"))
-    with pytest.raises(ValueError, match="source: index needs the folder in index"):
+    with pytest.raises(ValueError, match="source: index needs a folder or file in index"):
         SearchToolSection(source="index")
     with pytest.raises(ValueError, match="no other source takes one"):
         SearchToolSection(index="folder")
@@ -270,6 +304,19 @@ def test_an_index_is_searched_in_process_without_a_server(tmp_path):
     assert result.ok and result.text == f"{PASSAGES[2][1]}\n\n{PASSAGES[3][1]}"
     assert asyncio.run(tool.call({"query": "zebra"})).text == "No results found."
     assert [hit.contents for hit in SearchIndex(folder).search("flour", 2)] == result.text.split("\n\n")
+
+
+@needs_bm25
+def test_passages_of_a_file_are_searched_without_an_index_folder(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    corpus = write_corpus(tmp_path / "corpus.jsonl")
+    tool = build_search_tool(SearchToolSection(source="index", index=str(corpus), top_n=2))
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert asyncio.run(tool.call({"query": "flour"})).text == f"{PASSAGES[2][1]}\n\n{PASSAGES[3][1]}"
+    corpus.write_text('{"body": "x"}\n')
+    with pytest.raises(DataError, match="line 1 of .* has no text"):
+        build_search_tool(SearchToolSection(source="index", index=str(corpus)))
 
 
 @needs_bm25

@@ -25,7 +25,8 @@ class ToolSection(Section):
     max_calls: int | None = Field(default=None, ge=0)
     """Calls of this tool per rollout; null sets no limit besides `max_calls` of the environment."""
     timeout_s: float | None = Field(default=None, gt=0)
-    """Seconds after which a call is cancelled; by default the tool's own."""
+    """Seconds after which a call is cancelled; by default the tool's own. The model reads that its call took too long;
+    for search, which may wait for a server, the rollout becomes a failure instead."""
     max_result_chars: int | None = Field(default=None, ge=200)
     """Characters of a result; by default the environment's."""
     is_session: bool = False

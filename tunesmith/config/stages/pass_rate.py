@@ -14,6 +14,8 @@ class PassRateConfig(RunConfig):
     """Name of the new field with the mean outcome of a task's rollouts."""
     num_runs: int = Field(default=8, ge=1)
     """Rollouts per task."""
+    max_tasks: int | None = Field(default=None, ge=1)
+    """Maximum number of tasks, the first ones; null measures all."""
     tool_keys: tuple[str, ...] = ()
     """Metrics of the workflow whose sum is a rollout's number of tool calls. If set, `<field>_correctness` and
     `<field>_tool_calls` list the outcome and the tool calls of each scored rollout, for the `pareto` stage."""

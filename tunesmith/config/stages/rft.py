@@ -29,7 +29,7 @@ class RftFilterSection(Section):
     """Also train text that the model did not write, such as hints."""
     embedding_model: str | None = None
     """Folder or hub id of a sentence-transformers model, which embeds trajectories for the report of diversity; needs
-    the package sentence-transformers. null reports the spread of word pairs instead, under another name."""
+    the extra `embeddings`. null reports the spread of word pairs instead, under another name."""
 
     @property
     def paths(self) -> tuple[str, ...]:

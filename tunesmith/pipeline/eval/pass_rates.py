@@ -54,11 +54,12 @@ def measure_pass_rates(
     num_runs: int,
     out: Path,
     tool_keys: Sequence[str] = (),
+    max_tasks: int | None = None,
 ) -> PassRates:
-    """Write the rows of the training set with the model's pass rate under `field`."""
+    """Write the first `max_tasks` rows of the training set, or all, with the model's pass rate under `field`."""
     tasks = load_unmeasured_tasks(
         config, fields=[field, *(f"{field}_{end}" for end in (CORRECTNESS, TOOL_CALLS) if tool_keys)]
-    )
+    )[:max_tasks]
     if out.exists():
         raise ConfigError(f"{out} already exists; choose another file")
     check_policy(config.model)

@@ -9,7 +9,6 @@ compared with the source and then renamed, so the output folder is complete or a
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from tunesmith.pipeline.session.trained_model import ExportSource, find_source
 from tunesmith.storage import (
     check_free_space,
     load_json,
-    remove_tree,
+    remove_stale_folders,
     storage_errors,
 )
 
@@ -221,24 +220,6 @@ def estimate_bytes(plan: ExportPlan, *, num_parameters: int) -> int:
     if plan.gguf is not None:
         num_bytes += plan.gguf.bytes_per_parameter
     return int(num_bytes * num_parameters) + SMALL_FILES_BYTES
-
-
-def remove_stale_folders(root: Path) -> None:
-    """Remove temporary folders of killed exports to `root`; those of running processes stay."""
-    for path in root.parent.iterdir() if root.parent.is_dir() else ():
-        name, _, process_id = path.name.rpartition(".tmp-")
-        if name == root.name and process_id.isdigit() and not is_running(int(process_id)):
-            remove_tree(path)
-
-
-def is_running(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return process_id != os.getpid()
 
 
 def list_settings(settings: ExportSection) -> dict[str, Any]:

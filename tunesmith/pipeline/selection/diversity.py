@@ -123,7 +123,7 @@ def check_embedding_model(name: str | None) -> None:
     """Raise when an embedding model is wanted and its package is not installed."""
     if name is not None and importlib.util.find_spec("sentence_transformers") is None:
         raise ConfigError(
-            f"embedding_model={name!r} needs sentence-transformers: pip install sentence-transformers, or leave "
+            f"embedding_model={name!r} needs sentence-transformers: pip install 'tunesmith[embeddings]', or leave "
             "embedding_model out to report the spread of word pairs"
         )
 

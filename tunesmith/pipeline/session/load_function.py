@@ -88,9 +88,11 @@ def load_tool(section: ToolSection) -> Tool:
         from tunesmith.tools.search.tool import build_search_tool
 
         try:
-            tool = build_search_tool(build_section(SearchToolSection, section.settings))
+            search = build_section(SearchToolSection, section.settings)
+            tool = build_search_tool(search, total_timeout_s=section.timeout_s)
         except ConfigError as error:
             raise ConfigError(f"{knob}: settings: {error}") from error
+        section = section.model_copy(update={"timeout_s": None})  # what exceeds a limit of a Tool is an observation
     else:
         source, name = split_spec(section.tool, knob=knob)
         found = getattr(load_module(source, knob=knob), name, None)

@@ -153,6 +153,7 @@ def run_pass_rate_stage(config: PassRateConfig, out_dir: Path, choose_model: Cho
             num_runs=config.num_runs,
             out=path,
             tool_keys=config.tool_keys,
+            max_tasks=config.max_tasks,
         )
     rates = [row[config.field] for row in load_json_lines(path)]
     return StageResult(

@@ -13,7 +13,7 @@ from tunesmith.retrieval.index.dense import write_dense
 from tunesmith.retrieval.index.manifest import IndexInfo, describe_index, write_manifest
 from tunesmith.retrieval.index.passage_store import PassageStore, write_passages
 from tunesmith.retrieval.settings import IndexSettings
-from tunesmith.storage import storage_errors, sync_tree
+from tunesmith.storage import remove_stale_folders, storage_errors, sync_tree
 
 BM25_FOLDER, DENSE_FOLDER = "bm25", "dense"
 
@@ -42,6 +42,7 @@ def build_index(
     folder = Path(out).expanduser()
     if folder.exists():
         raise StorageError(f"{folder} exists; choose another folder for the index, or remove this one")
+    remove_stale_folders(folder)
     passages = iter_passages(source, settings, name=name, split=split)
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tunesmith.retrieval.index.bm25 import Bm25Index
-from tunesmith.retrieval.index.build import BM25_FOLDER, DENSE_FOLDER
+from tunesmith.retrieval.index.build import BM25_FOLDER, DENSE_FOLDER, build_index
 from tunesmith.retrieval.index.dense import DenseIndex
 from tunesmith.retrieval.index.manifest import IndexInfo, read_manifest
 from tunesmith.retrieval.index.passage_store import PassageStore
@@ -91,3 +92,18 @@ class SearchIndex:
         if self._bm25 is None:
             return nearest
         return fuse([self._bm25.find(query, depth), nearest], top_n, self.passages.id_ranks)
+
+
+def open_index(path: str | Path) -> SearchIndex:
+    """Open an index folder; the passages of a JSON Lines file are indexed by BM25 for this process.
+
+    Raises:
+        ConfigError: the passages are to be indexed, and bm25s is not installed.
+        DataError: the folder is not a complete index, or the file holds something else than passages.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        return SearchIndex(path)
+    with TemporaryDirectory(prefix="tunesmith-index-") as folder:
+        build_index(path, Path(folder) / "index")
+        return SearchIndex(Path(folder) / "index")  # mapped files stay readable after their folder is removed

@@ -16,19 +16,26 @@ from tunesmith.errors import StorageError
 from tunesmith.tools.search.sources import FoundPassage
 
 BUSY_TIMEOUT_S = 30.0
+PRUNE = "DELETE FROM results WHERE rowid <= (SELECT max(rowid) FROM results) - ?"
+"""Storing gives a row the next rowid, also when it replaces another."""
 SCHEMA = "CREATE TABLE IF NOT EXISTS results (key TEXT PRIMARY KEY, passages TEXT NOT NULL, created REAL NOT NULL)"
 
 
 class ResultCache:
     """Passages by key. One object serves any number of threads.
 
+    Args:
+        max_age_s: age of results that are no longer returned; None returns them forever.
+        max_entries: number of results, of which the oldest are removed; None keeps them all.
+
     Raises:
         StorageError: the file cannot be opened, or is not a cache.
     """
 
-    def __init__(self, path: str | Path, *, max_age_s: float | None = None) -> None:
+    def __init__(self, path: str | Path, *, max_age_s: float | None = None, max_entries: int | None = None) -> None:
         self._path = Path(path).expanduser()
         self._max_age_s = max_age_s
+        self._max_entries = max_entries
         self._lock = threading.Lock()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,9 +59,11 @@ class ResultCache:
         return [FoundPassage(*row) for row in json.loads(text)]
 
     def put(self, key: str, passages: list[FoundPassage]) -> None:
-        """Store passages; another process may have stored the same key."""
+        """Store passages, and remove the oldest over the limit; another process may have stored the same key."""
         text = json.dumps([(each.passage_id, each.contents) for each in passages])
         self._execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?)", (key, text, time.time()))
+        if self._max_entries is not None:
+            self._execute(PRUNE, (self._max_entries,))
 
     def close(self) -> None:
         with self._lock:

@@ -21,12 +21,12 @@ class SearchToolSection(Section):
     """The search tool: where it searches, what the model reads, and what happens when the source does not answer."""
 
     source: Literal["server", "index", "serper", "bing"] = "server"
-    """server: `tunesmith search serve` or a server with its interface; index: an index folder opened in this process,
-    for small corpora; serper, bing: web search over HTTP in the JSON of these services."""
+    """server: `tunesmith search serve` or a server with its interface; index: an index in this process, for small
+    corpora; serper, bing: web search over HTTP in the JSON of these services."""
     url: str | None = None
     """Address of the server or the web service; by default http://127.0.0.1:1243, or the service's own."""
     index: str | None = None
-    """Index folder, with source: index."""
+    """With source: index, an index folder, or a JSON Lines file of passages, which is indexed by BM25 at the start."""
     api_key_variable: str | None = None
     """Environment variable with the API key; by default TUNESMITH_SEARCH_API_KEY (needed only if the server wants one),
     SERPER_API_KEY or BING_API_KEY."""
@@ -46,11 +46,13 @@ class SearchToolSection(Section):
     """SQLite file with earlier results, shared by runs and processes on this machine; created if it does not exist."""
     cache_days: float | None = Field(default=None, gt=0)
     """Days after which a cached result is fetched again; by default never."""
+    cache_entries: int = Field(default=200_000, ge=1)
+    """Results in the cache, of which the oldest are removed; 4 passages of 600 characters take about 2.5 kB."""
 
     @model_validator(mode="after")
     def _check_source(self) -> SearchToolSection:
         if (self.source == "index") != (self.index is not None):
-            raise ValueError("source: index needs the folder in index, and no other source takes one")
+            raise ValueError("source: index needs a folder or file in index, and no other source takes one")
         if self.source == "index" and (self.url or self.cache):
             raise ValueError("source: index takes no url and no cache: the index is read directly")
         return self

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import httpx
 
 from tunesmith.errors import ConfigError, ToolUnavailableError
-from tunesmith.retrieval.index.search import SearchIndex
+from tunesmith.retrieval.index.search import SearchIndex, open_index
 from tunesmith.tools.search.http import fetch_json
 from tunesmith.tools.search.settings import SearchToolSection
 
@@ -42,11 +42,11 @@ def open_source(settings: SearchToolSection) -> SearchSource:
 
     Raises:
         ConfigError: a web service has no API key.
-        DataError: the index folder is not a complete index.
+        DataError: the index is not complete, or its passages cannot be read.
     """
     if settings.source == "index":
         assert settings.index is not None
-        return IndexSource(SearchIndex(settings.index))
+        return IndexSource(open_index(settings.index))
     key = os.environ.get(settings.key_variable)
     if settings.source == "server":
         return ServerSource(settings, key)
@@ -58,7 +58,7 @@ def open_source(settings: SearchToolSection) -> SearchSource:
 
 
 class IndexSource:
-    """An index folder, searched in threads of this process."""
+    """An index, searched in threads of this process."""
 
     def __init__(self, index: SearchIndex) -> None:
         self._index = index

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from tunesmith.errors import ToolUnavailableError
 from tunesmith.tools.search.cache import ResultCache
 from tunesmith.tools.search.settings import SearchToolSection
 from tunesmith.tools.search.sources import FoundPassage, SearchSource, open_source
@@ -42,23 +43,33 @@ class SearchTool:
     Args:
         settings: source, number and length of passages, retries, cache; see `docs/retrieval.md`.
         source: a source of your own, in place of the one that the settings name.
+        total_timeout_s: seconds of a search with all its attempts; None leaves it to `num_retries` and `timeout_s`.
 
     One tool serves all rollouts of a process, from any event loop.
 
     Raises:
         ConfigError: a web service has no API key.
-        DataError: the index folder is not a complete index.
+        DataError: the index is not complete, or its passages cannot be read.
         StorageError: the cache cannot be opened.
     """
 
-    def __init__(self, settings: SearchToolSection | None = None, *, source: SearchSource | None = None) -> None:
+    def __init__(
+        self,
+        settings: SearchToolSection | None = None,
+        *,
+        source: SearchSource | None = None,
+        total_timeout_s: float | None = None,
+    ) -> None:
         self.settings = settings or SearchToolSection()
+        self.total_timeout_s = total_timeout_s
         self.num_requests = 0
         self.num_cached = 0
         self._source = source or open_source(self.settings)
         days = self.settings.cache_days
         max_age_s = None if days is None else days * DAY_S
-        self._cache = None if self.settings.cache is None else ResultCache(self.settings.cache, max_age_s=max_age_s)
+        self._cache = None
+        if self.settings.cache is not None:
+            self._cache = ResultCache(self.settings.cache, max_age_s=max_age_s, max_entries=self.settings.cache_entries)
         self._states: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = weakref.WeakKeyDictionary()
 
     async def __call__(self, query: str) -> str:
@@ -70,7 +81,7 @@ class SearchTool:
 
         Raises:
             ToolInputError: the query is empty or too long.
-            ToolUnavailableError: the source does not answer.
+            ToolUnavailableError: the source does not answer, or not in time.
         """
         text = " ".join(query.split())
         if not text:
@@ -84,7 +95,7 @@ class SearchTool:
         key = json.dumps([text, wanted])
         task = state.running.get(key)
         if task is None:
-            task = state.running[key] = asyncio.create_task(self._search(state.client, text, wanted))
+            task = state.running[key] = asyncio.create_task(self._search_in_time(state.client, text, wanted))
             task.add_done_callback(lambda _: state.running.pop(key, None))
         return await asyncio.shield(task)  # a caller that is cancelled leaves the search to the others
 
@@ -101,7 +112,7 @@ class SearchTool:
             },
             run=self,
             text_argument="query",
-            timeout_s=None,  # each attempt has a limit; a server that does not answer is no slow call of the model
+            timeout_s=None,  # the search has its own limits: those of a Tool would make a dead server an observation
             # every passage fits, with its dots and the blank line
             max_result_chars=max(200, settings.top_n * (settings.max_passage_chars + 5)),
         )
@@ -113,6 +124,19 @@ class SearchTool:
             await state.client.aclose()
         if self._cache is not None:
             self._cache.close()
+
+    async def _search_in_time(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
+        limit = asyncio.timeout(self.total_timeout_s)
+        try:
+            async with limit:
+                return await self._search(client, query, top_n)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise ToolUnavailableError(
+                f"the search at {self.settings.index or self.settings.found_url} has not answered within "
+                f"{self.total_timeout_s:g} s, retries included. Start the server, or raise timeout_s of the tool"
+            ) from error
 
     async def _search(self, client: httpx.AsyncClient, query: str, top_n: int) -> list[FoundPassage]:
         if self._cache is None:
@@ -152,6 +176,6 @@ def shorten(text: str, max_chars: int) -> str:
     return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 
 
-def build_search_tool(settings: SearchToolSection | None = None) -> Tool:
+def build_search_tool(settings: SearchToolSection | None = None, *, total_timeout_s: float | None = None) -> Tool:
     """The search tool of an environment."""
-    return SearchTool(settings).build_tool()
+    return SearchTool(settings, total_timeout_s=total_timeout_s).build_tool()
