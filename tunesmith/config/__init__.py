@@ -48,6 +48,7 @@ from tunesmith.config.run import (
     TrainerSection,
 )
 from tunesmith.config.section import Section
+from tunesmith.config.serve import ServeSection
 from tunesmith.config.sft import (
     ConversationDataSection,
     OfflineConfig,
@@ -112,6 +113,7 @@ __all__ = [
     "RunConfig",
     "Section",
     "SelectorSection",
+    "ServeSection",
     "ServedModelSection",
     "SftConfig",
     "SftStage",

@@ -18,6 +18,7 @@ from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.lora import refuse_dropout
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection
 from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature
+from tunesmith.config.serve import ServeSection
 
 
 class SelectorSection(Section):
@@ -291,6 +292,8 @@ class RunConfig(Section):
     """Processing of groups between judge and trainer."""
     engine: EngineSection = EngineSection()
     rollout: RolloutSection = RolloutSection()
+    serve: ServeSection | None = None
+    """The server of `tunesmith serve`; other commands that train refuse it."""
     trainer: TrainerSection = TrainerSection()
     evaluation: EvaluationSection = EvaluationSection()
     monitor: MonitorSection = MonitorSection()
