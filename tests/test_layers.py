@@ -16,7 +16,7 @@ LAYERS = [
     {"engine", "trainer", "rollout", "judges", "tools"},
     {"loop", "environments"},
     {"pipeline", "compat"},
-    {"api", "cli", "convert_command", "run_files", "__init__", "__main__"},
+    {"api", "cli", "convert_command", "export_command", "serve_command", "run_files", "__init__", "__main__"},
 ]
 INNER_LAYERS = {
     "retrieval": [{"settings"}, {"corpus"}, {"index"}, {"server"}],
@@ -26,7 +26,7 @@ INNER_LAYERS = {
         {"data"},
         {"eval"},
         {"rl", "sft", "prepare", "export", "diagnosis", "selection", "search"},
-        {"stages", "demo", "math_agent"},
+        {"stages", "demo", "math_agent", "serve"},
     ],
 }
 """Layers of sub-packages; other packages are only checked for circular imports."""

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         prepare,
         prepare_model,
         run_pipeline,
+        serve,
         sft,
         tune,
     )
@@ -115,6 +116,7 @@ __all__ = [
     "prepare",
     "prepare_model",
     "run_pipeline",
+    "serve",
     "sft",
     "tune",
 ]

@@ -139,7 +139,9 @@ async def run_trajectory(
         )
         if not is_lost or attempt == agent.max_attempts:
             break
-        agent.logger.warning("%s: attempt %d of %d was lost; it is made again", task.task_id, attempt, agent.max_attempts)
+        agent.logger.warning(
+            "%s: attempt %d of %d was lost; it is made again", task.task_id, attempt, agent.max_attempts
+        )
     return trajectory
 
 

@@ -7,14 +7,16 @@ committed.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.errors import TunesmithError
+from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.store import save_rollouts
 from tunesmith.loop import StepParts, StepResult, run_step
@@ -35,10 +37,14 @@ from tunesmith.pipeline.session.result import TrainingResult, require_path
 from tunesmith.pipeline.session.run_folder import RunFolder, open_run_folder
 from tunesmith.rollout.actors import Actors, RolloutProgress
 from tunesmith.rollout.failures import list_causes
+from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, JudgeType, WorkflowType
+
+Serve = Callable[[ModelService], AbstractAsyncContextManager[str]]
+"""Serves the policy to workers outside of this process and yields the URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -90,8 +96,11 @@ def run_tuning(
     judge: JudgeType | None,
     build_model: BuildModel,
     custom: CustomComponents = CustomComponents(),
+    serve: Serve | None = None,
 ) -> TuneResult:
-    """Train; raises if the run fails."""
+    """Train; raises if the run fails. `serve` is active from the first step to the last."""
+    if config.serve is not None and serve is None:
+        raise ConfigError("serve has no effect without workers: run the file with `tunesmith serve`, or remove it")
     check_workflow_function(workflow)
     if judge is not None:
         check_judge_function(judge)
@@ -116,7 +125,10 @@ def run_tuning(
         parts = build_parts(config, plan, policy, actors)
         check_free_space(folder.paths.root, estimate_checkpoint_bytes(policy.model, parts.trainer.state_dict()))
         try:
-            return run_lockstep(train(config, plan, policy, parts, folder, monitor), config.rollout)
+            training = partial(train, config, plan, policy, parts, folder, monitor)
+            if serve is not None:
+                training = partial(train_while_serving, training, serve(policy.service), monitor)
+            return run_lockstep(training(), config.rollout)
         except (KeyboardInterrupt, SystemExit):
             monitor.show_line(describe_interruption(config, folder))
             raise
@@ -166,6 +178,14 @@ def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
         f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
         f"(continue_from_checkpoint=true){name}"
     )
+
+
+async def train_while_serving(
+    training: Callable[[], Awaitable[TuneResult]], serving: AbstractAsyncContextManager[str], monitor: Monitor
+) -> TuneResult:
+    async with serving as url:
+        monitor.show_line(f"tasks for workers: {url}/tasks/next")
+        return await training()
 
 
 async def train(

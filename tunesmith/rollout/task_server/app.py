@@ -61,6 +61,7 @@ def build_task_app(queue: TaskQueue, model_app: ASGIApp, limits: ServerLimits) -
             QueueError: answer_refusal,
             HTTPException: answer_unknown,
             ClientDisconnect: answer_nobody,
+            Exception: answer_failure,
         },
     )
     return _RequestLimit(app, limits.max_requests)
@@ -81,6 +82,11 @@ def answer_unknown(request: Request, error: Exception) -> Response:
 def answer_nobody(request: Request, error: Exception) -> Response:
     """The client is gone."""
     return Response(status_code=400)
+
+
+def answer_failure(request: Request, error: Exception) -> Response:
+    """An error of ours; the traceback is logged by the server."""
+    return answer_error(500, f"the server failed: {type(error).__name__}: {error}")
 
 
 def answer_error(status: int, message: str) -> JSONResponse:
@@ -139,7 +145,7 @@ class _Handlers:
         """The id of an open attempt; refused before its body is read."""
         self._check_key(request)
         attempt_id = str(request.path_params["attempt_id"])
-        self._queue.find_open(attempt_id)
+        self._queue.find_open(attempt_id, is_report=True)
         return attempt_id
 
     def _check_key(self, request: Request) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -88,7 +89,8 @@ class TaskQueue:
 
     async def run_attempt(self, task: Mapping[str, Any], model: Any) -> WorkflowOutput:
         """The workflow: wait until a worker takes the task, which does not count toward the time limit, and reports."""
-        attempt = Attempt(attempt_id=model.api_key, task=task, model_name=model.model_name)
+        row = json.loads(json.dumps(task, allow_nan=False, default=str))
+        attempt = Attempt(attempt_id=model.api_key, task=row, model_name=model.model_name)
         reason = f"its time limit of {self.timeout_s:g} s has passed, or the run has ended"
         self._offer(attempt)
         try:
@@ -159,19 +161,19 @@ class TaskQueue:
             with contextlib.suppress(ValueError):
                 self._polls.remove(poll)
 
-    def find_open(self, attempt_id: str) -> Attempt:
-        """An attempt at work; raises QueueError if it has ended or never existed."""
+    def find_open(self, attempt_id: str, *, is_report: bool = False) -> Attempt:
+        """An attempt at work; raises QueueError if it has ended or never existed. A second report is a conflict."""
         attempt = self._open.get(attempt_id)
         if attempt is not None and not attempt.report.done():
             return attempt
         reason = REPORTED if attempt is not None else self._ended.get(attempt_id)
         if reason is None:
             raise QueueError(404, "there is no such attempt: use the attempt_id of a task that you took")
-        raise QueueError(409 if reason == REPORTED else 410, f"the attempt has ended: {reason}")
+        raise QueueError(409 if is_report and reason == REPORTED else 410, f"the attempt has ended: {reason}")
 
     def finish_attempt(self, attempt_id: str, report: Report) -> None:
         """Deliver the report of an open attempt."""
-        self.find_open(attempt_id).report.set_result(report)
+        self.find_open(attempt_id, is_report=True).report.set_result(report)
 
     def finish(self) -> None:
         """The run has ended: waiting workers learn it."""

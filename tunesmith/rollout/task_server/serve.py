@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
+from starlette.exceptions import HTTPException
+
 from tunesmith.rollout.openai_server.app import build_app
 from tunesmith.rollout.openai_server.http import serve_app
 from tunesmith.rollout.service import ModelService
-from tunesmith.rollout.task_server.app import ServerLimits, build_task_app
+from tunesmith.rollout.task_server.app import ServerLimits, answer_unknown, build_task_app
 from tunesmith.rollout.task_server.queue import TaskQueue
 
 
@@ -18,6 +20,7 @@ async def serve_tasks(
 ) -> AsyncIterator[str]:
     """Serve until the block ends, and yield the URL; waiting workers then learn that the run has ended."""
     model_app = build_app(service.endpoint, max_body_bytes=limits.max_body_bytes)
+    model_app.add_exception_handler(HTTPException, answer_unknown)
     async with serve_app(build_task_app(queue, model_app, limits), host=host, port=port) as url:
         try:
             yield url

@@ -1,0 +1,55 @@
+"""A training run whose workflows are programs outside of this process, in any language."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from tunesmith.config import RunConfig, ServeSection
+from tunesmith.errors import ConfigError
+from tunesmith.pipeline.rl.load_tasks import CustomComponents
+from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
+from tunesmith.pipeline.session.load_function import load_function
+from tunesmith.rollout.chat_model import ChatModel
+from tunesmith.rollout.task_server.app import ServerLimits
+from tunesmith.rollout.task_server.queue import TaskQueue
+from tunesmith.rollout.task_server.serve import serve_tasks
+from tunesmith.types import JudgeType
+
+
+def run_serving(
+    config: RunConfig, *, judge: JudgeType | None = None, custom: CustomComponents = CustomComponents()
+) -> TuneResult:
+    """Serve tasks to workers and train on their rollouts; the server listens from the first step to the last."""
+    if config.workflow is not None:
+        raise ConfigError(f"workflow={config.workflow!r} has no effect with `tunesmith serve`: workers run the agent")
+    section = config.serve or ServeSection()
+    if judge is None and config.judge is not None:
+        judge = load_function(config.judge, knob="judge")
+    queue = TaskQueue(
+        timeout_s=config.rollout.timeout_s, lost_after_s=section.lost_after_s, has_judge=judge is not None
+    )
+    limits = ServerLimits(
+        api_key=read_api_key(section),
+        max_body_bytes=int(config.rollout.max_body_mib * 2**20),
+        max_requests=section.max_requests,
+        public_url=section.public_url,
+    )
+    return run_tuning(
+        config.model_copy(update={"serve": section}),
+        workflow=queue.run_attempt,
+        judge=judge,
+        build_model=ChatModel,
+        custom=custom,
+        serve=partial(serve_tasks, queue, limits=limits, host=section.host, port=section.port),
+    )
+
+
+def read_api_key(section: ServeSection) -> str | None:
+    """The key in the environment variable that the section names."""
+    if section.api_key_env is None:
+        return None
+    key = os.environ.get(section.api_key_env, "").strip()
+    if not key:
+        raise ConfigError(f"serve.api_key_env={section.api_key_env!r}: this environment variable is not set")
+    return key
