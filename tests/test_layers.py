@@ -16,7 +16,7 @@ LAYERS = [
     {"engine", "trainer", "rollout", "judges", "tools"},
     {"loop", "environments"},
     {"pipeline", "compat"},
-    {"api", "cli", "convert_command", "export_command", "serve_command", "run_files", "__init__", "__main__"},
+    {"api", "cli", "commands", "convert_command", "run_files", "__init__", "__main__"},
 ]
 INNER_LAYERS = {
     "retrieval": [{"settings"}, {"corpus"}, {"index"}, {"server"}],

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tunesmith.commands.export import export_model
+from tunesmith.commands.serve import serve
 from tunesmith.convert_command import convert
-from tunesmith.export_command import export_model
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.search.command import search_app
 from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
-from tunesmith.serve_command import serve
 
 if TYPE_CHECKING:
     from tunesmith.pipeline.sft.train import OfflineResult

@@ -48,7 +48,7 @@ from tunesmith.config.run import (
     TrainerSection,
 )
 from tunesmith.config.section import Section
-from tunesmith.config.serve import ServeSection
+from tunesmith.config.serve.serve import ServeSection
 from tunesmith.config.sft import (
     ConversationDataSection,
     OfflineConfig,

@@ -18,7 +18,7 @@ from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.lora import refuse_dropout
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection
 from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature
-from tunesmith.config.serve import ServeSection
+from tunesmith.config.serve.serve import ServeSection
 
 
 class SelectorSection(Section):
