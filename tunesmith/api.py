@@ -199,11 +199,11 @@ def run_tune(
 def serve(
     config: RunConfig | PathLike, *, judge_func: JudgeType | None = None, overrides: Sequence[str] = ()
 ) -> TuneResult:
-    """Train on what programs outside of this process do; they take tasks over HTTP (docs/serve.md)."""
-    if judge_func is not None:
-        check_judge_function(judge_func)
+    """Train on what programs outside of this process do; they take tasks over HTTP and call the model (docs/serve.md)."""
     settings = load_settings(RunConfig, config, overrides, load_run_file)
-    return run_outside_of_loops(lambda: run_serving(settings, judge=judge_func))
+    build_model = choose_chat_model(settings)
+    with agent_output(is_shown=settings.rollout.has_agent_output):
+        return run_outside_of_loops(lambda: run_serving(settings, judge=judge_func, build_model=build_model))
 
 
 def sft(config: SftConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:

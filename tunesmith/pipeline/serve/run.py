@@ -10,7 +10,7 @@ from tunesmith.errors import ConfigError
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
 from tunesmith.pipeline.session.load_function import load_function
-from tunesmith.rollout.chat_model import ChatModel
+from tunesmith.pipeline.session.policy import BuildModel
 from tunesmith.rollout.task_server.app import ServerLimits
 from tunesmith.rollout.task_server.queue import TaskQueue
 from tunesmith.rollout.task_server.serve import serve_tasks
@@ -18,7 +18,11 @@ from tunesmith.types import JudgeType
 
 
 def run_serving(
-    config: RunConfig, *, judge: JudgeType | None = None, custom: CustomComponents = CustomComponents()
+    config: RunConfig,
+    *,
+    judge: JudgeType | None,
+    build_model: BuildModel,
+    custom: CustomComponents = CustomComponents(),
 ) -> TuneResult:
     """Serve tasks to workers and train on their rollouts; the server listens from the first step to the last."""
     if config.workflow is not None:
@@ -39,7 +43,7 @@ def run_serving(
         config.model_copy(update={"serve": section}),
         workflow=queue.run_attempt,
         judge=judge,
-        build_model=ChatModel,
+        build_model=build_model,
         custom=custom,
         serve=partial(serve_tasks, queue, limits=limits, host=section.host, port=section.port),
     )
