@@ -160,5 +160,5 @@ def test_a_port_in_use_is_one_sentence(train):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot serve on 127.0.0.1:{port}"):
+        with pytest.raises(ConfigError, match=f"cannot serve on 127.0.0.1:{port}: .*; set serve.port to a free port"):
             train(serve__port=port)

@@ -21,7 +21,7 @@ async def serve_tasks(
     """Serve until the block ends, and yield the URL; waiting workers then learn that the run has ended."""
     model_app = build_app(service.endpoint, max_body_bytes=limits.max_body_bytes)
     model_app.add_exception_handler(HTTPException, answer_unknown)
-    async with serve_app(build_task_app(queue, model_app, limits), host=host, port=port) as url:
+    async with serve_app(build_task_app(queue, model_app, limits), host=host, port=port, knob="serve.port") as url:
         try:
             yield url
         finally:
