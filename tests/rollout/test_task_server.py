@@ -297,8 +297,8 @@ async def test_requests_that_fit_nothing_are_refused_with_a_sentence():
     assert [read_message(reply) for reply in found] == [
         "there is no such attempt: use the attempt_id of a task that you took",
         "there is no such attempt: use the attempt_id of a task that you took",
-        "POST /v1/chat/completions: not found; the model of a task is at its base_url, and the queue at /tasks/next",
-        "DELETE /tasks/next: method not allowed; the model of a task is at its base_url, and the queue at /tasks/next",
+        "POST /v1/chat/completions: not found",
+        "DELETE /tasks/next: method not allowed",
         "wait_s: input should be a valid number, unable to parse string as a number",
         "wait_s: input should be less than or equal to 60",
     ]

@@ -363,6 +363,11 @@ class RunConfig(Section):
         return self
 
     @property
+    def is_online(self) -> bool:
+        """Whether rollouts are live conversations instead of tasks."""
+        return self.serve is not None and self.serve.mode == "online"
+
+    @property
     def training_sets(self) -> dict[str, DatasetSection]:
         """The training sets by the name used in their tasks' ids."""
         return self.train_datasets if self.train_dataset is None else {"train": self.train_dataset}

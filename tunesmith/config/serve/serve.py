@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,9 @@ from tunesmith.config.section import Section
 class ServeSection(Section):
     """The HTTP server of `tunesmith serve`, from which workers in other processes take their tasks."""
 
+    mode: Literal["tasks", "online"] = "tasks"
+    """tasks: workers take the tasks of the run. online: there are no tasks; the model serves live traffic and is
+    trained on conversations that have received feedback."""
     host: str = "127.0.0.1"
     """Address on which the server listens; another one than the loopback address needs `api_key_env`."""
     port: int = Field(default=8765, ge=0, le=65535)
@@ -27,8 +30,21 @@ class ServeSection(Section):
     receives the task. Raise it if workers run slow tools and send no heartbeats."""
     max_attempts: int = Field(default=3, ge=1)
     """Attempts of a rollout; if the worker of the last one is lost too, the rollout has failed."""
+    feedback_timeout_s: float = Field(default=3600.0, gt=0)
+    """online: seconds after its last model call after which a conversation without feedback is dropped."""
+    max_sessions: int = Field(default=1024, ge=1)
+    """online: maximum number of conversations that wait for feedback, and of those that wait for training; beyond it
+    the oldest is dropped."""
     max_requests: int = Field(default=1024, ge=1)
     """Maximum number of HTTP requests at once, waiting workers included; more get status 503."""
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> Self:
+        unused = ("feedback_timeout_s", "max_sessions") if self.mode == "tasks" else ("lost_after_s", "max_attempts")
+        for key in unused:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect with mode={self.mode}: remove it")
+        return self
 
     @model_validator(mode="after")
     def _check_host(self) -> Self:

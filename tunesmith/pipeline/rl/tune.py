@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -37,14 +37,23 @@ from tunesmith.pipeline.session.result import TrainingResult, require_path
 from tunesmith.pipeline.session.run_folder import RunFolder, open_run_folder
 from tunesmith.rollout.actors import Actors, RolloutProgress
 from tunesmith.rollout.failures import list_causes
-from tunesmith.rollout.service import ModelService
+from tunesmith.rollout.service import ModelProvider, ModelService
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, JudgeType, WorkflowType
 
-Serve = Callable[[ModelService], AbstractAsyncContextManager[str]]
-"""Serves the policy to workers outside of this process and yields the URL."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Lets programs outside of this process take the place of the workflow."""
+
+    start: Callable[[ModelService], AbstractAsyncContextManager[str]]
+    """Serves the policy and yields the URL."""
+    model: ModelProvider | None = None
+    """What binds models to rollouts, if it is not the service."""
+    notice: str
+    """The console line, with `{url}` in place of the URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -96,10 +105,10 @@ def run_tuning(
     judge: JudgeType | None,
     build_model: BuildModel,
     custom: CustomComponents = CustomComponents(),
-    serve: Serve | None = None,
+    server: Server | None = None,
 ) -> TuneResult:
-    """Train; raises if the run fails. `serve` is active from the first step to the last."""
-    if config.serve is not None and serve is None:
+    """Train; raises if the run fails. `server` runs from the first step to the last."""
+    if config.serve is not None and server is None:
         raise ConfigError("serve has no effect without workers: run the file with `tunesmith serve`, or remove it")
     check_workflow_function(workflow)
     if judge is not None:
@@ -117,6 +126,7 @@ def run_tuning(
         ) as monitor,
     ):
         policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
+        actors = actors if server is None else replace(actors, model=server.model)
         check_reply_fits(
             policy.service.recorder.renderer,
             max_model_len=config.model.max_model_len,
@@ -126,8 +136,8 @@ def run_tuning(
         check_free_space(folder.paths.root, estimate_checkpoint_bytes(policy.model, parts.trainer.state_dict()))
         try:
             training = partial(train, config, plan, policy, parts, folder, monitor)
-            if serve is not None:
-                training = partial(train_while_serving, training, serve(policy.service), monitor)
+            if server is not None:
+                training = partial(train_while_serving, training, server, policy.service, monitor)
             return run_lockstep(training(), config.rollout)
         except (KeyboardInterrupt, SystemExit):
             monitor.show_line(describe_interruption(config, folder))
@@ -181,10 +191,10 @@ def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
 
 
 async def train_while_serving(
-    training: Callable[[], Awaitable[TuneResult]], serving: AbstractAsyncContextManager[str], monitor: Monitor
+    training: Callable[[], Awaitable[TuneResult]], server: Server, service: ModelService, monitor: Monitor
 ) -> TuneResult:
-    async with serving as url:
-        monitor.show_line(f"tasks for workers: {url}/tasks/next")
+    async with server.start(service) as url:
+        monitor.show_line(server.notice.format(url=url))
         return await training()
 
 

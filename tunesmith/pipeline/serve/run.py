@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 from tunesmith.config import RunConfig, ServeSection
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
-from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
+from tunesmith.pipeline.rl.tune import Server, TuneResult, run_tuning
 from tunesmith.pipeline.session.load_function import load_function
 from tunesmith.pipeline.session.policy import BuildModel
 from tunesmith.rollout.task_server.app import ServerLimits
+from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.queue import TaskQueue
-from tunesmith.rollout.task_server.serve import serve_tasks
-from tunesmith.types import JudgeType
+from tunesmith.rollout.task_server.serve import serve_live, serve_tasks
+from tunesmith.types import JudgeType, WorkflowType
 
 
 def run_serving(
@@ -28,24 +30,39 @@ def run_serving(
     if config.workflow is not None:
         raise ConfigError(f"workflow={config.workflow!r} has no effect with `tunesmith serve`: workers run the agent")
     section = config.serve or ServeSection()
+    if section.mode == "online" and judge is not None:
+        raise ConfigError("judge_func has no effect with serve.mode=online: clients post the reward")
     if judge is None and config.judge is not None:
         judge = load_function(config.judge, knob="judge")
-    queue = TaskQueue(
-        timeout_s=config.rollout.timeout_s, lost_after_s=section.lost_after_s, has_judge=judge is not None
-    )
     limits = ServerLimits(
         api_key=read_api_key(section),
         max_body_bytes=int(config.rollout.max_body_mib * 2**20),
         max_requests=section.max_requests,
         public_url=section.public_url,
     )
+    address: dict[str, Any] = {"limits": limits, "host": section.host, "port": section.port}
+    workflow: WorkflowType
+    if section.mode == "online":
+        sessions = LiveSessions(
+            seed=config.seed, feedback_timeout_s=section.feedback_timeout_s, max_sessions=section.max_sessions
+        )
+        workflow = sessions.run_session
+        server = Server(
+            start=partial(serve_live, sessions, **address), model=sessions, notice="model for live traffic: {url}/v1"
+        )
+    else:
+        queue = TaskQueue(
+            timeout_s=config.rollout.timeout_s, lost_after_s=section.lost_after_s, has_judge=judge is not None
+        )
+        workflow = queue.run_attempt
+        server = Server(start=partial(serve_tasks, queue, **address), notice="tasks for workers: {url}/tasks/next")
     return run_tuning(
         config.model_copy(update={"serve": section}),
-        workflow=queue.run_attempt,
+        workflow=workflow,
         judge=judge,
         build_model=build_model,
         custom=custom,
-        serve=partial(serve_tasks, queue, limits=limits, host=section.host, port=section.port),
+        server=server,
     )
 
 

@@ -16,16 +16,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 
 from tunesmith.rollout.failures import WorkerError
 from tunesmith.rollout.openai_server.response import build_error
@@ -57,14 +58,9 @@ def build_task_app(queue: TaskQueue, model_app: ASGIApp, limits: ServerLimits) -
             Route("/trajectories/{attempt_id}/heartbeat", handlers.heartbeat, methods=["POST"]),
             Mount("/attempts", _ModelRoute(queue, model_app)),
         ],
-        exception_handlers={
-            QueueError: answer_refusal,
-            HTTPException: answer_unknown,
-            ClientDisconnect: answer_nobody,
-            Exception: answer_failure,
-        },
+        exception_handlers=EXCEPTION_HANDLERS,
     )
-    return _RequestLimit(app, limits.max_requests)
+    return RequestLimit(app, limits.max_requests)
 
 
 def answer_refusal(request: Request, error: Exception) -> Response:
@@ -75,8 +71,7 @@ def answer_refusal(request: Request, error: Exception) -> Response:
 def answer_unknown(request: Request, error: Exception) -> Response:
     """No such route, or another method."""
     assert isinstance(error, HTTPException)
-    advice = "the model of a task is at its base_url, and the queue at /tasks/next"
-    return answer_error(error.status_code, f"{request.method} {request.url.path}: {error.detail.lower()}; {advice}")
+    return answer_error(error.status_code, f"{request.method} {request.url.path}: {error.detail.lower()}")
 
 
 def answer_nobody(request: Request, error: Exception) -> Response:
@@ -94,6 +89,24 @@ def answer_error(status: int, message: str) -> JSONResponse:
     return JSONResponse(build_error(message, status=status), status_code=status, headers=headers)
 
 
+EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
+    QueueError: answer_refusal,
+    HTTPException: answer_unknown,
+    ClientDisconnect: answer_nobody,
+    Exception: answer_failure,
+}
+
+
+def check_key(headers: Headers, api_key: str | None) -> None:
+    """Raise QueueError unless the bearer token is the key; None asks for no key."""
+    if api_key is None:
+        return
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else ""
+    if not hmac.compare_digest(given.encode(), api_key.encode()):
+        raise QueueError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
+
+
 class _Handlers:
     def __init__(self, queue: TaskQueue, limits: ServerLimits) -> None:
         self._queue = queue
@@ -104,7 +117,7 @@ class _Handlers:
         return JSONResponse({"status": "ok", "num_waiting": self._queue.num_waiting, "num_open": self._queue.num_open})
 
     async def next_task(self, request: Request) -> Response:
-        self._check_key(request)
+        check_key(request.headers, self._limits.api_key)
         asked = await read_fields(request, NextTask, max_bytes=self._limits.max_body_bytes)
         attempt = await _run_while_connected(request.receive, self._queue.take(asked.worker, asked.wait_s))
         return Response(status_code=204) if attempt is None else JSONResponse(self._describe(attempt, request))
@@ -143,18 +156,10 @@ class _Handlers:
 
     def _find_attempt(self, request: Request) -> str:
         """The id of an open attempt; refused before its body is read."""
-        self._check_key(request)
+        check_key(request.headers, self._limits.api_key)
         attempt_id = str(request.path_params["attempt_id"])
         self._queue.find_open(attempt_id, is_report=True)
         return attempt_id
-
-    def _check_key(self, request: Request) -> None:
-        if self._limits.api_key is None:
-            return
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else ""
-        if not hmac.compare_digest(given.encode(), self._limits.api_key.encode()):
-            raise QueueError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
 
 
 class _ModelRoute:
@@ -173,7 +178,7 @@ class _ModelRoute:
             await self._model_app(inner, receive, send)
 
 
-class _RequestLimit:
+class RequestLimit:
     """Answers 503 while too many requests are open."""
 
     def __init__(self, app: ASGIApp, max_requests: int) -> None:
