@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.tune import Server, TuneResult, run_tuning
 from tunesmith.pipeline.session.load_function import load_function
 from tunesmith.pipeline.session.policy import BuildModel
+from tunesmith.rollout.chat_model import ChatModel, Endpoint
 from tunesmith.rollout.task_server.app import ServerLimits
 from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.queue import TaskQueue
@@ -26,7 +28,10 @@ def run_serving(
     build_model: BuildModel,
     custom: CustomComponents = CustomComponents(),
 ) -> TuneResult:
-    """Serve tasks to workers and train on their rollouts; the server listens from the first step to the last."""
+    """Serve tasks to workers and train on their rollouts; the server listens from the first step to the last.
+
+    `build_model`: the class of the auxiliary models that a judge receives.
+    """
     if config.workflow is not None:
         raise ConfigError(f"workflow={config.workflow!r} has no effect with `tunesmith serve`: workers run the agent")
     section = config.serve or ServeSection()
@@ -60,10 +65,15 @@ def run_serving(
         config.model_copy(update={"serve": section}),
         workflow=workflow,
         judge=judge,
-        build_model=build_model,
+        build_model=build_model if config.auxiliary_models else build_plain_model,
         custom=custom,
         server=server,
     )
+
+
+def build_plain_model(endpoint: Endpoint, options: Mapping[str, Any]) -> ChatModel:
+    """The model of rollouts that no function in this process calls."""
+    return ChatModel(endpoint, options=options)
 
 
 def read_api_key(section: ServeSection) -> str | None:
