@@ -20,7 +20,22 @@ from tunesmith.cli import app
 
 COMMANDS = {"tunesmith", "make", "python", "python3", "pip"}
 """First words that make a block without a language a block of shell lines."""
-PLAIN = {"cd", "export", "mkdir", "ls", "cat", "cp", "curl", "git", "tensorboard", "head", "ruff", "mypy"}
+PLAIN = {
+    "cd",
+    "export",
+    "mkdir",
+    "ls",
+    "cat",
+    "cp",
+    "curl",
+    "git",
+    "tensorboard",
+    "head",
+    "ruff",
+    "mypy",
+    "node",
+    "npm",
+}
 """Commands of others, whose arguments are not checked."""
 ASSIGNMENT = re.compile(r"[A-Z_][A-Z0-9_]*=")
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         prepare_model,
         replayable,
         run_pipeline,
+        serve,
         sft,
         tune,
     )
@@ -117,6 +118,7 @@ __all__ = [
     "prepare_model",
     "replayable",
     "run_pipeline",
+    "serve",
     "sft",
     "tune",
 ]

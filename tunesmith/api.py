@@ -59,6 +59,7 @@ from tunesmith.pipeline.rl.callbacks import (
 )
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
+from tunesmith.pipeline.serve.run import run_serving
 from tunesmith.pipeline.session.load_config import change_section
 from tunesmith.pipeline.session.load_function import load_functions
 from tunesmith.pipeline.session.policy import BuildModel
@@ -117,6 +118,7 @@ __all__ = [
     "prepare_model",
     "replayable",
     "run_pipeline",
+    "serve",
     "sft",
     "tune",
 ]
@@ -194,6 +196,16 @@ def run_tune(
         return run_outside_of_loops(
             lambda: run_tuning(settings, workflow=workflow, judge=judge, build_model=build_model, custom=custom)
         )
+
+
+def serve(
+    config: RunConfig | PathLike, *, judge_func: JudgeType | None = None, overrides: Sequence[str] = ()
+) -> TuneResult:
+    """Train on what programs outside of this process do with tasks that they take over HTTP (docs/serve.md)."""
+    settings = load_settings(RunConfig, config, overrides, load_run_file)
+    build_model = choose_chat_model(settings)
+    with agent_output(is_shown=settings.rollout.has_agent_output):
+        return run_outside_of_loops(lambda: run_serving(settings, judge=judge_func, build_model=build_model))
 
 
 def sft(config: SftConfig | PathLike, *, out: PathLike, overrides: Sequence[str] = ()) -> OfflineResult:

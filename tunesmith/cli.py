@@ -22,6 +22,7 @@ from tunesmith.commands.export import export_model
 from tunesmith.commands.model import prepare_model
 from tunesmith.commands.offline import finetune, learn_preferences
 from tunesmith.commands.options import ConfigPath, Debug, Judge, Overrides, Workflow
+from tunesmith.commands.serve import serve
 from tunesmith.commands.viewer import show, view
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.search.command import search_app
@@ -41,6 +42,7 @@ app.command("doctor")(doctor)
 app.command("convert")(convert)
 app.command("view")(view)
 app.command("show")(show)
+app.command("serve")(serve)
 
 
 @app.command()

@@ -49,6 +49,7 @@ from tunesmith.config.run import (
     TrainerSection,
 )
 from tunesmith.config.section import Section
+from tunesmith.config.serve.serve import ServeSection
 from tunesmith.config.sft import (
     ConversationDataSection,
     OfflineConfig,
@@ -115,6 +116,7 @@ __all__ = [
     "RunConfig",
     "Section",
     "SelectorSection",
+    "ServeSection",
     "ServedModelSection",
     "SftConfig",
     "SftStage",

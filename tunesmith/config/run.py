@@ -19,6 +19,7 @@ from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
 from tunesmith.config.rollout.branching import BranchingSection, check_branching
 from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature
+from tunesmith.config.serve.serve import ServeSection, check_serve
 
 
 class SelectorSection(Section):
@@ -294,6 +295,8 @@ class RunConfig(Section):
     """Processing of groups between judge and trainer."""
     engine: EngineSection = EngineSection()
     rollout: RolloutSection = RolloutSection()
+    serve: ServeSection | None = None
+    """The server of `tunesmith serve`; other commands that train refuse it."""
     trainer: TrainerSection = TrainerSection()
     evaluation: EvaluationSection = EvaluationSection()
     monitor: MonitorSection = MonitorSection()
@@ -315,9 +318,7 @@ class RunConfig(Section):
                 "on one rank: raise the batch size, or use fewer ranks"
             )
         if self.cluster.has_sharded_gradients and self.trainer.has_row_graphs:
-            raise ValueError(
-                "cluster.has_sharded_gradients and trainer.has_row_graphs exclude each other: set only one"
-            )
+            raise ValueError("cluster.has_sharded_gradients and trainer.has_row_graphs exclude each other: set one")
         return self
 
     @model_validator(mode="after")
@@ -371,6 +372,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_branching(self) -> RunConfig:
+        num_workers, branching = self.cluster.num_workers or 1, self.rollout.branching
+        check_serve(self.serve, num_workers=num_workers, has_branching=branching is not None)
         if self.rollout.branching is not None:
             check_branching(
                 self.rollout.branching,
@@ -383,10 +386,13 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_weight_format(self) -> RunConfig:
         if self.engine.weight_format == "fp8" and self.model.lora is not None:
-            raise ValueError(
-                "engine.weight_format=fp8 copies whole weights, not adapters: leave it out with model.lora"
-            )
+            raise ValueError("engine.weight_format=fp8 copies weights, not adapters: leave it out with model.lora")
         return self
+
+    @property
+    def is_online(self) -> bool:
+        """Whether rollouts are live conversations instead of tasks."""
+        return self.serve is not None and self.serve.mode == "online"
 
     @property
     def training_sets(self) -> dict[str, DatasetSection]:

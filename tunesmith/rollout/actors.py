@@ -34,6 +34,8 @@ class Actors:
     """The sampler of the policy."""
     service: ModelService
     """Serves the policy to workflows."""
+    model: ModelProvider | None = None
+    """Binds models to the policy's rollouts; None: `service`."""
     auxiliary_models: Mapping[str, ModelProvider] = field(default_factory=dict)
     auxiliary_engines: Sequence[Engine] = ()
     """The engines of local auxiliary models, whose weights never change."""
@@ -161,7 +163,7 @@ async def run_own_tasks(
             run_groups,
             tasks,
             agent=actors.agent,
-            model=actors.service,
+            model=actors.model or actors.service,
             auxiliary_models=actors.auxiliary_models,
             step=order.step,
             max_concurrency=actors.max_concurrency,

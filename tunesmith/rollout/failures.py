@@ -16,6 +16,14 @@ MAX_SHOWN_CHARS = 300
 NUM_SHOWN_CAUSES = 5
 
 
+class WorkerError(Exception):
+    """What a worker outside of this process reported: its attempt has failed."""
+
+
+class WorkerLostError(WorkerError):
+    """A worker outside of this process ended without a report; the rollout may be attempted again."""
+
+
 def describe_error(error: BaseException, task: Task) -> str:
     """Type and message of an error; for a missing field of the task, also the fields that exist."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:

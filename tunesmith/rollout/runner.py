@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 from tunesmith.rollout.failures import (
     MAX_MESSAGE_CHARS,
+    WorkerError,
+    WorkerLostError,
     describe_error,
     describe_type,
     format_traceback,
@@ -28,6 +30,7 @@ from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.rollout.signature import is_sync_function, list_parameters
 from tunesmith.rollout.sync_code import ThreadCall
+from tunesmith.rollout.time_limit import UncountedTime
 from tunesmith.rollout.user_coroutine import UserCoroutine
 from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, BlockedTime, EventLoopWatchdog
 from tunesmith.tool_log import CURRENT_LOG
@@ -63,6 +66,8 @@ class Agent:
     """Passed to functions with a `logger` parameter; tracebacks of failures are logged here at debug level."""
     cancel_grace_s: float = 5.0
     """Seconds that cancelled functions may take to clean up before they are abandoned."""
+    max_attempts: int = 1
+    """Attempts of a rollout whose worker in another process is lost; each has new sessions and the whole time."""
     parameters: Mapping[FailureWhere, frozenset[str]] = field(init=False)
     """Parameter names of the workflow and the judge."""
 
@@ -79,6 +84,8 @@ class _Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
     response_text: str = ""
     failure: Failure | None = None
+    is_lost: bool = False
+    """Whether the rollout may be attempted again: its worker in another process is lost."""
 
 
 class _UserCodeError(Exception):
@@ -99,6 +106,7 @@ class _Run:
     auxiliary: Mapping[str, BoundModel]
     watchdog: EventLoopWatchdog
     blocked: BlockedTime = field(default_factory=BlockedTime)
+    uncounted: UncountedTime = field(default_factory=UncountedTime)
     user_coroutine: UserCoroutine[Any] | None = None
     """The workflow or the judge, whichever is running."""
 
@@ -124,6 +132,42 @@ async def run_trajectory(
     The watchdog sums up the time that user code blocks the loop. All rollouts of a phase share one; by default the
     rollout creates its own.
     """
+    watchdog = watchdog or EventLoopWatchdog(asyncio.get_running_loop(), agent.logger, BLOCKED_LIMIT_S)
+    for attempt in range(1, agent.max_attempts + 1):
+        trajectory, is_lost = await _run_attempt(
+            task,
+            run_index,
+            agent=agent,
+            model=model,
+            auxiliary_models=auxiliary_models,
+            seed=seed if attempt == 1 else derive_seed(seed, "attempt", attempt),
+            order=order,
+            sampling=sampling,
+            watchdog=watchdog,
+            record=record,
+        )
+        if not is_lost or attempt == agent.max_attempts:
+            break
+        agent.logger.warning(
+            "%s: attempt %d of %d was lost; it is made again", task.task_id, attempt, agent.max_attempts
+        )
+    return trajectory
+
+
+async def _run_attempt(
+    task: Task,
+    run_index: int,
+    *,
+    agent: Agent,
+    model: ModelProvider,
+    auxiliary_models: Mapping[str, ModelProvider],
+    seed: int,
+    order: tuple[int, ...],
+    sampling: Sampling | None,
+    watchdog: EventLoopWatchdog,
+    record: RolloutRecord | None,
+) -> tuple[Trajectory, bool]:
+    """Run the agent once in new sessions; returns also whether its worker was lost."""
     started = time.perf_counter()
     bound = model.open(seed=seed, order=order, sampling=sampling)
     if record is not None:
@@ -132,7 +176,6 @@ async def run_trajectory(
     auxiliary = {
         name: source.open(seed=derive_seed(seed, name), order=order) for name, source in auxiliary_models.items()
     }
-    watchdog = watchdog or EventLoopWatchdog(asyncio.get_running_loop(), agent.logger, BLOCKED_LIMIT_S)
     run = _Run(task=task, agent=agent, bound=bound, auxiliary=auxiliary, watchdog=watchdog)
     turns: tuple[Turn, ...] = ()
     try:
@@ -144,7 +187,7 @@ async def run_trajectory(
     failure = _find_engine_failure(bound, auxiliary) or _find_replay_failure(record, outcome) or outcome.failure
     failure = failure or _find_missing_turns(bound, turns)
     point = None if record is None else record.point
-    return Trajectory(
+    trajectory = Trajectory(
         task=task,
         run_index=run_index,
         turns=turns,
@@ -157,17 +200,19 @@ async def run_trajectory(
         branch_at=None if point is None else point.branch_at,
         num_shared_turns=0 if point is None else min(point.num_shared_turns, len(turns)),
     )
+    return trajectory, outcome.is_lost
 
 
 async def _run_until_deadline(run: _Run) -> _Outcome:
-    """Run user code until it returns or times out; time for which other rollouts blocked the loop does not count."""
+    """Run user code until it returns or times out; neither time for which other rollouts blocked the loop nor
+    uncounted time counts."""
     agent, watchdog = run.agent, run.watchdog
     started, blocked_at_start_s = time.monotonic(), watchdog.blocked_s
     running = asyncio.ensure_future(_run_user_code(run))
 
     def compute_remaining_s() -> float:
         blocked_by_others_s = watchdog.blocked_s - blocked_at_start_s - run.blocked.blocked_s
-        return agent.timeout_s + blocked_by_others_s - (time.monotonic() - started)
+        return agent.timeout_s + blocked_by_others_s + run.uncounted.compute_s() - (time.monotonic() - started)
 
     try:
         while not running.done() and (remaining_s := compute_remaining_s()) > 0:
@@ -213,11 +258,12 @@ async def _run_user_code(run: _Run) -> _Outcome:
     session = run.bound.session
     if session is not None and session.record is not None:
         CURRENT_LOG.set(session.record.tools)
+    run.uncounted.bind()
     try:
         return await _run_workflow_and_judge(run)
     except _UserCodeError as error:
         run.agent.logger.debug("%s rollout failed: %s", run.task.task_id, error, exc_info=error.__cause__)
-        return _Outcome(failure=error.failure)
+        return _Outcome(failure=error.failure, is_lost=isinstance(error.__cause__, WorkerLostError))
 
 
 async def _run_workflow_and_judge(run: _Run) -> _Outcome:
@@ -269,7 +315,8 @@ async def _call_user_function(
     except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as error:  # user code may raise anything, including SystemExit and its own BaseExceptions
-        line = find_error_line(error) or find_definition_line(func)
+        is_outside = isinstance(error, WorkerError)
+        line = None if is_outside else find_error_line(error) or find_definition_line(func)
         raise _UserCodeError(where, describe_error(error, run.task), line, format_traceback(error)) from error
     if not isinstance(output, output_type):
         message = f"the {where} must return a {output_type.__name__}, got {describe_type(type(output))}"

@@ -34,12 +34,24 @@ IN_PROCESS_URL = "http://tunesmith.invalid"
 BuildModel = Callable[[Endpoint], Any]
 
 
+class RecordedCalls(Protocol):
+    """What a rollout reads of its session."""
+
+    @property
+    def num_calls(self) -> int: ...
+
+    @property
+    def engine_error(self) -> str | None: ...
+
+    def end(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundModel:
     """A model bound to one trajectory."""
 
     model: Any
-    session: Session | None
+    session: RecordedCalls | None
     """None for external models, whose calls are not recorded."""
 
 
@@ -125,6 +137,10 @@ class ModelService:
             timeout=None,
         )
 
+    @property
+    def policy_version(self) -> int:
+        return self.recorder.engine.policy_version
+
     def open(self, *, seed: int, order: tuple[int, ...] = (), sampling: Sampling | None = None) -> BoundModel:
         """A model bound to a new session; `sampling` overrides the service's defaults."""
         self._clients.note_loop()
@@ -143,7 +159,7 @@ class ModelService:
 
     def close(self, bound: BoundModel) -> tuple[Turn, ...]:
         """Close the session and return its turns."""
-        assert bound.session is not None
+        assert isinstance(bound.session, Session)
         return self.recorder.close_session(bound.session.key)
 
     @contextlib.asynccontextmanager

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from tunesmith.algorithms.own_functions import OwnFunctions
-from tunesmith.config import RunConfig
+from tunesmith.config import RunConfig, SelectorSection
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.rl.callbacks import Callbacks
 from tunesmith.pipeline.session.load_function import load_component, name_function
@@ -52,6 +52,8 @@ class CustomComponents:
 def build_task_feed(config: RunConfig, custom: CustomComponents) -> tuple[TaskFeed, dict[str, float]]:
     """Read the training sets, apply their operators and build their selectors; also return the operators' metrics."""
     sets = config.training_sets
+    if config.is_online:
+        return build_live_feed(config), {}
     if not sets:
         raise ConfigError("train_dataset is missing: pass a DatasetConfig to tune(), or set train_dataset.path")
     tasks_of: dict[str, list[Task]] = {}
@@ -70,6 +72,14 @@ def build_task_feed(config: RunConfig, custom: CustomComponents) -> tuple[TaskFe
         weights = compute_weights({name: section.weight for name, section in sets.items()})
         selector = Mixture(selectors, sizes, weights=weights, seed=config.seed)
     return TaskFeed(tasks, selector), metrics
+
+
+def build_live_feed(config: RunConfig) -> TaskFeed:
+    """Tasks without content, one for each group of a step: each rollout is a live conversation."""
+    tasks = [Task(task_id=f"live/{index}", index=index, row={}) for index in range(config.algorithm.batch_size)]
+    section = SelectorSection(selector_type="sequential")
+    selector = build_selector(section, tasks, seed=config.seed, load=partial(load_component, knob="task_selector"))
+    return TaskFeed(tasks, selector)
 
 
 def build_set_selector(

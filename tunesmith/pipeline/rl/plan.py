@@ -55,6 +55,8 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
             f"algorithm.algorithm_type={algorithm.name!r} does not train on rewards: choose another, or use "
             "`tunesmith sft` for conversations and `tunesmith prefer` for preferences"
         )
+    if config.is_online:
+        check_online(config, algorithm)
     check_refill(config)
     check_credit(config)
     check_sampling_is_random(config, algorithm)
@@ -92,6 +94,21 @@ def load_own_functions(section: AlgorithmSection, given: OwnFunctions) -> OwnFun
     for knob, spec, function in list_functions(section, given):
         loaded[knob.removeprefix("algorithm.")] = function or load_function(spec, knob=knob)
     return OwnFunctions(**loaded)
+
+
+def check_online(config: RunConfig, algorithm: Algorithm) -> None:
+    """Raise if the run needs tasks, which live traffic has not."""
+    reasons = {
+        "train_dataset": (bool(config.training_sets), "remove it: conversations take the place of tasks"),
+        "eval_datasets": (bool(config.eval_datasets), "remove it, and evaluate checkpoints with `tunesmith eval`"),
+        "judge": (config.judge is not None, "remove it: clients post the reward"),
+        "algorithm.group_size": (config.algorithm.group_size != 1, "set it to 1: each conversation is its own group"),
+        "total_steps": (config.total_steps is None, "set it to the number of steps after which the run ends"),
+        "algorithm.algorithm_type": ("baselines" in algorithm.needs, "choose one that needs no baseline rollouts"),
+    }
+    for knob, (is_wrong, advice) in reasons.items():
+        if is_wrong:
+            raise ConfigError(f"serve.mode=online does not work with this {knob}: {advice}")
 
 
 def check_refill(config: RunConfig) -> None:

@@ -7,8 +7,9 @@ committed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -22,7 +23,7 @@ from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.errors import TunesmithError
+from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.store import save_rollouts
 from tunesmith.loop import StepParts, StepResult, run_step
@@ -46,11 +47,24 @@ from tunesmith.pipeline.session.run_folder import RunFolder, open_run_folder
 from tunesmith.rollout.actors import Actors, RolloutProgress
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.failures import list_causes
+from tunesmith.rollout.service import ModelProvider, ModelService
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.shared_step import end_run, follow
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, JudgeType, WorkflowType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """Lets programs outside of this process take the place of the workflow."""
+
+    start: Callable[[ModelService], AbstractAsyncContextManager[str]]
+    """Serves the policy and yields the URL."""
+    model: ModelProvider | None = None
+    """What binds models to rollouts, if it is not the service."""
+    notice: str
+    """The console line, with `{url}` in place of the URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -114,8 +128,14 @@ def run_tuning(
     judge: JudgeType | None,
     build_model: BuildModel,
     custom: CustomComponents = CustomComponents(),
+    server: Server | None = None,
 ) -> TuneResult:
-    """Train; raises if the run fails. On several ranks each calls this, and all return the same result."""
+    """Train; raises if the run fails. `server` runs from the first step to the last.
+
+    On several ranks each calls this, and all return the same result.
+    """
+    if config.serve is not None and server is None:
+        raise ConfigError("serve has no effect without workers: run the file with `tunesmith serve`, or remove it")
     check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
@@ -129,10 +149,12 @@ def run_tuning(
         load = partial(load_actors, own_config, workflow=workflow, judge=judge, build_model=build_model, ranks=ranks)
         if plan is None:
             return run_follower(own_config, load, ranks, custom)
-        return run_leader(config, plan, load, ranks)
+        return run_leader(config, plan, load, ranks, server)
 
 
-def run_leader(config: RunConfig, plan: Plan, load: LoadActors, ranks: Ranks) -> TuneResult:
+def run_leader(
+    config: RunConfig, plan: Plan, load: LoadActors, ranks: Ranks, server: Server | None = None
+) -> TuneResult:
     """Train on the first rank, which leads the others, or on the only one."""
     with (
         open_run_folder(config) as folder,
@@ -146,6 +168,7 @@ def run_leader(config: RunConfig, plan: Plan, load: LoadActors, ranks: Ranks) ->
     ):
         ranks.broadcast_object(RunStart(checkpoint=folder.checkpoint, total_steps=plan.total_steps))
         policy, actors = load()
+        actors = actors if server is None else replace(actors, model=server.model)
         check_reply_fits(
             policy.service.recorder.renderer,
             max_model_len=config.model.max_model_len,
@@ -154,7 +177,10 @@ def run_leader(config: RunConfig, plan: Plan, load: LoadActors, ranks: Ranks) ->
         parts = build_parts(config, plan, policy, actors)
         check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer, ranks))
         try:
-            result = run_lockstep(train(config, plan, policy, parts, folder, monitor), config.rollout)
+            training = partial(train, config, plan, policy, parts, folder, monitor)
+            if server is not None:
+                training = partial(train_while_serving, training, server, policy.service, monitor)
+            result = run_lockstep(training(), config.rollout)
         except (KeyboardInterrupt, SystemExit):
             monitor.show_line(describe_interruption(config, folder))
             raise
@@ -244,6 +270,14 @@ def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
         f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
         f"(continue_from_checkpoint=true){name}"
     )
+
+
+async def train_while_serving(
+    training: Callable[[], Awaitable[TuneResult]], server: Server, service: ModelService, monitor: Monitor
+) -> TuneResult:
+    async with server.start(service) as url:
+        monitor.show_line(server.notice.format(url=url))
+        return await training()
 
 
 async def train(

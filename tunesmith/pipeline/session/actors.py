@@ -31,7 +31,12 @@ def load_actors(
         service=policy.service,
         auxiliary_models={name: auxiliary.source for name, auxiliary in auxiliaries.items()},
         auxiliary_engines=[each.engine for each in auxiliaries.values() if each.engine is not None],
-        agent=Agent(workflow=workflow, judge=judge, timeout_s=config.rollout.timeout_s),
+        agent=Agent(
+            workflow=workflow,
+            judge=judge,
+            timeout_s=config.rollout.timeout_s,
+            max_attempts=1 if config.serve is None else config.serve.max_attempts,
+        ),
         max_concurrency=config.rollout.max_concurrency,
         http_port=config.rollout.http_port,
         max_body_bytes=int(config.rollout.max_body_mib * 2**20),

@@ -24,8 +24,10 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serve_app(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Serve an app on the running event loop and yield its URL; port 0 picks a free port."""
+async def serve_app(
+    app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0, knob: str = "rollout.http_port"
+) -> AsyncIterator[str]:
+    """Serve an app on the running event loop and yield its URL; port 0 picks a free port. `knob` sets the port."""
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -41,7 +43,7 @@ async def serve_app(app: ASGIApp, *, host: str = "127.0.0.1", port: int = 0) -> 
             listener.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"cannot serve on {host}:{port}: {error.strerror}; set rollout.http_port to a free port, or to 0"
+                f"cannot serve on {host}:{port}: {error.strerror}; set {knob} to a free port, or to 0"
             ) from error
         listener.listen(2048)
         server = _Server(config)

@@ -348,18 +348,19 @@ class Recorder:
         session = self._sessions.pop(key)
         self._recently_closed_keys[0].add(key)
         for name in ("num_calls", "num_extended", "num_unextended", "num_repeats", "num_overlong"):
-            self._count(name, getattr(session, name))
+            self.count(name, getattr(session, name))
         if session.num_late_calls:
-            self._count("num_late_calls", session.num_late_calls)
+            self.count("num_late_calls", session.num_late_calls)
         return session.close()
 
     def find_session(self, key: str) -> Session | None:
         session = self._sessions.get(key)
         if session is None and any(key in keys for keys in self._recently_closed_keys):
-            self._count("num_late_calls", 1)
+            self.count("num_late_calls", 1)
         return session
 
-    def _count(self, name: str, number: int) -> None:
+    def count(self, name: str, number: int) -> None:
+        """Add to the counter `rollout/<name>`."""
         self._stats[f"rollout/{name}"] = self._stats.get(f"rollout/{name}", 0.0) + number
 
     def compute_stats(self) -> dict[str, float]:

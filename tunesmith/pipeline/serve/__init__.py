@@ -1,0 +1,1 @@
+"""Training on what workers in other processes do."""

@@ -1,0 +1,188 @@
+"""The queue of a run's tasks: rollouts put attempts in, workers in other processes take them and report.
+
+`TaskQueue.run_attempt` is the workflow of such a run. It is an ordinary workflow, so that groups, seeds, failures and
+evaluations are those of every run. An attempt has the session of its rollout, whose key is its id. It ends with a
+report (a response and a reward, or a failure), at its time limit, or with the loss of its worker: no model call and no
+heartbeat for `lost_after_s`. The runner makes a lost attempt again, with a new session and thus a new id. What arrives
+for an attempt that has ended is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunesmith.rollout.failures import WorkerError, WorkerLostError
+from tunesmith.rollout.time_limit import uncounted_time
+from tunesmith.types import WorkflowOutput
+
+NUM_REMEMBERED = 65536
+"""Ended attempts for which a late request learns why it is refused."""
+NUM_TICKS = 8
+"""Checks for signs of life in `lost_after_s`."""
+REPORTED = "it has its report"
+
+Report = WorkflowOutput | WorkerError
+
+
+class QueueError(Exception):
+    """A refused request of a worker, with its HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Attempt:
+    """One attempt at a task by one worker."""
+
+    attempt_id: str
+    """The key of the session that records its model calls."""
+    task: Mapping[str, Any]
+    model_name: str
+    report: asyncio.Future[Report] = field(default_factory=asyncio.Future)
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    worker: str = ""
+    """The name that the worker gave itself."""
+    num_open_calls: int = 0
+    is_silent: bool = True
+    """Whether the worker has sent nothing since the last check."""
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """A model call of the worker; while it runs, the worker is alive."""
+        self.num_open_calls += 1
+        try:
+            yield
+        finally:
+            self.num_open_calls -= 1
+            self.is_silent = False
+
+
+class TaskQueue:
+    """Attempts that wait for a worker, attempts at work, and workers that wait for a task."""
+
+    def __init__(self, *, timeout_s: float, lost_after_s: float, has_judge: bool) -> None:
+        """`timeout_s`: the time limit of rollouts, which workers are told; `has_judge`: workers post no reward."""
+        self.timeout_s = timeout_s
+        self.has_judge = has_judge
+        self._lost_after_s = lost_after_s
+        self._waiting: deque[Attempt] = deque()
+        self._polls: deque[asyncio.Future[Attempt]] = deque()
+        self._open: dict[str, Attempt] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._is_finished = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    async def run_attempt(self, task: Mapping[str, Any], model: Any) -> WorkflowOutput:
+        """The workflow: wait until a worker takes the task, which does not count toward the time limit, and reports."""
+        row = json.loads(json.dumps(task, allow_nan=False, default=str))
+        attempt = Attempt(attempt_id=model.api_key, task=row, model_name=model.model_name)
+        reason = f"its time limit of {self.timeout_s:g} s has passed, or the run has ended"
+        self._offer(attempt)
+        try:
+            with uncounted_time():
+                await attempt.taken.wait()
+            report = await self._wait_report(attempt)
+            if isinstance(report, WorkerError):
+                raise report
+            return report
+        except WorkerLostError:
+            reason = f"its worker was lost: no model call and no heartbeat for {self._lost_after_s:g} s"
+            raise
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(attempt)
+            self._open.pop(attempt.attempt_id, None)
+            self._remember(attempt.attempt_id, REPORTED if attempt.report.done() else reason)
+
+    async def _wait_report(self, attempt: Attempt) -> Report:
+        """The worker's report; raises WorkerLostError once it has been silent for too long.
+
+        Silence is counted in checks, not in seconds: while the event loop is blocked, nobody could be heard.
+        """
+        num_silent = 0
+        while not attempt.report.done():
+            attempt.is_silent = True
+            await asyncio.wait({attempt.report}, timeout=self._lost_after_s / NUM_TICKS)
+            num_silent = num_silent + 1 if attempt.is_silent and not attempt.num_open_calls else 0
+            if num_silent >= NUM_TICKS and not attempt.report.done():
+                raise WorkerLostError(
+                    f"worker {attempt.worker!r} made no model call and sent no heartbeat for {self._lost_after_s:g} s"
+                )
+        return attempt.report.result()
+
+    def _offer(self, attempt: Attempt) -> None:
+        """Give the attempt to the first waiting worker, or let it wait."""
+        while self._polls:
+            poll = self._polls.popleft()
+            if not poll.done():
+                poll.set_result(attempt)
+                return
+        self._waiting.append(attempt)
+
+    async def take(self, worker: str, wait_s: float) -> Attempt | None:
+        """The next attempt, now the worker's; None if there is none for `wait_s` seconds."""
+        attempt = self._waiting.popleft() if self._waiting else await self._poll(wait_s)
+        if attempt is not None:
+            attempt.worker = worker
+            self._open[attempt.attempt_id] = attempt
+            attempt.taken.set()
+        return attempt
+
+    async def _poll(self, wait_s: float) -> Attempt | None:
+        if self._is_finished:
+            raise QueueError(410, "the run has ended: there are no more tasks")
+        poll: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
+        self._polls.append(poll)
+        try:
+            return await asyncio.wait_for(asyncio.shield(poll), wait_s)
+        except TimeoutError:
+            return poll.result() if poll.done() else None
+        except asyncio.CancelledError:
+            if poll.done() and not poll.cancelled() and poll.exception() is None:
+                self._offer(poll.result())  # the worker is gone
+            raise
+        finally:
+            poll.cancel()
+            with contextlib.suppress(ValueError):
+                self._polls.remove(poll)
+
+    def find_open(self, attempt_id: str, *, is_report: bool = False) -> Attempt:
+        """An attempt at work; raises QueueError if it has ended or never existed. A second report is a conflict."""
+        attempt = self._open.get(attempt_id)
+        if attempt is not None and not attempt.report.done():
+            return attempt
+        reason = REPORTED if attempt is not None else self._ended.get(attempt_id)
+        if reason is None:
+            raise QueueError(404, "there is no such attempt: use the attempt_id of a task that you took")
+        raise QueueError(409 if is_report and reason == REPORTED else 410, f"the attempt has ended: {reason}")
+
+    def finish_attempt(self, attempt_id: str, report: Report) -> None:
+        """Deliver the report of an open attempt."""
+        self.find_open(attempt_id, is_report=True).report.set_result(report)
+
+    def finish(self) -> None:
+        """The run has ended: waiting workers learn it."""
+        self._is_finished = True
+        for poll in self._polls:
+            if not poll.done():
+                poll.set_exception(QueueError(410, "the run has ended: there are no more tasks"))
+
+    def _remember(self, attempt_id: str, reason: str) -> None:
+        self._ended[attempt_id] = reason
+        if len(self._ended) > NUM_REMEMBERED:
+            self._ended.popitem(last=False)
