@@ -157,9 +157,10 @@ def run_rank(arguments: argparse.Namespace) -> None:
             history = run_lockstep(follow(actors, trainer), config.rollout)
         memory = 0 if arguments.device == "cpu" else torch.cuda.max_memory_allocated() / 2**30
         gathered = ranks.all_gather_objects({"memory_gib": memory, "steps": trainer.times})
-    for number, each in enumerate(gathered if place.world_size > 1 else []):
-        for step, seconds in zip(each["steps"], actors.ledger.rollout_times, strict=place.is_first):
-            step |= {"rollout_s": seconds[number]} if seconds else {}
+    if place.world_size > 1 and place.is_first:
+        for rank, each in enumerate(gathered):
+            for step, seconds in zip(each["steps"], actors.ledger.rollout_times, strict=True):
+                step["rollout_s"] = seconds[rank]
     if place.is_first:
         result = {"num_ranks": place.world_size, "steps": history, "ranks": gathered}
         Path(arguments.worker).write_text(json.dumps(result | {"environment": describe_environment(arguments.device)}))

@@ -1,6 +1,7 @@
 """`tune --ranks` on CPU processes: equal to one rank, resumed on any number of ranks, stopped when one is killed.
 
-`TUNESMITH_ALL_RANKS=1` adds launches: a run that is resumed on 1, 2, 3 and 1 ranks, and the kill of the first rank.
+`TUNESMITH_ALL_RANKS=1` adds launches: a run that is resumed on 1, 2, 3 and 1 ranks, the kill of the
+first rank, and a missing model.
 """
 
 from __future__ import annotations
@@ -190,6 +191,7 @@ def test_bad_input_is_one_sentence(folder, arguments, message, monkeypatch):
     assert not (folder / "runs/AgentScope/bad").exists()
 
 
+@NEEDS_ALL
 def test_a_model_that_no_rank_finds_is_reported_once(folder):
     process = start(folder, "bad", "--ranks", "2", "--set", "model.path=nowhere")
     output, _ = process.communicate(timeout=300)
