@@ -2,7 +2,9 @@
 
 Each number of ranks trains `--tasks` tasks a rank of a model with random weights. One rank runs without a process
 group, as `tunesmith tune` does on one GPU. The table says where the time of a step goes: sampling, training, waiting
-for the slowest rank, collectives of gradients and weights, and handing groups between ranks on the host.
+for the slowest rank, collectives of gradients and weights, and handing groups between ranks on the host. The raw
+results also have the seconds of rollouts and of the update of each rank and step: a rank whose GPU or host is slower
+has long rollouts and a short `train_wait_s`, and the others wait for it.
 
     python benchmarks/ranks.py --gpus 1,2,4 --shape qwen3-0.6b --tasks 64 --group 8 --max-new-tokens 256
     python benchmarks/ranks.py --gpus 1,2 --device cpu --shape pocket --tasks 4 --max-new-tokens 16
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,7 @@ from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.load_config import build_config
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
+from tunesmith.rollout.rank_shares import RankLedger
 from tunesmith.shared_step import end_run, follow
 from tunesmith.tasks.selector import build_sequential
 from tunesmith.tasks.task_feed import TaskFeed
@@ -61,6 +65,37 @@ async def ask(task: dict[str, Any], model: ChatModel) -> WorkflowOutput:
 async def judge(task: dict[str, Any], response: str) -> JudgeOutput:
     """A reward that differs within groups, so that every rollout trains."""
     return JudgeOutput(reward=float(sum(map(ord, response)) % 11))
+
+
+class TimedTrainer(Trainer):
+    """Keeps the times of each step on this rank."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.times: list[dict[str, float]] = []
+
+    def step(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        started = time.perf_counter()
+        metrics = super().step(*arguments, **options)
+        self.times.append({"train_s": time.perf_counter() - started, "train_wait_s": 0.0, "communication_s": 0.0})
+        return metrics
+
+    def take_times(self) -> dict[str, float]:
+        taken = super().take_times()
+        if self.times:
+            self.times[-1] |= {name.removeprefix("perf/"): seconds for name, seconds in taken.items()}
+        return taken
+
+
+@dataclass(slots=True, kw_only=True)
+class TimedLedger(RankLedger):
+    """Keeps the seconds of rollouts of each step and rank, on the first rank."""
+
+    rollout_times: list[list[float]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.rollout_times.append(self.rollout_s)
+        RankLedger.clear(self)
 
 
 def build_settings(arguments: argparse.Namespace, *, num_ranks: int, local_rank: int) -> RunConfig:
@@ -110,7 +145,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
         policy, actors = load_actors(
             config, workflow=ask, judge=judge, build_model=lambda e, o: ChatModel(e, options=o), ranks=ranks
         )
-        trainer = Trainer(
+        actors = replace(actors, ledger=TimedLedger())
+        trainer = TimedTrainer(
             policy.model, config.trainer, config.algorithm, max_model_len=config.model.max_model_len,
             num_total_steps=arguments.steps + 2, ranks=ranks,
             has_sharded_gradients=True if arguments.sharded_gradients else None,
@@ -120,9 +156,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
         else:
             history = run_lockstep(follow(actors, trainer), config.rollout)
         memory = 0 if arguments.device == "cpu" else torch.cuda.max_memory_allocated() / 2**30
-        waits = ranks.all_gather_objects({"memory_gib": memory, **trainer.take_times()})
+        gathered = ranks.all_gather_objects({"memory_gib": memory, "steps": trainer.times})
+    if place.world_size > 1 and place.is_first:
+        for rank, each in enumerate(gathered):
+            for step, seconds in zip(each["steps"], actors.ledger.rollout_times, strict=True):
+                step["rollout_s"] = seconds[rank]
     if place.is_first:
-        result = {"num_ranks": place.world_size, "steps": history, "ranks": waits}
+        result = {"num_ranks": place.world_size, "steps": history, "ranks": gathered}
         Path(arguments.worker).write_text(json.dumps(result | {"environment": describe_environment(arguments.device)}))
 
 

@@ -205,6 +205,7 @@ async def follow(actors: Actors, trainer: Trainer) -> Any:
                 actors.engine.pause()
             case "train":
                 train_share(actors, trainer, ranks.scatter_objects())
+                trainer.take_times()  # of this rank: they are not shown, and would otherwise pile up
             case "state":
                 trainer.state_dict()
             case RunEnd():

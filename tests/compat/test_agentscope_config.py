@@ -160,7 +160,8 @@ def test_preview_raises_the_same_errors_as_agentscope(tmp_path):
 def test_several_engines_are_noted(caplog):
     trained = translate(model=TunerModelConfig(model_path="m", max_model_len=9, inference_engine_num=4))
     assert trained["model"] == {"path": "m", "max_model_len": 9}
-    assert "model.inference_engine_num=4 has no effect: one engine in this process serves all workflows" in caplog.text
+    assert "model.inference_engine_num=4 has no effect: each process has one engine" in caplog.text
+    assert "start this program with torchrun --nproc-per-node N" in caplog.text
     auxiliary = TunerModelConfig(model_path="h", max_model_len=9, inference_engine_num=2)
     translate(auxiliary_models={"judge": auxiliary})
     assert "auxiliary_models.judge.inference_engine_num=2 has no effect: an auxiliary model runs on one" in caplog.text

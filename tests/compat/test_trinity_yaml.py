@@ -93,13 +93,13 @@ def test_the_recipes_files_are_recognized_and_translated(monkeypatch):
 def test_the_math_agents_file_is_translated(tmp_path, caplog):
     path = tmp_path / "config.yaml"
     path.write_text(MATH_AGENT)
-    config = load_run_file(path, ["total_steps=3"], values={"algorithm": {"batch_size": 4}})
+    config = load_run_file(path, ["total_steps=3"], values={"algorithm": {"batch_size": 8}})
     assert (config.name, config.checkpoint_root_dir, config.total_steps) == ("GSM8K-Qwen3-0.6B", "./checkpoints", 3)
     assert (config.model.path, config.model.max_model_len, config.model.max_tokens) == ("Qwen/Qwen3-0.6B", 24576, 16384)
     assert (config.train_dataset.path, config.train_dataset.name) == ("openai/gsm8k", "main")
-    assert (config.algorithm.group_size, config.algorithm.batch_size, config.trainer.num_minibatches) == (8, 4, 1)
-    assert (config.rollout.max_concurrency, config.rollout.timeout_s) == (64, 600)
-    assert "cluster.gpu_per_node=8" in caplog.text and "rollout_model.engine_num=4" in caplog.text
+    assert (config.algorithm.group_size, config.algorithm.batch_size, config.trainer.num_minibatches) == (8, 8, 1)
+    assert (config.cluster.num_workers, config.rollout.max_concurrency, config.rollout.timeout_s) == (8, 8, 600)
+    assert "rollout_model.engine_num=4" in caplog.text
 
 
 def test_a_tunesmith_file_is_not_a_trinity_file():
@@ -108,6 +108,7 @@ def test_a_tunesmith_file_is_not_a_trinity_file():
 
 
 MOVED = [
+    ("cluster.gpu_per_node", 4, "cluster.num_workers", 4),
     ("project", "p", "project", "p"),
     ("name", "n", "name", "n"),
     ("checkpoint_root_dir", "c", "checkpoint_root_dir", "c"),
@@ -258,7 +259,7 @@ def test_a_key_sets_ours(key, value, ours, expected):
 
 ACCEPTED = [
     ("mode", "both"), ("mode", "colocate"), ("group", ""), ("ray_namespace", "x"), ("stages", []),
-    ("cluster.node_num", 1), ("cluster.gpu_per_node", 8), ("cluster.ray_address", "auto"),
+    ("cluster.node_num", 1), ("cluster.gpu_per_node", 0), ("cluster.ray_address", "auto"),
     ("algorithm.policy_loss_fn", "ppo"), ("algorithm.kl_penalty_fn", "none"), ("algorithm.entropy_loss_fn", "default"),
     ("algorithm.sample_strategy", "default"), ("algorithm.bypass_old_logprobs", True),
     ("algorithm.optimizer.optimizer_type", "adam"), ("algorithm.rollout_correction", None),

@@ -1,26 +1,36 @@
-"""Updates on 2 and 3 ranks equal those of one, for every algorithm of the table."""
+"""Updates on 2 and 3 ranks equal those of one, for every algorithm of the table.
+
+`TUNESMITH_ALL_RANKS=1` runs every case on 2 and on 3 ranks.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
-from rank_updates import ALONE, list_cases, run_all, run_case
+from rank_updates import ALONE, is_run, list_cases, run_all, run_case
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def results(request, tmp_path_factory):
-    """Of each rank, by case; the processes are started once."""
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Of each rank, by number of ranks and by case; the processes are started once."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_all(folder, world_size=request.param)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    run_all(folder)
+    return {number: [torch.load(folder / f"{rank} of {number}.pt") for rank in range(number)] for number in (2, 3)}
 
 
+run_alone = functools.cache(functools.partial(run_case, ranks=ALONE))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("name", list_cases())
-def test_weights_and_metrics_do_not_depend_on_ranks(name, results):
-    metrics, expected, state = run_case(name, ALONE)
-    for rank, result in enumerate(results):
+def test_weights_and_metrics_do_not_depend_on_ranks(name, num_ranks, results):
+    if not is_run(name, num_ranks):
+        pytest.skip("TUNESMITH_ALL_RANKS=1 runs all cases on 2 and 3 ranks")
+    metrics, expected, state = run_alone(name)
+    for rank, result in enumerate(results[num_ranks]):
         found_metrics, found, found_state = result[name]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
         assert found_metrics.keys() == metrics.keys()

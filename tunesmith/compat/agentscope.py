@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from tunesmith.compat.trinity_draft import ONE_AUXILIARY_ENGINE, ONE_ENGINE
+from tunesmith.compat.trinity_draft import ONE_AUXILIARY_ENGINE
 from tunesmith.errors import ConfigError
 from tunesmith.tasks.load import load_preview
 
@@ -94,7 +94,10 @@ class TunerModelConfig(BaseModel):
     @classmethod
     def _only_one(cls, value: int) -> int:
         if value != 1:
-            raise ConfigError(f"{value} is not supported: sampler and trainer share one set of weights; use 1")
+            raise ConfigError(
+                f"{value} is not supported: a model is not split over GPUs; set 1, and to use N GPUs start this "
+                "program with torchrun --nproc-per-node N"
+            )
         return value
 
 
@@ -111,6 +114,12 @@ class AlgorithmConfig(BaseModel):
     eval_interval_steps: int = 100
 
 
+ENGINES = (
+    "each process has one engine, which serves its workflows; to sample and train on N GPUs start this program with "
+    "torchrun --nproc-per-node N"
+)
+
+
 def translate_model(model: TunerModelConfig) -> dict[str, Any]:
     """Fields of our `model` section; fields that the caller did not set are omitted."""
     for key in ("base_url", "api_key_env"):
@@ -119,7 +128,7 @@ def translate_model(model: TunerModelConfig) -> dict[str, Any]:
                 f"model.{key}={getattr(model, key)!r} is not supported: the trained model runs in this process; set "
                 f"{key} of a model in auxiliary_models"
             )
-    return translate_model_fields(model, key="model", engine_note=ONE_ENGINE)
+    return translate_model_fields(model, key="model", engine_note=ENGINES)
 
 
 def translate_auxiliary_model(name: str, model: TunerModelConfig) -> dict[str, Any]:

@@ -169,11 +169,12 @@ def resolve_lengths(draft: Draft) -> None:
 
 
 def resolve_concurrency(draft: Draft) -> None:
-    """Number of concurrent workflows: runners per model times engines."""
+    """Number of concurrent workflows of a rank: runners per model times engines, over the ranks."""
     runners = draft.find("explorer.runner_per_model")
     if runners is not None:
         engines = draft.find("explorer.rollout_model.engine_num", 1)
-        draft.set("rollout.max_concurrency", runners * engines, source="explorer.runner_per_model")
+        num_ranks = max(draft.find("cluster.gpu_per_node", 1), 1)
+        draft.set("rollout.max_concurrency", -(-runners * engines // num_ranks), source="explorer.runner_per_model")
 
 
 ONE_DEVICE = (
@@ -206,7 +207,7 @@ RUN_RULES: dict[str, Rule] = {
     "ignore_validator_suggestions": accept(),
     "stages": allow_neutral("a file is one run; write one file per stage, each with the last checkpoint as model_path"),
     "cluster.node_num": allow(0, 1, reason=SEVERAL_HOSTS),
-    "cluster.gpu_per_node": accept(ONE_DEVICE, silent=(0, 1)),
+    "cluster.gpu_per_node": move("cluster.num_workers", lambda number: None if number in (0, 1) else number),
     "cluster.ray_address": accept(NO_RAY, silent=("auto",)),
     "service": allow_neutral(NO_DATA_JUICER),
     "log": accept("the log is written to the console"),

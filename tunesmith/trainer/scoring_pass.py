@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from tunesmith.algorithms.aggregation import compute_token_weights
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.corrections import compute_correction_weights
-from tunesmith.algorithms.scores import BatchScores, Need, TokenInputs, TokenTerms, keep_advantages
+from tunesmith.algorithms.scores import BatchScores, Need, TokenInputs, TokenTerms
 from tunesmith.algorithms.token_selection import find_top_entropy_tokens
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.experience.trie import Trie
@@ -33,6 +33,7 @@ from tunesmith.trainer.metrics import TokenCounts, count_tokens
 from tunesmith.trainer.policy_versions import find_newest
 from tunesmith.trainer.reference import Reference, reference_weights
 from tunesmith.trainer.sharding.gathered_scores import gather_scores
+from tunesmith.trainer.sharding.update_share import measure_share
 from tunesmith.types import Sample
 
 POLICY_SCORES: frozenset[Need] = frozenset({"logprobs", "entropies"})
@@ -116,18 +117,6 @@ class PreparedUpdate:
     """Of the whole update, over all ranks."""
 
 
-def can_weigh_in_loss_pass(algorithm: Algorithm) -> bool:
-    """Whether importance weights depend on the token alone, and nothing else needs logprobs before the loss pass."""
-    correction = algorithm.correction
-    has_token_terms = getattr(algorithm.compute_terms, "func", None) is keep_advantages
-    return (
-        has_token_terms
-        and correction.importance != "sequence"
-        and correction.mask is None
-        and "logprobs" not in algorithm.needs
-    )
-
-
 def prepare_update(
     model: PreTrainedModel,
     samples: Sequence[Sample],
@@ -161,14 +150,16 @@ def prepare_update(
     columns = {"sampler": sampler_E, "proximal": proximal_E, "is_newest": find_newest(samples, events, newest_version)}
     if step_terms is not None:
         columns |= {"advantages": events.gather(step_terms.advantages), "returns": events.gather(step_terms.returns)}
-    gathered = gather_scores(
-        ranks, build_scores(samples, events, old_E, scored, step=step), find_trajectories(samples, events), columns
-    )
+    own = build_scores(samples, events, old_E, scored, step=step)
+    is_fresh = step_terms is None and not is_weighted
+    share = measure_share(ranks, algorithm, own, columns["is_newest"]) if is_fresh else None
+    gathered = gather_scores(ranks if share is None else Ranks(), own, find_trajectories(samples, events), columns)
     scores, columns = gathered.scores, dict(gathered.columns)
     terms = algorithm.compute_terms(scores) if step_terms is None else step_terms.replace_terms(columns)
     inputs, metrics = compute_inputs(
         scores, terms, columns, algorithm, norm_length=norm_length, is_weighted=is_weighted, proximal=proximal
     )
+    inputs = inputs if share is None else share.apply(inputs)
 
     def keep_own(values_E: np.ndarray) -> np.ndarray:
         return events.scatter(values_E[gathered.own_E])
@@ -178,7 +169,7 @@ def prepare_update(
         metrics=metrics,
         values_R=scored.get("values"),
         returns_R=None if terms.returns_E is None else keep_own(terms.returns_E),
-        counts=count_tokens(inputs),
+        counts=count_tokens(inputs) if share is None else share.counts,
     )
 
 

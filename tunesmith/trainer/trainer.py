@@ -55,7 +55,6 @@ from tunesmith.trainer.scoring_pass import (
     ProximalScores,
     ScoringModels,
     StepTerms,
-    can_weigh_in_loss_pass,
     compute_step_terms,
     prepare_update,
     scatter_to_samples,
@@ -63,6 +62,7 @@ from tunesmith.trainer.scoring_pass import (
 )
 from tunesmith.trainer.sharding.sharded_adamw import build_optimizer
 from tunesmith.trainer.token_masks import attach_token_masks
+from tunesmith.trainer.token_terms import can_weigh_in_loss_pass
 from tunesmith.types import Sample
 
 LESS_MEMORY = (

@@ -1,4 +1,8 @@
-"""`tune --ranks` on CPU processes: equal to one rank, resumed on any number of ranks, stopped when one is killed."""
+"""`tune --ranks` on CPU processes: equal to one rank, resumed on any number of ranks, stopped when one is killed.
+
+`TUNESMITH_ALL_RANKS=1` adds launches: a run that is resumed on 1, 2, 3 and 1 ranks, the kill of the
+first rank, and a missing model.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from test_resume import AGENT
+from typer.testing import CliRunner
 
 from killed_runs import read_metrics
+from tunesmith.cli import app
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.prepare import prepare_model
 
 pytestmark = pytest.mark.timeout(900)  # each run starts several interpreters
 NOT_COMPARED = ("engine/", "cluster/", "train/num_tokens")
 """Differ by the number of ranks: forwards, prefixes shared within a rank, and rows."""
+NEEDS_ALL = pytest.mark.skipif(
+    os.environ.get("TUNESMITH_ALL_RANKS") != "1", reason="TUNESMITH_ALL_RANKS=1 runs all launches of ranks"
+)
 
 
 @pytest.fixture(scope="module")
@@ -113,25 +122,34 @@ def test_two_ranks_make_the_run_of_one(alone, pair):
     assert not any("cluster/num_ranks" in row for row in read_metrics(alone))
 
 
-def test_a_run_is_resumed_on_any_number_of_ranks(folder, alone):
-    """On 1, 2, 3 and again 1."""
-    shutil.copytree(alone, alone.with_name("moved"))
-    run(folder, "moved", "--resume-from", "2", "--ranks", "2", "--set", "total_steps=4")
-    run(folder, "moved", "--resume", "--ranks", "3", "--set", "total_steps=5")
-    found = run(folder, "moved", "--resume")
-    for step in (2, 4, 5, 6):
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param([(3, 6)], id="3"),
+        pytest.param([(2, 4), (3, 5), (1, 6)], id="2, 3, 1", marks=NEEDS_ALL),
+    ],
+)
+def test_a_run_of_one_rank_is_resumed_on_any_number_of_ranks(folder, alone, stages):
+    """Numbers of ranks, and the step at which they stop."""
+    name = f"moved-{len(stages)}"
+    shutil.copytree(alone, alone.with_name(name))
+    for index, (num_ranks, total_steps) in enumerate(stages):
+        how = ["--resume"] if index else ["--resume-from", "2"]
+        found = run(folder, name, *how, "--ranks", str(num_ranks), "--set", f"total_steps={total_steps}")
+    for step in (2, *(total_steps for _, total_steps in stages)):
         assert (found / f"global_step_{step}/DONE.json").is_file()
     rows, expected = read_metrics(found), read_metrics(alone)
     kinds = {(row["step"], row["kind"]) for row in expected}
     last, theirs = (
-        next(row for row in each if row["step"] == 6 and row["kind"] == "train") for each in (rows, expected)
+        next(row for row in reversed(each) if row["step"] == 6 and row["kind"] == "train") for each in (rows, expected)
     )
+    assert last.get("cluster/num_ranks", 1) == stages[-1][0]
     assert kinds <= {(row["step"], row["kind"]) for row in rows}
     assert math.isclose(last["train/loss"], theirs["train/loss"], rel_tol=1e-2, abs_tol=1e-4)
     assert_close_weights(found, alone)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=NEEDS_ALL), 1])
 def test_a_killed_rank_stops_the_others_and_the_run_resumes_bit_for_bit(folder, pair, victim):
     name = f"killed-{victim}"
     process = start(folder, name, "--ranks", "2")
@@ -160,15 +178,26 @@ def test_a_killed_rank_stops_the_others_and_the_run_resumes_bit_for_bit(folder, 
         (["--gpus", "64", "--set", "algorithm.batch_size=64"], "--gpus 64: this host has"),
         (["--gpus", "2", "--ranks", "2"], "give only one of them"),
         (["--ranks", "2", "--set", "model.device=cuda:1"], "each rank has a GPU of its own"),
-        (["--ranks", "2", "--set", "model.path=nowhere"], "nowhere"),
     ],
 )
-def test_bad_input_is_one_sentence(folder, arguments, message):
-    process = start(folder, "bad", *arguments)
+def test_bad_input_is_one_sentence(folder, arguments, message, monkeypatch):
+    """Before any rank is started."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("tunesmith.pipeline.session.launch.launch_ranks", None)
+    result = CliRunner().invoke(app, ["tune", "run.yaml", "--set", "name=bad", *arguments])
+    assert result.exit_code == 1
+    errors = [line for line in result.output.splitlines() if line.startswith("tunesmith: ")]
+    assert len(errors) == 1 and message in errors[0], result.output
+    assert not (folder / "runs/AgentScope/bad").exists()
+
+
+@NEEDS_ALL
+def test_a_model_that_no_rank_finds_is_reported_once(folder):
+    process = start(folder, "bad", "--ranks", "2", "--set", "model.path=nowhere")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     errors = [line for line in output.splitlines() if line.startswith("tunesmith: ")]
-    assert len(errors) == 1 and message in errors[0], output
+    assert len(errors) == 1 and "nowhere" in errors[0], output
     assert not (folder / "runs/AgentScope/bad").exists()
 
 

@@ -202,8 +202,11 @@ class ShardedAdamW(MasterAdamW):
         whole_RS = whole.view(self._ranks.world_size, bucket.size)
         for part in bucket.parts:
             parameter = self._parameters[part.name]
-            values = whole_RS[:, part.start : part.start + part.size].reshape(-1)[: parameter.numel()]
-            parameter.data.copy_(values.view_as(parameter))
+            values_RS = whole_RS[:, part.start : part.start + part.size]
+            if parameter.numel() == values_RS.numel() and parameter.is_contiguous():
+                parameter.data.view_as(values_RS).copy_(values_RS)
+            else:
+                parameter.data.copy_(values_RS.reshape(-1)[: parameter.numel()].view_as(parameter))
 
     def _cut(self, whole: Tensor) -> Tensor:
         """This rank's part of a flat tensor, padded with zeros."""
