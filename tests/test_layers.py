@@ -17,7 +17,17 @@ LAYERS = [
     {"shared_step", "environments"},
     {"loop"},
     {"pipeline", "compat", "viewer"},
-    {"api", "cli", "convert_command", "run_files", "viewer_commands", "__init__", "__main__"},
+    {
+        "api",
+        "cli",
+        "check_command",
+        "convert_command",
+        "run_files",
+        "workflow_check",
+        "viewer_commands",
+        "__init__",
+        "__main__",
+    },
 ]
 INNER_LAYERS = {
     "retrieval": [{"settings"}, {"corpus"}, {"index"}, {"server"}],
@@ -27,7 +37,7 @@ INNER_LAYERS = {
         {"data"},
         {"eval"},
         {"rl", "sft", "prepare", "export", "diagnosis", "selection", "search"},
-        {"stages", "demo", "math_agent"},
+        {"stages", "demo", "math_agent", "check"},
     ],
     "viewer": [{"reading", "bundle"}, {"answers"}, {"server", "export", "show"}],
 }

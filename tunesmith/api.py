@@ -79,6 +79,7 @@ from tunesmith.run_files import (
 )
 from tunesmith.tool_log import replayable
 from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
+from tunesmith.workflow_check import check
 
 __all__ = [
     "AlgorithmConfig",
@@ -106,6 +107,7 @@ __all__ = [
     "TunerModelConfig",
     "WorkflowOutput",
     "WorkflowType",
+    "check",
     "check_judge_function",
     "check_workflow_function",
     "doctor",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tunesmith.check_command import check
 from tunesmith.convert_command import convert
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.search.command import search_app
@@ -35,6 +36,7 @@ model_app = typer.Typer(name="model", help="Prepare models.", no_args_is_help=Tr
 app.add_typer(model_app)
 app.add_typer(search_app)
 app.command("doctor")(doctor)
+app.command("check")(check)
 app.command("convert")(convert)
 app.command("view")(view)
 app.command("show")(show)

@@ -30,11 +30,11 @@ class Framework:
 
 SMOLAGENTS = ("smolagents[openai]==1.26.0",)
 DSPY_REPLIES = (
-    '[[ ## next_thought ## ]]\nAdd.\n\n[[ ## next_tool_name ## ]]\nadd\n\n'
+    "[[ ## next_thought ## ]]\nAdd.\n\n[[ ## next_tool_name ## ]]\nadd\n\n"
     '[[ ## next_tool_args ## ]]\n{"a": 2, "b": 3}\n\n[[ ## completed ## ]]',
-    '[[ ## next_thought ## ]]\nDone.\n\n[[ ## next_tool_name ## ]]\nfinish\n\n'
-    '[[ ## next_tool_args ## ]]\n{}\n\n[[ ## completed ## ]]',
-    '[[ ## reasoning ## ]]\n2 + 3 = 5.\n\n[[ ## answer ## ]]\n5\n\n[[ ## completed ## ]]',
+    "[[ ## next_thought ## ]]\nDone.\n\n[[ ## next_tool_name ## ]]\nfinish\n\n"
+    "[[ ## next_tool_args ## ]]\n{}\n\n[[ ## completed ## ]]",
+    "[[ ## reasoning ## ]]\n2 + 3 = 5.\n\n[[ ## answer ## ]]\n5\n\n[[ ## completed ## ]]",
 )
 FRAMEWORKS = (
     Framework(name="OpenAI SDK, chat completions", environment="openai", recipe="openai_chat",

@@ -17,6 +17,7 @@ import venv
 from pathlib import Path
 
 import outcome_table
+
 from environments import FRAMEWORKS, Framework
 
 HERE = Path(__file__).parent
@@ -29,7 +30,7 @@ def make_environment(framework: Framework, folder: Path) -> Path:
     root = folder / framework.environment
     python = root / "bin" / "python"
     done = root / "packages.json"
-    packages = json.dumps(framework.packages)
+    packages = json.dumps(sorted(framework.packages))
     if not done.exists() or done.read_text() != packages:
         shutil.rmtree(root, ignore_errors=True)
         venv.create(root, with_pip=True)

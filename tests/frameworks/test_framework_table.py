@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from environments import FRAMEWORKS
 from outcome_table import OUTCOMES, PAGE, ROOT, format_outcomes, read_table
+
+from environments import FRAMEWORKS
 
 RECIPES = sorted((ROOT / "recipes" / "frameworks").glob("*.py"))
 

@@ -103,10 +103,12 @@ class ModelService:
         sampling: Sampling,
         build_model: BuildModel = ChatModel,
         is_recorded: bool = True,
+        build_endpoint: Callable[..., ChatEndpoint] = ChatEndpoint,
     ) -> None:
-        """`sampling`: defaults for parameters that requests leave out; `is_recorded`: False for untrained models."""
+        """`sampling`: defaults for parameters that requests leave out; `is_recorded`: False for untrained models;
+        `build_endpoint`: the endpoint's class."""
         self.recorder = Recorder(engine, renderer)
-        self.endpoint = ChatEndpoint(self.recorder, model_name=model_name)
+        self.endpoint = build_endpoint(self.recorder, model_name=model_name)
         self.app = build_app(self.endpoint)
         self.base_url = f"{IN_PROCESS_URL}/v1"
         """The server's URL while the endpoint is served over HTTP."""
