@@ -1,4 +1,4 @@
-"""`tunesmith.check` and the command `tunesmith check`: a workflow on one task, with what would keep it from training."""
+"""`tunesmith.check`: runs a workflow on one task and says what would keep it from training well."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def check(
 ) -> WorkflowCheck:
     """Run a workflow on one task, twice with the same seed, and find what would keep it from training well.
 
-    `target` is a workflow, its name as `file.py:function`, a run file, or a RunConfig. `task` is the row of the training
-    set, or of the data set `data`, or the row itself as a mapping. `model` is the path of the model, and `overrides`
+    `target` is a workflow, its name as `file.py:function`, a run file, or a RunConfig. `task` is the index of a
+    row of the training set, or of the data set `data`, or the row itself as a mapping. `model` is the path of the model, and `overrides`
     ("a.b=value") set any key of a run file. Raises ConfigError if one of them is missing; errors of the workflow are
     findings. Nothing is trained or written.
     """

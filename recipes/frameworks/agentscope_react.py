@@ -1,4 +1,4 @@
-"""An agent of AgentScope 1.x, `ReActAgent`; `model` is AgentScope's OpenAIChatModel (`rollout.chat_model: agentscope`)."""
+"""A `ReActAgent` of AgentScope 1.x; `model` is AgentScope's own class (`rollout.chat_model: agentscope`)."""
 
 from agentscope.agent import ReActAgent
 from agentscope.formatter import OpenAIChatFormatter

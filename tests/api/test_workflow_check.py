@@ -118,7 +118,7 @@ def test_an_unseeded_judge_is_found(pocket_folder):
 
 def test_code_that_blocks_the_loop_is_found_with_its_line(pocket_folder):
     async def workflow(task, model):
-        time.sleep(0.7)
+        time.sleep(0.7)  # noqa: ASYNC251 - the defect
         await ask(model, [ask_user()])
         return WorkflowOutput(reward=1.0)
 
@@ -171,8 +171,8 @@ def test_late_calls_are_found(pocket_folder):
     tasks = []
 
     async def workflow(task, model):
-        tasks.append(asyncio.ensure_future(call_later(model)))
         await ask(model, [ask_user()])
+        tasks.append(asyncio.ensure_future(call_later(model)))
         return WorkflowOutput(reward=1.0)
 
     _, found = run(workflow, pocket_folder)

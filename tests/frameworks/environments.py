@@ -29,12 +29,12 @@ class Framework:
 
 
 SMOLAGENTS = ("smolagents[openai]==1.26.0",)
+STEP = "[[ ## next_thought ## ]]\nYes.\n\n[[ ## next_tool_name ## ]]\n{}\n\n[[ ## next_tool_args ## ]]\n{}\n\n{}"
+COMPLETED = "[[ ## completed ## ]]"
 DSPY_REPLIES = (
-    "[[ ## next_thought ## ]]\nAdd.\n\n[[ ## next_tool_name ## ]]\nadd\n\n"
-    '[[ ## next_tool_args ## ]]\n{"a": 2, "b": 3}\n\n[[ ## completed ## ]]',
-    "[[ ## next_thought ## ]]\nDone.\n\n[[ ## next_tool_name ## ]]\nfinish\n\n"
-    "[[ ## next_tool_args ## ]]\n{}\n\n[[ ## completed ## ]]",
-    "[[ ## reasoning ## ]]\n2 + 3 = 5.\n\n[[ ## answer ## ]]\n5\n\n[[ ## completed ## ]]",
+    STEP.format("add", '{"a": 2, "b": 3}', COMPLETED),
+    STEP.format("finish", "{}", COMPLETED),
+    f"[[ ## reasoning ## ]]\n2 + 3 = 5.\n\n[[ ## answer ## ]]\n5\n\n{COMPLETED}",
 )
 FRAMEWORKS = (
     Framework(name="OpenAI SDK, chat completions", environment="openai", recipe="openai_chat",

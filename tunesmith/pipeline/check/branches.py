@@ -23,7 +23,7 @@ def find_branches(run: Observation) -> Finding | None:
     return Finding(
         check="branches",
         severity="warning",
-        problem=f"{len(starts)} of {len(run.calls)} calls do not extend the recorded conversation, so each starts a new "
+        problem=f"{len(starts)} of {len(run.calls)} calls do not extend what was recorded, so each starts a new "
         "training sample",
         evidence=tuple(
             Evidence(source=f"call {call.index + 1}", observed=describe_branch(call, run.conversations))
