@@ -31,10 +31,10 @@ def check(
 ) -> WorkflowCheck:
     """Run a workflow on one task, twice with the same seed, and find what would keep it from training well.
 
-    `target` is a workflow, its name as `file.py:function`, a run file, or a RunConfig. `task` is the index of a
-    row of the training set, or of the data set `data`, or the row itself as a mapping. `model` is the path of the model, and `overrides`
-    ("a.b=value") set any key of a run file. Raises ConfigError if one of them is missing; errors of the workflow are
-    findings. Nothing is trained or written.
+    `target` is a workflow, its name as `file.py:function`, a run file, or a RunConfig. `task` is the index of a row of
+    the training set, or of the data set `data`, or the row itself as a mapping. `model` is the path of the model, and
+    `overrides` ("a.b=value") set any key of a run file. Raises ConfigError if one of them is missing; errors of the
+    workflow are findings. Nothing is trained or written.
     """
     settings, workflow = load_target(target, model=model, judge=judge, data=data, overrides=overrides)
     workflow, judge_func = load_functions(settings, workflow, judge if callable(judge) else None)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from tunesmith.chat.messages import MatchKey
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import RunConfig
+from tunesmith.pipeline.check.call_log import LoggedEndpoint
 from tunesmith.pipeline.session.policy import BuildModel, Policy
-from tunesmith.rollout.call_log import LoggedEndpoint
 from tunesmith.rollout.openai_server.endpoint import ApiError
 from tunesmith.rollout.recorder import SessionCall
 from tunesmith.rollout.runner import Agent, run_trajectory
