@@ -27,7 +27,7 @@ INNER_LAYERS = {
         {"data"},
         {"eval"},
         {"rl", "sft", "prepare", "export", "diagnosis", "selection", "search"},
-        {"stages", "demo", "math_agent", "serve"},
+        {"stages", "demo", "math_agent", "serve", "check"},
     ],
     "viewer": [{"reading", "bundle"}, {"answers"}, {"server", "export", "show"}],
 }

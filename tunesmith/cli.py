@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from tunesmith.commands.check import check
 from tunesmith.commands.convert import convert
 from tunesmith.commands.data import measure_pass_rate, prepare_data
 from tunesmith.commands.export import export_model
@@ -39,6 +40,7 @@ model_app = typer.Typer(name="model", help="Prepare models.", no_args_is_help=Tr
 app.add_typer(model_app)
 app.add_typer(search_app)
 app.command("doctor")(doctor)
+app.command("check")(check)
 app.command("convert")(convert)
 app.command("view")(view)
 app.command("show")(show)

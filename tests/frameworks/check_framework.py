@@ -7,8 +7,10 @@ model for a step. In both, every sampled token must be in exactly one sample, wi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import re
 import sys
@@ -23,12 +25,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 from chat_templates import QWEN25  # noqa: E402
 from environments import FRAMEWORKS, Framework  # noqa: E402
 from fakes import FakeEngine, build_chat_tokenizer, say  # noqa: E402
-from tunesmith import AlgorithmConfig, DatasetConfig, TunerModelConfig, tune  # noqa: E402
+from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, tune  # noqa: E402
 from tunesmith.chat.renderer import Renderer  # noqa: E402
+from tunesmith.compat.agentscope_model import build_agentscope_model  # noqa: E402
 from tunesmith.engine.engine import LocalEngine  # noqa: E402
 from tunesmith.experience.samples import build_samples  # noqa: E402
 from tunesmith.experience.store import load_rollouts  # noqa: E402
 from tunesmith.model.prepare import prepare_model  # noqa: E402
+from tunesmith.rollout.chat_model import ChatModel  # noqa: E402
 from tunesmith.rollout.runner import Agent, run_trajectory  # noqa: E402
 from tunesmith.rollout.service import ModelService  # noqa: E402
 from tunesmith.types import Group, Sampling, Task, Trajectory  # noqa: E402
@@ -56,10 +60,17 @@ async def run_scripted(framework: Framework) -> Trajectory:
     workflow, judge = load_recipe(framework)
     tokenizer = build_chat_tokenizer(QWEN25)
     engine = FakeEngine(tokenizer, say(tokenizer, *framework.replies))
-    service = ModelService(engine, Renderer(tokenizer), model_name="policy", sampling=Sampling(max_tokens=300))
+    service = ModelService(
+        engine,
+        Renderer(tokenizer),
+        model_name="policy",
+        sampling=Sampling(max_tokens=300),
+        build_model=build_agentscope_model if framework.chat_model == "agentscope" else ChatModel,
+    )
     task = Task(task_id="t", index=0, row=TASK)
     agent = Agent(workflow=workflow, judge=judge, timeout_s=60.0)
-    trajectory = await run_trajectory(task, 0, agent=agent, model=service, auxiliary_models={}, seed=1)
+    async with service.serve() if framework.is_http else contextlib.nullcontext():
+        trajectory = await run_trajectory(task, 0, agent=agent, model=service, auxiliary_models={}, seed=1)
     ledger = sorted((prompt, tuple(sampled)) for prompt, sampled in engine.ledger)
     assert sorted((turn.prompt_ids, turn.sampled_ids) for turn in trajectory.turns) == ledger, "a call is not recorded"
     return trajectory
@@ -86,10 +97,11 @@ def check_training(framework: Framework, folder: Path) -> dict:
         ledger.append(completion.sampled_ids)
         return completion
 
-    async def judge_length(task, response):
-        verdict = await judge(task, response)
-        verdict.reward += sum(map(ord, str(response))) % 7  # so that rewards of a group differ
-        return verdict
+    numbers = itertools.count()
+
+    async def judge_by_number(task, response):
+        await judge(task, response)
+        return JudgeOutput(reward=float(next(numbers)))  # rewards of a group differ, so every token has a gradient
 
     LocalEngine.generate = generate_and_count
     data = folder / "data"
@@ -97,17 +109,19 @@ def check_training(framework: Framework, folder: Path) -> dict:
     (data / "train.jsonl").write_text("".join(json.dumps(TASK) + "\n" for _ in range(2)))
     result = tune(
         workflow_func=workflow,
-        judge_func=judge_length,
+        judge_func=judge_by_number,
         train_dataset=DatasetConfig(path=str(data), total_steps=1),
         model=TunerModelConfig(
             model_path=str(prepare_model("pocket", folder / "pocket")), max_model_len=8192, max_tokens=12
         ),
         algorithm=AlgorithmConfig(group_size=2, batch_size=2, learning_rate=1e-3),
         overrides=(
-            "rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=65536",
+            f"rollout.chat_model={framework.chat_model}", "model.device=cpu", "engine.kv_cache_tokens=65536",
             f"checkpoint_root_dir={folder / 'out'}", "rollout.max_failure_rate=0",
+            *(["rollout.http_port=0"] if framework.is_http else []),
         ),
     )  # fmt: skip
+    assert result.has_learned, "the step did not change the weights"
     (rollouts,) = (result.folder / "rollouts").glob("step*.parquet")
     trajectories = [each for group in load_rollouts(rollouts) for each in group.trajectories]
     assert not [each.failure for each in trajectories if each.failure]

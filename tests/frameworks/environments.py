@@ -22,9 +22,20 @@ class Framework:
     packages: tuple[str, ...]
     """Pinned packages of the environment; the first is the one that the table names."""
     replies: tuple[str, ...] = (CALL, ANSWER)
+    chat_model: str = "openai"
+    """Class of the `model` that the workflow receives, as in `rollout.chat_model`."""
+    is_http: bool = False
+    """The recipe calls the model by `model.base_url`, so the endpoint is served over HTTP."""
 
 
 SMOLAGENTS = ("smolagents[openai]==1.26.0",)
+STEP = "[[ ## next_thought ## ]]\nYes.\n\n[[ ## next_tool_name ## ]]\n{}\n\n[[ ## next_tool_args ## ]]\n{}\n\n{}"
+COMPLETED = "[[ ## completed ## ]]"
+DSPY_REPLIES = (
+    STEP.format("add", '{"a": 2, "b": 3}', COMPLETED),
+    STEP.format("finish", "{}", COMPLETED),
+    f"[[ ## reasoning ## ]]\n2 + 3 = 5.\n\n[[ ## answer ## ]]\n5\n\n{COMPLETED}",
+)
 FRAMEWORKS = (
     Framework(name="OpenAI SDK, chat completions", environment="openai", recipe="openai_chat",
               packages=("openai==3.54.0", "anthropic==2.12.0")),
@@ -46,4 +57,12 @@ FRAMEWORKS = (
     Framework(name="smolagents, code agent", environment="smolagents", recipe="smolagents_agent",
               function="code_workflow", packages=SMOLAGENTS,
               replies=("Thought: add\n<code>\nprint(add(2, 3))\n", "Thought: done\n<code>\nfinal_answer(5)\n")),
+    Framework(name="AgentScope 1, ReActAgent", environment="agentscope1", recipe="agentscope_react",
+              packages=("agentscope==1.0.21", "mcp<2"), chat_model="agentscope"),
+    Framework(name="AgentScope 2, Agent", environment="agentscope2", recipe="agentscope_agent",
+              packages=("agentscope==2.0.10",), chat_model="agentscope"),
+    Framework(name="DSPy, ReAct through LiteLLM", environment="dspy", recipe="dspy_react",
+              packages=("dspy==3.4.1",), replies=DSPY_REPLIES, is_http=True),
+    Framework(name="Google ADK through LiteLLM", environment="google_adk", recipe="google_adk_agent",
+              packages=("google-adk==2.13.0", "litellm==1.106.2"), is_http=True),
 )  # fmt: skip

@@ -26,6 +26,7 @@ from tunesmith.rollout.openai_server.endpoint import ChatEndpoint
 from tunesmith.rollout.openai_server.http import serve_app
 from tunesmith.rollout.openai_server.sync_transport import build_async_client, build_sync_client
 from tunesmith.rollout.recording.recorder import Recorder, Session
+from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.types import Engine, Sampling, Turn
 
 IN_PROCESS_URL = "http://tunesmith.invalid"
@@ -36,6 +37,9 @@ BuildModel = Callable[[Endpoint], Any]
 
 class RecordedCalls(Protocol):
     """What a rollout reads of its session."""
+
+    record: RolloutRecord | None
+    """Calls that branches replay; None if rollouts do not branch."""
 
     @property
     def num_calls(self) -> int: ...
@@ -115,10 +119,12 @@ class ModelService:
         sampling: Sampling,
         build_model: BuildModel = ChatModel,
         is_recorded: bool = True,
+        build_endpoint: Callable[..., ChatEndpoint] = ChatEndpoint,
     ) -> None:
-        """`sampling`: defaults for parameters that requests leave out; `is_recorded`: False for untrained models."""
+        """`sampling`: defaults for parameters that requests leave out; `is_recorded`: False for untrained models;
+        `build_endpoint`: the endpoint's class."""
         self.recorder = Recorder(engine, renderer)
-        self.endpoint = ChatEndpoint(self.recorder, model_name=model_name)
+        self.endpoint = build_endpoint(self.recorder, model_name=model_name)
         self.app = build_app(self.endpoint)
         self.base_url = f"{IN_PROCESS_URL}/v1"
         """The server's URL while the endpoint is served over HTTP."""

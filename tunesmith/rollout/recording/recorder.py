@@ -275,6 +275,10 @@ class Session:
         if existing is None or existing.choice_id < choice_id:
             self._replies[digest] = _RecordedReply(choice_id=choice_id, turn=turn, keys=keys, scope=call.scope)
 
+    def list_conversations(self) -> list[tuple[int, str, tuple[MatchKey, ...]]]:
+        """Index of the call, scope and match keys of each recorded conversation; the last key is that of the reply."""
+        return [(reply.choice_id[0], reply.scope, reply.keys) for reply in self._replies.values()]
+
     def build_call_id(self) -> str:
         """Id of the next tool call: nine alphanumeric characters, as the strictest templates require."""
         self._num_tool_calls += 1

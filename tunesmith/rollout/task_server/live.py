@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunesmith.rollout.recorder import Session
+from tunesmith.rollout.recording.recorder import Session
+from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelService
 from tunesmith.rollout.task_server.queue import NUM_REMEMBERED, QueueError
@@ -51,6 +52,8 @@ class LiveSession:
 
 class Slot:
     """The model and the session of a rollout: those of the live session that it takes."""
+
+    record: RolloutRecord | None = None
 
     def __init__(self) -> None:
         self.live: LiveSession | None = None

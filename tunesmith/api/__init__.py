@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tunesmith.algorithms.advantages.group import RunOutcome
 from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.own_functions import OwnFunctions
+from tunesmith.api.settings import check_path, load_settings, load_tune_config
+from tunesmith.api.workflow_check import check
 from tunesmith.compat.agentscope import (
     AlgorithmConfig,
     DatasetConfig,
     TaskSelectorConfig,
     TunerModelConfig,
     collect_own_selectors,
-    translate_tune_arguments,
 )
 from tunesmith.compat.agentscope_output import agent_output
 from tunesmith.compat.chat_models import choose_chat_model
@@ -32,7 +33,6 @@ from tunesmith.config import (
     PreferenceConfig,
     PrepareSection,
     RunConfig,
-    Section,
     SftConfig,
 )
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
@@ -107,6 +107,7 @@ __all__ = [
     "TunerModelConfig",
     "WorkflowOutput",
     "WorkflowType",
+    "check",
     "check_judge_function",
     "check_workflow_function",
     "doctor",
@@ -124,7 +125,6 @@ __all__ = [
 ]
 
 PathLike = str | Path
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 def tune(
@@ -350,53 +350,3 @@ def run_pipeline(
 
         report = run_outside_of_loops(lambda: run_stages(settings, choose_model=choose_model, selection=selection))
     return load_pipeline_result(report.parent, plan_stages(settings))
-
-
-def load_settings(
-    kind: type[AnySection],
-    config: AnySection | PathLike,
-    overrides: Sequence[str],
-    load_file: Callable[[str, Sequence[str]], AnySection],
-) -> AnySection:
-    """The config with the overrides applied, read from its file if it is a path."""
-    if isinstance(config, kind):
-        return change_section(config, overrides)
-    return load_file(str(check_path(config, kind)), overrides)
-
-
-def load_tune_config(
-    config: RunConfig | PathLike | None,
-    objects: dict[str, Any],
-    config_path: PathLike | None,
-    overrides: Sequence[str],
-    *,
-    values: Mapping[str, Any],
-) -> RunConfig:
-    """The run config of either form of `tune`, with nested `values` and then the overrides applied."""
-    if config is not None:
-        refuse_both_forms(objects | {"config_path": config_path})
-    elif objects["model"] is None and config_path is None and not any(o.startswith("model.path=") for o in overrides):
-        raise ConfigError(
-            "model is missing: give tune() a config, a TunerModelConfig, or a config_path that sets model.path"
-        )
-    values = {**translate_tune_arguments(**objects), **values}
-    if isinstance(config, RunConfig):
-        return change_section(config, overrides, values=values)
-    return load_run_file(check_path(config, RunConfig) or config_path, overrides, values=values)
-
-
-def check_path(config: object, kind: type[Section]) -> PathLike | None:
-    """The path in place of a config; raises ConfigError for any other object."""
-    if config is None or isinstance(config, str | Path):
-        return config
-    raise ConfigError(f"config must be of type {kind.__name__} or the path of a YAML file, got {type(config).__name__}")
-
-
-def refuse_both_forms(objects: Mapping[str, Any]) -> None:
-    """Raise ConfigError if arguments of AgentScope's form are given beside `config`."""
-    names = [name for name, value in objects.items() if value is not None]
-    if names:
-        raise ConfigError(
-            f"tune() got config and {', '.join(names)}: config holds every setting, so put these into it, or change "
-            "single keys with overrides=['key=value']"
-        )
