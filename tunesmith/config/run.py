@@ -301,6 +301,7 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     monitor: MonitorSection = MonitorSection()
     cluster: ClusterSection = ClusterSection()
+    """Ranks that run and train the tasks of a step together."""
 
     @model_validator(mode="after")
     def _check_names(self) -> RunConfig:
