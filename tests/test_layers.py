@@ -25,7 +25,7 @@ INNER_LAYERS = {
         {"session"},
         {"data"},
         {"eval"},
-        {"rl", "sft", "prepare", "export", "diagnosis", "selection", "search"},
+        {"rl", "sft", "prepare", "export", "diagnosis", "selection", "search", "flywheel"},
         {"stages", "demo", "math_agent"},
     ],
 }

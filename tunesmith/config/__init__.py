@@ -15,6 +15,7 @@ from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedMo
 from tunesmith.config.pipeline import (
     EvalStage,
     ExportStage,
+    FlywheelStage,
     FunctionStage,
     ParetoStage,
     PassRateStage,
@@ -54,6 +55,7 @@ from tunesmith.config.sft import (
     SftConfig,
     SftTrainerSection,
 )
+from tunesmith.config.stages.flywheel import FlywheelConfig
 from tunesmith.config.stages.pareto import ParetoSection
 from tunesmith.config.stages.pass_rate import PassRateConfig
 from tunesmith.config.stages.rft import RftFilterSection
@@ -80,6 +82,8 @@ __all__ = [
     "ExpertSection",
     "ExportSection",
     "ExportStage",
+    "FlywheelConfig",
+    "FlywheelStage",
     "FunctionStage",
     "HeldOutSection",
     "KeepBestSection",

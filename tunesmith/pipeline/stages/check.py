@@ -11,6 +11,7 @@ from pathlib import Path
 from tunesmith.config import (
     DatasetSection,
     EvalConfig,
+    FlywheelConfig,
     FunctionStage,
     ModelSection,
     OfflineConfig,
@@ -25,6 +26,7 @@ from tunesmith.monitor.trackers import check_trackers
 from tunesmith.pipeline.eval.compare import find_model
 from tunesmith.pipeline.eval.comparison_plot import check_plot
 from tunesmith.pipeline.eval.suites import apply_suite
+from tunesmith.pipeline.flywheel.crew import load_role_functions
 from tunesmith.pipeline.selection.diversity import check_embedding_model
 from tunesmith.pipeline.session.load_function import load_environment, load_function, load_functions
 from tunesmith.pipeline.session.policy import check_policy
@@ -67,6 +69,9 @@ def check_settings(stage: PlannedStage) -> None:
             check_file(path)
         if settings.environment is not None:
             load_environment(settings.environment)
+    elif isinstance(settings, FlywheelConfig):
+        check_run(settings.to_run_config(), models={"model.path": settings.model.path})
+        load_role_functions(settings)
     elif isinstance(settings, FunctionStage):
         load_function(settings.function, knob="function")
 
