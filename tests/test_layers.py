@@ -24,8 +24,8 @@ INNER_LAYERS = {
     "pipeline": [
         {"session"},
         {"data"},
-        {"eval"},
-        {"rl", "sft", "prepare", "export", "diagnosis", "selection", "search", "flywheel"},
+        {"eval", "selection"},
+        {"rl", "sft", "prepare", "export", "diagnosis", "search", "flywheel"},
         {"stages", "demo", "math_agent"},
     ],
 }

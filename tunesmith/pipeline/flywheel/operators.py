@@ -156,6 +156,8 @@ async def refine_thoughts(attempt: Attempt) -> Proposal:
         raise TypeError(f"the author must return a list of thoughts or None, got {type(texts).__name__}")
     if len(texts) != len(thoughts):
         return Proposal(reason=f"{len(texts)} thoughts for {len(thoughts)}")
+    if list(texts) == thoughts:
+        return Proposal(reason="the thoughts stay as they are")
     return Proposal(transcript=replace_thoughts(attempt.parent.transcript, [str(each) for each in texts]))
 
 

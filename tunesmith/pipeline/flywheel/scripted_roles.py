@@ -20,6 +20,7 @@ from tunesmith.pipeline.flywheel.steps import Step
 WORD = re.compile(r"\w+")
 NAME = re.compile(r"[A-Z]\w*(?: (?:[A-Z]\w*|of|the))* [A-Z]\w*|[A-Z]\w*")
 SENTENCE = re.compile(r"[^.!?]+[.!?]*\s*")
+FILLERS = {"A", "I", "It", "The", "This"}
 CHECK = "I go over my steps again."
 
 
@@ -111,12 +112,17 @@ def look_up_name(request: RoleRequest, index: int) -> StepDraft | None:
 
 
 def drop_repeated_sentences(thoughts: Sequence[str]) -> list[str]:
-    """The thoughts without sentences that stand in an earlier one; a thought keeps at least its last sentence."""
+    """The thoughts without sentences that state nothing new: said in an earlier thought, or of names and numbers that
+    stand in an earlier sentence of the same one. A thought keeps its first sentence that is new, or its last one."""
     seen: set[str] = set()
     refined = []
     for thought in thoughts:
         sentences = [each.strip() for each in SENTENCE.findall(thought) if each.strip()]
-        kept = [each for each in sentences if each not in seen] or sentences[-1:]
+        kept: list[str] = []
+        for sentence in sentences:
+            facts = list_words(sentence) - FILLERS
+            if sentence not in seen and (not kept or not facts or facts - list_words(*kept)):
+                kept.append(sentence)
         seen.update(sentences)
-        refined.append(" ".join(kept))
+        refined.append(" ".join(kept or sentences[-1:]))
     return refined

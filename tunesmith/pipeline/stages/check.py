@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tunesmith.config import (
     DatasetSection,
+    EnvironmentSection,
     EvalConfig,
     FlywheelConfig,
     FunctionStage,
@@ -68,7 +69,7 @@ def check_settings(stage: PlannedStage) -> None:
         for path in settings.paths:
             check_file(path)
         if settings.environment is not None:
-            load_environment(settings.environment)
+            load_environment(drop_pending_tools(settings.environment))
     elif isinstance(settings, FlywheelConfig):
         check_run(settings.to_run_config(), models={"model.path": settings.model.path})
         load_role_functions(settings)
@@ -77,7 +78,7 @@ def check_settings(stage: PlannedStage) -> None:
 
 
 def check_run(config: RunConfig, *, models: Mapping[str, str]) -> None:
-    workflow, judge = load_functions(drop_pending_tools(config))
+    workflow, judge = load_functions(config.model_copy(update={"environment": drop_pending_tools(config.environment)}))
     check_workflow_function(workflow)
     if judge is not None:
         check_judge_function(judge)
@@ -85,15 +86,14 @@ def check_run(config: RunConfig, *, models: Mapping[str, str]) -> None:
     check_data([*config.training_sets.values(), *config.eval_datasets.values()])
 
 
-def drop_pending_tools(config: RunConfig) -> RunConfig:
-    """The config without tools whose settings name outputs of stages, which cannot be built before those have run."""
+def drop_pending_tools(section: EnvironmentSection) -> EnvironmentSection:
+    """The section without tools whose settings name outputs of stages, which cannot be built before those have run."""
     tools = [
         each
-        for each in config.environment.tools
+        for each in section.tools
         if not any(read_reference(text) is not None for text in list_strings(each.settings))
     ]
-    environment = config.environment.model_copy(update={"tools": tuple(tools)})
-    return config.model_copy(update={"environment": environment})
+    return section.model_copy(update={"tools": tuple(tools)})
 
 
 def check_models(section: ModelSection, paths: Iterable[str]) -> None:
