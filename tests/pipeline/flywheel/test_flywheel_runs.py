@@ -10,8 +10,8 @@ import sys
 import time
 
 import pytest
+from policies import call, make_transcript, result, think
 
-from tunesmith.cli import app  # noqa: F401 - loads the stages as `tunesmith run` does
 from tunesmith.config import FlywheelConfig
 from tunesmith.errors import ConfigError, DataError, RolloutError
 from tunesmith.pipeline.flywheel.journal import Plan, Record
@@ -23,7 +23,6 @@ from tunesmith.pipeline.stages.plan import PlannedStage
 from tunesmith.rollout.chat_model import ChatModel
 
 FUNCTIONS = """
-import os
 from pathlib import Path
 
 from tunesmith.judges.squad import score_exact_match
@@ -37,8 +36,6 @@ async def search(query: str) -> str:
     return f"{query} was founded in 1748."
 
 async def judge(task, response):
-    if Path("die").exists() and len(Path("attempts.jsonl.copy").read_text()) > 0:
-        os.kill(os.getpid(), 9)
     return JudgeOutput(reward=float(len(response.text) % 2))
 
 def analyst(request):
@@ -188,9 +185,8 @@ def test_attempts_of_other_settings_are_not_continued(values, tmp_path):
 
 
 def test_failures_are_counted_and_too_many_end_the_run_without_a_wrong_answer(values, tmp_path):
-    (tmp_path / "functions.py").write_text(
-        FUNCTIONS.replace("    return JudgeOutput", '    raise OSError("down")\n    return JudgeOutput')
-    )
+    broken = FUNCTIONS.replace("    return JudgeOutput", '    raise OSError("down")\n    return JudgeOutput')
+    (tmp_path / "functions.py").write_text(broken)
     with pytest.raises(RolloutError, match="4 of 4 attempts failed(.|\n)*4 x OSError: down"):
         run(values, tmp_path / "out")
     assert not [row for row in read(tmp_path / "out" / "attempts.jsonl") if "outcome" in row]
@@ -232,8 +228,6 @@ def test_roles_are_checked_before_the_first_stage(values):
 
 
 def make_record(state, number, text, correctness, *, calls=0):
-    from policies import call, make_transcript, result, think
-
     segments = [each for i in range(calls) for each in (call(str(i), i), result("x", i))]
     transcript = make_transcript(*segments, think(text))
     plan = Plan(question_id="q", number=number, iteration=0, operator="rollout", parent=None)
