@@ -37,9 +37,11 @@ def index_documents(out_dir: Path, *, documents: str) -> dict[str, int]:
 def split_questions(
     out_dir: Path, *, world: Mapping[str, Any], num_demonstrated: int, num_test: int, seed: int
 ) -> dict[str, int]:
-    """Split the training questions of the world into `demonstrated.jsonl`, `pool.jsonl` and `test.jsonl`.
+    """Split the training questions of the world into `test.jsonl` and `train.jsonl`, of which `demonstrated.jsonl` has
+    the first ones.
 
-    The questions of the parts differ, their entities do not: a model of this size cannot copy names that it never saw.
+    Test questions are in no other part, but their entities are: a model of this size cannot copy names that it never
+    saw.
     """
     plans = list(iter_plans(World(config=build_config(dict(world))), "train"))
     rows = [
@@ -47,11 +49,8 @@ def split_questions(
         for number, plan in enumerate(plans)
     ]
     random.Random(f"{seed}/split").shuffle(rows)
-    parts = {
-        "test": rows[:num_test],
-        "demonstrated": rows[num_test : num_test + num_demonstrated],
-        "pool": rows[num_test + num_demonstrated :],
-    }
+    test, train = rows[:num_test], rows[num_test:]
+    parts = {"test": test, "train": train, "demonstrated": train[:num_demonstrated]}
     for name, part in parts.items():
         (out_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
     return {f"{name} questions": len(part) for name, part in parts.items()}

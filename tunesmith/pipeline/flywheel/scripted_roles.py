@@ -79,9 +79,13 @@ def author(request: RoleRequest) -> StepDraft | list[str] | str | None:
         return CHECK if found is None else f"{CHECK} In step {found.step} {found.reason}."
     assert request.finding is not None
     index = request.finding.step - 1
-    if request.is_correct:
-        return copy_action(request.steps[index + 1]) if index + 1 < len(request.steps) else None
-    return look_up_name(request, index)
+    if not request.is_correct:
+        return look_up_name(request, index)
+    after = request.steps[index + 1 :]
+    has_evidence = any(each.ok for step in request.steps[:index] for each in step.results)
+    if not after or (after[0].answer is not None and not has_evidence):
+        return None  # an answer without any result would be a guess
+    return copy_action(after[0])
 
 
 def copy_action(step: Step) -> StepDraft | None:

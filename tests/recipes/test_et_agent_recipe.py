@@ -1,0 +1,88 @@
+"""The pipelines of ET-Agent: the pocket one at a small size, all stages; the other one is valid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tunesmith import run_pipeline
+from tunesmith.config import FlywheelConfig
+from tunesmith.pipeline.stages.check import check_settings
+from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
+
+FOLDER = Path(__file__).parents[2] / "recipes" / "et_agent"
+SMALL = (
+    "variables.world.num_train=260", "variables.num_epochs=1", "stages.prompted.max_steps=30",
+    "stages.demonstrations.args.num_copies=1", "stages.flywheel.num_iterations=1", "stages.rollouts.num_rollouts=1",
+    "stages.questions.args.num_demonstrated=200", "stages.questions.args.num_test=4",
+    "stages.rft_filter.has_format_check=false", "stages.rollouts_filter.has_format_check=false",
+    "stages.rft_filter.max_failed_calls=null", "stages.rollouts_filter.max_failed_calls=null",
+    "stages.rft.max_steps=2", "stages.rft_rollouts.max_steps=2", "stages.curriculum.stages.rl.total_steps=1",
+    "stages.curriculum.stages.rl.algorithm.batch_size=2", "stages.curriculum.stages.rl.algorithm.group_size=4",
+    "stages.curriculum.stages.rl.trainer.warmup_steps=0", "stages.curriculum.stages.pareto.num_selected=4",
+    "stages.curriculum.stages.pass_rate.num_runs=4", "stages.eval.evaluation.num_samples=1",
+)  # fmt: skip
+JUDGES = "stages.flywheel", "stages.rollouts", "stages.curriculum.stages.pass_rate", "stages.curriculum.stages.rl"
+SOURCE = """
+from tunesmith.types import JudgeOutput
+
+async def judge(task, response):
+    return JudgeOutput(reward=float(len(response.text) % 2), metrics={"em": 0.0})
+"""
+"""A model of 30 steps is never right, so half of its trajectories are called so."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    pytest.importorskip("bm25s", reason="search needs bm25s: pip install 'tunesmith[retrieval]'")
+    place = tmp_path_factory.mktemp("et_agent")
+    (place / "judge_of_tests.py").write_text(SOURCE)
+    judges = [f"{each}.judge={place}/judge_of_tests.py:judge" for each in JUDGES]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(FOLDER.parents[1])
+        run_pipeline(FOLDER / "pocket.yaml", overrides=[f"folder={place}/run", *SMALL, *judges])
+    return place / "run"
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_pipeline_runs_to_its_end(folder):
+    stages = json.loads((folder / "report.json").read_text())
+    assert "rl_2" in json.dumps(stages) and (folder / "eval" / "comparison.json").exists()
+    assert "Behavior of all models" in (folder / "report.md").read_text()
+
+
+def test_what_was_repaired_is_fine_tuned(folder):
+    rows = read(folder / "flywheel" / "trajectories.jsonl")
+    kept = read(folder / "rft_filter" / "transcripts.jsonl")
+    assert {row["operator"] for row in rows} > {"rollout", "reflect", "hint_at_end"}
+    assert kept and all(row["correctness"] == 1.0 for row in kept)
+    assert {row["trajectory_id"] for row in kept} <= {row["trajectory_id"] for row in rows}
+    conversation = read(folder / "rft_filter" / "train.jsonl")[0]["messages"][-1]["content"]
+    assert all(part["weight"] == 0 for part in conversation if part["text"].startswith("\n<result>"))
+
+
+def test_parts_of_the_questions_have_nothing_in_common(folder):
+    parts = [{row["question"] for row in read(folder / "questions" / f"{name}.jsonl")} for name in ("train", "test")]
+    assert parts[0] and len(parts[1]) == 4 and not parts[0] & parts[1]
+
+
+def test_demonstrations_waste_calls(folder):
+    report = json.loads((folder / "report.json").read_text())
+    assert "demonstrations" in json.dumps(report)
+    rows = read(folder / "demonstrations" / "conversations.jsonl")
+    calls = [sum(part["text"].count("<search>") for part in row["messages"][-1]["content"]) for row in rows]
+    assert set(calls) >= {1, 2, 3}
+
+
+def test_the_pipeline_for_a_gpu_is_valid(monkeypatch):
+    monkeypatch.chdir(FOLDER.parents[1])
+    stages = plan_stages(load_pipeline(FOLDER / "smollm2.yaml"))
+    assert [stage.name for stage in stages][-1] == "eval" and "rl_3" in [stage.name for stage in stages]
+    flywheel = next(stage for stage in stages if stage.name == "flywheel")
+    check_settings(flywheel)
+    assert flywheel.kind == "flywheel" and FlywheelConfig.model_fields
