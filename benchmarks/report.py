@@ -41,7 +41,7 @@ def publish(
     *, name: str, unit: str, ours: float, peers: Mapping[str, float], device: str, details: Any, out: str | None
 ) -> None:
     """Print the final JSON line and write it with the environment and details; higher figures are better."""
-    ratio = ours / max(peers.values()) if peers else None
+    ratio = ours / max(peers.values()) if peers and max(peers.values()) else None
     line = {"name": name, "unit": unit, "ours": ours, "peers": dict(peers), "ratio": ratio}
     if out is not None:
         path = Path(out)

@@ -33,6 +33,10 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
         num_key_value_heads=4, max_position_embeddings=32768,
     ),
+    "qwen2.5-14b": Qwen2Config(
+        vocab_size=152064, hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40,
+        num_key_value_heads=8, max_position_embeddings=32768,
+    ),
 }  # fmt: skip
 
 

@@ -32,11 +32,11 @@ from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.experience.trie import Trie
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
-from tunesmith.trainer.compiled_layers import compiled_layers
+from tunesmith.trainer.layers.compiled_layers import compiled_layers
+from tunesmith.trainer.layers.row_graphs import RowGraphs, is_launch_bound
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.row_graphs import RowGraphs, is_launch_bound
 from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Distribution, DistributionSpan, Sample

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tunesmith.types import Completion, OnTokens, Sampling, StopReason
+from tunesmith.types import Completion, OnTokens, Sampling, StopReason, TokenDetails
 
 
 @contextmanager
@@ -55,6 +55,7 @@ class FakeEngine:
         self._tokenizer = tokenizer
         self._script = script
         self.max_model_len = max_model_len
+        self.eos_ids = frozenset({tokenizer.eos_token_id})
         self.policy_version = 0
         self.requests: list[tuple[tuple[int, ...], Sampling, tuple[int, ...]]] = []
         self.ledger: list[tuple[tuple[int, ...], list[int]]] = []
@@ -79,7 +80,9 @@ class FakeEngine:
             await asyncio.sleep(0)
             sampled.append(token_id)
             if on_tokens is not None:
-                on_tokens([token_id], [self.logprob_of(token_id)])
+                entropies = (self.entropy_of(prompt, token_id),)
+                details = (TokenDetails(entropies=entropies),) if sampling.return_entropy else ()
+                on_tokens([token_id], [self.logprob_of(token_id)], *details)
             reason = self._find_stop(sampled, sampling)
             if reason != "context":
                 break
@@ -88,6 +91,7 @@ class FakeEngine:
             logprobs=tuple(map(self.logprob_of, sampled)),
             policy_versions=(self.policy_version,) * len(sampled),
             stop_reason=reason,
+            entropies=tuple(self.entropy_of(prompt, each) for each in sampled) if sampling.return_entropy else None,
         )
 
     def _find_stop(self, sampled: list[int], sampling: Sampling) -> StopReason:
@@ -101,6 +105,10 @@ class FakeEngine:
     @staticmethod
     def logprob_of(token_id: int) -> float:
         return -(token_id % 7) / 8 - 0.125
+
+    def entropy_of(self, prompt_ids: tuple[int, ...], token_id: int) -> float:
+        """Entropy in nats of the distribution that a token was sampled from; tests replace it."""
+        return 0.5
 
     def pause(self) -> None:
         pass

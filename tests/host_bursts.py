@@ -55,6 +55,7 @@ class HostBurstDecoder:
         self._ids: list[int] = []
         self.handles: list[HostBurstHandle] = []
         self.max_unread = 0
+        self.num_single_steps = 0
 
     def launch(self, rows: BurstInput, *, num_steps: int) -> HostBurstHandle:
         num_rows, num_decoding = len(rows.slots_R), len(rows.slots_R) - rows.num_prefilled
@@ -64,6 +65,7 @@ class HostBurstDecoder:
         table = self.input_batch.block_table_SP[rows.slots_R].copy()
         tokens = np.full((num_steps + 1, num_rows), -7, dtype=np.int32)
         logprobs = np.full((num_steps + 1, num_rows), np.nan, dtype=np.float32)
+        entropies = np.full((num_steps + 1, num_rows), np.nan, dtype=np.float32)
         if rows.num_prefilled:
             self._sample(
                 torch.cat(list(rows.prefill_hidden)),
@@ -74,6 +76,7 @@ class HostBurstDecoder:
                 0,
                 tokens,
                 logprobs,
+                entropies,
             )
         for step in range(num_steps):
             hidden = []
@@ -82,13 +85,16 @@ class HostBurstDecoder:
                 plan = self.build_prefill_plan([Span(0, start, start + 1, table[row].tolist())])
                 body = run_body(self._model, torch.tensor([[ids[row]]]), torch.tensor([[start]]), plan)
                 hidden.append(body[0])
-            self._sample(torch.cat(hidden), rows, range(num_rows), positions, ids, step + 1, tokens, logprobs)
+            self._sample(
+                torch.cat(hidden), rows, range(num_rows), positions, ids, step + 1, tokens, logprobs, entropies
+            )
         self._ids = ids
-        self.handles.append(HostBurstHandle(BurstOutput(tokens, logprobs)))
+        has_entropies = self.input_batch.has_entropy_S[rows.slots_R].any()
+        self.handles.append(HostBurstHandle(BurstOutput(tokens, logprobs, entropies if has_entropies else None)))
         self.max_unread = max(self.max_unread, sum(not handle.is_read for handle in self.handles))
         return self.handles[-1]
 
-    def _sample(self, hidden_NC, rows, selected, positions, ids, line, tokens, logprobs) -> None:
+    def _sample(self, hidden_NC, rows, selected, positions, ids, line, tokens, logprobs, entropies) -> None:
         slots = rows.slots_R[list(selected)]
         distributions = [
             Distribution(
@@ -98,11 +104,25 @@ class HostBurstDecoder:
             for slot in slots
         ]  # fmt: skip
         seeds, next_positions = self.input_batch.seeds_S[slots].tolist(), [int(positions[row]) + 1 for row in selected]
-        sampled = sample_tokens(compute_logits(self._model, hidden_NC).float(), distributions, seeds, next_positions)
+        logits_NV = compute_logits(self._model, hidden_NC).float()
+        sampled = sample_tokens(logits_NV, distributions, seeds, next_positions, has_entropies=True)
         for index, row in enumerate(selected):
             ids[row] = tokens[line, row] = sampled.token_ids[index]
             logprobs[line, row] = sampled.logprobs[index] if sampled.is_finite[index] else np.nan
+            entropies[line, row] = sampled.entropies[index]
             positions[row] += 1
+
+    def compute_hidden(self, spans: Sequence[Span], token_ids: Sequence[int]) -> torch.Tensor:
+        self.num_single_steps += 1
+        assert all(span.stop - span.start == 1 for span in spans)
+        hidden = [
+            run_body(
+                self._model, torch.tensor([[token_id]]), torch.tensor([[span.start]]),
+                self.build_prefill_plan([dataclasses.replace(span, first=0, runs=[])]),
+            )[0]
+            for span, token_id in zip(spans, token_ids, strict=True)
+        ]  # fmt: skip
+        return torch.cat(hidden)
 
     def build_prefill_plan(self, spans: Sequence[Span]) -> PagedAttentionPlan:
         return PagedAttentionPlan(self._cache, [_find_runs(span) for span in spans], torch.device("cpu"))

@@ -77,6 +77,7 @@ from tunesmith.run_files import (
     load_run_file,
     load_sft_file,
 )
+from tunesmith.tool_log import replayable
 from tunesmith.types import JudgeOutput, JudgeType, WorkflowOutput, WorkflowType
 
 __all__ = [
@@ -114,6 +115,7 @@ __all__ = [
     "prefer",
     "prepare",
     "prepare_model",
+    "replayable",
     "run_pipeline",
     "sft",
     "tune",
@@ -183,7 +185,7 @@ def run_tune(
 ) -> TuneResult:
     """Train with these functions, or those that the config names."""
     if workflow_func is not None:
-        check_workflow_function(workflow_func)
+        check_workflow_function(workflow_func, allows_sync=True)
     if judge_func is not None:
         check_judge_function(judge_func)
     workflow, judge = load_functions(settings, workflow_func, judge_func)

@@ -19,6 +19,7 @@ from tunesmith.convert_command import convert
 from tunesmith.pipeline.diagnosis.command import doctor
 from tunesmith.pipeline.search.command import search_app
 from tunesmith.pipeline.session.process import exit_despite_threads, run_guarded
+from tunesmith.viewer_commands import show, view
 
 if TYPE_CHECKING:
     from tunesmith.pipeline.sft.train import OfflineResult
@@ -35,6 +36,8 @@ app.add_typer(model_app)
 app.add_typer(search_app)
 app.command("doctor")(doctor)
 app.command("convert")(convert)
+app.command("view")(view)
+app.command("show")(show)
 
 ConfigPath = Annotated[str, typer.Argument(help="Run file (YAML). List its keys with: tunesmith config --options.")]
 Overrides = Annotated[
@@ -71,6 +74,8 @@ def tune(
         int | None,
         typer.Option(min=0, metavar="STEP", help="Resume from this step, 0: start over. Moves later steps aside."),
     ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Train on this many GPUs of this host.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Train on this many processes, also on CPUs.")] = None,
     debug: Debug = False,
 ) -> None:
     """Train the model inside an agent with reinforcement learning, as configured in a run file."""
@@ -79,13 +84,20 @@ def tune(
         from tunesmith import run_files
 
         chosen = run_files.collect_overrides(overrides, workflow=workflow, judge=judge)
-        chosen += ["continue_from_checkpoint=true"] if resume or resume_from is not None else []
-        chosen += [] if resume_from is None else [f"resume_from_step={resume_from}"]
+        chosen += run_files.collect_resuming(resume=resume, step=resume_from)
+        chosen += run_files.collect_ranks(gpus=gpus, ranks=ranks)
         settings = run_files.load_run_file(config, chosen)
         run_files.check_and_announce("tune", settings, f"{config} is valid, loading libraries")
+        if run_files.is_launcher(settings):
+            from tunesmith.pipeline.session.launch import launch_tuning
+
+            launch_tuning(settings, config, chosen, has_gpus=gpus is not None, is_debug=debug)
+            return
         from tunesmith import api
 
         result = api.tune(settings)
+        if not run_files.is_first_rank():
+            return
         typer.echo(f"run folder: {result.folder}")
         if result.checkpoint is not None:
             typer.echo(f"{'trained' if result.has_learned else 'unchanged'} model: {result.checkpoint}")

@@ -43,12 +43,20 @@ class TrainingError(TunesmithError, RuntimeError):
     """An update cannot be trusted: a non-finite loss, or sampler and trainer disagree."""
 
 
+class RankError(TunesmithError, RuntimeError):
+    """Another rank of the run has ended or does not answer, so this one cannot continue."""
+
+
 class CallbackError(TunesmithError, RuntimeError):
     """A callback of the user raised, or returned something that it may not."""
 
 
 class StorageError(TunesmithError, OSError):
     """A file or run folder cannot be written or read; existing files are unchanged."""
+
+
+class ReplayError(TunesmithError, RuntimeError):
+    """A branch of a rollout made another request than its parent did, so it does not continue its parent."""
 
 
 class EngineError(TunesmithError, RuntimeError):

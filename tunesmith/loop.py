@@ -17,11 +17,12 @@ from tunesmith.experience.batch import Batch, BatchSize
 from tunesmith.experience.expert_feed import ExpertFeed
 from tunesmith.experience.outcomes import compute_pass_rates
 from tunesmith.experience.replay import ReplayBuffer
-from tunesmith.experience.samples import add_experts, build_samples
 from tunesmith.experience.table import BoundOperator, apply_operators
 from tunesmith.rollout.actors import Actors, RolloutProgress, run_tasks
+from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.groups import check_failures, compute_baseline_metrics, compute_rollout_metrics
 from tunesmith.rollout.seeds import derive_round_seed
+from tunesmith.shared_step import train_groups
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import RunAdvantage, Sampling
@@ -49,6 +50,8 @@ class StepParts:
     """The metric that pass rates are computed from; None takes the reward."""
     baseline_sampling: Sampling | None = None
     """Sampling of one more rollout of each task, whose reward is the group's baseline; None makes no such rollout."""
+    branching: Branching | None = None
+    """How rollouts branch; None runs all of them from the task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
             step=step,
             baseline_sampling=parts.baseline_sampling,
             progress=progress,
+            branching=parts.branching,
         )
         kept, operator_metrics = apply_operators(groups, parts.operators, step=step, total_steps=parts.total_steps)
         batch.add_round(
@@ -87,21 +91,32 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     replayed = parts.replay.sample(policy_version=policy_version)
     groups = [*batch.groups, *replayed]
     advantages, advantage_metrics = compute_group_advantages(parts.algorithm, groups)
-    samples, sample_metrics = build_samples(groups, advantages)
+    has_hard_credit = parts.branching is not None and parts.branching.section.credit == "hard"
     experts = [] if parts.experts is None else parts.experts.select(step)
-    train_metrics = parts.trainer.step(add_experts(samples, experts), policy_version=policy_version)
+    train_metrics = train_groups(
+        parts.actors,
+        parts.trainer,
+        groups,
+        advantages,
+        experts,
+        policy_version=policy_version,
+        has_hard_credit=has_hard_credit,
+    )
     trained = time.perf_counter()
 
-    metrics = compute_rollout_metrics(batch.collected) | engine.compute_stats() | batch.compute_metrics()
-    metrics |= advantage_metrics | sample_metrics | train_metrics
+    metrics = compute_rollout_metrics(batch.collected) | parts.actors.compute_engine_stats() | batch.compute_metrics()
+    metrics |= advantage_metrics | train_metrics
     metrics["experience/num_replayed_groups"] = float(len(replayed))
     metrics["perf/rollout_s"] = sampled - started
     metrics["perf/train_s"] = trained - sampled
-    metrics["perf/sampled_tokens_per_s"] = metrics["rollout/num_sampled_tokens"] / (sampled - started)
+    metrics |= {} if parts.branching is None else parts.branching.stats.compute()
+    num_sampled = metrics["rollout/num_sampled_tokens"] - metrics.get("rollout/num_inherited_tokens", 0.0)
+    metrics["perf/sampled_tokens_per_s"] = num_sampled / (sampled - started)
     metrics |= parts.tasks.give_feedback(compute_pass_rates(batch.collected, parts.outcome_key), batch.collected)
     if parts.baseline_sampling is not None:
         metrics |= compute_baseline_metrics(batch.collected)
     parts.replay.add(*batch.with_advantage, step=step, policy_version=policy_version)
-    metrics |= parts.actors.service.recorder.compute_stats()
+    metrics |= parts.actors.compute_recorder_stats()
+    metrics |= parts.trainer.take_times()
     metrics["perf/step_s"] = time.perf_counter() - started
     return StepResult(batch=batch, advantages=advantages[: len(batch.groups)], metrics=metrics)

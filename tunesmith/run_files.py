@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tunesmith.cluster.place import find_place
+from tunesmith.cluster.rank_errors import is_launched
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import (
     AuxiliaryModelSection,
@@ -109,6 +111,32 @@ def collect_overrides(overrides: list[str] | None, *, workflow: str | None, judg
     return [*(overrides or []), *named]
 
 
+def collect_resuming(*, resume: bool, step: int | None) -> list[str]:
+    """The overrides of the options `--resume` and `--resume-from`."""
+    return [
+        *(["continue_from_checkpoint=true"] if resume or step is not None else []),
+        *([] if step is None else [f"resume_from_step={step}"]),
+    ]
+
+
+def is_first_rank() -> bool:
+    """Whether this process writes the run's console and files: the only one, or the first of several ranks."""
+    return find_place().is_first
+
+
+def is_launcher(config: RunConfig) -> bool:
+    """Whether this process is to start the ranks of the run: it is none of them itself."""
+    return find_place().world_size == 1 and (config.cluster.num_workers or 1) > 1
+
+
+def collect_ranks(*, gpus: int | None, ranks: int | None) -> list[str]:
+    """The override of the command's options `--gpus` and `--ranks`."""
+    if gpus is not None and ranks is not None:
+        raise ValueError(f"--gpus {gpus} and --ranks {ranks}: give only one of them; --gpus starts a rank on each GPU")
+    number = ranks if gpus is None else gpus
+    return [] if number is None else [f"cluster.num_workers={number}"]
+
+
 def collect_models(given: list[str]) -> dict[str, str]:
     """Label -> path; a path without a label, or an existing path that contains '=', is its own label."""
     models: dict[str, str] = {}
@@ -164,7 +192,10 @@ def iter_sections(value: Any) -> Iterator[Section]:
 
 
 def check_and_announce(command: str, config: Section, subject: str, *, has_models: bool = True) -> None:
-    """Check paths, then print the first line of a command on stderr unless `has_progress` is false."""
+    """Check paths, then print the first line of a command on stderr unless `has_progress` is false.
+
+    Of several ranks only the first prints it, and none if their launcher has.
+    """
     check_paths(config, has_models=has_models)
-    if getattr(getattr(config, "monitor", config), "has_progress", True):
+    if is_first_rank() and not is_launched() and getattr(getattr(config, "monitor", config), "has_progress", True):
         print(f"{command}: {subject}", file=sys.stderr, flush=True)

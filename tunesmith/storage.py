@@ -8,6 +8,7 @@ become a `StorageError` of one sentence.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -108,6 +109,22 @@ def parse_checkpoint_step(folder: Path) -> int:
     if match is None:
         raise ValueError(f"{folder} is not named global_step_<number>")
     return int(match[1])
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process of this machine holds the run's lock."""
+    try:
+        os.kill(int(path.read_text()), 0)  # a dead holder needs no attempt to lock, which a run that starts would see
+    except PermissionError:
+        pass
+    except (OSError, ValueError):
+        return False
+    with path.open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @contextmanager

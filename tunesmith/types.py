@@ -125,11 +125,13 @@ MAX_METRIC = 1e100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """The distribution that a token is sampled from: logits plus bias, divided by temperature, truncated, renormalized.
+    """The distribution that a token is sampled from: logits plus bias, with penalties and bans applied, divided by
+    temperature, truncated, renormalized.
 
-    `temperature=0` is greedy decoding; its logprobs are those of the untempered softmax over the whole vocabulary.
-    After the temperature, top-k, top-p and min-p are applied in this order, the last two to the renormalized remainder.
-    Tokens with equal logits are kept or dropped together.
+    `temperature=0` is greedy decoding; its logprobs are those of the untempered softmax over all tokens that are not
+    banned. After the temperature, top-k, top-p and min-p are applied in this order, the last two to the renormalized
+    remainder. Tokens with equal logits are kept or dropped together. Penalties and bans depend on the prompt and on the
+    tokens sampled so far, so the distribution of a token is determined by this record and the tokens of its turn.
     """
 
     temperature: float = 1.0
@@ -140,6 +142,33 @@ class Distribution:
     """Drop tokens with less than `min_p` times the probability of the most likely one."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and the value added to its logit."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens of the prompt or the reply are divided by this, negative ones multiplied (Keskar et
+    al., 2019)."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens of the reply."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens of the reply, once per occurrence."""
+    min_tokens: int = 0
+    """Ids in `end_ids` are banned until the reply has this many tokens."""
+    end_ids: tuple[int, ...] = ()
+    """Ids that end the reply; set with `min_tokens` only."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that the reply must not contain: the last id is banned after the others."""
+    grammar: str = ""
+    """Grammar of the reply in llguidance's format; tokens that cannot continue it are banned. Empty: none."""
+
+    @property
+    def depends_on_context(self) -> bool:
+        """Whether the tokens before change the distribution, by more than through the model."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.min_tokens
+            or self.bad_words
+            or self.grammar
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +186,23 @@ class Sampling:
     """Continue after end-of-sequence ids, for benchmarks of fixed length."""
     deadline_s: float | None = None
     """Seconds from the request's arrival after which it ends with stop reason `deadline`."""
+    return_entropy: bool = False
+    """Return the entropy, in nats, of the distribution that each token was sampled from."""
+    top_logprobs: int = 0
+    """Return this many most likely tokens of each distribution, with their logprobs."""
+
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Token ids and logprobs of the most likely tokens, most likely first, in the distribution that a token was sampled
+from; tokens that the distribution excludes are not among them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenDetails:
+    """What a request asked for about sampled tokens besides their logprobs; None: not asked for."""
+
+    entropies: tuple[float, ...] | None = None
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,14 +215,21 @@ class Completion:
     stop_reason: StopReason
     num_cached_tokens: int = 0
     """Prompt tokens reused from the prefix cache."""
+    entropies: tuple[float, ...] | None = None
+    """With `Sampling.return_entropy`: entropy in nats of the distribution that each token was sampled from."""
+    top_logprobs: tuple[TopLogprobs, ...] | None = None
+    """With `Sampling.top_logprobs`."""
 
     def __post_init__(self) -> None:
         assert len(self.sampled_ids) == len(self.logprobs) == len(self.policy_versions)
+        assert self.entropies is None or len(self.entropies) == len(self.sampled_ids)
+        assert self.top_logprobs is None or len(self.top_logprobs) == len(self.sampled_ids)
 
 
-OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+OnTokens = Callable[..., None]
 """Called in the event loop with the ids and logprobs of tokens as they are sampled, one or several at a time, in order,
-before `generate` returns."""
+before `generate` returns. A third argument, `TokenDetails`, is passed for requests that ask for entropies or top
+logprobs, and only for these."""
 
 
 class Engine(Protocol):
@@ -211,6 +264,11 @@ class Engine(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Token ids that end a completion, unless it ignores them."""
+        ...
+
     def compute_stats(self) -> dict[str, float]:
         """Counters since the last call, named `engine/...`."""
         ...
@@ -229,9 +287,13 @@ class Turn:
     stop_reason: StopReason
     is_trained: bool = True
     """False if an operator excluded the turn's sampled tokens from training; they remain context of later turns."""
+    entropies: tuple[float, ...] | None = None
+    """With `Sampling.return_entropy`: entropy in nats of the distribution that each token was sampled from. Not written
+    to disk."""
 
     def __post_init__(self) -> None:
         assert len(self.sampled_ids) == len(self.logprobs) == len(self.policy_versions)
+        assert self.entropies is None or len(self.entropies) == len(self.sampled_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +304,8 @@ class Failure:
     message: str
     line: str | None = field(default=None, compare=False)
     """The line of user code that raised, waited or blocked, as `file.py:12 in function`; None if unknown."""
+    traceback: str | None = field(default=None, compare=False)
+    """The traceback of the error that user code raised; None if nothing was raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,8 +320,15 @@ class Trajectory:
     failure: Failure | None = None
     response_text: str = ""
     duration_s: float = 0.0
+    parent: int | None = None
+    """`run_index` of the rollout that this one branched from; None if it started from the task."""
+    branch_at: int | None = None
+    """Number of tokens before the first one that the branch sampled itself: the prompt at the branch point."""
+    num_shared_turns: int = 0
+    """The first turns, which the parent (or its parent) sampled."""
 
     def __post_init__(self) -> None:
+        assert (self.parent is None) == (self.branch_at is None), "a branch has a parent and a branch point"
         assert (self.reward is None) == (self.failure is not None), "a trajectory has either a reward or a failure"
 
 
@@ -286,6 +357,9 @@ class DistributionSpan:
     start: int
     end: int
     distribution: Distribution
+    token_masks: tuple[bytes, ...] | None = None
+    """For each token the bits of the ids that the grammar allows, lowest bit first; the trainer computes them. None:
+    there is no grammar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,7 @@ def test_unknown_names_and_arguments_are_errors(section, message):
         ({"correction": {"negative_sequence_delta": 0.1}}, {"logprobs"}),
         ({"algorithm_type": "dppo_tv"}, set()),
         ({"algorithm_type": "kl_cov"}, {"logprobs"}),
+        ({"algorithm_type": "aepo"}, {"entropies"}),
         ({"algorithm_type": "rec", "top_entropy_fraction": 0.2}, {"entropies"}),
         ({"algorithm_type": "gmpo", "top_entropy_fraction": 0.2}, {"logprobs", "entropies"}),
         ({"algorithm_type": "dpo"}, {"logprobs", "reference"}),

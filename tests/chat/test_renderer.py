@@ -106,7 +106,7 @@ def test_tools_are_described_in_the_system_message_if_the_parser_cannot_parse_th
     own = to_text(renderer := build_renderer(LLAMA3, tool_call_parser="none"), renderer.render(prompt))
     assert "Given these functions" in own
     assert not caplog.records
-    told = to_text(renderer := build_renderer(LLAMA3), renderer.render(prompt))
+    told = to_text(renderer := build_renderer(LLAMA3, tool_call_parser="hermes"), renderer.render(prompt))
     assert "Given these functions" not in told
     assert "Today: 26 Jul 2024\n\n# Tools" in told
     renderer.render(prompt)

@@ -9,8 +9,9 @@ from jinja2.exceptions import TemplateError
 from chat_templates import CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25, THINKING
 from fakes import build_chat_tokenizer
 from rendering import CALL, TOOLS, USER, build_renderer, make_prompt
+from tunesmith.chat.call_probe import SENTINEL
 from tunesmith.chat.messages import Message, ToolCall, parse_messages
-from tunesmith.chat.template import SENTINEL, ChatTemplate
+from tunesmith.chat.template import ChatTemplate
 from tunesmith.chat.template_analysis import is_rendered_from_neighbors
 from tunesmith.chat.template_rendering import JinjaTemplate
 
@@ -125,7 +126,7 @@ def make_history(*, has_system: bool, num_rounds: int, num_results: int) -> list
 @pytest.mark.parametrize("has_system", [True, False])
 @pytest.mark.parametrize("num_results", [0, 1, 2])
 def test_delta_equals_that_of_the_whole_conversation(template, has_system, num_results):
-    renders = ChatTemplate(build_chat_tokenizer(template), has_hermes_parser=True)
+    renders = ChatTemplate(build_chat_tokenizer(template), tool_call_parser="hermes")
     for num_rounds in range(5):
         history = make_history(has_system=has_system, num_rounds=num_rounds, num_results=num_results)
         reply = Message(role="assistant", content=SENTINEL)
@@ -140,7 +141,7 @@ def test_delta_equals_that_of_the_whole_conversation(template, has_system, num_r
 
 
 def test_a_long_conversation_is_rendered_from_its_last_messages():
-    renders = ChatTemplate(build_chat_tokenizer(CHATML), has_hermes_parser=True)
+    renders = ChatTemplate(build_chat_tokenizer(CHATML), tool_call_parser="hermes")
     history = make_history(has_system=True, num_rounds=3, num_results=0)
     rendered = []
     plain = renders._jinja.render

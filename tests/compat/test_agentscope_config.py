@@ -35,7 +35,11 @@ def test_defaults_are_those_of_agentscope_and_of_our_sections():
     ours = ModelSection(path="m", max_model_len=64)
     assert (model.temperature, model.top_p, model.max_tokens) == (1.0, 1.0, 8192)
     assert (ours.temperature, ours.top_p, ours.max_tokens) == (1.0, 1.0, 8192)
-    assert (ours.tool_call_parser, ours.reasoning_parser) == (model.tool_call_parser, model.reasoning_parser)
+    assert (model.tool_call_parser, model.reasoning_parser) == ("hermes", "deepseek_r1")
+    assert (ours.tool_call_parser, ours.reasoning_parser) == (
+        "auto",
+        "auto",
+    )  # set only if the caller sets AgentScope's
     section = AlgorithmSection()
     assert (section.algorithm_type, section.group_size, section.batch_size) == ("multi_step_grpo", 8, 32)
     assert TrainerSection().learning_rate == algorithm.learning_rate == 1e-6

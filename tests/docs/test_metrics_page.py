@@ -13,8 +13,8 @@ from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelCon
 
 PAGE = ROOT / "docs" / "guides" / "metrics.md"
 PREFIXES = (
-    "algorithm", "correction", "critic", "distillation", "engine", "eval", "experience", "expert", "mismatch", "perf",
-    "preference", "rollout", "selector", "train",
+    "algorithm", "cluster", "correction", "critic", "distillation", "engine", "eval", "experience", "expert",
+    "mismatch", "perf", "preference", "rollout", "selector", "train",
 )  # fmt: skip
 METRIC = re.compile(rf"(?:{'|'.join(PREFIXES)})(?:/[\w@<>]*[^\W_]>?)+")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tunesmith.experience.batch import Batch, BatchSize
 from tunesmith.experience.table import BoundOperator, apply_operators
 from tunesmith.metric import Count
-from tunesmith.types import Group, Task, Trajectory
+from tunesmith.types import Distribution, Group, Task, Trajectory, Turn
 
 
 def group_of(index, *rewards):
@@ -81,3 +83,19 @@ def test_advantages_are_laid_out_like_the_collected_groups():
     kept = Group(task=collected[1].task, trajectories=collected[1].trajectories[::2])
     batch = Batch(size=BatchSize(num_groups=2, max_tasks=2), collected=collected, groups=[kept], positions=[1])
     assert batch.spread([[0.5, None]]) == [[None, None], [0.5, None, None]]
+
+
+def test_recorded_groups_show_which_turns_operators_excluded():
+    turn = Turn(
+        prompt_ids=(1,), sampled_ids=(2,), logprobs=(0.0,), policy_versions=(0,), distribution=Distribution(),
+        stop_reason="length",
+    )  # fmt: skip
+    (group,) = [group_of(0, 1, 2)]
+    runs = tuple(replace(run, turns=(turn, turn)) for run in group.trajectories)
+    collected = Group(task=group.task, trajectories=runs)
+    masked = replace(runs[1], reward=9.0, turns=(turn, replace(turn, is_trained=False)))
+    kept = Group(task=group.task, trajectories=(runs[0], masked))
+    batch = Batch(size=BatchSize(num_groups=1, max_tasks=1), collected=[collected], groups=[kept], positions=[0])
+    (recorded,) = batch.recorded
+    assert [[each.is_trained for each in run.turns] for run in recorded.trajectories] == [[True, True], [True, False]]
+    assert [run.reward for run in recorded.trajectories] == [1.0, 2.0]

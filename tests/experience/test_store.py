@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from fakes import full_disk
 from tunesmith.errors import StorageError
-from tunesmith.experience.store import load_rollouts, save_rollouts
+from tunesmith.experience.store import (
+    DISTRIBUTION,
+    SCHEMA,
+    load_rollouts,
+    load_table,
+    merge_rollouts,
+    save_rollouts,
+    truncate_rollouts,
+)
+from tunesmith.experience.store import TURN as TURN_TYPE
 from tunesmith.types import Distribution, Failure, Group, Task, Trajectory, Turn
 
 TASK = Task(task_id="sums/3", index=3, row={"question": "1+1", "answer": 2})
@@ -42,6 +51,13 @@ distributions = st.builds(
     top_k=ids,
     min_p=numbers,
     logit_bias=st.lists(st.tuples(ids, numbers), max_size=2).map(tuple),
+    repetition_penalty=numbers,
+    presence_penalty=numbers,
+    frequency_penalty=numbers,
+    min_tokens=ids,
+    end_ids=st.lists(ids, max_size=2).map(tuple),
+    bad_words=st.lists(st.lists(ids, max_size=2).map(tuple), max_size=2).map(tuple),
+    grammar=st.sampled_from(["", 'start: "x"']),
 )
 stop_reasons = st.sampled_from(["eos", "stop", "length", "context", "deadline", "cancelled"])
 
@@ -76,6 +92,7 @@ def groups(draw) -> Group:
             failure=failure,
             response_text=draw(st.text(max_size=20)),
             duration_s=draw(numbers),
+            **draw(st.sampled_from(({}, {"parent": 0, "branch_at": 5, "num_shared_turns": 2}))),
         )
         trajectories.append(trajectory)
     return Group(task=task, trajectories=tuple(trajectories))
@@ -91,6 +108,21 @@ def test_rollouts_round_trip_exactly(tmp_path_factory, saved):
 def test_two_groups_of_one_task_stay_separate(tmp_path):
     save_rollouts(tmp_path / "a.parquet", [GROUP, GROUP])
     assert load_rollouts(tmp_path / "a.parquet") == [GROUP, GROUP]
+
+
+def test_trees_are_columns_and_older_files_without_them_load(tmp_path):
+    path = tmp_path / "a.parquet"
+    first, second = GROUP.trajectories
+    tree = replace(GROUP, trajectories=(first, replace(second, parent=0, branch_at=3, num_shared_turns=1)))
+    save_rollouts(path, [tree])
+    table = pq.read_table(path)
+    columns = ["parent", "branch_at", "num_shared_turns"]
+    assert table.select(columns).to_pylist() == [
+        {"parent": None, "branch_at": None, "num_shared_turns": 0},
+        {"parent": 0, "branch_at": 3, "num_shared_turns": 1},
+    ]
+    pq.write_table(table.drop_columns(columns), path)
+    assert load_rollouts(path) == [GROUP]
 
 
 def test_parquet_columns_hold_advantages_and_nulls(tmp_path):
@@ -160,3 +192,52 @@ def test_baseline_reward_and_turn_advantages_are_stored(tmp_path):
     rows = pq.read_table(path).to_pylist()
     assert rows[0]["advantage"] == -0.5 and rows[0]["turn_advantages"] == [0.5, -1.5]
     assert rows[0]["group_index"] == 0 and rows[0]["baseline_reward"] == 0.75
+
+
+def test_rollouts_of_a_version_without_penalties_are_read_merged_and_truncated(tmp_path):
+    path = tmp_path / "step_000001.parquet"
+    save_rollouts(path, [GROUP])
+    old_distribution = pa.struct([DISTRIBUTION.field(index) for index in range(5)])
+    assert old_distribution.field(4).name == "logit_bias"
+    old_turn = pa.struct([
+        pa.field(field.name, old_distribution if field.name == "distribution" else field.type) for field in TURN_TYPE
+    ])  # fmt: skip
+    old = SCHEMA.set(SCHEMA.get_field_index("turns"), pa.field("turns", pa.list_(old_turn)))
+    rows = pq.read_table(path).to_pylist()
+    for turn in [turn for row in rows for turn in row["turns"]]:
+        turn["distribution"] = {field.name: turn["distribution"][field.name] for field in old_distribution}
+    pq.write_table(pa.Table.from_pylist(rows, schema=old), path)
+    assert "grammar" not in str(pq.read_schema(path))
+    assert load_rollouts(path) == [GROUP]
+    other = tmp_path / "step_000002.parquet"
+    save_rollouts(other, [GROUP])
+    merge_rollouts(tmp_path / "steps_000001-000002.parquet", {1: path, 2: other})
+    truncate_rollouts(tmp_path / "steps_000001-000002.parquet", tmp_path / "steps_000001-000001.parquet", 1)
+    truncated = pq.read_table(tmp_path / "steps_000001-000001.parquet").to_pylist()
+    assert {row["step"] for row in truncated} == {1}
+
+
+def test_tracebacks_and_untrained_turns_are_stored(tmp_path):
+    failure = Failure(where="judge", message="ValueError: no", line="judge.py:3 in judge", traceback="Traceback ...")
+    failed = replace(BAD, failure=failure)
+    masked = replace(GOOD, turns=(TURN, replace(TURN, is_trained=False)))
+    save_rollouts(tmp_path / "step_000001.parquet", [Group(task=TASK, trajectories=(masked, failed))])
+    (loaded,) = load_rollouts(tmp_path / "step_000001.parquet")
+    assert loaded.trajectories[0] == masked
+    assert loaded.trajectories[1].failure.traceback == "Traceback ..."
+    table = load_table(tmp_path / "step_000001.parquet", ["num_turns", "num_sampled_tokens", "untrained_turns"])
+    counts = {"num_turns": 2, "num_sampled_tokens": 2 * len(TURN.sampled_ids), "untrained_turns": [1]}
+    assert table.to_pylist() == [counts, {"num_turns": 0, "num_sampled_tokens": 0, "untrained_turns": None}]
+
+
+def test_a_file_without_the_newer_columns_is_read_and_merged(tmp_path):
+    newer = ["failure_traceback", "num_turns", "num_sampled_tokens", "untrained_turns"]
+    for step in (1, 2):
+        path = tmp_path / f"step_{step:06d}.parquet"
+        save_rollouts(path, [GROUP])
+        pq.write_table(pq.read_table(path).drop_columns(newer), path)
+    assert load_rollouts(tmp_path / "step_000001.parquet") == [GROUP]
+    merged = tmp_path / "steps_000001-000002.parquet"
+    merge_rollouts(merged, {step: tmp_path / f"step_{step:06d}.parquet" for step in (1, 2)})
+    (tmp_path / "step_000002.parquet").unlink()
+    assert load_rollouts(tmp_path / "step_000002.parquet") == [GROUP]

@@ -61,7 +61,9 @@ def test_the_sampling_kernel_samples_the_tokens_of_the_sampler(distributions, dt
     logits = torch.randn(num_rows, vocabulary, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
     chosen = [distributions[row % len(distributions)] for row in range(num_rows)]
     seeds, positions = list(range(num_rows)), list(range(5, num_rows + 5))
-    expected = sample_tokens(logits.float().clone(), chosen, seeds, positions)  # overwrites its logits
+    expected = sample_tokens(  # overwrites its logits
+        logits.float().clone(), chosen, seeds, positions, has_entropies=True
+    )
 
     def put(values, kind=None):
         return torch.tensor(values, dtype=kind, device="cuda")
@@ -77,8 +79,9 @@ def test_the_sampling_kernel_samples_the_tokens_of_the_sampler(distributions, dt
         log_lines_R=1 - put(positions),
         token_log_LR=put([[-1] * num_rows] * 3, torch.int32),
         logprob_log_LR=put([[math.nan] * num_rows] * 3),
+        entropy_log_LR=put([[math.nan] * num_rows] * 3),
     )
-    sample_next_tokens(logits.cuda(), rows, has_truncation=distributions is TRUNCATED)
+    sample_next_tokens(logits.cuda(), rows, has_truncation=distributions is TRUNCATED, has_entropies=True)
     assert rows.ids_R.tolist() == rows.token_log_LR[1].tolist()
     assert rows.positions_R.tolist() == positions
     assert rows.token_log_LR[[0, 2]].unique().tolist() == [-1]
@@ -86,6 +89,9 @@ def test_the_sampling_kernel_samples_the_tokens_of_the_sampler(distributions, dt
     assert is_same.float().mean() > 0.97  # rounding of float32 sums may move a draw across a token boundary
     errors = rows.logprob_log_LR[1].cpu() - torch.tensor(expected.logprobs)
     assert errors[is_same].abs().max() < 1e-4
+    errors = rows.entropy_log_LR[1].cpu() - torch.tensor(expected.entropies)
+    assert errors.abs().max() < 1e-3
+    assert rows.entropy_log_LR[[0, 2]].isnan().all()
 
 
 def rotate(heads_NHD, cos_ND, sin_ND):

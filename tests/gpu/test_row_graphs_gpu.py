@@ -12,11 +12,11 @@ from sample_spans import build_spans
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
-from tunesmith.trainer.compiled_layers import compiled_layers
+from tunesmith.trainer.layers.compiled_layers import compiled_layers
+from tunesmith.trainer.layers.row_graphs import RowGraphs, can_capture
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.row_graphs import RowGraphs, can_capture
 from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Distribution, Sample

@@ -19,7 +19,7 @@ from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.experience.trie import Trie, build_trie, concatenate_tries
 from tunesmith.model.forward.attention import AttentionOptions, attend_masked
 from tunesmith.model.forward.logprobs import compute_logprobs
-from tunesmith.trainer.compiled_layers import compiled_layers
+from tunesmith.trainer.layers.compiled_layers import compiled_layers
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples

@@ -95,7 +95,7 @@ async def test_stop_strings_end_the_text(stream):
         ({"prompt": "a", "echo": True}, "echo=True is not supported"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 2}, "best_of=2"),
-        ({"prompt": "a", "logprobs": 1}, "logprobs=0 gives the sampled ones"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs=21 is outside"),
         ({"prompt": ""}, "prompt must be"),
         ({"prompt": []}, "prompt must be"),
         ({"prompt": [[1], []]}, "prompt must be"),

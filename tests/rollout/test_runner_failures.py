@@ -144,6 +144,14 @@ async def test_an_error_of_the_judge_is_a_failure(judge, message):
     assert (trajectory.reward, trajectory.failure) == (None, Failure(where="judge", message=message))
 
 
+async def test_a_failure_has_the_traceback_of_the_users_code():
+    raised = (await run(answer, judge_raises)).failure.traceback
+    assert raised.startswith("Traceback (most recent call last):")
+    assert raised.rstrip().endswith("ValueError: no answer")
+    assert "in judge_raises" in raised and "tunesmith/rollout" not in raised
+    assert (await run(answer, judge_is_undecided)).failure.traceback is None
+
+
 async def test_a_rollout_past_its_timeout_is_cancelled():
     cleaned = []
 

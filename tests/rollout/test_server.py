@@ -232,12 +232,23 @@ async def test_request_bodies_over_the_limit_are_refused(has_content_length):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs=2 is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5"),
-        ({"presence_penalty": -1}, "presence_penalty"),
-        ({"extra_body": {"repetition_penalty": 1.1}}, "repetition_penalty"),
-        ({"extra_body": {"guided_json": {}}}, "guided_json"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs=21 is outside"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type='xml'"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "must be a JSON schema"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty=2.5 is outside"),
+        ({"presence_penalty": -2.1}, "presence_penalty=-2.1 is outside"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty=0"),
+        ({"extra_body": {"min_tokens": -1}}, "min_tokens=-1"),
+        ({"extra_body": {"bad_words": "x"}}, "bad_words must be list"),
+        ({"extra_body": {"bad_words": [""]}}, "bad_words must be"),
+        ({"extra_body": {"guided_json": "{"}}, "guided_json is not JSON"),
+        ({"extra_body": {"guided_choice": []}}, "guided_choice must be"),
+        ({"extra_body": {"structured_outputs": {"structural_tag": "x"}}}, "structured_outputs must be an object with"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}, "guided_regex": "a"}}, "both constrain the reply"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "only one of them"),
+        ({"extra_body": {"made_up": 1}}, "made_up is not a field of this endpoint"),
+        ({"stream_options": {"chunk_size": 3}}, "stream_options.chunk_size is not supported"),
         ({"reasoning_effort": "low"}, "not used by this model's chat template"),
         ({"temperature": -1}, "temperature=-1"),
         ({"temperature": 1e-39}, "temperature=1e-39 must be 0 or at least 1e-05"),
@@ -267,7 +278,7 @@ async def test_unsupported_requests_are_refused(fields, message):
 async def test_options_without_effect_are_ignored():
     completion, _ = await create_completion(
         build_service("x"), user="u", store=False, metadata={"a": "b"}, presence_penalty=0, logprobs=False,
-        response_format={"type": "text"}, extra_body={"made_up": 1, "repetition_penalty": 1.0, "top_k": None},
+        response_format={"type": "text"}, extra_body={"made_up": None, "repetition_penalty": 1.0, "top_k": None},
     )  # fmt: skip
     assert completion.choices[0].message.content == "x"
 

@@ -17,9 +17,9 @@ from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.scores import TokenInputs
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.model.forward.attention import CausalPlan, run_body
-from tunesmith.trainer import compiled_layers as compiling
 from tunesmith.trainer import loss_pass as step
 from tunesmith.trainer.batch import DeviceInputs
+from tunesmith.trainer.layers import compiled_layers as compiling
 from tunesmith.trainer.optimizer import MasterAdamW
 
 

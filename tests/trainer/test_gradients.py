@@ -17,7 +17,7 @@ from sample_spans import build_spans, list_distributions
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection
-from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import ScoringModels, prepare_update

@@ -17,9 +17,9 @@ from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError
 from tunesmith.trainer import loss_pass as step
 from tunesmith.trainer.batch import build_row, copy_inputs_to_device, index_distributions
+from tunesmith.trainer.layers.row_graphs import has_live_autograd_graph
 from tunesmith.trainer.metrics import add_parts
 from tunesmith.trainer.packing import pack_samples
-from tunesmith.trainer.row_graphs import has_live_autograd_graph
 from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.trainer.tree_attention.tile_schedule import NARROW, build_table, compute_table_size, pad_trie

@@ -16,11 +16,11 @@ from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection, CorrectionSection, MaskSection
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.packing import pack_samples
+from tunesmith.trainer.policy_versions import has_older_tokens
 from tunesmith.trainer.scoring_pass import (
     ProximalScores,
     ScoringModels,
     build_scores,
-    has_older_tokens,
     index_events,
     prepare_update,
     run_scoring_passes,

@@ -18,7 +18,7 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.model.forward.fp32_residual import use_fp32_residual
 from tunesmith.model.value_model import ValueModel
-from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples

@@ -51,6 +51,7 @@ from tunesmith.algorithms.losses.clipped import (
     compute_sft_phi_losses,
 )
 from tunesmith.algorithms.losses.divergence import compute_dppo_kl_losses, compute_dppo_tv_losses
+from tunesmith.algorithms.losses.entropy_balanced import compute_aepo_losses, compute_aepo_terms
 from tunesmith.algorithms.losses.expert_mixture import (
     compute_chord_losses,
     compute_chord_terms,
@@ -289,6 +290,12 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         compute_losses=compute_kl_cov_losses,
         needs=frozenset({"logprobs"}),
     ),
+    "aepo": AlgorithmEntry(
+        compute_advantages=compute_multi_step_grpo_advantages,
+        compute_terms=compute_aepo_terms,
+        compute_losses=compute_aepo_losses,
+        needs=frozenset({"entropies"}),
+    ),
     "mix": AlgorithmEntry(
         compute_advantages=compute_grpo_advantages,
         compute_terms=compute_mix_terms,
@@ -333,6 +340,9 @@ ALGORITHMS: dict[str, AlgorithmEntry] = {
         aggregation="sum",
     ),
 }
+
+PER_TOKEN_TERMS = frozenset({keep_advantages, compute_clip_cov_terms, compute_kl_cov_terms, compute_aepo_terms})
+"""Terms that need no whole sequences, so that a shared turn may be trained in one rollout only."""
 
 GROUP_RELATIVE_ADVANTAGES = frozenset(
     {

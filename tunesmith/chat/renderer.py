@@ -13,18 +13,28 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tunesmith.chat.call_probe import SENTINEL
 from tunesmith.chat.detokenize import Detokenizer, IncrementalDetokenizer
 from tunesmith.chat.memo import memoize
 from tunesmith.chat.messages import Message, ToolCall
-from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN, ReplyParser
+from tunesmith.chat.parsers import (
+    HARMONY,
+    HERMES,
+    REASONING_TAGS,
+    THINK,
+    HarmonyParser,
+    ReplyParser,
+    find_reasoning_parser,
+)
 from tunesmith.chat.special_tokens import ESCAPE, encode_text
-from tunesmith.chat.template import SENTINEL, ChatTemplate
+from tunesmith.chat.template import ChatTemplate
 from tunesmith.chat.token_length import find_longest_token
+from tunesmith.types import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +43,8 @@ NUM_CACHED_PROMPTS = 512
 NUM_CACHED_DELTAS, MAX_DELTA_CHARACTERS = 4096, 1024
 """Tokenized deltas cached, and their longest text; tools often return the same short result."""
 UNPARSED_CALLS_WARNING = (
-    "the chat template writes tool calls in a format that the hermes parser cannot parse; tools are described in the "
-    "system message and calls are written as <tool_call> blocks instead"
+    "the chat template writes tool calls in a format that model.tool_call_parser=%s cannot parse; tools are described "
+    "in the system message and calls are written as <tool_call> blocks instead"
 )
 NUM_TAIL_IDS = 16
 """Last ids of a prompt that are decoded to check whether it opens a <think> block."""
@@ -69,21 +79,33 @@ class Renderer:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        tool_call_parser: str = "hermes",
-        reasoning_parser: str = "deepseek_r1",
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
         enable_thinking: bool | None = None,
         split_special_tokens: bool = True,
     ) -> None:
+        """`auto` chooses the parsers for the formats that the tokenizer's chat template writes."""
+        if reasoning_parser == "auto":
+            reasoning_parser = find_reasoning_parser(str(tokenizer.chat_template or ""))
+        self._tags = REASONING_TAGS.get(reasoning_parser, THINK)
         self._tokenizer = tokenizer
+        self._tool_call_parser = tool_call_parser
         self._template = ChatTemplate(
-            tokenizer, has_hermes_parser=tool_call_parser == "hermes", split_special_tokens=split_special_tokens
+            tokenizer,
+            tool_call_parser=tool_call_parser,
+            split_special_tokens=split_special_tokens,
+            extra_markup=HARMONY.markup
+            if reasoning_parser == HARMONY.name
+            else (self._tags.opening, self._tags.closing),
         )
+        self._call_format = self._template.call_format
+        self._is_harmony = reasoning_parser == HARMONY.name or self._call_format is HARMONY
         self._special_tokens = self._template.special_tokens
         self._has_warned = False
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        self.has_tool_calls = tool_call_parser == "hermes"
-        self.has_reasoning = reasoning_parser == "deepseek_r1"
-        self._detokenizer = Detokenizer(tokenizer, hidden_ids=self._template.special_ids.values())
+        self.has_tool_calls = self._call_format is not None
+        self.has_reasoning = reasoning_parser in REASONING_TAGS and not self._is_harmony
+        self._detokenizer = Detokenizer(tokenizer, hidden_ids=self._template.hidden_ids)
         self._backend = _find_backend(tokenizer)
         self.is_thread_safe = self._backend is not None
         """Whether several threads may tokenize at the same time."""
@@ -146,12 +168,13 @@ class Renderer:
 
         If the prompt ends in an open <think>, the prefix closes it first.
         """
-        text = self._template.call_start
+        call = self._template.rendered_call
+        text = call.start
         if name is not None:
             escaped = name if self._special_tokens is None else self._special_tokens.escape(name)
-            text += json.dumps(escaped, ensure_ascii=False)[1:-1] + self._template.call_middle
+            text += json.dumps(escaped, ensure_ascii=False)[1:-1] + call.middle
         if self.is_reasoning_open(prompt_ids):
-            text = f"\n{THINK_CLOSE}\n\n{text}"
+            text = f"\n{self._tags.closing}\n\n{text}"
         return self._unescape(text), self.encode(text)
 
     def build_parser(
@@ -161,13 +184,27 @@ class Renderer:
         new_call_id: Callable[[], str],
         has_tools: bool,
         has_reasoning: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
         is_single_call: bool = False,
         stop: Sequence[str] = (),
         keeps_stop: bool = False,
         prefix: str = "",
-    ) -> ReplyParser:
-        """A parser for the reply to a prompt; without tools, nothing is parsed as a tool call, and without
-        `has_reasoning` reasoning is content."""
+    ) -> ReplyParser | HarmonyParser:
+        """A parser for the reply to a prompt; without `has_tools`, nothing is parsed as a tool call, and without
+        `has_reasoning` reasoning is content.
+
+        `tools`: those of the request; some formats need their schemas to tell text from numbers. The reasoning of
+        harmony is a channel of its own, which stays reasoning.
+        """
+        if self._is_harmony:
+            return HarmonyParser(
+                new_call_id=new_call_id,
+                has_tool_calls=self._call_format is HARMONY and has_tools,
+                is_single_call=is_single_call,
+                stop=stop,
+                keeps_stop=keeps_stop,
+                prefix=prefix,
+            )
         return ReplyParser(
             new_call_id=new_call_id,
             has_reasoning=self.has_reasoning and has_reasoning,
@@ -177,7 +214,20 @@ class Renderer:
             stop=stop,
             keeps_stop=keeps_stop,
             prefix=prefix,
+            reasoning_tags=self._tags,
+            call_format=self._call_format or HERMES,
+            tools=tools,
         )
+
+    def limit_to_one_call(self, sampling: Sampling) -> Sampling:
+        """Sampling parameters that stop after one tool call, if the format has a tag that ends a call."""
+        close = None if self._call_format is None else self._call_format.close
+        if close is None:
+            return sampling
+        token_id = self._template.special_ids.get(close)
+        if token_id is not None:
+            return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, token_id))
+        return replace(sampling, stop=(*sampling.stop, close))
 
     def decode(self, ids: Sequence[int], *, extra_hidden_ids: Collection[int] = ()) -> str:
         """Text of sampled ids, without special tokens."""
@@ -193,12 +243,27 @@ class Renderer:
         assert isinstance(text, str)
         return text
 
+    @property
+    def call_texts(self) -> tuple[str, str]:
+        """Text of a tool call before the name, and between the name and the arguments."""
+        return self._template.call_start, self._template.call_middle
+
+    def find_token(self, text: str) -> int | None:
+        """The id of the added token that spells `text`; None if it is encoded by ordinary tokens."""
+        return next((i for i, token in self._tokenizer.added_tokens_decoder.items() if str(token) == text), None)
+
+    def may_reason(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether the model decides to reason: the template has a switch, and the prompt does not close <think>."""
+        if not (self.has_reasoning and self.uses_variable("enable_thinking")):
+            return False
+        return not self.decode(prompt_ids[-NUM_TAIL_IDS:]).rstrip().endswith(self._tags.closing)
+
     def is_reasoning_open(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt ends in an open <think>, so that the reply starts with reasoning."""
+        """Whether the prompt ends in an open reasoning tag, so that the reply starts with reasoning."""
         return self.has_reasoning and self._cached_is_reasoning_open(tuple(prompt_ids[-NUM_TAIL_IDS:]))
 
     def _decode_ends_in_think(self, tail_ids: tuple[int, ...]) -> bool:
-        return self.decode(tail_ids).rstrip().endswith(THINK_OPEN)
+        return self.decode(tail_ids).rstrip().endswith(self._tags.opening)
 
     def _render_text(self, prompt: Prompt) -> str:
         self._warn_once(prompt)
@@ -210,20 +275,17 @@ class Renderer:
     def _warn_once(self, prompt: Prompt) -> None:
         if prompt.tools and self._template.has_unparsed_calls and not self._has_warned:
             self._has_warned = True
-            logger.warning(UNPARSED_CALLS_WARNING)
+            logger.warning(UNPARSED_CALLS_WARNING, self._tool_call_parser)
 
     def _render_delta(self, prompt: Prompt, num_old: int) -> str | None:
         """Text after message `num_old - 1`, the reply, from the special token that ends it.
 
-        The reply is replaced by a sentinel. Its tool calls are kept, with empty arguments, for templates that match
-        results to calls; for templates that omit content next to calls, a second attempt leaves the calls out.
+        A sentinel marks the end of the reply, see `_build_attempts`.
         """
         self._warn_once(prompt)
         variables = self._merge_variables(prompt)
         old, reply, new = prompt.messages[: num_old - 1], prompt.messages[num_old - 1], prompt.messages[num_old:]
-        calls = tuple(ToolCall(call_id=call.call_id, name=call.name, arguments="{}") for call in reply.tool_calls)
-        for kept in [calls, ()] if calls else [()]:
-            attempt = Message(role="assistant", content=SENTINEL, tool_calls=kept)
+        for attempt in self._build_attempts(reply):
             try:
                 delta = self._template.render_delta((*old, attempt, *new), tools=prompt.tools, variables=variables)
             except ValueError:
@@ -233,6 +295,23 @@ class Renderer:
                 if all(_is_rendered(message, text) for message in new):
                     return delta
         return None
+
+    def _build_attempts(self, reply: Message) -> list[Message]:
+        """The reply with a sentinel in place of its end.
+
+        The sentinel replaces the content; tool calls are kept, with empty arguments, for templates that match results
+        to calls. For templates that omit content next to calls, or write it in a message of its own, the sentinel is
+        the argument of the last call. A last attempt leaves the calls out.
+        """
+        calls = [ToolCall(call_id=call.call_id, name=call.name, arguments="{}") for call in reply.tool_calls]
+        content = Message(role="assistant", content=SENTINEL)
+        if not calls:
+            return [content]
+        last = replace(calls[-1], arguments=json.dumps({"a": SENTINEL}))
+        in_arguments = Message(role="assistant", tool_calls=(*calls[:-1], last))
+        return (
+            [in_arguments] if self._is_harmony else [replace(content, tool_calls=tuple(calls)), in_arguments, content]
+        )
 
     def _unescape(self, text: str) -> str:
         return text if self._special_tokens is None else self._special_tokens.unescape(text)

@@ -1,43 +1,64 @@
 """A tokenizer's chat template and its capabilities.
 
 Capabilities are detected once by rendering small probe conversations: tools, tool calls and results, the system role,
-and the token that ends an assistant message. Missing features, and tool calls in a format that the run's parser cannot
-parse, are replaced by text (`template_fallback`): tools are described in the system message, calls and results become
-text blocks, a system message is merged into the user message.
+and the token that ends an assistant message. The format of tool calls is the one whose parser reads the rendered probe
+call back (`call_probe`). Missing features, and tool calls in a format that no parser reads, are replaced by text
+(`template_fallback`): tools are described in the system message, calls and results become text blocks, a system message
+is merged into the user message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from tunesmith.chat.call_probe import PROBE, PROBE_CALL_ID, SENTINEL, RenderedCall, find_rendered_call
 from tunesmith.chat.memo import build_cache_key, load_cache_key
 from tunesmith.chat.messages import Message, ToolCall
-from tunesmith.chat.parsers import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
+from tunesmith.chat.parsers import (
+    CALL_CLOSE,
+    CALL_FORMATS,
+    CALL_OPEN,
+    HARMONY,
+    HERMES,
+    THINK_CLOSE,
+    THINK_OPEN,
+    CallFormat,
+)
 from tunesmith.chat.special_tokens import SpecialTokens
-from tunesmith.chat.template_fallback import describe_tools_in_system, merge_system_into_user, write_calls_as_text
+from tunesmith.chat.template_fallback import (
+    HERMES_EXAMPLE,
+    describe_tools_in_system,
+    merge_system_into_user,
+    write_calls_as_text,
+)
 from tunesmith.chat.template_rendering import JinjaTemplate
+from tunesmith.errors import ConfigError
 
 MARKUP = (THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE)
 """Tags that stay visible in decoded text although some tokenizers mark them as special tokens."""
 
-SENTINEL = "zqxjkvbpYw"
-PROBE = "probe_qzx"
+RESULT = "qzwresult"
 PROBE_TOOL = {
     "type": "function",
     "function": {"name": PROBE, "description": "p", "parameters": {"type": "object", "properties": {}}},
 }
-
-
-CALL_START, CALL_MIDDLE = f'{CALL_OPEN}\n{{"name": "', '", "arguments":'
-HERMES_CALL = re.compile(rf'({CALL_OPEN}\s*{{\s*"name":\s*"){PROBE}(",\s*"arguments":)')
-
+FALLBACK_CALL = RenderedCall(
+    call_format=HERMES,
+    start=f'{CALL_OPEN}\n{{"name": "',
+    middle='", "arguments":',
+    tail=f"}}\n{CALL_CLOSE}",
+    example=HERMES_EXAMPLE,
+    is_text=False,
+)
+"""How `template_fallback` writes calls."""
 
 NUM_CONTEXT_MESSAGES = 2
 """Messages that replace the history before a reply: the first one and the one right before the reply."""
@@ -49,9 +70,20 @@ class ChatTemplate:
     """Renders conversations to text in which special tokens spelled by messages are escaped."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, has_hermes_parser: bool, split_special_tokens: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        tool_call_parser: str = "auto",
+        split_special_tokens: bool = True,
+        extra_markup: Collection[str] = (),
     ) -> None:
-        """Without `split_special_tokens` nothing is escaped: special tokens in messages stay special tokens."""
+        """`tool_call_parser`: the format of tool calls, `none`, or `auto` for the one that the template writes.
+        `extra_markup`: more tags that decoded text keeps.
+
+        Without `split_special_tokens` nothing is escaped: special tokens in messages stay special tokens. Raises
+        `ConfigError` if the template writes tool calls in another format than the parser's, unless that is `hermes`,
+        whose calls can be written as text.
+        """
         self._tokenizer = tokenizer
         self._jinja = JinjaTemplate(tokenizer)
         self._render_cached = functools.lru_cache(maxsize=NUM_CACHED_TEXTS)(self._render_from_key)
@@ -61,18 +93,36 @@ class ChatTemplate:
         self.special_ids = {text: token_id for token_id, text in special.items() if text not in MARKUP}
         """String of each special token -> its id."""
         self.special_tokens = SpecialTokens(tokenizer, self.special_ids) if split_special_tokens else None
-        longest_first = sorted(self.special_ids, key=len, reverse=True)
-        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._turn_pattern = _build_pattern(self.special_ids)
+        """Special tokens that are not inside of an assistant message."""
+        self._writes_arguments_as_text = self._is_harmony = False
+        self._call_example = HERMES_EXAMPLE
         self.has_system = self._can_render([Message(role="system", content=PROBE), Message(role="user", content="u")])
         renders_tools = self._can_render([Message(role="user", content="u")], [PROBE_TOOL])
-        calls = self._probe_tool_calls(renders_tools)
-        hermes = None if calls is None else HERMES_CALL.search(calls)
-        self.call_start, self.call_middle = (CALL_START, CALL_MIDDLE) if hermes is None else hermes.groups()
-        """Text of a tool call before the name, and between the name and the arguments."""
-        self.has_unparsed_calls = has_hermes_parser and renders_tools and hermes is None
-        """The template supports tools, but the parser cannot parse its format of tool calls."""
+        calls, found = self._probe_formats(renders_tools, tool_call_parser)
+        if found is None and tool_call_parser not in ("auto", "none", HERMES.name):
+            raise ConfigError(
+                f"model.tool_call_parser={tool_call_parser} does not read the tool calls that this model's chat "
+                "template writes; use auto"
+            )
+        self.rendered_call = found or FALLBACK_CALL
+        self.call_format = None if tool_call_parser == "none" else self.rendered_call.call_format
+        """The format in which the model writes tool calls; None if they are not parsed."""
+        self._is_harmony = self.call_format is HARMONY
+        has_parser = tool_call_parser != "none"
+        is_hermes = self.rendered_call.call_format is HERMES
+        self._call_example = HERMES_EXAMPLE if is_hermes else self.rendered_call.example
+        self.has_unparsed_calls = has_parser and renders_tools and found is None
+        """The template supports tools, but no parser reads its format of tool calls."""
         self.has_tools = renders_tools and not self.has_unparsed_calls
-        self.has_tool_calls = calls is not None and (hermes is not None or not has_hermes_parser)
+        self.has_tool_calls = calls is not None and (found is not None or not has_parser)
+        if self.call_format is not None:
+            self._turn_pattern = self._build_turn_pattern(self.call_format)
+        markup = frozenset() if self.call_format is None else frozenset(self.call_format.markup)
+        self.hidden_ids = [
+            token_id for text, token_id in self.special_ids.items() if text not in markup.union(extra_markup)
+        ]
+        """Ids of the special tokens that decoded text leaves out."""
         self.end_of_turn = self._probe_end_of_turn()
         """The special token after an assistant message; None if the header of the next message ends the turn."""
 
@@ -95,41 +145,46 @@ class ChatTemplate:
     def render_delta(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str | None:
-        """Text after the message whose content is the sentinel; None if it cannot be determined."""
+        """Text after the message whose content, or last argument, is the sentinel; None if it cannot be determined."""
         messages, tools = self._apply_fallbacks(messages, tools)
-        found = [index for index, message in enumerate(messages) if SENTINEL in message.content]
+        found = [index for index, message in enumerate(messages) if _has_sentinel(message)]
+        find_delta = functools.partial(self.find_delta, call_id=_find_sentinel_call(messages))
         if len(found) == 1 and found[0] > NUM_CONTEXT_MESSAGES and self._jinja.is_rendered_from_neighbors(tools):
             shortened = [messages[0], *messages[found[0] - 1 :]]
             with contextlib.suppress(ValueError):  # the template may refuse the shortened conversation
-                delta = self.find_delta(self._render(shortened, tools, variables, True))
+                delta = find_delta(self._render(shortened, tools, variables, True))
                 if delta is not None:
                     return delta
-        return self.find_delta(self._render(messages, tools, variables, True))
+        return find_delta(self._render(messages, tools, variables, True))
 
     def _apply_fallbacks(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
         """Express features that the template lacks as message text."""
         if tools and not self.has_tools:
-            messages, tools = describe_tools_in_system(messages, tools), ()
+            messages, tools = describe_tools_in_system(messages, tools, example=self._call_example), ()
         if not self.has_tool_calls:
             messages = write_calls_as_text(messages)
         if not self.has_system:
             messages = merge_system_into_user(messages)
         return messages, tools
 
-    def find_delta(self, text: str) -> str | None:
+    def find_delta(self, text: str, *, call_id: str | None = None) -> str | None:
         """Text after the sentinel, starting at the special token that ends the turn; None if it cannot be determined.
 
-        If no token ends a turn, the header of the next message must follow the sentinel immediately.
+        If no token ends a turn, the header of the next message must follow the sentinel immediately. `call_id`: the
+        sentinel is the last argument of the call with this id, and the end of the call follows first.
         """
         if text.count(SENTINEL) != 1:
             return None
         after = text.partition(SENTINEL)[2]
-        found = self._special_pattern.search(after)
+        found = self._turn_pattern.search(after)
         if found is None:
             return None
-        is_end = found.start() == 0 if self.end_of_turn is None else found.group() == self.end_of_turn
+        if call_id is not None:
+            tail = self.rendered_call.tail.replace(PROBE_CALL_ID, call_id)
+            return after[found.start() :] if after[: found.start()] == tail and tail.rstrip() == tail else None
+        is_end = found.start() == 0 if self.end_of_turn is None else found.group() in self._ends_of_turn
         return after[found.start() :] if is_end else None
 
     def _render(
@@ -157,7 +212,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         has_generation_prompt: bool,
     ) -> str:
-        inputs: list[Any] = [[message.to_template() for message in messages], list(tools), dict(variables)]
+        inputs: list[Any] = [[self._convert(message) for message in messages], list(tools), dict(variables)]
         if self.special_tokens is not None:
             inputs = self.special_tokens.escape(inputs)
         message_dicts, tool_dicts, template_variables = inputs
@@ -171,6 +226,18 @@ class ChatTemplate:
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"the model's chat template rejects these messages: {error}") from error
 
+    def _convert(self, message: Message) -> dict[str, Any]:
+        """The dict of a message, with the names and types that the template reads."""
+        fields = message.to_template()
+        if self._writes_arguments_as_text:
+            for call in fields.get("tool_calls", ()):
+                arguments = call["function"]["arguments"]
+                if not isinstance(arguments, str):
+                    call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        if self._is_harmony and "reasoning_content" in fields and not (message.content and message.tool_calls):
+            fields["thinking"] = fields["reasoning_content"]
+        return fields
+
     def _can_render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bool:
         """Whether the template accepts the messages and the probe appears in the text."""
         try:
@@ -178,20 +245,55 @@ class ChatTemplate:
         except ValueError:
             return False
 
+    def _probe_formats(self, renders_tools: bool, tool_call_parser: str) -> tuple[str | None, RenderedCall | None]:
+        """Text of a rendered call, and how it is written; None if the template renders none or no parser reads it."""
+        formats = [CALL_FORMATS[tool_call_parser]] if tool_call_parser in CALL_FORMATS else list(CALL_FORMATS.values())
+        rendered = None
+        for is_text in (False, True):
+            self._writes_arguments_as_text = is_text
+            self._render_cached.cache_clear()
+            calls = self._probe_tool_calls(renders_tools)
+            if calls is not None and tool_call_parser == "none":
+                return calls, None
+            for call_format in formats if calls is not None else ():
+                turn_ends = self._build_turn_pattern(call_format)
+                found = find_rendered_call(calls or "", call_format, turn_ends=turn_ends, is_text=is_text)
+                if found is not None:
+                    return calls, found
+            rendered = rendered or calls
+        self._writes_arguments_as_text = False
+        self._render_cached.cache_clear()
+        return rendered, None
+
+    def _build_turn_pattern(self, call_format: CallFormat) -> re.Pattern[str]:
+        return _build_pattern(self.special_ids.keys() - call_format.inner_markup)
+
     def _probe_tool_calls(self, renders_tools: bool) -> str | None:
         """Text of a tool call and its result after a question; None if the template does not render them."""
-        call = ToolCall(call_id="call00000", name=PROBE, arguments='{"a": 1}')
+        call = ToolCall(call_id=PROBE_CALL_ID, name=PROBE, arguments=json.dumps({"a": SENTINEL}))
         question = Message(role="user", content="u")
         answer = Message(role="assistant", tool_calls=(call,))
-        result = Message(role="tool", content=SENTINEL, tool_call_id="call00000", name=PROBE)
+        result = Message(role="tool", content=RESULT, tool_call_id=PROBE_CALL_ID, name=PROBE)
         tools = [PROBE_TOOL] if renders_tools else []
         try:
-            before = self._render([question], tools, {}, False)
             text = self._render([question, answer, result], tools, {}, True)
+            prompts = [self._render([question], tools, {}, has_prompt) for has_prompt in (True, False)]
         except ValueError:
             return None
-        text = text.removeprefix(before)
-        return text if PROBE in text and SENTINEL in text else None
+        prompt = next((each for each in prompts if text.startswith(each)), "")
+        text = text.removeprefix(prompt)
+        return text if PROBE in text and RESULT in text else None
+
+    @functools.cached_property
+    def _ends_of_turn(self) -> frozenset[str | None]:
+        """Tokens that end an assistant message: the last of a conversation, and one before another message."""
+        ends = {self.end_of_turn}
+        if self._is_harmony:
+            followed = [Message(role="assistant", content=SENTINEL), Message(role="user", content="u")]
+            text = self._render([Message(role="user", content="u"), *followed], (), {}, True)
+            found = self._turn_pattern.search(text, text.find(SENTINEL))
+            ends.add(None if found is None else found.group())
+        return frozenset(ends)
 
     def _probe_end_of_turn(self) -> str | None:
         messages = [Message(role="user", content="u"), Message(role="assistant", content=SENTINEL)]
@@ -199,5 +301,19 @@ class ChatTemplate:
             text = self._render(messages, (), {}, False)
         except ValueError:
             return None
-        found = self._special_pattern.search(text, text.find(SENTINEL))
+        found = self._turn_pattern.search(text, text.find(SENTINEL))
         return None if found is None else found.group()
+
+
+def _has_sentinel(message: Message) -> bool:
+    return SENTINEL in message.content or any(SENTINEL in call.arguments for call in message.tool_calls)
+
+
+def _find_sentinel_call(messages: Sequence[Message]) -> str | None:
+    """Id of the call whose arguments have the sentinel."""
+    calls = (call for message in messages for call in message.tool_calls if SENTINEL in call.arguments)
+    return next((call.call_id or "" for call in calls), None)
+
+
+def _build_pattern(texts: Collection[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")

@@ -32,15 +32,21 @@ You are provided with function signatures within <tools></tools> XML tags:
 {tools}
 </tools>
 
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
+{format}"""
+
+HERMES_FORMAT = """For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+{example}"""
+OTHER_FORMAT = """For each function call, write:
+{example}"""
+HERMES_EXAMPLE = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
 
 
-def describe_tools_in_system(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Describe tools in the system message, for templates without tools."""
-    listed = list(tools)
+def describe_tools_in_system(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, example: str = HERMES_EXAMPLE
+) -> list[Message]:
+    """Describe tools in the system message, for templates without tools; `example`: how the model writes a call."""
+    listed = [example, *tools]
     cache_key = build_cache_key(listed)
     prompt = _describe_tools(listed) if cache_key is None else _describe_tools_cached(cache_key)
     if messages and messages[0].role == "system":
@@ -54,9 +60,11 @@ def _describe_tools_cached(cache_key: bytes) -> str:
     return _describe_tools(load_cache_key(cache_key))
 
 
-def _describe_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+def _describe_tools(example_and_tools: Sequence[Any]) -> str:
+    example, *tools = example_and_tools
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return TOOLS_PROMPT.format(tools=lines)
+    call_format = (HERMES_FORMAT if example == HERMES_EXAMPLE else OTHER_FORMAT).format(example=example)
+    return TOOLS_PROMPT.format(tools=lines, format=call_format)
 
 
 def write_calls_as_text(messages: Sequence[Message]) -> list[Message]:

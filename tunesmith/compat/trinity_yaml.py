@@ -176,7 +176,14 @@ def resolve_concurrency(draft: Draft) -> None:
         draft.set("rollout.max_concurrency", runners * engines, source="explorer.runner_per_model")
 
 
-ONE_DEVICE = "training and sampling run in one process on one device (model.device)"
+ONE_DEVICE = (
+    "a rank samples and trains on one device, with the whole weights; to use N GPUs of this host, set "
+    "cluster.num_workers=N (--gpus N)"
+)
+SEVERAL_HOSTS = (
+    "`tunesmith tune` starts ranks on this host, one device each; for several hosts start the run on each of them with "
+    "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m tunesmith tune RUN.yaml"
+)
 PROXY = "it is for Trinity-RFT's serve mode; Tunesmith has no proxy that collects feedback"
 NO_RAY = "Tunesmith runs without Ray"
 NO_DATA_JUICER = "Tunesmith has no Data-Juicer service; nearest is train_dataset.operators"
@@ -198,7 +205,7 @@ RUN_RULES: dict[str, Rule] = {
     "ray_namespace": accept(NO_RAY),
     "ignore_validator_suggestions": accept(),
     "stages": allow_neutral("a file is one run; write one file per stage, each with the last checkpoint as model_path"),
-    "cluster.node_num": allow(0, 1, reason=ONE_DEVICE),
+    "cluster.node_num": allow(0, 1, reason=SEVERAL_HOSTS),
     "cluster.gpu_per_node": accept(ONE_DEVICE, silent=(0, 1)),
     "cluster.ray_address": accept(NO_RAY, silent=("auto",)),
     "service": allow_neutral(NO_DATA_JUICER),

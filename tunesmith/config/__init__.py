@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from tunesmith.config.algorithm import AdaptiveKlSection, AlgorithmSection, CorrectionSection, MaskSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, PatienceSection
+from tunesmith.config.cluster import ClusterSection
 from tunesmith.config.environment.environment import EnvironmentSection, ToolSection
 from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
 from tunesmith.config.export import ExportSection
 from tunesmith.config.extra_models import CriticSection, ExpertSection, TeacherSection
-from tunesmith.config.lora import LoraSection
-from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedModelSection
+from tunesmith.config.model import AuxiliaryModelSection, LoraSection, ModelSection, ServedModelSection
 from tunesmith.config.pipeline import (
     EvalStage,
     ExportStage,
@@ -36,6 +36,7 @@ from tunesmith.config.prepare import (
     SourceSection,
     TokensSection,
 )
+from tunesmith.config.rollout.branching import BranchingSection
 from tunesmith.config.run import (
     BehaviorSection,
     DatasetSection,
@@ -66,7 +67,9 @@ __all__ = [
     "AlgorithmSection",
     "AuxiliaryModelSection",
     "BehaviorSection",
+    "BranchingSection",
     "CallbacksSection",
+    "ClusterSection",
     "ContaminationSection",
     "ConversationDataSection",
     "CorrectionSection",

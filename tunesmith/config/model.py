@@ -1,4 +1,4 @@
-"""Knobs of models: the trained one, and auxiliary models."""
+"""Knobs of models: the trained one, its adapter, and auxiliary models."""
 
 from __future__ import annotations
 
@@ -6,8 +6,38 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.lora import LoraSection
 from tunesmith.config.section import Section, Temperature
+
+ToolCallParser = Literal[
+    "auto", "hermes", "qwen3_coder", "glm", "mistral", "deepseek", "llama3_json", "harmony", "none"
+]  # fmt: skip
+ReasoningParser = Literal["auto", "deepseek_r1", "mistral", "harmony", "none"]
+
+
+class LoraSection(Section):
+    """A low-rank adapter (LoRA; Hu et al., 2021) trained on frozen base weights."""
+
+    r: int = Field(default=16, ge=1)
+    """Rank; raise it if the adapter underfits. A loaded adapter keeps its own."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The adapter's output is scaled by alpha / r. A loaded adapter keeps its own."""
+    target_modules: Literal["attention", "all-linear"] | tuple[str, ...] = "attention"
+    """Layers to adapt: attention (its projections), all-linear (all linear layers but the head), or a list of layer
+    names."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability on the adapter's inputs; raise it (0.05) against overfitting. Supervised fine-tuning only:
+    reinforcement learning must train the function that it samples from."""
+    quantization: Literal["none", "nf4"] = "none"
+    """Storage of the base weights: nf4 uses 4 bits each with double quantization (QLoRA; Dettmers et al., 2023). Set it
+    if the base does not fit in memory."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of a new adapter's initialization. A new adapter's output is zero."""
+
+
+def refuse_dropout(lora: LoraSection | None, reason: str) -> None:
+    """Raise ValueError if dropout is set for training whose forward must match forwards outside of it."""
+    if lora is not None and lora.dropout > 0:
+        raise ValueError(f"model.lora.dropout={lora.dropout:g} is for supervised fine-tuning: {reason}; set it to 0")
 
 
 class ServedModelSection(Section):
@@ -39,10 +69,14 @@ class ServedModelSection(Section):
     split_special_tokens: bool = True
     """Encode strings of special tokens in messages, tool results and tools as plain text. false encodes them as special
     tokens, so a tool result could end its turn."""
-    tool_call_parser: Literal["hermes", "none"] = "hermes"
-    """Parser of tool calls in sampled text: hermes parses <tool_call>{json}</tool_call>."""
-    reasoning_parser: Literal["deepseek_r1", "none"] = "deepseek_r1"
-    """Parser of reasoning in sampled text: deepseek_r1 parses <think>...</think>."""
+    tool_call_parser: ToolCallParser = "auto"
+    """Format of tool calls in sampled text: auto is the one that the model's chat template writes, and hermes
+    (<tool_call>{json}</tool_call>) if that is none of these. Set it if the template is not the one the model was
+    trained with; none leaves calls in the text."""
+    reasoning_parser: ReasoningParser = "auto"
+    """Format of reasoning in sampled text: deepseek_r1 (<think>...</think>), mistral ([THINK]...[/THINK]) or harmony
+    (channel analysis); auto is the one that the chat template mentions, else deepseek_r1. none leaves reasoning in the
+    text; the harmony parser of tool calls always separates it."""
     trust_remote_code: bool = False
     """Execute Python code that comes with the model. Enable it only for sources you trust."""
 
@@ -78,10 +112,10 @@ class AuxiliaryModelSection(Section):
     """Default maximum number of tokens per call."""
     enable_thinking: bool | None = None
     """Passed to the chat template as `enable_thinking`; null keeps the template's default."""
-    tool_call_parser: Literal["hermes", "none"] = "hermes"
-    """Parser of tool calls, as for the trained model; local models only."""
-    reasoning_parser: Literal["deepseek_r1", "none"] = "deepseek_r1"
-    """Parser of reasoning, as for the trained model; local models only."""
+    tool_call_parser: ToolCallParser = "auto"
+    """Format of tool calls, as for the trained model; local models only."""
+    reasoning_parser: ReasoningParser = "auto"
+    """Format of reasoning, as for the trained model; local models only."""
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.lora import refuse_dropout
+from tunesmith.config.model import refuse_dropout
 from tunesmith.config.section import LearningRate
 from tunesmith.config.sft import OfflineConfig, SftTrainerSection
 

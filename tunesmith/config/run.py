@@ -13,10 +13,11 @@ from pydantic import Field, model_validator
 
 from tunesmith.config.algorithm import AlgorithmSection, CorrectionSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
+from tunesmith.config.cluster import ClusterSection
 from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
-from tunesmith.config.lora import refuse_dropout
-from tunesmith.config.model import AuxiliaryModelSection, ModelSection
+from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
+from tunesmith.config.rollout.branching import BranchingSection
 from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature
 
 
@@ -122,6 +123,8 @@ class RolloutSection(Section):
     run."""
     max_failure_rate: float = Field(default=0.5, ge=0, le=1)
     """Maximum share of failed trajectories in a step; above it the run stops and reports the first causes."""
+    branching: BranchingSection | None = None
+    """Let rollouts of training steps branch after tool results (ARPO, AEPO); null runs each from the task."""
 
 
 class TrainerSection(Section):
@@ -294,12 +297,27 @@ class RunConfig(Section):
     trainer: TrainerSection = TrainerSection()
     evaluation: EvaluationSection = EvaluationSection()
     monitor: MonitorSection = MonitorSection()
+    cluster: ClusterSection = ClusterSection()
 
     @model_validator(mode="after")
     def _check_names(self) -> RunConfig:
         for key, name in (("project", self.project), ("name", self.name)):
             if name is not None and not name.isprintable():
                 raise ValueError(f"{key}={name!r} names a folder: it must be one line without control characters")
+        return self
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> RunConfig:
+        num_workers, batch_size = self.cluster.num_workers or 1, self.algorithm.batch_size
+        if num_workers > batch_size:
+            raise ValueError(
+                f"algorithm.batch_size={batch_size} is smaller than cluster.num_workers={num_workers}, and a task runs "
+                "on one rank: raise the batch size, or use fewer ranks"
+            )
+        if self.cluster.has_sharded_gradients and self.trainer.has_row_graphs:
+            raise ValueError(
+                "cluster.has_sharded_gradients and trainer.has_row_graphs exclude each other: set only one"
+            )
         return self
 
     @model_validator(mode="after")
@@ -349,6 +367,24 @@ class RunConfig(Section):
                 f"algorithm.correction.cap={correction.cap} has no effect: with importance=auto only steps that train "
                 "groups of earlier steps truncate weights; set experience.replay.num_groups, or importance=token"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_branching(self) -> RunConfig:
+        branching, group_size = self.rollout.branching, self.algorithm.group_size
+        if branching is None:
+            return self
+        if (self.cluster.num_workers or 1) > 1:
+            raise ValueError("rollout.branching runs on one rank only: leave it out, or set cluster.num_workers=1")
+        if group_size < 2:
+            raise ValueError(f"rollout.branching needs algorithm.group_size of at least 2; it is {group_size}")
+        if branching.initial_rollouts is not None and branching.initial_rollouts >= group_size:
+            raise ValueError(
+                f"rollout.branching.initial_rollouts={branching.initial_rollouts} leaves no branch in a group of "
+                f"algorithm.group_size={group_size}: lower it, or leave out rollout.branching"
+            )
+        if self.model.temperature == 0:
+            raise ValueError("rollout.branching with model.temperature=0: a branch would repeat its parent")
         return self
 
     @model_validator(mode="after")

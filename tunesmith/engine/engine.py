@@ -27,6 +27,7 @@ from tunesmith.engine.event_loop.clock import Clock, build_clock
 from tunesmith.engine.worker.async_step import AsyncStepper
 from tunesmith.engine.worker.model_runner import ModelRunner
 from tunesmith.engine.worker.sync_step import SyncStepper
+from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.device_errors import explain_device_error
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.types import Completion, OnTokens, Sampling
@@ -57,7 +58,9 @@ class LocalEngine:
         self._is_lockstep = lockstep
         self._eos_ids = collect_eos_ids(model, tokenizer)
         self._vocab_size = model.get_input_embeddings().num_embeddings
-        self._runner = ModelRunner(model, settings, max_model_len=max_model_len)
+        self.grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
+        """The grammars that requests name in their distribution."""
+        self._runner = ModelRunner(model, settings, max_model_len=max_model_len, grammars=self.grammars)
         self._output_processor, self._stepper = self._build_stepper()
         self._is_paused = False
         self._lock = threading.RLock()
@@ -84,6 +87,10 @@ class LocalEngine:
         return self._max_model_len
 
     @property
+    def eos_ids(self) -> frozenset[int]:
+        return self._eos_ids
+
+    @property
     def has_work(self) -> bool:
         if self._is_paused:
             return False
@@ -102,6 +109,8 @@ class LocalEngine:
         check_sampling(prompt_ids, sampling, self._vocab_size)
         if sampling.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+        grammar = sampling.distribution.grammar
+        token_matcher = self.grammars.open(grammar) if grammar else None
         deadline_at = None if sampling.deadline_s is None else time.monotonic() + sampling.deadline_s
         self._bind_loop()
         if len(prompt_ids) >= self._max_model_len:
@@ -114,6 +123,7 @@ class LocalEngine:
             order=order,
             deadline_at=deadline_at,
             max_model_len=self._max_model_len,
+            token_matcher=token_matcher,
         )
         self._num_requests += 1
         future = asyncio.get_running_loop().create_future()

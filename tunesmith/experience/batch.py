@@ -7,10 +7,10 @@ with non-zero advantage, or until `max_tasks` tasks have been run. Every group t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tunesmith.metric import merge_metrics
-from tunesmith.types import Group, RunAdvantage
+from tunesmith.types import Group, RunAdvantage, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,17 @@ class Batch:
         if not self._rounds:
             return self.size.num_groups
         return max(min(self.size.num_groups - self._num_with_advantage, self.size.max_tasks - len(self.collected)), 0)
+
+    @property
+    def recorded(self) -> list[Group]:
+        """`collected`, with the turns that operators excluded from training marked; rewards stay the judge's."""
+        recorded = list(self.collected)
+        for position, group in zip(self.positions, self.groups, strict=True):
+            kept = {run.run_index: run for run in group.trajectories}
+            runs = recorded[position].trajectories
+            marked = tuple(copy_mask(run, kept.get(run.run_index, run)) for run in runs)
+            recorded[position] = replace(recorded[position], trajectories=marked)
+        return recorded
 
     @property
     def with_advantage(self) -> tuple[list[Group], list[int]]:
@@ -98,3 +109,11 @@ class Batch:
             runs = self.collected[position].trajectories
             spread[position] = [value_of.get(run.run_index) for run in runs]
         return spread
+
+
+def copy_mask(run: Trajectory, kept: Trajectory) -> Trajectory:
+    """`run` with the `is_trained` flags of `kept`, the same trajectory after the operators."""
+    if all(turn.is_trained for turn in kept.turns) or len(run.turns) != len(kept.turns):
+        return run
+    pairs = zip(run.turns, kept.turns, strict=True)
+    return replace(run, turns=tuple(replace(turn, is_trained=other.is_trained) for turn, other in pairs))

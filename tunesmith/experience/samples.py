@@ -12,21 +12,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tunesmith.experience.tree_credit import share_credit
 from tunesmith.types import DistributionSpan, Group, RunAdvantage, Sample, Trajectory, Turn
 
 
 def build_samples(
-    groups: Sequence[Group], advantages: Sequence[Sequence[RunAdvantage]]
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[RunAdvantage]],
+    *,
+    has_hard_credit: bool = False,
+    places: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[list[Sample], dict[str, float]]:
     """Samples of every trajectory that has an advantage, in order, and their counts as metrics.
 
+    `places` are the index of each group in the batch and of its first trajectory; None: the groups are the batch.
     An advantage is one number for the trajectory, or a tuple with one number per turn.
+    With hard credit, a turn that several branching rollouts share is trained once.
     `rollout/num_branches` counts samples beyond the first of each trajectory: retries, sub-agents, edited histories.
     """
     samples: list[Sample] = []
     num_trained, num_branches, trajectory_index = 0, 0, 0
-    for group_index, (group, row) in enumerate(zip(groups, advantages, strict=True)):
-        for trajectory, advantage in zip(group.trajectories, row, strict=True):
+    for index, (group, row) in enumerate(zip(groups, advantages, strict=True)):
+        group_index, trajectory_index = (index, trajectory_index) if places is None else places[index]
+        runs, values = share_credit(group.trajectories, row) if has_hard_credit else (group.trajectories, row)
+        for trajectory, advantage in zip(runs, values, strict=True):
             if advantage is not None:
                 chains = [chain for chain in chain_turns(trajectory.turns) if any(turn.is_trained for turn in chain)]
                 advantage_of = _expand_advantage(trajectory, advantage)

@@ -32,6 +32,13 @@ DISTRIBUTION = pa.struct(
         "top_k": pa.int32(),
         "min_p": pa.float64(),
         "logit_bias": pa.list_(pa.struct({"token_id": pa.int32(), "value": pa.float64()})),
+        "repetition_penalty": pa.float64(),
+        "presence_penalty": pa.float64(),
+        "frequency_penalty": pa.float64(),
+        "min_tokens": pa.int32(),
+        "end_ids": pa.list_(pa.int32()),
+        "bad_words": pa.list_(pa.list_(pa.int32())),
+        "grammar": pa.string(),
     }
 )
 TURN = pa.struct(
@@ -58,11 +65,18 @@ SCHEMA = pa.schema(
         "failure_where": pa.string(),
         "failure_message": pa.string(),
         "failure_line": pa.string(),
+        "failure_traceback": pa.string(),
         "response_text": pa.string(),
         "duration_s": pa.float64(),
         "metrics": pa.map_(pa.string(), pa.float64()),
         "turns": pa.list_(TURN),
+        "num_turns": pa.int32(),
+        "num_sampled_tokens": pa.int64(),
+        "untrained_turns": pa.list_(pa.int32()),
         "step": pa.int32(),
+        "parent": pa.int32(),
+        "branch_at": pa.int32(),
+        "num_shared_turns": pa.int32(),
     },
     metadata={"tunesmith.rollouts": FORMAT},
 )
@@ -133,9 +147,16 @@ def read_step(parquet: pq.ParquetFile, step: int, columns: Sequence[str] | None 
 
 
 def find_step(parquet: pq.ParquetFile, row_group: int) -> int:
-    """The step that all rows of a row group belong to."""
-    column = parquet.schema_arrow.get_field_index("step")
-    return int(parquet.read_row_group(row_group, columns=["step"]).column(0)[0].as_py()) if column >= 0 else -1
+    """The step that all rows of a row group belong to, from the file's statistics; -1 if it is not recorded."""
+    metadata = parquet.metadata
+    column = next((i for i in range(metadata.num_columns) if metadata.schema.column(i).path == "step"), None)
+    if column is None:
+        return -1
+    statistics = metadata.row_group(row_group).column(column).statistics
+    if statistics is not None and statistics.has_min_max:
+        return int(statistics.min)
+    step = parquet.read_row_group(row_group, columns=["step"]).column(0)[0].as_py()
+    return -1 if step is None else int(step)
 
 
 def merge_rollouts(target: Path, single: Mapping[int, Path]) -> None:
@@ -154,22 +175,23 @@ def truncate_rollouts(source: Path, target: Path, last: int) -> None:
         with pq.ParquetWriter(file, SCHEMA, **WRITING) as writer:
             for index in range(parquet.num_row_groups):
                 if find_step(parquet, index) <= last:
-                    table = parquet.read_row_group(index)
+                    table = set_step(parquet.read_row_group(index), find_step(parquet, index))
                     writer.write_table(table, row_group_size=len(table))
 
 
 def set_step(table: pa.Table, step: int | None) -> pa.Table:
-    """The columns of `SCHEMA` with `step` set; columns that an older file lacks are null."""
+    """The columns of `SCHEMA` with `step` set; columns and nested fields that an older file lacks are null."""
     steps = pa.array([step] * len(table), type=pa.int32())
-    columns = [
-        steps
-        if field.name == "step"
-        else table.column(field.name)
-        if field.name in table.column_names
-        else pa.nulls(len(table), type=field.type)
-        for field in SCHEMA
-    ]
+    columns = [steps if field.name == "step" else read_column(table, field) for field in SCHEMA]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def read_column(table: pa.Table, field: pa.Field) -> pa.Array | pa.ChunkedArray:
+    """A column in the type of `field`."""
+    if field.name not in table.column_names:
+        return pa.nulls(len(table), type=field.type)
+    column = table.column(field.name)
+    return column if column.type == field.type else pa.array(column.to_pylist(), type=field.type)
 
 
 def parse_step(path: Path) -> int | None:
@@ -190,10 +212,17 @@ def build_row(trajectory: Trajectory) -> dict[str, Any]:
         "failure_where": failure.where if failure is not None else None,
         "failure_message": clean_text(failure.message) if failure is not None else None,
         "failure_line": clean_text(failure.line) if failure is not None and failure.line is not None else None,
+        "failure_traceback": clean_text(failure.traceback) if failure is not None and failure.traceback else None,
         "response_text": clean_text(trajectory.response_text),
         "duration_s": trajectory.duration_s,
         "metrics": [(clean_text(name), value) for name, value in trajectory.metrics.items()],
         "turns": [build_turn(turn) for turn in trajectory.turns],
+        "parent": trajectory.parent,
+        "branch_at": trajectory.branch_at,
+        "num_shared_turns": trajectory.num_shared_turns,
+        "num_turns": len(trajectory.turns),
+        "num_sampled_tokens": sum(len(turn.sampled_ids) for turn in trajectory.turns),
+        "untrained_turns": [index for index, turn in enumerate(trajectory.turns) if not turn.is_trained] or None,
     }
 
 
@@ -211,6 +240,13 @@ def build_turn(turn: Turn) -> dict[str, Any]:
             "top_k": distribution.top_k,
             "min_p": distribution.min_p,
             "logit_bias": [{"token_id": token, "value": value} for token, value in distribution.logit_bias],
+            "repetition_penalty": distribution.repetition_penalty,
+            "presence_penalty": distribution.presence_penalty,
+            "frequency_penalty": distribution.frequency_penalty,
+            "min_tokens": distribution.min_tokens,
+            "end_ids": distribution.end_ids,
+            "bad_words": distribution.bad_words,
+            "grammar": distribution.grammar,
         },
         "stop_reason": turn.stop_reason,
     }
@@ -220,30 +256,42 @@ def parse_row(row: dict[str, Any]) -> Trajectory:
     """The inverse of `build_row`."""
     failure = None
     if row["failure_where"] is not None:
-        failure = Failure(where=row["failure_where"], message=row["failure_message"], line=row.get("failure_line"))
+        failure = Failure(
+            where=row["failure_where"],
+            message=row["failure_message"],
+            line=row.get("failure_line"),
+            traceback=row.get("failure_traceback"),
+        )
+    untrained = row.get("untrained_turns") or ()
     return Trajectory(
         task=Task(task_id=row["task_id"], index=row["task_index"], row=json.loads(row["task_row"])),
         run_index=row["run_index"],
-        turns=tuple(parse_turn(turn) for turn in row["turns"]),
+        turns=tuple(parse_turn(turn, is_trained=index not in untrained) for index, turn in enumerate(row["turns"])),
         reward=row["reward"],
         metrics=dict(row["metrics"]),
         failure=failure,
         response_text=row["response_text"],
         duration_s=row["duration_s"],
+        parent=row.get("parent"),
+        branch_at=row.get("branch_at"),
+        num_shared_turns=row.get("num_shared_turns") or 0,
     )
 
 
-def parse_turn(turn: dict[str, Any]) -> Turn:
-    """The inverse of `build_turn`."""
-    distribution = turn["distribution"]
-    bias = tuple((pair["token_id"], pair["value"]) for pair in distribution["logit_bias"])
+def parse_turn(turn: dict[str, Any], *, is_trained: bool = True) -> Turn:
+    """The inverse of `build_turn`; `is_trained` comes from column `untrained_turns` of the row."""
+    distribution = {name: value for name, value in turn["distribution"].items() if value is not None}  # older files
+    lists = {"logit_bias": tuple((pair["token_id"], pair["value"]) for pair in distribution["logit_bias"])}
+    lists |= {"end_ids": tuple(distribution.get("end_ids", ()))}
+    lists |= {"bad_words": tuple(map(tuple, distribution.get("bad_words", ())))}
     return Turn(
         prompt_ids=tuple(turn["prompt_ids"]),
         sampled_ids=tuple(turn["sampled_ids"]),
         logprobs=tuple(turn["logprobs"]),
         policy_versions=tuple(turn["policy_versions"]),
-        distribution=Distribution(**(distribution | {"logit_bias": bias})),
+        distribution=Distribution(**(distribution | lists)),
         stop_reason=turn["stop_reason"],
+        is_trained=is_trained,
     )
 
 

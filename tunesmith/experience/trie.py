@@ -66,7 +66,7 @@ def build_trie(samples: Sequence[Sample], indices: Sequence[int]) -> Trie:
     tokens, nodes = EMPTY, EMPTY
     for index in sorted((index for index in indices if paths[index]), key=lambda index: paths[index]):
         previous, tokens = tokens, read_array(paths[index], np.int64)
-        num_shared = _count_shared(previous, tokens)
+        num_shared = count_shared(previous, tokens)
         num_new = len(tokens) - num_shared
         closings.append((nodes[num_shared:], num_nodes))
         nodes = np.concatenate([nodes[:num_shared], np.arange(num_nodes, num_nodes + num_new)])
@@ -122,7 +122,7 @@ def _select_path(sample: Sample, time_N: np.ndarray) -> tuple[int, ...]:
     return sample.token_ids[: time_N[-1]] if len(time_N) else ()
 
 
-def _count_shared(a: np.ndarray, b: np.ndarray) -> int:
+def count_shared(a: np.ndarray, b: np.ndarray) -> int:
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from tunesmith.cluster.ranks import Ranks
+from tunesmith.experience.path_cost import measure_group
+from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.groups import attach_baselines, run_groups
+from tunesmith.rollout.rank_shares import RankLedger, RankShare, RolloutOrder, merge_rank_stats
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import ModelProvider, ModelService
@@ -38,6 +43,19 @@ class Actors:
     """Port of the policy's HTTP server while workflows run; auxiliary models use free ports. None: in process only."""
     max_body_bytes: int = 8 * 2**20
     """Size limit of an HTTP request body."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """The ranks that share the tasks."""
+    ledger: RankLedger = field(default_factory=RankLedger)
+    """Where the groups of the current step were run."""
+
+    def compute_engine_stats(self) -> dict[str, float]:
+        """Counters of all ranks' engines since the last call; times are means over ranks."""
+        return merge_rank_stats([self.engine.compute_stats(), *self.ledger.take_engine_stats()], self.ranks.world_size)
+
+    def compute_recorder_stats(self) -> dict[str, float]:
+        """Counters of all ranks' recorders since the last call."""
+        own = self.service.recorder.compute_stats()
+        return merge_rank_stats([own, *self.ledger.take_recorder_stats()], self.ranks.world_size)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,17 +85,71 @@ async def run_tasks(
     sampling: Sampling | None = None,
     baseline_sampling: Sampling | None = None,
     progress: RolloutProgress | None = None,
+    branching: Branching | None = None,
 ) -> list[Group]:
     """Run the agent `group_size` times on each task; returns groups in the order of the tasks.
 
     The policy's engine must be sampling. With `baseline_sampling`, one additional rollout of each task gives its
-    group's baseline reward. `progress` collects finished trajectories, so that they can be saved if the phase is
-    aborted.
+    group's baseline reward. With `branching`, rollouts of a group branch. `progress` collects finished trajectories, so
+    that they can be saved if the phase is aborted. On several ranks the first calls this, and the others run
+    `run_share` with the order that it sends; rollouts do not branch there.
     """
+    order = RolloutOrder(
+        tasks=tasks,
+        group_size=group_size,
+        seed=seed,
+        step=step,
+        sampling=sampling,
+        baseline_sampling=baseline_sampling,
+        policy_version=actors.engine.policy_version,
+        number=actors.ledger.num_rounds,
+    )
+    progress = RolloutProgress() if progress is None else progress
+    if actors.ranks.is_alone:
+        return await run_own_tasks(actors, order, range(len(tasks)), progress, branching)
+    assert branching is None, "the run file was checked: rollouts on several ranks do not branch"
+    started = time.perf_counter()
+    actors.ranks.broadcast_object(order)
+    shares = await run_share(actors, order, progress)
+    assert shares is not None, "only the first rank starts a round"
+    actors.ledger.exchange_s += time.perf_counter() - started - max(share.rollout_s for share in shares)
+    progress.finished += [run for share in shares[1:] for group in share.groups for run in group.trajectories]
+    return actors.ledger.add_round(order, shares)
+
+
+async def run_share(
+    actors: Actors, order: RolloutOrder, progress: RolloutProgress | None = None
+) -> list[RankShare] | None:
+    """Run this rank's tasks of a round; returns the shares of all ranks on the first rank, None on the others."""
+    started = time.perf_counter()
+    positions = order.list_positions(actors.ranks)
+    groups = await run_own_tasks(actors, order, positions, progress or RolloutProgress())
+    rollout_s = time.perf_counter() - started
+    actors.ledger.keep(order, positions, groups)
+    is_first = actors.ranks.is_first
+    return actors.ranks.gather_objects(
+        RankShare(
+            groups=[] if is_first else groups,
+            costs=[measure_group(group) for group in groups],
+            engine_stats={} if is_first else actors.engine.compute_stats(),
+            recorder_stats={} if is_first else actors.service.recorder.compute_stats(),
+            rollout_s=rollout_s,
+        )
+    )
+
+
+async def run_own_tasks(
+    actors: Actors,
+    order: RolloutOrder,
+    positions: range,
+    progress: RolloutProgress,
+    branching: Branching | None = None,
+) -> list[Group]:
+    """Run the tasks at these positions of the round in this process."""
     for engine in actors.auxiliary_engines:
         engine.resume(0)  # an empty prefix cache makes a phase a function of its seed
-    progress = RolloutProgress() if progress is None else progress
-    num_expected = progress.num_done + len(tasks) * (group_size + (baseline_sampling is not None))
+    tasks = [order.tasks[position] for position in positions]
+    num_expected = progress.num_done + len(tasks) * (order.group_size + (order.baseline_sampling is not None))
     async with AsyncExitStack() as serving:
         if actors.http_port is not None:
             local_services = [each for each in actors.auxiliary_models.values() if isinstance(each, ModelService)]
@@ -91,21 +163,23 @@ async def run_tasks(
             agent=actors.agent,
             model=actors.service,
             auxiliary_models=actors.auxiliary_models,
-            step=step,
+            step=order.step,
             max_concurrency=actors.max_concurrency,
+            positions=positions,
         )
         groups = await run(
-            group_size=group_size,
-            seed=seed,
-            sampling=sampling,
+            group_size=order.group_size,
+            seed=order.seed,
+            sampling=order.sampling,
             on_progress=partial(progress.add, num_expected=num_expected, is_kept=True),
+            branching=branching,
         )
-        if baseline_sampling is None:
+        if order.baseline_sampling is None:
             return groups
         baselines = await run(
             group_size=1,
-            seed=derive_seed(seed, "baseline"),
-            sampling=baseline_sampling,
+            seed=derive_seed(order.seed, "baseline"),
+            sampling=order.baseline_sampling,
             on_progress=partial(progress.add, num_expected=num_expected, is_kept=False),
         )
         return attach_baselines(groups, baselines)

@@ -6,9 +6,11 @@ connection pool) are created once and shared; a client with another API key cost
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import httpx
 import openai
@@ -33,6 +35,8 @@ class Endpoint:
     """An OpenAI client bound to the URL and the key."""
     http_client: httpx.AsyncClient | None = None
     """The HTTP client inside `client`, if it is shared."""
+    in_process: InProcessClients | None = None
+    """HTTP clients of other kinds, if the model is in this process."""
 
     def find_url(self) -> str:
         """The URL for other clients; raises if the model is not served over HTTP."""
@@ -42,6 +46,45 @@ class Endpoint:
                 "port (model.client works without it)"
             )
         return self.base_url
+
+    def as_openai_client(self) -> openai.AsyncOpenAI:
+        """The official async client, bound to this rollout."""
+        return self.client
+
+    def as_sync_openai_client(self) -> openai.OpenAI:
+        """The official synchronous client, for workflows that are plain functions and for code in other threads."""
+        http_client = None if self.in_process is None else self.in_process.get_sync_client()
+        retries = {} if self.in_process is None else {"max_retries": 0, "timeout": None}
+        options: Any = {"http_client": http_client, **retries}
+        return openai.OpenAI(base_url=str(self.client.base_url), api_key=self.api_key, **options)
+
+    def as_anthropic_client(self) -> Any:
+        """The official `anthropic.AsyncAnthropic` client, bound to this rollout; needs the package `anthropic`."""
+        try:
+            anthropic = importlib.import_module("anthropic")
+        except ImportError as error:
+            raise ConfigError("model.as_anthropic_client() needs the Anthropic SDK: pip install anthropic") from error
+        base_url = str(self.client.base_url).rstrip("/").removesuffix("/v1")
+        if self.in_process is None:
+            return anthropic.AsyncAnthropic(base_url=base_url, api_key=self.api_key)
+        http_client = self.in_process.get_async_client(find_http_library(anthropic))
+        return anthropic.AsyncAnthropic(base_url=base_url, api_key=self.api_key, max_retries=0, http_client=http_client)
+
+
+class InProcessClients(Protocol):
+    """HTTP clients that reach the model's endpoint without a socket."""
+
+    def get_sync_client(self) -> httpx.Client: ...
+
+    def get_async_client(self, library: ModuleType) -> Any:
+        """An async client of `library`, which has httpx's interface."""
+        ...
+
+
+def find_http_library(sdk: ModuleType) -> ModuleType:
+    """The HTTP library of an SDK: httpx, or its successor httpx2 in newer releases."""
+    http_class = sdk.DefaultAsyncHttpxClient.__mro__[1]
+    return importlib.import_module(http_class.__module__.partition(".")[0])
 
 
 class ChatModel:
@@ -60,6 +103,18 @@ class ChatModel:
     def base_url(self) -> str:
         """URL of the API for any client; available if `rollout.http_port` is set."""
         return self._endpoint.find_url()
+
+    def as_openai_client(self) -> openai.AsyncOpenAI:
+        """The official async OpenAI client, bound to this rollout; the same as `client`."""
+        return self._endpoint.as_openai_client()
+
+    def as_sync_openai_client(self) -> openai.OpenAI:
+        """The official synchronous OpenAI client, for plain functions and other threads."""
+        return self._endpoint.as_sync_openai_client()
+
+    def as_anthropic_client(self) -> Any:
+        """The official `anthropic.AsyncAnthropic` client, bound to this rollout."""
+        return self._endpoint.as_anthropic_client()
 
     async def __call__(
         self,

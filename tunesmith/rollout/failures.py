@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from tunesmith.types import Failure, Group, Task
 
+PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 MAX_MESSAGE_CHARS = 2000
+MAX_TRACEBACK_CHARS = 8000
+"""Of a longer traceback the end is kept, where the error is."""
 MAX_SHOWN_CHARS = 300
 NUM_SHOWN_CAUSES = 5
 
@@ -20,6 +25,15 @@ def describe_error(error: BaseException, task: Task) -> str:
     if isinstance(error, KeyError) and error.args and error.args[0] not in task.row:
         message += f" (fields of the task: {', '.join(map(str, task.row))})"
     return message
+
+
+def format_traceback(error: BaseException) -> str:
+    """The traceback of an error in user code, from the first frame outside of this package."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None and frame.tb_frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.tb_next
+    text = "".join(traceback.TracebackException(type(error), error, frame).format())
+    return text if len(text) <= MAX_TRACEBACK_CHARS else f"...{text[-MAX_TRACEBACK_CHARS:]}"
 
 
 def list_causes(groups: Sequence[Group]) -> list[str]:

@@ -11,10 +11,12 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from tunesmith.errors import RolloutError
+from tunesmith.rollout.branching.tree import Branching, build_trees
 from tunesmith.rollout.failures import list_causes
+from tunesmith.rollout.replay import RolloutRecord
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import ModelProvider
@@ -37,11 +39,18 @@ async def run_groups(
     sampling: Sampling | None = None,
     max_concurrency: int,
     on_progress: OnProgress | None = None,
+    branching: Branching | None = None,
+    positions: Sequence[int] | None = None,
 ) -> list[Group]:
-    """Run the agent `group_size` times on each task; returns groups in the order of the tasks."""
+    """Run the agent `group_size` times on each task; returns groups in the order of the tasks.
+
+    With `branching`, some rollouts of a group continue others from a branch point. `positions` are those of the tasks
+    in their round, from which seeds are derived; None: all tasks of it are given.
+    """
+    places = range(len(tasks)) if positions is None else positions
     slots = asyncio.Semaphore(max_concurrency)
 
-    async def run_one(position: int, run_index: int) -> Trajectory:
+    async def run_one(position: int, run_index: int, record: RolloutRecord | None = None) -> Trajectory:
         task = tasks[position]
         try:
             trajectory = await run_trajectory(
@@ -50,10 +59,11 @@ async def run_groups(
                 agent=agent,
                 model=model,
                 auxiliary_models=auxiliary_models or {},
-                seed=derive_seed(seed, step, position, task.task_id, run_index),
-                order=(position, run_index),
+                seed=derive_seed(seed, step, places[position], task.task_id, run_index),
+                order=(places[position], run_index),
                 sampling=sampling,
                 watchdog=watchdog,
+                record=record,
             )
         finally:
             slots.release()
@@ -61,9 +71,14 @@ async def run_groups(
             on_progress(trajectory)
         return trajectory
 
-    running: list[asyncio.Task[Trajectory]] = []
+    running: list[asyncio.Task[Any]] = []
     with watch_event_loop(agent.logger, limit_s=min(BLOCKED_LIMIT_S, agent.timeout_s / 4)) as watchdog:
         try:
+            if branching is not None:
+                tree_seed = derive_seed(seed, step, "branching")
+                trees = build_trees(branching, tasks, group_size=group_size, seed=tree_seed, slots=slots, run=run_one)
+                running += [asyncio.create_task(each.run()) for each in trees]
+                return list(await asyncio.gather(*running))
             for position in range(len(tasks)):
                 for run_index in range(group_size):
                     await slots.acquire()
@@ -77,7 +92,7 @@ async def run_groups(
     ]
 
 
-async def _cancel_all(running: Sequence[asyncio.Task[Trajectory]]) -> None:
+async def _cancel_all(running: Sequence[asyncio.Task[Any]]) -> None:
     pending = [each for each in running if not each.done()]
     for each in pending:
         each.cancel()

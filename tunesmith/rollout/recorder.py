@@ -8,27 +8,21 @@ or the engine fails. A closed session refuses all calls and records nothing.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
-from tunesmith.chat.messages import (
-    MAX_TOOL_LIST_BYTES,
-    NUM_CACHED_TOOL_LISTS,
-    MatchKey,
-    Message,
-    compute_match_keys,
-)
+from tunesmith.chat.messages import MatchKey, Message, compute_match_keys
 from tunesmith.chat.renderer import Prompt, Renderer
+from tunesmith.chat.scope import describe_scope
 from tunesmith.errors import EngineError
+from tunesmith.rollout.in_flight import InFlightTurn
+from tunesmith.rollout.replay import RolloutRecord, deliver_recorded, drop_details
 from tunesmith.rollout.reply_texts import ReplyText, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.tokenizer_thread import run_tokenizer
-from tunesmith.types import Completion, Engine, OnTokens, Sampling, Turn
+from tunesmith.types import Completion, Engine, OnTokens, Sampling, TokenDetails, Turn
 
 TEXT_SCOPE = "text"
 """Scope of text prompts (/v1/completions), which are not conversations."""
@@ -56,28 +50,6 @@ class SessionCall:
     keys: tuple[MatchKey, ...]
     scope: str
     """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _InFlightTurn:
-    """A choice that is being sampled, with its tokens so far."""
-
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    task: asyncio.Future[Completion] | None = None
-    sampled_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    policy_versions: list[int] = field(default_factory=list)
-
-    def to_turn(self) -> Turn:
-        return Turn(
-            prompt_ids=self.prompt_ids,
-            sampled_ids=tuple(self.sampled_ids),
-            logprobs=tuple(self.logprobs),
-            policy_versions=tuple(self.policy_versions),
-            distribution=self.sampling.distribution,
-            stop_reason="cancelled",
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +82,8 @@ class Session:
         self.is_closed = False
         self.num_late_calls = 0
         """Calls refused because they arrived after the session ended."""
+        self.record: RolloutRecord | None = None
+        """The calls as branches replay them; None if the rollout cannot branch."""
         self.engine_error: str | None = None
         """Type and message of the first engine error."""
         self.num_calls = 0
@@ -127,7 +101,7 @@ class Session:
         self._order = order
         self._is_recorded = is_recorded
         self._num_tool_calls = 0
-        self._in_flight: dict[ChoiceId, _InFlightTurn] = {}
+        self._in_flight: dict[ChoiceId, InFlightTurn] = {}
         self._turns: dict[ChoiceId, Turn] = {}
         self._replies: dict[int, _RecordedReply] = {}
         self._reply_texts = ReplyTexts()
@@ -136,7 +110,7 @@ class Session:
     async def admit(self, prompt: Prompt) -> SessionCall:
         """Assign the call's index and build its prompt ids, extending a recorded turn if one matches."""
         keys = compute_match_keys(prompt.messages)
-        scope = _describe_scope(prompt)
+        scope = describe_scope(prompt)
         index = self._count_call((hash((keys, prompt.reply_start)), scope))
         found = self._find_recorded_reply(keys, scope)
         continued = self._reply_texts.find((keys, scope), prompt.reply_start) if prompt.reply_start else None
@@ -145,6 +119,15 @@ class Session:
         self.num_extended += is_extended
         self.num_unextended += (found is not None or continued is not None) and not is_extended
         return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
+
+    async def build_prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt ids that `admit` would build now, without counting a call."""
+        if self.is_closed:
+            raise SessionClosedError
+        found = self._find_recorded_reply(compute_match_keys(prompt.messages), describe_scope(prompt))
+        build = partial(self._build_prompt_ids, prompt, found)
+        prompt_ids, _ = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
+        return prompt_ids
 
     async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> SessionCall:
         """As `admit`, for a prompt that the client rendered, given as text or token ids."""
@@ -219,14 +202,22 @@ class Session:
         choice_id = (call.index, choice)
         parts = (call.index, choice) if seed is None else ("request", seed, choice)
         sampling = replace(sampling, seed=derive_seed(self._seed, *parts))
-        in_flight = _InFlightTurn(prompt_ids=call.prompt_ids + prefix_ids, sampling=sampling)
+        prompt_ids = call.prompt_ids + prefix_ids
+        if self.record is not None:
+            on_tokens = drop_details(sampling, on_tokens)
+            replayed = self.record.start(choice_id, prompt_ids, sampling)
+            if replayed is not None:
+                self._turns[choice_id] = replayed.turn
+                return deliver_recorded(replayed, sampling, on_tokens)
+            sampling = replace(sampling, return_entropy=True)
+        in_flight = InFlightTurn(prompt_ids=prompt_ids, sampling=sampling)
 
-        def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-            in_flight.sampled_ids += token_ids
-            in_flight.logprobs += logprobs
-            in_flight.policy_versions += [self._engine.policy_version] * len(token_ids)
+        def add_tokens(
+            token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
+        ) -> None:
+            in_flight.add(token_ids, logprobs, details, policy_version=self._engine.policy_version)
             if on_tokens is not None:
-                on_tokens(token_ids, logprobs)
+                on_tokens(token_ids, logprobs, *(() if details is None else (details,)))
 
         in_flight.task = asyncio.ensure_future(
             self._engine.generate(
@@ -241,17 +232,24 @@ class Session:
             if self.is_closed:
                 raise SessionClosedError from None
             raise
-        except Exception as error:  # any engine error fails the trajectory, except a rejected request
+        except Exception as error:
             self._record(choice_id, in_flight.to_turn())
-            if isinstance(error, ValueError) and not in_flight.sampled_ids:
-                raise SamplingRefusedError(str(error)) from error
-            message = f"{type(error).__name__}: {error}"
-            self.engine_error = self.engine_error or message
-            raise EngineError(message) from error
-        self._record(choice_id, _build_turn(in_flight, completion))
+            raise self._translate_error(error, in_flight) from error
+        turn = in_flight.finish(completion)
+        self._record(choice_id, turn)
         if self.is_closed:
             raise SessionClosedError
+        if self.record is not None:
+            self.record.finish(choice_id, turn, completion)
         return completion
+
+    def _translate_error(self, error: Exception, in_flight: InFlightTurn) -> Exception:
+        """An error of the engine fails the trajectory, except a rejected request."""
+        if isinstance(error, ValueError) and not in_flight.sampled_ids:
+            return SamplingRefusedError(str(error))
+        message = f"{type(error).__name__}: {error}"
+        self.engine_error = self.engine_error or message
+        return EngineError(message)
 
     def _record(self, choice_id: ChoiceId, turn: Turn) -> None:
         is_in_flight = self._in_flight.pop(choice_id, None) is not None
@@ -294,18 +292,6 @@ class Session:
         return tuple(self._turns[choice_id] for choice_id in sorted(self._turns))
 
 
-def _build_turn(in_flight: _InFlightTurn, completion: Completion) -> Turn:
-    assert completion.sampled_ids == tuple(in_flight.sampled_ids), "the engine reports each token it samples"
-    return Turn(
-        prompt_ids=in_flight.prompt_ids,
-        sampled_ids=completion.sampled_ids,
-        logprobs=completion.logprobs,
-        policy_versions=completion.policy_versions,
-        distribution=in_flight.sampling.distribution,
-        stop_reason=completion.stop_reason,
-    )
-
-
 def _iter_reply_digests(keys: Sequence[MatchKey], scope: str) -> Iterator[tuple[int, int]]:
     """For each assistant message: the number of messages up to it, and a digest of their keys."""
     digest = hash(scope)
@@ -313,22 +299,6 @@ def _iter_reply_digests(keys: Sequence[MatchKey], scope: str) -> Iterator[tuple[
         digest = hash((digest, key))
         if key[0] == "assistant":
             yield num_messages, digest
-
-
-def _describe_scope(prompt: Prompt) -> str:
-    """The scope of a prompt: its tools and template variables as text."""
-    tools_and_variables = [list(prompt.tools), list(prompt.variables)]
-    cache_key = build_cache_key(tools_and_variables)
-    return _dump_scope(tools_and_variables) if cache_key is None else _dump_scope_cached(cache_key)
-
-
-@memoize(max_entries=NUM_CACHED_TOOL_LISTS, max_length=MAX_TOOL_LIST_BYTES)
-def _dump_scope_cached(cache_key: bytes) -> str:
-    return _dump_scope(load_cache_key(cache_key))
-
-
-def _dump_scope(tools_and_variables: list[Any]) -> str:
-    return json.dumps(tools_and_variables, sort_keys=True, default=str)
 
 
 class Recorder:

@@ -12,16 +12,25 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tunesmith.rollout.failures import MAX_MESSAGE_CHARS, describe_error, describe_type, shorten
+from tunesmith.rollout.failures import (
+    MAX_MESSAGE_CHARS,
+    describe_error,
+    describe_type,
+    format_traceback,
+    shorten,
+)
+from tunesmith.rollout.replay import RolloutRecord
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import BoundModel, ModelProvider
-from tunesmith.rollout.signature import list_parameters
+from tunesmith.rollout.signature import is_sync_function, list_parameters
+from tunesmith.rollout.sync_code import ThreadCall
 from tunesmith.rollout.user_coroutine import UserCoroutine
 from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, BlockedTime, EventLoopWatchdog
+from tunesmith.tool_log import CURRENT_LOG
 from tunesmith.types import (
     MAX_METRIC,
     MAX_REWARD,
@@ -75,9 +84,9 @@ class _Outcome:
 class _UserCodeError(Exception):
     """User code raised or returned an invalid result."""
 
-    def __init__(self, where: FailureWhere, message: str, line: str | None) -> None:
+    def __init__(self, where: FailureWhere, message: str, line: str | None, traceback: str | None = None) -> None:
         super().__init__(message)
-        self.failure = Failure(where=where, message=message, line=line)
+        self.failure = Failure(where=where, message=message, line=line, traceback=traceback)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,14 +114,21 @@ async def run_trajectory(
     order: tuple[int, ...] = (),
     sampling: Sampling | None = None,
     watchdog: EventLoopWatchdog | None = None,
+    record: RolloutRecord | None = None,
 ) -> Trajectory:
     """Run the agent once; `seed` determines what its models sample, `order` its position in the engine's queue.
+
+    With a `record`, the calls are recorded so that branches can replay them; if it has a branch point, the rollout is
+    such a branch.
 
     The watchdog sums up the time that user code blocks the loop. All rollouts of a phase share one; by default the
     rollout creates its own.
     """
     started = time.perf_counter()
     bound = model.open(seed=seed, order=order, sampling=sampling)
+    if record is not None:
+        assert bound.session is not None, "only the policy's rollouts branch"
+        bound.session.record = record
     auxiliary = {
         name: source.open(seed=derive_seed(seed, name), order=order) for name, source in auxiliary_models.items()
     }
@@ -125,7 +141,9 @@ async def run_trajectory(
         turns = model.close(bound)
         for name, bound_auxiliary in auxiliary.items():
             auxiliary_models[name].close(bound_auxiliary)
-    failure = _find_engine_failure(bound, auxiliary) or outcome.failure or _find_missing_turns(bound, turns)
+    failure = _find_engine_failure(bound, auxiliary) or _find_replay_failure(record, outcome) or outcome.failure
+    failure = failure or _find_missing_turns(bound, turns)
+    point = None if record is None else record.point
     return Trajectory(
         task=task,
         run_index=run_index,
@@ -135,6 +153,9 @@ async def run_trajectory(
         failure=failure,
         response_text=outcome.response_text,
         duration_s=time.perf_counter() - started,
+        parent=None if point is None else point.parent,
+        branch_at=None if point is None else point.branch_at,
+        num_shared_turns=0 if point is None else min(point.num_shared_turns, len(turns)),
     )
 
 
@@ -189,6 +210,9 @@ async def _cancel(running: asyncio.Future[_Outcome], agent: Agent) -> None:
 
 
 async def _run_user_code(run: _Run) -> _Outcome:
+    session = run.bound.session
+    if session is not None and session.record is not None:
+        CURRENT_LOG.set(session.record.tools)
     try:
         return await _run_workflow_and_judge(run)
     except _UserCodeError as error:
@@ -227,21 +251,26 @@ async def _run_workflow_and_judge(run: _Run) -> _Outcome:
 async def _call_user_function(
     where: FailureWhere,
     run: _Run,
-    func: Callable[..., Awaitable[Any]],
+    func: Callable[..., Any],
     available: Mapping[str, Any],
     output_type: type[Output],
 ) -> Output:
-    """Call user code with the keyword arguments in its signature and a private copy of the task's row."""
+    """Call user code with the keyword arguments in its signature and a private copy of the task's row.
+
+    A plain function runs in a thread of its own.
+    """
     row = copy.deepcopy(dict(run.task.row))
     arguments = {name: available[name] for name in run.agent.parameters[where] & available.keys()}
     try:
-        run.user_coroutine = UserCoroutine(func(task=row, **arguments), run.watchdog, run.blocked)
+        arguments["task"] = row
+        called = ThreadCall(func, arguments) if is_sync_function(func) else func(**arguments)
+        run.user_coroutine = UserCoroutine(called, run.watchdog, run.blocked)
         output = await run.user_coroutine
     except (KeyboardInterrupt, asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as error:  # user code may raise anything, including SystemExit and its own BaseExceptions
         line = find_error_line(error) or find_definition_line(func)
-        raise _UserCodeError(where, describe_error(error, run.task), line) from error
+        raise _UserCodeError(where, describe_error(error, run.task), line, format_traceback(error)) from error
     if not isinstance(output, output_type):
         message = f"the {where} must return a {output_type.__name__}, got {describe_type(type(output))}"
         raise _UserCodeError(where, message, find_definition_line(func))
@@ -255,6 +284,14 @@ def _find_engine_failure(bound: BoundModel, auxiliary: Mapping[str, BoundModel])
         if error is not None:
             return Failure(where="engine", message=f"{name}: {shorten(error, MAX_MESSAGE_CHARS)}")
     return None
+
+
+def _find_replay_failure(record: RolloutRecord | None, outcome: _Outcome) -> Failure | None:
+    """A branch that differs from its parent has failed, also if user code caught the error."""
+    message = None if record is None else record.find_failure()
+    if record is None or message is None or (record.error is None and outcome.failure is not None):
+        return None
+    return Failure(where="workflow", message=message)
 
 
 def _find_missing_turns(bound: BoundModel, turns: Sequence[Turn]) -> Failure | None:

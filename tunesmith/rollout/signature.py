@@ -1,7 +1,7 @@
 """Checks the signatures of workflow and judge before any model is loaded.
 
-Parameter names, the order of the checks and their messages follow AgentScope. The check for `async def` is additional:
-a plain function would fail only in the first rollout. Parameters bound by a `functools.partial` do not count.
+Parameter names, the order of the checks and their messages follow AgentScope. The check for `async def` is additional;
+a workflow may also be a plain function, which runs in a thread. Parameters bound by a `functools.partial` do not count.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from tunesmith.errors import ConfigError
+
 OPTIONAL_PARAMETERS = frozenset({"auxiliary_models", "logger"})
 ENVIRONMENT = "environment"
 """A parameter of workflows that the pipeline binds to the run's environment."""
@@ -18,10 +20,14 @@ WORKFLOW_PARAMETERS = frozenset({"task", "model"})
 JUDGE_PARAMETERS = frozenset({"task", "response"})
 
 
-def check_workflow_function(func: Callable[..., Any]) -> None:
-    """Raise a ValueError unless `func` is `async f(task, model[, auxiliary_models][, logger][, environment])`."""
+def check_workflow_function(func: Callable[..., Any], *, allows_sync: bool = False) -> None:
+    """Raise a ValueError unless `func` is `async f(task, model[, auxiliary_models][, logger][, environment])`.
+
+    `allows_sync`: a plain function with these parameters passes too.
+    """
     _check_parameters(func, WORKFLOW_PARAMETERS, OPTIONAL_PARAMETERS | {ENVIRONMENT})
-    _check_async(func, "workflow")
+    if not (allows_sync and is_sync_function(func)):
+        _check_async(func, "workflow")
 
 
 def check_judge_function(func: Callable[..., Any]) -> None:
@@ -30,9 +36,30 @@ def check_judge_function(func: Callable[..., Any]) -> None:
     _check_async(func, "judge")
 
 
+def check_workflow_branches(func: Callable[..., Any]) -> None:
+    """Raise a ConfigError if rollouts of a checked workflow cannot branch.
+
+    A workflow says why it cannot be run again with the same results in its attribute `cannot_branch`.
+    """
+    inner = _find_innermost(func)
+    reason = getattr(func, "cannot_branch", None) or getattr(inner, "cannot_branch", None)
+    if reason is None and "auxiliary_models" in list_parameters(func):
+        reason = "it takes auxiliary_models, whose replies a branch cannot receive from its parent"
+    if reason is not None:
+        name = getattr(inner, "__qualname__", type(inner).__name__)
+        raise ConfigError(f"rollout.branching: the workflow {name} cannot branch: {reason}")
+
+
 def list_parameters(func: Callable[..., Any]) -> frozenset[str]:
     """Names of the parameters that a checked function takes."""
     return frozenset(_find_open_parameters(func))
+
+
+def is_sync_function(func: Callable[..., Any]) -> bool:
+    """Whether a call returns the result itself: no coroutine and no generator."""
+    inner = _find_innermost(func)
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    return not any(is_kind(each) for is_kind in kinds for each in (inner, type(inner).__call__))
 
 
 def _find_open_parameters(func: Callable[..., Any]) -> dict[str, inspect.Parameter]:

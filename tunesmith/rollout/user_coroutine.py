@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Generator
 from typing import Any, Generic, TypeVar
 
 from tunesmith.model.torch_modes import UserModes
+from tunesmith.rollout.sync_code import ThreadCall
 from tunesmith.rollout.watchdog import BlockedTime, EventLoopWatchdog
 from tunesmith.user_lines import find_waiting_line
 
@@ -28,8 +29,9 @@ class UserCoroutine(Generic[Output]):
         self._run = run
 
     def find_line(self) -> str | None:
-        """The line of user code at which the coroutine is suspended."""
-        return find_waiting_line(self._awaitable)
+        """The line of user code at which the coroutine is suspended, or that its thread executes."""
+        awaitable = self._awaitable
+        return awaitable.find_line() if isinstance(awaitable, ThreadCall) else find_waiting_line(awaitable)
 
     def __await__(self) -> Generator[Any, Any, Output]:
         steps = self._awaitable.__await__()

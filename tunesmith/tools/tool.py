@@ -15,9 +15,12 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, overload
 
 import pydantic
+
+from tunesmith.tool_log import record_call
 
 Run = Callable[..., Awaitable["str | ToolResult"]]
 """The function of a tool: keyword arguments in, the text for the model out."""
@@ -117,7 +120,14 @@ class Tool:
         return {"type": "function", "function": function}
 
     async def call(self, arguments: Mapping[str, Any], *, run: Run | None = None) -> ToolResult:
-        """Run the tool once; `run` is the function of a session."""
+        """Run the tool once; `run` is the function of a session.
+
+        A branch of a rollout receives the result of its parent's call, or repeats the call if the tool has a session.
+        """
+        make = partial(self._call, arguments, run)
+        return await record_call(self.name, arguments, make, has_state=run is not None, describe=_describe_result)
+
+    async def _call(self, arguments: Mapping[str, Any], run: Run | None) -> ToolResult:
         started = time.perf_counter()
         wrong = find_wrong_argument(arguments, self.parameters)
         if wrong is not None:
@@ -191,3 +201,8 @@ def _has_type(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
     return isinstance(value, JSON_TYPES.get(kind, object))
+
+
+def _describe_result(result: ToolResult) -> tuple[str, FailureKind]:
+    """What the model reads: all but the wall time."""
+    return result.text, result.failure

@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tunesmith.algorithms.scores import TokenInputs
-from tunesmith.experience.trie import Trie, read_array
+from tunesmith.errors import TrainingError
+from tunesmith.experience.trie import EMPTY, Trie, read_array
+from tunesmith.model.forward.logit_adjustment import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
 from tunesmith.trainer.tree_attention.tile_schedule import PADDING, pad_trie
 from tunesmith.types import Distribution, Sample
@@ -28,8 +30,13 @@ DEFAULT_DISTRIBUTION = Distribution()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDistributions:
-    """Sampling distributions of all tokens of a row's samples, as indices into the distinct ones."""
+    """Sampling distributions of all tokens of a row's samples, as indices into the distinct ones.
 
+    A distribution with penalties or bans is distinct for each first token of a turn, which these depend on.
+    """
+
+    samples: Sequence[Sample]
+    """All samples of the batch."""
     unique: tuple[Distribution, ...]
     index_N: np.ndarray
     """Index into `unique` of each token, sample by sample."""
@@ -42,6 +49,8 @@ class Chunk:
     """Events of one distribution, scored together."""
 
     distribution: Distribution
+    adjustment: LogitAdjustment | None
+    """Penalties and bans of the sites."""
     node_S: Tensor
     """Position in the row of the hidden state that predicts the token."""
     target_S: Tensor
@@ -93,6 +102,8 @@ class _ChunkArrays:
     target_S: np.ndarray
     site_E: np.ndarray
     event_E: np.ndarray
+    contexts_S: list[TokenContext] | None = None
+    """For the penalties and bans of the sites; None without any."""
     is_real_E: np.ndarray | None = None
 
 
@@ -120,7 +131,14 @@ def build_row(
         position_ids_1T=depth_T[None],
         plan=TreePlan(trie, model.device, **describe_attention(model)),
         chunks=tuple(
-            Chunk(distribution=chunk.distribution, node_S=nodes, target_S=targets, site_E=places, event_E=chunk.event_E)
+            Chunk(
+                distribution=chunk.distribution,
+                adjustment=None if chunk.contexts_S is None else build_adjustment(chunk.contexts_S, model.device),
+                node_S=nodes,
+                target_S=targets,
+                site_E=places,
+                event_E=chunk.event_E,
+            )
             for chunk, nodes, targets, places in split
         ),
         node_S=node_S,
@@ -136,12 +154,30 @@ def index_distributions(samples: Sequence[Sample], trie: Trie) -> TokenDistribut
     starts = np.zeros(len(samples), dtype=np.int64)
     starts[indices] = np.cumsum([0, *(len(samples[index].token_ids) for index in indices)])[:-1]
     index_N = np.zeros(sum(len(samples[index].token_ids) for index in indices), dtype=np.int64)
-    index_of = {DEFAULT_DISTRIBUTION: 0}
+    index_of = {(DEFAULT_DISTRIBUTION, 0): 0}
     for sample in indices:
         for span in samples[sample].distribution_spans:
-            index = index_of.setdefault(span.distribution, len(index_of))
+            key = (span.distribution, span.start if span.distribution.depends_on_context else 0)
+            index = index_of.setdefault(key, len(index_of))
             index_N[starts[sample] + span.start : starts[sample] + span.end] = index
-    return TokenDistributions(unique=tuple(index_of), index_N=index_N, starts=starts)
+    unique = tuple(distribution for distribution, _ in index_of)
+    return TokenDistributions(samples=samples, unique=unique, index_N=index_N, starts=starts)
+
+
+def find_context(sample: Sample, time: int) -> TokenContext:
+    """The context of the token at index `time` of a sample, which was sampled in one of its turns."""
+    span = next(span for span in sample.distribution_spans if span.start <= time < span.end)
+    if span.distribution.grammar and span.token_masks is None:
+        raise TrainingError(
+            "a token was sampled under a grammar, but the trainer has no grammar compiler to score it with: pass "
+            "`grammars` to the trainer"
+        )
+    return TokenContext(
+        distribution=span.distribution,
+        prompt_ids=sample.token_ids[: span.start],
+        output_ids=sample.token_ids[span.start : time],
+        token_mask=None if span.token_masks is None else span.token_masks[time - span.start],
+    )
 
 
 def copy_to_device(values: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -175,10 +211,17 @@ def _split_chunks(trie: Trie, distributions: TokenDistributions, chunk_tokens: i
         event_E, key_E = event_E[order_E], key_E[order_E]
         is_first_E = np.diff(key_E, prepend=-1) != 0
         key_S, site_E = key_E[is_first_E], np.cumsum(is_first_E) - 1
+        first_event_S, distribution = event_E[is_first_E], distributions.unique[index]
         for first in range(0, len(key_S), chunk_tokens):
             start, end = np.searchsorted(site_E, [first, first + chunk_tokens])
+            firsts = first_event_S[first : first + chunk_tokens][: None if distribution.depends_on_context else 0]
+            contexts_S: list[TokenContext] = [
+                find_context(distributions.samples[sample], time)
+                for sample, time in zip(trie.sample_E[firsts].tolist(), trie.time_E[firsts].tolist(), strict=True)
+            ]
             yield _ChunkArrays(
-                distribution=distributions.unique[index],
+                distribution=distribution,
+                contexts_S=contexts_S or None,
                 node_S=key_S[first : first + chunk_tokens] // num_ids,
                 target_S=key_S[first : first + chunk_tokens] % num_ids,
                 site_E=site_E[start:end] - first,
@@ -223,7 +266,7 @@ class EventIndex:
 
     def gather(self, per_token: Sequence[Sequence[float | None] | np.ndarray]) -> np.ndarray:
         """Values [E] from values per sample and token; None becomes NaN."""
-        flat = np.concatenate([read_array(values, np.float64) for values in per_token])
+        flat = np.concatenate([np.zeros(0), *(read_array(values, np.float64) for values in per_token)])
         starts = np.cumsum([0, *(len(values) for values in per_token)])
         return flat[starts[self.sample_E] + self.time_E]
 
@@ -236,8 +279,8 @@ class EventIndex:
 
 def index_events(samples: Sequence[Sample], rows: Sequence[Trie]) -> EventIndex:
     """The trained tokens of the rows, ordered by trajectory, sample, time."""
-    sample_R = np.concatenate([row.sample_E for row in rows])
-    time_R = np.concatenate([row.time_E for row in rows])
+    sample_R = np.concatenate([EMPTY, *(row.sample_E for row in rows)])
+    time_R = np.concatenate([EMPTY, *(row.time_E for row in rows)])
     order = np.argsort([sample.trajectory_index for sample in samples], kind="stable")
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))

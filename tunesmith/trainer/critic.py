@@ -16,26 +16,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import CriticSection, TrainerSection
 from tunesmith.errors import TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.model.value_model import ValueModel
-from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
-from tunesmith.trainer.optimizer import MasterAdamW
+from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.trainer.sharding.sharded_adamw import build_optimizer
 from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
 
 
 class Critic:
     """A value model and its optimizer."""
 
-    def __init__(self, model: ValueModel, settings: CriticSection, trainer: TrainerSection) -> None:
+    def __init__(
+        self, model: ValueModel, settings: CriticSection, trainer: TrainerSection, ranks: Ranks = Ranks()
+    ) -> None:
         self._model = model.eval()
         self._settings = settings
         self._has_checkpointing = trainer.has_gradient_checkpointing
         if self._has_checkpointing:
             enable_checkpointing(model.body)
         optimizer = {"learning_rate": settings.learning_rate, "weight_decay": 0.0}
-        self._optimizer = MasterAdamW(model, trainer.model_copy(update=optimizer))
+        self._ranks = ranks
+        self._optimizer = build_optimizer(model, trainer.model_copy(update=optimizer), ranks)
 
     @property
     def num_warmup_steps(self) -> int:
@@ -55,8 +59,10 @@ class Critic:
         parameters as before that epoch.
         """
         losses, norms, clipped = [], [], []
+        num_events = sum(self._ranks.all_gather_objects(len(returns_E)))
         for _ in range(self._settings.num_epochs):
-            loss, num_clipped = self._accumulate(rows, old_values_E, returns_E)
+            own = self._accumulate(rows, old_values_E, returns_E, num_events=num_events)
+            loss, num_clipped = map(sum, zip(*self._ranks.all_gather_objects(own), strict=True))
             norm = self._optimizer.compute_grad_norm()
             if not (np.isfinite(loss) and torch.isfinite(norm)):
                 self._optimizer.clear_gradients()
@@ -71,7 +77,7 @@ class Critic:
             )
             losses.append(loss)
             norms.append(norm.item())
-            clipped.append(num_clipped / len(returns_E))
+            clipped.append(num_clipped / num_events)
         return {
             "critic/loss": float(np.mean(losses)),
             "critic/grad_norm": float(np.mean(norms)),
@@ -82,18 +88,26 @@ class Critic:
         """State of model and optimizer; tensors are not copied."""
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
+    def count_state_bytes(self) -> int:
+        """Approximate size of `state_dict`, without gathering it."""
+        model = sum(tensor.nbytes for tensor in self._model.state_dict().values())
+        return model + self._optimizer.count_state_bytes()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`; training continues bit for bit."""
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
 
-    def _accumulate(self, rows: Sequence[Trie], old_values_E: np.ndarray, returns_E: np.ndarray) -> tuple[float, float]:
-        """Accumulate the gradient of the mean loss; return the loss and the number of clipped tokens."""
+    def _accumulate(
+        self, rows: Sequence[Trie], old_values_E: np.ndarray, returns_E: np.ndarray, *, num_events: int
+    ) -> tuple[float, float]:
+        """Accumulate the gradient of the loss, a mean over `num_events`; return this rank's terms of the loss and its
+        number of clipped tokens."""
         loss, num_clipped = 0.0, 0.0
-        ends = np.cumsum([len(row.parent_E) for row in rows])[:-1]
+        ends = np.cumsum([len(row.parent_E) for row in rows], dtype=np.int64)[:-1]
         with checkpointed_layers(self._model.body) if self._has_checkpointing else nullcontext():
             for row, old_E, targets_E in zip(
-                rows, np.split(old_values_E, ends), np.split(returns_E, ends), strict=True
+                rows, np.split(old_values_E, ends), np.split(returns_E, ends), strict=bool(rows)
             ):
                 values_E = self._compute_values(row)
                 losses_E, is_clipped_E = compute_value_losses(
@@ -102,7 +116,7 @@ class Critic:
                     torch.from_numpy(targets_E).to(values_E),
                     clip_range=self._settings.clip_range,
                 )
-                row_loss = losses_E.sum() / len(returns_E)
+                row_loss = losses_E.sum() / num_events
                 row_loss.backward()
                 loss += row_loss.item()
                 num_clipped += is_clipped_E.sum().item()

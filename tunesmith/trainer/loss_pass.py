@@ -28,10 +28,11 @@ from tunesmith.experience.trie import Trie
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.batch import DeviceInputs, PackedRow, build_row, copy_inputs_to_device, index_distributions
-from tunesmith.trainer.compiled_layers import compile_function
+from tunesmith.trainer.layers.compiled_layers import compile_function
+from tunesmith.trainer.layers.row_graphs import RowGraphs, can_replay
+from tunesmith.trainer.layers.weight_gradients import accumulated_weight_grads
 from tunesmith.trainer.metrics import PartTotals, Reduction, Total, add_parts
-from tunesmith.trainer.row_graphs import RowGraphs, can_replay
-from tunesmith.trainer.weight_gradients import accumulated_weight_grads
+from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients
 from tunesmith.types import Sample
 
 ChunkTotals = dict[str, tuple[Reduction, Tensor]]
@@ -48,12 +49,15 @@ def run_loss_pass(
     chunk_tokens: int,
     is_compiled: bool = False,
     graphs: RowGraphs | None = None,
+    stream: StreamedGradients | None = None,
 ) -> dict[str, Total]:
-    """Accumulate the gradient of the update (no gradient under `no_grad`) and return its totals.
+    """Accumulate the gradient of the update (no gradient under `no_grad`) and return its totals, {} without rows.
 
     `rows` are the packed samples of one update; `inputs` are concatenated over their events. `is_compiled` compiles the
-    losses; `graphs` replays rows as CUDA graphs where possible.
+    losses; `graphs` replays rows as CUDA graphs where possible; `stream` sums gradients over ranks after each row.
     """
+    if stream is not None:
+        stream.begin_update(len(rows))
     if graphs is not None:
         graphs.begin_update()
     parts: list[PartTotals] = []
@@ -61,7 +65,7 @@ def run_loss_pass(
     dtype = torch.promote_types(model.dtype, torch.float32)
     kl_coef = torch.full((), algorithm.kl_coef, device=model.device, dtype=dtype)
     run = partial(run_row, model, algorithm=algorithm, is_compiled=is_compiled)
-    with accumulated_weight_grads(model) if torch.is_grad_enabled() else nullcontext():
+    with accumulated_weight_grads(model) if rows and torch.is_grad_enabled() else nullcontext():
         for trie in rows:
             part = slice(start, start := start + len(trie.parent_E))
             distributions = index_distributions(samples, trie)
@@ -73,9 +77,13 @@ def run_loss_pass(
                 parts.append(graphs.run(row, device_inputs, kl_coef, run))
             else:
                 parts.append(run(row, device_inputs, kl_coef))
+            if stream is not None:
+                stream.end_row()
+    if stream is not None:
+        stream.end_update()
     if graphs is not None:
         graphs.end_update()
-    return add_parts(parts)
+    return add_parts(parts) if parts else {}
 
 
 def run_row(
@@ -104,6 +112,7 @@ def run_row(
             chunk.distribution,
             chunk_tokens=len(chunk.target_S),
             with_entropy=algorithm.entropy_coef > 0,
+            adjustment=chunk.adjustment,
         )
         can_compile = is_compiled and min(len(chunk.target_S), len(chunk.event_E)) > 1
         compute = compile_function(compute_chunk_loss) if can_compile else compute_chunk_loss

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -12,10 +13,19 @@ import torch
 from torch import Tensor
 
 from tunesmith.algorithms.scores import TokenInputs
+from tunesmith.cluster.ranks import Ranks
+from tunesmith.config import TrainerSection
 from tunesmith.errors import TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.metric import Count, Max, Mean, merge_metrics
 
+logger = logging.getLogger(__name__)
+
+MISMATCH_CAUSES = (
+    "likely causes: sampling settings that the trainer does not apply, weights changed between sampling and training, "
+    "KV-cache entries of older weights in the engine, or 16-bit precision too low for this model (try "
+    "model.residual_dtype=float32, or model.dtype=float32)"
+)
 Reduction = Literal["sum", "sampled_mean", "newest_mean", "newest_max"]
 """How a total of an update becomes a metric: `sum`, a sum of weight times token loss, as it is; `sampled_mean`, a sum
 over the tokens that are not an expert's, divided by their number; `newest_mean`, the same over the tokens that the
@@ -37,6 +47,14 @@ class PartTotals:
     reductions: tuple[tuple[str, Reduction], ...]
     """Names and reductions of the K totals."""
     values_PK: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTotal:
+    """A total of the update on the host."""
+
+    reduction: Reduction
+    value: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,34 +98,54 @@ def count_tokens(inputs: TokenInputs[np.ndarray]) -> TokenCounts:
     return TokenCounts(num_sampled=len(inputs.weights_E) - num_experts, num_newest=int(inputs.is_newest_E.sum()))
 
 
-def count_row_tokens(rows: Sequence[Trie]) -> dict[str, float]:
+def count_row_tokens(rows: Sequence[Trie], ranks: Ranks = Ranks()) -> dict[str, float]:
     """Numbers of tokens computed (shared prefixes once), of tokens in the samples, and of trained tokens."""
+    own = (
+        sum(row.num_tokens for row in rows),
+        sum(row.num_flat_tokens for row in rows),
+        sum(len(row.parent_E) for row in rows),
+    )
+    computed, flat, trained = map(sum, zip(*ranks.all_gather_objects(own), strict=True))
     return {
-        "train/num_tokens": Count(sum(row.num_tokens for row in rows)),
-        "train/num_flat_tokens": Count(sum(row.num_flat_tokens for row in rows)),
-        "train/num_trained_tokens": Count(sum(len(row.parent_E) for row in rows)),
+        "train/num_tokens": Count(computed),
+        "train/num_flat_tokens": Count(flat),
+        "train/num_trained_tokens": Count(trained),
     }
 
 
-def build_token_metrics(
-    totals: Mapping[str, Total], values: Sequence[float], counts: TokenCounts, *, is_first: bool
-) -> dict[str, float]:
-    """Metrics of an update from its totals and their values on the host.
+def read_totals(totals: Mapping[str, Total], values: Sequence[float], ranks: Ranks) -> dict[str, HostTotal]:
+    """The totals over all ranks from those of this rank and their values on the host."""
+    own = {
+        name: HostTotal(reduction=total.reduction, value=value)
+        for (name, total), value in zip(totals.items(), values, strict=True)
+    }
+    merged: dict[str, HostTotal] = {}
+    for part in ranks.all_gather_objects(own):
+        for name, total in part.items():
+            if name in merged:
+                combine = max if total.reduction == "newest_max" else sum
+                total = replace(total, value=combine([merged[name].value, total.value]))
+            merged[name] = total
+    return merged
+
+
+def build_token_metrics(totals: Mapping[str, HostTotal], counts: TokenCounts, *, is_first: bool) -> dict[str, float]:
+    """Metrics of an update from its totals.
 
     A mean over no tokens is not reported. The mismatch of sampler and trainer is reported for the first update of a
     step only, before the parameters change.
     """
     num_newest = counts.num_newest if is_first else 0
     metrics: dict[str, float] = {}
-    for (name, total), value in zip(totals.items(), values, strict=True):
+    for name, total in totals.items():
         if total.reduction == "sum":
-            metrics[name] = value
+            metrics[name] = total.value
         elif total.reduction == "sampled_mean" and counts.num_sampled:
-            metrics[name] = Mean(value, over=counts.num_sampled)
+            metrics[name] = Mean(total.value, over=counts.num_sampled)
         elif total.reduction == "newest_mean" and num_newest:
-            metrics[name] = Mean(value, over=num_newest)
+            metrics[name] = Mean(total.value, over=num_newest)
         elif total.reduction == "newest_max" and num_newest:
-            metrics[name] = Max(value)
+            metrics[name] = Max(total.value)
     return metrics
 
 
@@ -119,6 +157,23 @@ def check_finite(update: Update) -> None:
             f"the loss is {loss:g} and the norm of its gradient is {update.grad_norm:g}: no update was made; "
             "lower trainer.learning_rate, or try model.dtype=float32"
         )
+
+
+def check_mismatch(update: Update, limits: TrainerSection) -> None:
+    """Warn or raise TrainingError if sampler and trainer logprobs differ by more than the limits."""
+    mismatch = update.mismatch_kl
+    if mismatch is None:
+        return
+    if mismatch > limits.mismatch_stop:
+        raise TrainingError(
+            f"sampler and trainer logprobs differ: KL {mismatch:.3g} per token is above "
+            f"trainer.mismatch_stop={limits.mismatch_stop:g}; {MISMATCH_CAUSES}"
+        )
+    if mismatch > limits.mismatch_warn:
+        logger.warning(
+            "sampler and trainer logprobs differ: KL %.3g per token is above trainer.mismatch_warn=%g; %s",
+            mismatch, limits.mismatch_warn, MISMATCH_CAUSES,
+        )  # fmt: skip
 
 
 def build_metrics(updates: Sequence[Update]) -> dict[str, float]:

@@ -7,6 +7,8 @@ change in place and keep their memory. Nothing here synchronizes with the device
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -26,27 +28,19 @@ MIN_RELATIVE_CHANGE = 1e-9
 class MasterAdamW:
     """AdamW (Loshchilov and Hutter, 2019) with decoupled weight decay; norms, biases and other vectors are exempt."""
 
+    stream: Any = None
+    """`StreamedGradients` on several ranks, if gradients are summed over ranks row by row; else None."""
+
     def __init__(self, model: nn.Module, settings: TrainerSection) -> None:
-        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        if not trainable:
-            raise ModelError("the model has no parameter that takes a gradient")
-        self._parameters = trainable
-        self._masters = {name: _build_master(p, seed=seed) for seed, (name, p) in enumerate(trainable.items())}
+        self._parameters = trainable = find_trainable(model)
+        self._masters = {name: build_master(p, seed=seed) for seed, (name, p) in enumerate(trainable.items())}
         for name, parameter in trainable.items():
             parameter.grad = None
             parameter.grad_dtype = self._masters[name].dtype
-        decayed = [master for master in self._masters.values() if master.ndim >= 2]
-        exempt = [master for master in self._masters.values() if master.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": exempt, "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.epsilon,
-            fused=True,
+        self._adamw = build_adamw(
+            settings,
+            decayed=[master for master in self._masters.values() if master.ndim >= 2],
+            exempt=[master for master in self._masters.values() if master.ndim < 2],
         )
 
     def clear_gradients(self) -> None:
@@ -103,13 +97,24 @@ class MasterAdamW:
                 state[f"master:{name}"] = master.detach()
         return state
 
+    def take_times(self) -> dict[str, float]:
+        """Metrics of time spent on other ranks; none on a single one."""
+        return {}
+
+    def count_state_bytes(self) -> int:
+        """Size of `state_dict` after the first update."""
+        return sum(
+            parameter.numel() * self._masters[name].itemsize * (2 if is_wide(parameter) else 3)
+            for name, parameter in self._parameters.items()
+        )
+
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore a `state_dict` of the same model; parameters with a separate master are rewritten from it."""
         rest = dict(state)
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
-                master.copy_(_pop_tensor(rest, f"master:{name}", master))
+                master.copy_(pop_tensor(rest, f"master:{name}", master))
             moments = {kind: rest.pop(f"{kind}:{name}") for kind in MOMENTS if f"{kind}:{name}" in rest}
             if moments and any(moments[kind].shape != master.shape for kind in MOMENTS[1:]):
                 raise ModelError(f"optimizer state of {name!r} has another shape: it belongs to another model")
@@ -126,9 +131,34 @@ class MasterAdamW:
             torch._foreach_copy_(parameters, masters)
 
 
-def _build_master(parameter: nn.Parameter, *, seed: int) -> Tensor:
+def find_trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that take a gradient, by name."""
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise ModelError("the model has no parameter that takes a gradient")
+    return trainable
+
+
+def build_adamw(settings: TrainerSection, *, decayed: list[Tensor], exempt: list[Tensor]) -> torch.optim.AdamW:
+    """AdamW on masters with and without weight decay."""
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.epsilon,
+        fused=True,
+    )
+
+
+def is_wide(parameter: nn.Parameter) -> bool:
+    """Whether the parameter has 32 bits or more and so needs no separate master."""
+    return torch.finfo(parameter.dtype).bits >= 32
+
+
+def build_master(parameter: nn.Parameter, *, seed: int) -> Tensor:
     """The parameter itself if it has 32 bits or more, else a float32 tensor that rounds to it."""
-    if torch.finfo(parameter.dtype).bits >= 32:
+    if is_wide(parameter):
         return parameter
     master = parameter.detach().float().contiguous()
     if parameter.dtype == torch.bfloat16:
@@ -150,7 +180,7 @@ def _dither(values: Tensor, *, seed: int) -> None:
         part += noise * (part & 0x7FFFFFFF != 0)
 
 
-def _pop_tensor(state: dict[str, Tensor], key: str, like: Tensor) -> Tensor:
+def pop_tensor(state: dict[str, Tensor], key: str, like: Tensor) -> Tensor:
     if key not in state or state[key].shape != like.shape:
         raise ModelError(f"optimizer state has no {key!r} of shape {tuple(like.shape)}: it belongs to another model")
     return state.pop(key)

@@ -32,7 +32,12 @@ def compute_cost(trie: Trie, *, hidden_size: int) -> float:
 
     A layer needs about 12 C^2 multiplications for a token and 2 C for each pair of tokens that attend.
     """
-    return trie.num_tokens + float((trie.depth_T + 1).sum()) / (6 * hidden_size)
+    return combine_cost(trie.num_tokens, float((trie.depth_T + 1).sum()), hidden_size=hidden_size)
+
+
+def combine_cost(num_tokens: int, num_pairs: float, *, hidden_size: int) -> float:
+    """`compute_cost` of a trie with these numbers of tokens, and of pairs of tokens that attend."""
+    return num_tokens + num_pairs / (6 * hidden_size)
 
 
 def _build_tries(samples: Sequence[Sample], indices: Sequence[int], max_tokens: int) -> list[Trie]:
@@ -65,11 +70,17 @@ def _fill_rows(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) 
     return [sorted(row) for row in rows if row]
 
 
-def split_minibatches(samples: Sequence[Sample], num_minibatches: int) -> list[list[int]]:
-    """Assign groups to minibatches round-robin, as sample indices; empty minibatches are left out."""
-    index_of_group: dict[int, int] = {}
-    minibatches: list[list[int]] = [[] for _ in range(num_minibatches)]
+def split_minibatches(
+    samples: Sequence[Sample], num_minibatches: int, *, groups: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Assign groups to minibatches round-robin, as sample indices; empty minibatches are left out.
+
+    `groups` are the groups of the step in their order, of which some may be trained elsewhere: a minibatch of only
+    such groups is an empty list.
+    """
+    ordered = dict.fromkeys(sample.group_index for sample in samples) if groups is None else groups
+    minibatch_of_group = {group: index % num_minibatches for index, group in enumerate(ordered)}
+    minibatches: list[list[int]] = [[] for _ in range(min(num_minibatches, len(minibatch_of_group)))]
     for index, sample in enumerate(samples):
-        group = index_of_group.setdefault(sample.group_index, len(index_of_group))
-        minibatches[group % num_minibatches].append(index)
-    return [minibatch for minibatch in minibatches if minibatch]
+        minibatches[minibatch_of_group[sample.group_index]].append(index)
+    return minibatches

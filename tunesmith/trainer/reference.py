@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tunesmith.algorithms.algorithm import Algorithm
+from tunesmith.algorithms.scores import Need
 from tunesmith.errors import ConfigError
 from tunesmith.model.adapters.adapter import disabled_adapter, has_adapter
+from tunesmith.model.value_model import ValueModel
 
 Weights = Mapping[str, Tensor]
 
@@ -98,3 +101,15 @@ def _copy_weights(source: Weights, target: Weights) -> None:
         raise ConfigError(f"the reference and the policy differ in their weights ({name}): they are different models")
     for name, tensor in target.items():
         tensor.copy_(source[name])
+
+
+def check_extra_model(algorithm: Algorithm, need: Need, model: PreTrainedModel | ValueModel | None) -> None:
+    """Raise a ConfigError unless the model of this role is there if and only if the algorithm needs it."""
+    kl_coef = algorithm.kl_coef
+    if kl_coef > 0 and algorithm.is_supervised:
+        raise ConfigError(f"kl_coef={kl_coef} needs sampled tokens, which {algorithm.name!r} has none of: set it to 0")
+    if (need in algorithm.needs) != (model is not None):
+        role = "critic" if need == "values" else need
+        passed = f"no {role} model was passed" if model is None else f"a {role} model was passed"
+        reason = f"kl_coef={kl_coef}" if need == "reference" else f"algorithm_type={algorithm.name!r}"
+        raise ConfigError(f"{reason}, but {passed}")

@@ -24,11 +24,15 @@ from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.corrections import compute_correction_weights
 from tunesmith.algorithms.scores import BatchScores, Need, TokenInputs, TokenTerms, keep_advantages
 from tunesmith.algorithms.token_selection import find_top_entropy_tokens
+from tunesmith.cluster.ranks import Ranks
 from tunesmith.experience.trie import Trie
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logprobs import compute_logprobs
 from tunesmith.trainer.batch import EventIndex, build_row, index_distributions, index_events
+from tunesmith.trainer.metrics import TokenCounts, count_tokens
+from tunesmith.trainer.policy_versions import find_newest
 from tunesmith.trainer.reference import Reference, reference_weights
+from tunesmith.trainer.sharding.gathered_scores import gather_scores
 from tunesmith.types import Sample
 
 POLICY_SCORES: frozenset[Need] = frozenset({"logprobs", "entropies"})
@@ -87,13 +91,12 @@ class StepTerms:
             metrics=self.metrics,
         )
 
-    def gather(self, events: EventIndex) -> TokenTerms:
-        """The terms of the events."""
-        advantages_E = events.gather(self.advantages)
+    def replace_terms(self, columns: Mapping[str, np.ndarray]) -> TokenTerms:
+        """The terms of an update, whose advantages and returns [E] are given."""
         return TokenTerms(
-            advantages_E=advantages_E,
-            weights_E=np.ones(len(advantages_E)),
-            returns_E=events.gather(self.returns),
+            advantages_E=columns["advantages"],
+            weights_E=np.ones(len(columns["advantages"])),
+            returns_E=columns["returns"],
             metrics=self.metrics,
         )
 
@@ -109,6 +112,8 @@ class PreparedUpdate:
     """Values by the critic: before the first update of the step where `StepTerms` were passed, else now."""
     returns_R: np.ndarray | None
     """Targets of the critic."""
+    counts: TokenCounts
+    """Of the whole update, over all ranks."""
 
 
 def can_weigh_in_loss_pass(algorithm: Algorithm) -> bool:
@@ -136,12 +141,14 @@ def prepare_update(
     step_terms: StepTerms | None = None,
     newest_version: int | None = None,
     step: int = 0,
+    ranks: Ranks = Ranks(),
 ) -> PreparedUpdate:
     """Run the scoring passes that the algorithm needs and compute the inputs of every trained token.
 
     The ratio in the loss is against the sampler's logprobs, which on fresh data equal those of the proximal policy up
     to rounding; with `proximal.is_weighted` it is against the proximal policy. `step_terms` replaces `compute_terms`.
-    Sampler and trainer must agree on tokens of `newest_version` (None: the newest in the samples).
+    Sampler and trainer must agree on tokens of `newest_version` (None: the newest in the samples). Samples and rows are
+    those of this rank; what depends on all tokens of the update is computed over those of all ranks.
     """
     events = index_events(samples, rows)
     sampler_E = events.gather([sample.logprobs for sample in samples])
@@ -151,14 +158,47 @@ def prepare_update(
     scored = run_scoring_passes(
         model, samples, rows, algorithm.needs - known.keys(), scoring_models=scoring_models, chunk_tokens=chunk_tokens
     ) | {need: events.scatter(events.gather(arrays)) for need, arrays in known.items()}
-    scores = build_scores(samples, events, old_E, scored, step=step)
-    terms = algorithm.compute_terms(scores) if step_terms is None else step_terms.gather(events)
+    columns = {"sampler": sampler_E, "proximal": proximal_E, "is_newest": find_newest(samples, events, newest_version)}
+    if step_terms is not None:
+        columns |= {"advantages": events.gather(step_terms.advantages), "returns": events.gather(step_terms.returns)}
+    gathered = gather_scores(
+        ranks, build_scores(samples, events, old_E, scored, step=step), find_trajectories(samples, events), columns
+    )
+    scores, columns = gathered.scores, dict(gathered.columns)
+    terms = algorithm.compute_terms(scores) if step_terms is None else step_terms.replace_terms(columns)
+    inputs, metrics = compute_inputs(
+        scores, terms, columns, algorithm, norm_length=norm_length, is_weighted=is_weighted, proximal=proximal
+    )
+
+    def keep_own(values_E: np.ndarray) -> np.ndarray:
+        return events.scatter(values_E[gathered.own_E])
+
+    return PreparedUpdate(
+        inputs=inputs.convert(keep_own),
+        metrics=metrics,
+        values_R=scored.get("values"),
+        returns_R=None if terms.returns_E is None else keep_own(terms.returns_E),
+        counts=count_tokens(inputs),
+    )
+
+
+def compute_inputs(
+    scores: BatchScores,
+    terms: TokenTerms,
+    columns: Mapping[str, np.ndarray],
+    algorithm: Algorithm,
+    *,
+    norm_length: int,
+    is_weighted: bool,
+    proximal: ProximalScores | None,
+) -> tuple[TokenInputs[np.ndarray], dict[str, float]]:
+    """Inputs [E] of the loss pass from the scores of all tokens of an update, and metrics."""
     correction_E, correction_metrics = compute_correction_weights(
         scores,
-        sampler_E,
+        columns["sampler"],
         algorithm.correction,
         advantages_E=terms.advantages_E,
-        proximal_logprobs_E=proximal_E,
+        proximal_logprobs_E=columns["proximal"],
         is_weighted=is_weighted,
     )
     kept_E, entropy_metrics = find_top_entropy_tokens(scores, fraction=algorithm.top_entropy_fraction)
@@ -166,9 +206,9 @@ def prepare_update(
         weights_E=compute_weights(scores, algorithm, norm_length=norm_length),
         correction_E=terms.weights_E * correction_E * kept_E,
         advantages_E=terms.advantages_E,
-        old_logprobs_E=old_E,
-        sampler_logprobs_E=sampler_E,
-        is_newest_E=find_newest(samples, events, newest_version),
+        old_logprobs_E=scores.old_logprobs_E,
+        sampler_logprobs_E=columns["sampler"],
+        is_newest_E=columns["is_newest"],
         is_expert_E=scores.is_expert_Q[scores.sequence_E].astype(np.float64) if scores.is_expert_Q.any() else None,
         sequence_log_ratios_E=terms.sequence_log_ratios_E,
         constants_E=terms.constants_E,
@@ -176,12 +216,7 @@ def prepare_update(
         reference_logprobs_E=scores.reference_logprobs_E if algorithm.kl_coef > 0 else None,
         importance_caps_E=build_caps(scores, algorithm, proximal),
     )
-    return PreparedUpdate(
-        inputs=inputs.convert(events.scatter),
-        metrics=terms.metrics | correction_metrics | entropy_metrics,
-        values_R=scored.get("values"),
-        returns_R=None if terms.returns_E is None else events.scatter(terms.returns_E),
-    )
+    return inputs, terms.metrics | correction_metrics | entropy_metrics
 
 
 def compute_step_terms(
@@ -194,6 +229,7 @@ def compute_step_terms(
     scoring_models: ScoringModels,
     proximal: ProximalScores | None = None,
     step: int = 0,
+    ranks: Ranks = Ranks(),
 ) -> StepTerms:
     """Run the critic and the other models that do not change within the step on all of its samples."""
     events = index_events(samples, rows)
@@ -204,7 +240,9 @@ def compute_step_terms(
     scored = run_scoring_passes(
         model, samples, rows, algorithm.needs - POLICY_SCORES, scoring_models=scoring_models, chunk_tokens=chunk_tokens
     )
-    terms = algorithm.compute_terms(build_scores(samples, events, old_E, scored, step=step))
+    scores = build_scores(samples, events, old_E, scored, step=step)
+    gathered = gather_scores(ranks, scores, find_trajectories(samples, events), {})
+    terms = algorithm.compute_terms(gathered.scores)
     assert terms.returns_E is not None
 
     def split(values_R: np.ndarray) -> list[np.ndarray]:
@@ -212,8 +250,8 @@ def compute_step_terms(
 
     return StepTerms(
         scores={need: split(values_R) for need, values_R in scored.items()},
-        advantages=split(events.scatter(terms.advantages_E)),
-        returns=split(events.scatter(terms.returns_E)),
+        advantages=split(events.scatter(terms.advantages_E[gathered.own_E])),
+        returns=split(events.scatter(terms.returns_E[gathered.own_E])),
         metrics=terms.metrics,
     )
 
@@ -291,12 +329,19 @@ def score_tokens(
     """Logprobs [R] of the rows' events under a model, and entropies [R] of the distributions that they were sampled
     from, with bias, temperature and filters applied."""
     scores, event_indices, num_events = [], [], 0
+    if not rows:
+        return np.zeros(0), np.zeros(0)
     for trie in rows:
         row = build_row(trie, index_distributions(samples, trie), chunk_tokens=chunk_tokens, model=model)
         hidden_TC = run_body(model, row.input_ids_1T, row.position_ids_1T, row.plan)[0]
         for chunk in row.chunks:
             scores_S = compute_logprobs(
-                model, hidden_TC[chunk.node_S], chunk.target_S, chunk.distribution, chunk_tokens=len(chunk.target_S)
+                model,
+                hidden_TC[chunk.node_S],
+                chunk.target_S,
+                chunk.distribution,
+                chunk_tokens=len(chunk.target_S),
+                adjustment=chunk.adjustment,
             )
             scores.append(torch.stack(scores_S)[:, chunk.site_E])
         event_indices.append(num_events + row.event_E)
@@ -312,9 +357,10 @@ def scatter_to_samples(logprobs_R: np.ndarray, samples: Sequence[Sample], rows: 
     """Logprobs [R] as one array per sample, NaN at tokens that are not trained."""
     starts = np.cumsum([0, *(len(sample.token_ids) for sample in samples)])
     flat = np.full(starts[-1], np.nan)
-    sample_R = np.concatenate([row.sample_E for row in rows])
-    flat[starts[sample_R] + np.concatenate([row.time_E for row in rows])] = logprobs_R
-    return np.split(flat, starts[1:-1])
+    if rows:
+        sample_R = np.concatenate([row.sample_E for row in rows])
+        flat[starts[sample_R] + np.concatenate([row.time_E for row in rows])] = logprobs_R
+    return np.split(flat, starts[1:-1]) if samples else []
 
 
 def build_scores(
@@ -326,7 +372,7 @@ def build_scores(
     step: int,
 ) -> BatchScores:
     """Inputs of `compute_terms`; `scored` holds [R] arrays by name."""
-    trajectory_E = np.asarray([sample.trajectory_index for sample in samples])[events.sample_E]
+    trajectory_E = find_trajectories(samples, events)
     is_start_E = np.diff(trajectory_E, prepend=-1) != 0
     sequence_E, sample_Q = np.cumsum(is_start_E) - 1, events.sample_E[is_start_E].tolist()
 
@@ -338,7 +384,7 @@ def build_scores(
         old_logprobs_E=old_logprobs_E,
         advantages_E=events.gather([sample.advantages for sample in samples]),
         sequence_E=sequence_E,
-        group_Q=np.asarray([samples[sample].group_index for sample in sample_Q]),
+        group_Q=np.asarray([samples[sample].group_index for sample in sample_Q], dtype=np.int64),
         is_expert_Q=np.asarray([samples[sample].is_expert for sample in sample_Q], dtype=bool),
         logprobs_E=get("logprobs"),
         entropies_E=get("entropies"),
@@ -348,23 +394,6 @@ def build_scores(
     )
 
 
-def find_newest(samples: Sequence[Sample], events: EventIndex, newest_version: int | None) -> np.ndarray:
-    """1.0 [E] where the newest policy version sampled the token; 0.0 for expert tokens."""
-    version_E = events.gather([sample.policy_versions for sample in samples])
-    version_E[np.asarray([sample.is_expert for sample in samples])[events.sample_E]] = np.nan
-    if newest_version is None:
-        newest_version = int(np.nanmax(version_E, initial=-1))
-    return (version_E == newest_version).astype(np.float64)
-
-
-def has_older_tokens(samples: Sequence[Sample], newest_version: int | None) -> bool:
-    """Whether a policy version before the newest sampled a token of the samples."""
-    versions = {
-        version
-        for sample in samples
-        if not sample.is_expert
-        for version in sample.policy_versions
-        if version is not None
-    }
-    newest = newest_version if newest_version is not None else max(versions, default=0)
-    return any(version < newest for version in versions)
+def find_trajectories(samples: Sequence[Sample], events: EventIndex) -> np.ndarray:
+    """The trajectory [E] of each event."""
+    return np.asarray([sample.trajectory_index for sample in samples], dtype=np.int64)[events.sample_E]

@@ -8,7 +8,6 @@ an adapter's dropout is active, in the loss pass of supervised fine-tuning, whic
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,19 +20,21 @@ from transformers import PreTrainedModel
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.algorithms.kl import adapt_kl_coef
 from tunesmith.algorithms.own_functions import OwnFunctions
-from tunesmith.algorithms.scores import Need
+from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.errors import ConfigError, ModelError, TrainingError
 from tunesmith.experience.trie import Trie
+from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.dropout import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
 from tunesmith.model.forward.attention import PLAN_ATTENTION
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.model.value_model import ValueModel
-from tunesmith.trainer.compiled_layers import can_compile, compiled_layers
 from tunesmith.trainer.critic import Critic
-from tunesmith.trainer.gradient_checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.trainer.layers.compiled_layers import can_compile, compiled_layers
+from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
+from tunesmith.trainer.layers.row_graphs import RowGraphs, uses_row_graphs
 from tunesmith.trainer.loss_pass import run_loss_pass
 from tunesmith.trainer.lr_schedule import compute_learning_rate
 from tunesmith.trainer.metrics import (
@@ -42,13 +43,13 @@ from tunesmith.trainer.metrics import (
     build_metrics,
     build_token_metrics,
     check_finite,
+    check_mismatch,
     count_row_tokens,
-    count_tokens,
+    read_totals,
 )
-from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples, split_minibatches
-from tunesmith.trainer.reference import Reference
-from tunesmith.trainer.row_graphs import RowGraphs, can_capture, is_launch_bound
+from tunesmith.trainer.policy_versions import find_newest_version, has_older_tokens
+from tunesmith.trainer.reference import Reference, check_extra_model
 from tunesmith.trainer.scoring_pass import (
     PreparedUpdate,
     ProximalScores,
@@ -56,20 +57,14 @@ from tunesmith.trainer.scoring_pass import (
     StepTerms,
     can_weigh_in_loss_pass,
     compute_step_terms,
-    has_older_tokens,
     prepare_update,
     scatter_to_samples,
     score_logprobs,
 )
+from tunesmith.trainer.sharding.sharded_adamw import build_optimizer
+from tunesmith.trainer.token_masks import attach_token_masks
 from tunesmith.types import Sample
 
-logger = logging.getLogger(__name__)
-
-MISMATCH_CAUSES = (
-    "likely causes: sampling settings that the trainer does not apply, weights changed between sampling and training, "
-    "KV-cache entries of older weights in the engine, or 16-bit precision too low for this model (try "
-    "model.residual_dtype=float32, or model.dtype=float32)"
-)
 LESS_MEMORY = (
     "lower trainer.max_tokens_per_row, trainer.logprob_chunk_tokens or engine.kv_cache_gib, "
     "set trainer.has_gradient_checkpointing=true, or set trainer.has_row_graphs=false"
@@ -95,28 +90,34 @@ class Trainer:
         dropout_seed: int = 0,
         is_sampler_quantized: bool = False,
         own_functions: OwnFunctions = OwnFunctions(),
+        grammars: GrammarCompiler | None = None,
+        ranks: Ranks = Ranks(),
+        has_sharded_gradients: bool | None = None,
     ) -> None:
-        """With `is_sampler_quantized` every token is off-policy: importance weights apply as to replayed groups."""
+        """With `is_sampler_quantized` every token is off-policy: importance weights apply as to replayed groups.
+        `grammars` are the sampler's.
+
+        On several ranks each trains its own samples, and all call the same methods in the same order; the update, its
+        metrics and its errors are those of all samples.
+        """
+        self._ranks = ranks
         self._algorithm = resolve_algorithm(algorithm, own=own_functions)
         self._settings = settings
+        self._grammars = grammars
         self._norm_length = algorithm.norm_length or max_model_len
         self._num_total_steps = num_total_steps
         self._dropouts = find_dropouts(model)
         self._dropout_seed = dropout_seed
         self._is_sampler_quantized = is_sampler_quantized
-        if self._dropouts and (not self._algorithm.is_supervised or "logprobs" in self._algorithm.needs):
-            raise ConfigError(
-                f"model.lora.dropout={self._dropouts[0].p:g} is for supervised fine-tuning only: "
-                f"{self._algorithm.name!r} compares logprobs of different forward passes; set it to 0"
-            )
-        self._check_extra_model("reference", reference_model)
-        self._check_extra_model("teacher", teacher_model)
-        self._check_extra_model("values", critic_model)
+        self._check_dropout()
+        check_extra_model(self._algorithm, "reference", reference_model)
+        check_extra_model(self._algorithm, "teacher", teacher_model)
+        check_extra_model(self._algorithm, "values", critic_model)
         for each in (model, reference_model, teacher_model):
             if each is not None and each.config._attn_implementation != PLAN_ATTENTION:
                 raise ModelError(f"{type(each).__name__} was not prepared with use_plan_attention")
         self._model = model.eval()
-        self._critic = None if critic_model is None else Critic(critic_model, algorithm.critic, settings)
+        self._critic = None if critic_model is None else Critic(critic_model, algorithm.critic, settings, ranks)
         self._reference: Reference | None = None
         if reference_model is not None:
             self._reference = Reference(reference_model.eval(), refresh_steps=algorithm.reference_refresh_steps)
@@ -131,9 +132,10 @@ class Trainer:
         models = {id(each): each for each in (model, reference_model, teacher_model) if each is not None}
         is_compiled = settings.has_compiled_layers and all(map(can_compile, models.values()))
         self._compiled = tuple(models.values()) if is_compiled else ()
-        self._graphs = RowGraphs(model) if self._uses_row_graphs() else None
         self._chunk_tokens = settings.logprob_chunk_tokens or choose_chunk_tokens(model)
-        self._optimizer = MasterAdamW(model, settings)
+        self._optimizer = build_optimizer(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)
+        has_graphs = uses_row_graphs(model, settings, is_compiled=is_compiled, has_dropout=bool(self._dropouts))
+        self._graphs = RowGraphs(model) if has_graphs and self._optimizer.stream is None else None
         self.num_steps = 0
         """Steps made, empty ones included; determines the learning rate."""
         self._num_cpu_threads = torch.get_num_threads()
@@ -159,13 +161,19 @@ class Trainer:
         learning_rate = compute_learning_rate(
             self._settings, step=self.num_steps, num_total_steps=self._num_total_steps
         )
+        samples = attach_token_masks(samples, self._grammars)
+        groups = None
+        if not self._ranks.is_alone:
+            gathered = self._ranks.all_gather_objects((find_newest_version(samples), [s.group_index for s in samples]))
+            policy_version = max(newest for newest, _ in gathered) if policy_version is None else policy_version
+            groups = sorted({group for _, part in gathered for group in part})
         proximal = self._score_proximal_policy(samples, policy_version)
         step_terms = self._compute_step_terms(samples, proximal)
         updates: list[Update] = []
-        for indices in split_minibatches(samples, self._settings.num_minibatches):
+        for indices in split_minibatches(samples, self._settings.num_minibatches, groups=groups):
             minibatch = [samples[index] for index in indices]
             rows = self._pack(minibatch)
-            if rows:
+            if self._ranks.is_any(bool(rows)):
                 part = None if proximal is None else proximal.select(indices)
                 terms = None if step_terms is None else step_terms.select(indices)
                 update = self._update(minibatch, rows, part, terms, learning_rate, policy_version, is_first=not updates)
@@ -191,6 +199,14 @@ class Trainer:
             state |= self._reference.state_dict()
         return state if self._critic is None else state | {"critic": self._critic.state_dict()}
 
+    def take_times(self) -> dict[str, float]:
+        """Seconds since the last call in which this rank waited for others and communicated; {} on a single rank."""
+        return self._optimizer.take_times()
+
+    def count_state_bytes(self) -> int:
+        """Approximate size of `state_dict` on several ranks, without gathering it."""
+        return self._optimizer.count_state_bytes() + (0 if self._critic is None else self._critic.count_state_bytes())
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`; with the parameters of the same step, training continues bit for bit."""
         self._optimizer.load_state_dict(state["optimizer"])
@@ -202,12 +218,20 @@ class Trainer:
         if self._reference is not None:
             self._reference.load_state_dict(state)
 
+    @property
+    def num_minibatches(self) -> int:
+        return self._settings.num_minibatches
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._model.config.get_text_config().hidden_size)
+
     def _pack(self, samples: Sequence[Sample]) -> list[Trie]:
         return pack_samples(
             samples,
             max_tokens_per_row=self._settings.max_tokens_per_row,
             has_prefix_sharing=self._settings.has_prefix_sharing,
-            hidden_size=self._model.config.get_text_config().hidden_size,
+            hidden_size=self.hidden_size,
         )
 
     def _score_proximal_policy(self, samples: Sequence[Sample], policy_version: int | None) -> ProximalScores | None:
@@ -217,14 +241,15 @@ class Trainer:
         if is_weighted and self._weighs_in_loss_pass():
             return ProximalScores(logprobs=None, is_weighted=True)
         rows = self._pack(samples) if is_weighted or algorithm.correction.mask is not None else []
-        if not rows:
+        if not self._ranks.is_any(bool(rows)):
             return None
         with compiled_layers(*self._compiled):
             logprobs_R = score_logprobs(self._model, samples, rows, chunk_tokens=self._chunk_tokens)
         return ProximalScores(logprobs=scatter_to_samples(logprobs_R, samples, rows), is_weighted=is_weighted)
 
     def _has_importance_weights(self, samples: Sequence[Sample], policy_version: int | None) -> bool:
-        is_off_policy = self._is_sampler_quantized or has_older_tokens(samples, policy_version)
+        has_older = self._ranks.is_any(has_older_tokens(samples, policy_version))
+        is_off_policy = self._is_sampler_quantized or has_older
         return self._algorithm.uses_importance_weights(has_older_tokens=is_off_policy)
 
     def _weighs_in_loss_pass(self) -> bool:
@@ -234,8 +259,10 @@ class Trainer:
 
     def _compute_step_terms(self, samples: Sequence[Sample], proximal: ProximalScores | None) -> StepTerms | None:
         """Values, advantages and returns by the critic before the first update; None without a critic."""
-        rows = [] if self._critic is None else self._pack(samples)
-        if not rows:
+        if self._critic is None:
+            return None
+        rows = self._pack(samples)
+        if not self._ranks.is_any(bool(rows)):
             return None
         with compiled_layers(*self._compiled):
             return compute_step_terms(
@@ -247,6 +274,7 @@ class Trainer:
                 scoring_models=self._scoring_models,
                 proximal=proximal,
                 step=self.num_steps,
+                ranks=self._ranks,
             )
 
     def _update(
@@ -269,15 +297,16 @@ class Trainer:
         grad_norm = self._optimizer.compute_grad_norm()
         tensors = [grad_norm, *(total.value for total in totals.values())]
         values = torch.stack([value.double() for value in tensors]).tolist()  # the only device synchronization
-        metrics = build_token_metrics(totals, values[1:], count_tokens(prepared.inputs), is_first=is_first)
-        metrics |= count_row_tokens(rows) | prepared.metrics | {"train/grad_norm": values[0]}
-        if "train/kl" in totals:
+        host_totals = read_totals(totals, values[1:], self._ranks)
+        metrics = build_token_metrics(host_totals, prepared.counts, is_first=is_first)
+        metrics |= count_row_tokens(rows, self._ranks) | prepared.metrics | {"train/grad_norm": values[0]}
+        if "train/kl" in host_totals:
             metrics["train/kl_coef"] = self._algorithm.kl_coef
         update = Update(metrics=metrics, grad_norm=values[0])
         try:
             check_finite(update)
             if is_first and not self._algorithm.is_supervised:
-                self._check_mismatch(update)
+                check_mismatch(update, self._settings)
             update.metrics.update(self._update_critic(rows, prepared))
         except TrainingError:
             self._optimizer.clear_gradients()
@@ -321,6 +350,7 @@ class Trainer:
             step_terms=step_terms,
             newest_version=policy_version,
             step=self.num_steps,
+            ranks=self._ranks,
         )
 
     def _run(self, samples: Sequence[Sample], rows: Sequence[Trie], prepared: PreparedUpdate) -> dict[str, Total]:
@@ -333,6 +363,7 @@ class Trainer:
             chunk_tokens=self._chunk_tokens,
             is_compiled=bool(self._compiled),
             graphs=self._graphs if torch.is_grad_enabled() else None,
+            stream=self._optimizer.stream if torch.is_grad_enabled() else None,
         )
 
     def _active_dropout(self) -> AbstractContextManager[None]:
@@ -344,51 +375,19 @@ class Trainer:
         """Adapt the KL coefficient to the KL of the update."""
         adaptive, kl = self._algorithm.kl_adaptive, update.metrics.get("train/kl")
         if adaptive is not None and kl is not None:
+            num_trajectories = len({sample.trajectory_index for sample in samples if not sample.is_expert})
             kl_coef = adapt_kl_coef(
                 self._algorithm.kl_coef,
                 kl=kl,
                 target=adaptive.target,
-                num_trajectories=len({sample.trajectory_index for sample in samples if not sample.is_expert}),
+                num_trajectories=sum(self._ranks.all_gather_objects(num_trajectories)),
                 horizon=adaptive.horizon,
             )
             self._algorithm = replace(self._algorithm, kl_coef=kl_coef)
 
-    def _uses_row_graphs(self) -> bool:
-        """Whether rows run as CUDA graphs; ConfigError if that was requested but is not possible."""
-        can = self._compiled and can_capture(self._model) and not self._settings.has_gradient_checkpointing
-        can = can and not self._dropouts
-        requested = self._settings.has_row_graphs
-        if requested and not can:
+    def _check_dropout(self) -> None:
+        if self._dropouts and (not self._algorithm.is_supervised or "logprobs" in self._algorithm.needs):
             raise ConfigError(
-                "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantized 16-bit weights, rotary "
-                "embeddings that do not depend on length, and neither gradient checkpointing nor model.lora.dropout: "
-                "leave it out"
+                f"model.lora.dropout={self._dropouts[0].p:g} is for supervised fine-tuning only: "
+                f"{self._algorithm.name!r} compares logprobs of different forward passes; set it to 0"
             )
-        return bool(can) and (is_launch_bound(self._model) if requested is None else requested)
-
-    def _check_extra_model(self, need: Need, model: PreTrainedModel | ValueModel | None) -> None:
-        kl_coef = self._algorithm.kl_coef
-        if kl_coef > 0 and self._algorithm.is_supervised:
-            raise ConfigError(
-                f"kl_coef={kl_coef} needs sampled tokens, which {self._algorithm.name!r} has none of: set it to 0"
-            )
-        if (need in self._algorithm.needs) != (model is not None):
-            role = "critic" if need == "values" else need
-            passed = f"no {role} model was passed" if model is None else f"a {role} model was passed"
-            reason = f"kl_coef={kl_coef}" if need == "reference" else f"algorithm_type={self._algorithm.name!r}"
-            raise ConfigError(f"{reason}, but {passed}")
-
-    def _check_mismatch(self, update: Update) -> None:
-        mismatch, limits = update.mismatch_kl, self._settings
-        if mismatch is None:
-            return
-        if mismatch > limits.mismatch_stop:
-            raise TrainingError(
-                f"sampler and trainer logprobs differ: KL {mismatch:.3g} per token is above "
-                f"trainer.mismatch_stop={limits.mismatch_stop:g}; {MISMATCH_CAUSES}"
-            )
-        if mismatch > limits.mismatch_warn:
-            logger.warning(
-                "sampler and trainer logprobs differ: KL %.3g per token is above trainer.mismatch_warn=%g; %s",
-                mismatch, limits.mismatch_warn, MISMATCH_CAUSES,
-            )  # fmt: skip

@@ -158,3 +158,24 @@ def test_logits_may_require_gradients() -> None:
     distributions = [Distribution()] * 2
     expected = sample_tokens(logits.detach().clone(), distributions, [1, 2], [3, 4])
     assert sample_tokens(logits, distributions, [1, 2], [3, 4]) == expected
+
+
+def test_entropies_and_top_logprobs_are_those_of_the_distributions_sampled_from() -> None:
+    logits = torch.randn(len(DISTRIBUTIONS), 97, generator=torch.Generator().manual_seed(4)) * 3
+    expected = [
+        truncate_logits(row[None].double(), distribution)[0].log_softmax(dim=0)
+        for row, distribution in zip(logits, DISTRIBUTIONS, strict=True)
+    ]
+    seeds = range(len(DISTRIBUTIONS))
+    sampled = sample_tokens(logits.clone(), DISTRIBUTIONS, seeds, seeds, has_entropies=True, num_top=5)
+    assert sampled.entropies is not None and sampled.top_logprobs is not None
+    for entropy, top, logprobs in zip(sampled.entropies, sampled.top_logprobs, expected, strict=True):
+        probs = logprobs.exp()
+        assert entropy == pytest.approx(-float((probs * logprobs.clamp(min=-1e9)).sum()), abs=1e-5)
+        assert len(top) == min(5, int((probs > 0).sum()))
+        best = logprobs.topk(len(top))
+        assert [token_id for token_id, _ in top] == best.indices.tolist()
+        assert [logprob for _, logprob in top] == pytest.approx(best.values.tolist(), abs=1e-5)
+    plain = sample_tokens(logits.clone(), DISTRIBUTIONS, seeds, seeds)
+    assert (plain.token_ids, plain.logprobs) == (sampled.token_ids, sampled.logprobs)
+    assert plain.entropies is plain.top_logprobs is None

@@ -14,7 +14,7 @@ from host_bursts import HostBurstDecoder, build_burst_engine
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import EngineError
-from tunesmith.types import Completion, Distribution, Sampling
+from tunesmith.types import Completion, Distribution, Sampling, TokenDetails
 
 
 def get_decoder(engine: LocalEngine) -> HostBurstDecoder:
@@ -192,3 +192,62 @@ def test_a_block_that_a_burst_completes_is_not_shared_before() -> None:
     for ours, theirs in zip(completions, expected, strict=True):
         assert ours.sampled_ids == theirs.sampled_ids
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("burst_length", [3, 16])
+def test_bursts_return_the_entropies_of_the_requests_that_ask_for_them(burst_length: int) -> None:
+    prompts = build_prompts(3, 17, 30)
+    asking = Sampling(max_tokens=20, distribution=Distribution(top_p=0.9), return_entropy=True)
+    samplings = [asking, dataclasses.replace(asking, return_entropy=False), asking]
+    received: list[float] = []
+
+    def run(engine: LocalEngine) -> list[Completion]:
+        def add(ids: list[int], _logprobs: list[float], details: TokenDetails) -> None:
+            assert details.entropies is not None and len(details.entropies) == len(ids)
+            received.extend(details.entropies)
+
+        async def generate() -> list[Completion]:
+            calls = zip(prompts, samplings, [None, None, add], strict=True)
+            return await asyncio.gather(*(engine.generate(p, s, on_tokens=each) for p, s, each in calls))
+
+        return run_lockstep(generate())
+
+    expected, completions = run(build_engine()), run(build_burst_engine(decode_block=burst_length))
+    assert strip(completions) == strip(expected)
+    assert completions[1].entropies is None
+    for index in (0, 2):
+        ours, theirs = completions[index].entropies, expected[index].entropies
+        assert ours is not None and theirs is not None and max(ours) > 0.5
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert completions[2].entropies == pytest.approx(received[20:], abs=1e-4)
+
+
+def test_requests_with_top_logprobs_decode_beside_bursts() -> None:
+    prompts = build_prompts(3, 17)
+    sampling = Sampling(max_tokens=9, top_logprobs=3, return_entropy=True)
+    expected = generate_all(build_engine(), prompts, sampling)
+    completions = generate_all(build_burst_engine(), prompts, sampling)
+    assert strip(completions) == strip(expected)
+    for ours, theirs in zip(completions, expected, strict=True):
+        assert ours.top_logprobs is not None and theirs.top_logprobs is not None and len(ours.top_logprobs) == 9
+        for one, other in zip(ours.top_logprobs, theirs.top_logprobs, strict=True):
+            assert [token_id for token_id, _ in one] == [token_id for token_id, _ in other]
+            np.testing.assert_allclose([each for _, each in one], [each for _, each in other], atol=1e-4)
+
+
+def test_requests_that_the_host_samples_keep_pace_with_bursts() -> None:
+    prompts = build_prompts(3, 17, 30)
+    distributions = [Distribution(), Distribution(frequency_penalty=0.7), Distribution()]
+
+    def run(engine: LocalEngine) -> list[Completion]:
+        async def generate() -> list[Completion]:
+            samplings = [Sampling(max_tokens=40, distribution=each, seed=5) for each in distributions]
+            return await asyncio.gather(*map(engine.generate, prompts, samplings))
+
+        return run_lockstep(generate())
+
+    engine = build_burst_engine(decode_block=8)
+    assert strip(run(engine)) == strip(run(build_engine()))
+    assert get_decoder(engine).num_single_steps == 39  # the first token is sampled from the prefill
+    assert len(get_decoder(engine).handles) == 5
+    assert engine.compute_stats()["engine/num_steps"] == 6

@@ -366,7 +366,7 @@ def refuse_before_loading(monkeypatch):
     monkeypatch.setattr("tunesmith.pipeline.rl.tune.load_actors", fail)
 
 
-def sync_workflow(task, model):
+def sync_judge(task, response):
     return None
 
 
@@ -377,7 +377,7 @@ async def greedy_arguments(task, model, **rest):
 @pytest.mark.parametrize(
     ("arguments", "overrides", "error", "message"),
     [
-        ({"workflow_func": sync_workflow}, (), ValueError, "must be async"),
+        ({"judge_func": sync_judge}, (), ValueError, "must be async"),
         ({"workflow_func": greedy_arguments}, (), ValueError, r"\*\*kwargs parameter is not allowed"),
         ({"train_dataset": None}, (), ConfigError, "train_dataset is missing"),
         ({"train_dataset": DatasetConfig(path="/no/such/folder")}, (), DataError, "/no/such/folder"),

@@ -54,6 +54,8 @@ class BurstOutput:
 
     token_ids_LR: NDArray[np.int32]
     logprobs_LR: NDArray[np.float32]
+    entropies_LR: NDArray[np.float32] | None = None
+    """Entropies of the distributions sampled from, in nats; None unless some row asks for them."""
 
 
 class BurstHandle(Protocol):
@@ -71,6 +73,11 @@ class BurstDecoder(Protocol):
 
     def launch(self, rows: BurstInput, *, num_steps: int) -> BurstHandle:
         """Queue `num_steps` decode steps; with 0, only the first token of prefilled rows is sampled."""
+        ...
+
+    def compute_hidden(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
+        """Queue one decode step of requests that the host samples: hidden states [R, C] of one token of each, valid
+        until the next call."""
         ...
 
     def build_prefill_plan(self, spans: Sequence[Span]) -> AttentionPlan:

@@ -29,6 +29,8 @@ class InputBatch:
         self.min_ps_S = np.zeros(num_slots, dtype=np.float32)
         self.has_truncation_S = np.zeros(num_slots, dtype=np.bool_)
         """Top-k, top-p or min-p removes tokens before sampling."""
+        self.has_entropy_S = np.zeros(num_slots, dtype=np.bool_)
+        """The request asks for the entropy of its distributions."""
         self.block_table_SP = np.full((num_slots, num_columns), scratch_block, dtype=np.int32)
         self.scratch_block = scratch_block
         self._num_blocks_S = np.zeros(num_slots, dtype=np.int64)
@@ -57,5 +59,6 @@ class InputBatch:
         self.top_ps_S[slot] = distribution.top_p
         self.min_ps_S[slot] = distribution.min_p
         self.has_truncation_S[slot] = has_truncation(distribution)
+        self.has_entropy_S[slot] = request.sampling.return_entropy
         self.block_table_SP[slot] = self.scratch_block
         self._num_blocks_S[slot] = 0

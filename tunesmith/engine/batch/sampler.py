@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import numpy as np
@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tunesmith.types import Distribution
+from tunesmith.model.forward.logit_adjustment import LogitAdjustment
+from tunesmith.types import Distribution, Sampling, TokenDetails, TopLogprobs
 
 NUM_CANDIDATES = 256
 """Most likely tokens that top-p considers first; it sorts the whole vocabulary only if their mass is too small."""
@@ -43,14 +44,42 @@ class SamplerOutput:
     token_ids: list[int]
     logprobs: list[float]
     is_finite: list[bool]
+    entropies: list[float] | None = None
+    """In nats; None: no row asked for it."""
+    top_logprobs: list[TopLogprobs] | None = None
+    """None: no row asked for it."""
+
+    def get_details(self, row: int, sampling: Sampling) -> TokenDetails | None:
+        """What the request of a row asks for; None: nothing."""
+        entropies = top_logprobs = None
+        if sampling.return_entropy and self.entropies is not None:
+            entropies = (self.entropies[row],)
+        if sampling.top_logprobs and self.top_logprobs is not None:
+            top_logprobs = (self.top_logprobs[row][: sampling.top_logprobs],)
+        if entropies is None and top_logprobs is None:
+            return None
+        return TokenDetails(entropies=entropies, top_logprobs=top_logprobs)
 
 
 def sample_tokens(
-    logits_NV: Tensor, distributions: Sequence[Distribution], seeds: Sequence[int], positions: Sequence[int]
+    logits_NV: Tensor,
+    distributions: Sequence[Distribution],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    *,
+    has_entropies: bool = False,
+    num_top: int = 0,
+    adjustment: LogitAdjustment | None = None,
 ) -> SamplerOutput:
-    """Sample one token per row; `logits_NV` is float32 and is overwritten."""
+    """Sample one token per row; `logits_NV` is float32 and is overwritten.
+
+    `adjustment` has the penalties and bans of the rows. With `has_entropies` and `num_top`, the output has the entropy
+    of each row's distribution and its most likely tokens.
+    """
     logits_NV = logits_NV.detach()
     _add_bias(logits_NV, distributions)
+    if adjustment is not None:
+        logits_NV = adjustment.apply(logits_NV)
     temperatures = [distribution.temperature for distribution in distributions]
     if any(temperature not in (0.0, 1.0) for temperature in temperatures):
         divisors = [temperature or 1.0 for temperature in temperatures]
@@ -60,9 +89,31 @@ def sample_tokens(
     greedy_ids_N = logits_NV.argmax(dim=1) if any(is_greedy) else None
     weights_NV = logits_NV.sub_(logits_NV.amax(dim=1, keepdim=True)).exp_()
     uniforms_N = None if all(is_greedy) else hash_uniforms(seeds, positions)
-    if logits_NV.device.type == "cpu":
-        return _choose_on_host(weights_NV, greedy_ids_N, is_greedy, uniforms_N)
-    return _choose(weights_NV, greedy_ids_N, is_greedy, uniforms_N)
+    choose = _choose_on_host if logits_NV.device.type == "cpu" else _choose
+    output = choose(weights_NV, greedy_ids_N, is_greedy, uniforms_N)
+    if not (has_entropies or num_top):
+        return output
+    totals_N = weights_NV.sum(dim=1, dtype=torch.float64)
+    return replace(
+        output,
+        entropies=_compute_entropies(weights_NV, totals_N).tolist() if has_entropies else None,
+        top_logprobs=_list_top_logprobs(weights_NV, totals_N, num_top) if num_top else None,
+    )
+
+
+def _compute_entropies(weights_NV: Tensor, totals_N: Tensor) -> Tensor:
+    """Entropy [N] in nats of weights w with total W: log W - sum(w log w) / W."""
+    return totals_N.log() + torch.special.entr(weights_NV).sum(dim=1, dtype=torch.float64) / totals_N
+
+
+def _list_top_logprobs(weights_NV: Tensor, totals_N: Tensor, num_top: int) -> list[TopLogprobs]:
+    """The `num_top` most likely tokens of each row; fewer if the row's distribution has fewer."""
+    top_NM = weights_NV.topk(min(num_top, weights_NV.shape[1]), dim=1)
+    logprobs_NM = (top_NM.values.double() / totals_N[:, None]).log()
+    rows = zip(top_NM.indices.tolist(), logprobs_NM.tolist(), strict=True)
+    return [
+        tuple((i, each) for i, each in zip(ids, logprobs, strict=True) if each > -math.inf) for ids, logprobs in rows
+    ]
 
 
 def _choose(

@@ -19,7 +19,7 @@ from tunesmith.engine.core.scheduler import Scheduler, SchedulerOutput
 from tunesmith.engine.core.stop_strings import StopMatcher
 from tunesmith.engine.core.token_buffer import TokenBuffer
 from tunesmith.errors import EngineError
-from tunesmith.types import Completion, OnTokens, StopReason
+from tunesmith.types import Completion, OnTokens, StopReason, TokenDetails
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -45,8 +45,8 @@ class RequestState:
 class StepOutput:
     """What the event loop delivers to callers after a step."""
 
-    tokens: list[tuple[RequestState, Sequence[int], Sequence[float]]] = field(default_factory=list)
-    """Token ids and logprobs for requests with an `on_tokens` callback."""
+    tokens: list[tuple[RequestState, Sequence[int], Sequence[float], TokenDetails | None]] = field(default_factory=list)
+    """Token ids, logprobs and details for requests with an `on_tokens` callback."""
     results: list[tuple[RequestState, Completion | EngineError]] = field(default_factory=list)
     num_dequeued: int = 0
     """Requests that left the waiting queue."""
@@ -100,31 +100,50 @@ class OutputProcessor:
                 self.counts["requests"] += 1
                 self.counts["cached_tokens"] += chunk.request.num_cached_tokens or 0
 
-    def add_tokens(self, state: RequestState, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def add_tokens(
+        self,
+        state: RequestState,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        details: TokenDetails | None = None,
+    ) -> None:
         """Append sampled tokens to a request."""
-        state.request.extend(token_ids, logprobs, self.policy_version)
+        state.request.extend(token_ids, logprobs, self.policy_version, details)
         self.counts["sampled_tokens"] += len(token_ids)
         if state.on_tokens is not None:
-            self.stream_tokens(state, token_ids, logprobs)
+            self.stream_tokens(state, token_ids, logprobs, details)
 
-    def stream_tokens(self, state: RequestState, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def stream_tokens(
+        self,
+        state: RequestState,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        details: TokenDetails | None = None,
+    ) -> None:
         """Queue tokens for the request's `on_tokens` callback."""
-        self._output.tokens.append((state, token_ids, logprobs))
+        self._output.tokens.append((state, token_ids, logprobs, details))
 
     def add_burst(
-        self, slots_R: NDArray[np.int64], token_ids_LR: NDArray[np.int32], logprobs_LR: NDArray[np.float32]
+        self,
+        slots_R: NDArray[np.int64],
+        token_ids_LR: NDArray[np.int32],
+        logprobs_LR: NDArray[np.float32],
+        entropies_LR: NDArray[np.float32] | None = None,
     ) -> None:
         """Buffer sampled tokens of the requests in these slots; `flush` copies them to a request."""
-        self._token_buffer.append(slots_R, token_ids_LR, logprobs_LR)
+        self._token_buffer.append(slots_R, token_ids_LR, logprobs_LR, entropies_LR)
         self.counts["sampled_tokens"] += token_ids_LR.size
 
     def flush(self, request: Request) -> None:
         """Append a request's buffered tokens to it; until then its `token_ids` are incomplete."""
         if request.slot is None:
             return
+        details = None
+        if request.sampling.return_entropy:
+            details = TokenDetails(entropies=self._token_buffer.read_entropies(request.slot))
         token_ids, logprobs = self._token_buffer.take(request.slot)
         if token_ids:
-            request.extend(token_ids, logprobs, self.policy_version)
+            request.extend(token_ids, logprobs, self.policy_version, details)
             request.num_computed = len(request.token_ids) - 1
 
     def finish(self, state: RequestState, stop_reason: StopReason) -> None:
@@ -133,18 +152,18 @@ class OutputProcessor:
         self.scheduler.remove(state.request)
         self._complete(state, stop_reason)
 
-    def fail(self, state: RequestState) -> None:
-        """Fail a request whose logits are not finite, and drop its blocks from the prefix cache."""
+    def fail(self, state: RequestState, message: str | None = None) -> None:
+        """Fail a request, by default because its logits are not finite, and drop its blocks from the prefix cache."""
         request = state.request
         self.flush(request)
         self.scheduler.pool.unpublish(request.blocks)
         request.num_computed = request.num_published = 0
         self.scheduler.remove(request)
-        self._output.results.append((state, EngineError(
+        self._output.results.append((state, EngineError(message or (
             f"logits of request {request.request_id} are not finite after {len(request.token_ids)} tokens "
             f"({len(request.prompt_ids)} of prompt) at policy version {self.policy_version}; "
             "lower the learning rate, or look for broken weights"
-        )))  # fmt: skip
+        ))))  # fmt: skip
         self._remove(state)
 
     def fail_all(self, message: str, error: Exception) -> None:
@@ -192,11 +211,11 @@ def find_length_limit(request: Request, num_new: int) -> StopReason | None:
 def deliver_output(output: StepOutput) -> list[int]:
     """Call `on_tokens` callbacks and resolve futures; return the ids of requests whose callback raised."""
     failed = []
-    for state, token_ids, logprobs in output.tokens:
+    for state, token_ids, logprobs, details in output.tokens:
         if state.on_tokens is None or state.future.done():
             continue
         try:
-            state.on_tokens(token_ids, logprobs)
+            state.on_tokens(token_ids, logprobs, *(() if details is None else (details,)))
         except Exception as error:  # noqa: BLE001 - the caller's own code: the error goes back to that caller alone
             state.future.set_exception(error)
             failed.append(state.request.request_id)

@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tunesmith.engine.core.span import BlockRun, extend_runs
-from tunesmith.types import Completion, Sampling, StopReason
+from tunesmith.grammar.matcher import TokenMatcher
+from tunesmith.types import Completion, Sampling, StopReason, TokenDetails, TopLogprobs
+
+MAX_TOP_LOGPROBS = 20
+"""Most tokens that a request may have returned for each sampled one, as in the OpenAI API."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,14 +31,22 @@ class Request:
     deadline_at: float | None = None
     """Time on the monotonic clock, in seconds, after which the request ends."""
     max_model_len: int = sys.maxsize
+    token_matcher: TokenMatcher | None = None
+    """The state of the reply under the grammar of its distribution."""
     priority: tuple[tuple[int, ...], int] = field(init=False)
     """Lower values are admitted first and preempted last."""
     max_num_tokens: int = field(init=False)
     """Number of prompt and sampled tokens at which `max_tokens` or the model's context ends the request."""
+    depends_on_context: bool = field(init=False)
+    """Its distribution has penalties, bans or a grammar."""
     token_ids: list[int] = field(init=False)
     """Prompt and sampled tokens."""
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    """Of sampled tokens, if the request asks for them."""
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """Of sampled tokens, if the request asks for them."""
     blocks: list[int] = field(default_factory=list)
     """KV-cache blocks in order of position."""
     runs: list[BlockRun] = field(default_factory=list)
@@ -54,6 +66,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.priority = (self.order, self.request_id)
+        self.depends_on_context = self.sampling.distribution.depends_on_context
         self.token_ids = list(self.prompt_ids)
         self.max_num_tokens = min(len(self.prompt_ids) + self.sampling.max_tokens, self.max_model_len)
 
@@ -73,11 +86,20 @@ class Request:
         self.logprobs.append(logprob)
         self.policy_versions.append(policy_version)
 
-    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], policy_version: int) -> None:
+    def extend(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        policy_version: int,
+        details: TokenDetails | None = None,
+    ) -> None:
         """Append several tokens."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.policy_versions += [policy_version] * len(token_ids)
+        if details is not None:
+            self.entropies += details.entropies or ()
+            self.top_logprobs += details.top_logprobs or ()
 
     def complete(self, stop_reason: StopReason) -> Completion:
         return Completion(
@@ -86,6 +108,8 @@ class Request:
             policy_versions=tuple(self.policy_versions),
             stop_reason=stop_reason,
             num_cached_tokens=self.num_cached_tokens or 0,
+            entropies=tuple(self.entropies) if self.sampling.return_entropy else None,
+            top_logprobs=tuple(self.top_logprobs) if self.sampling.top_logprobs else None,
         )
 
 
@@ -98,6 +122,9 @@ def check_sampling(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: in
         raise ValueError(f"prompt token ids must lie in [0, {vocab_size}); got {min(prompt_ids)} to {max(prompt_ids)}")
     if sampling.max_tokens < 1:
         raise ValueError(f"max_tokens={sampling.max_tokens} must be at least 1")
+    if not 0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise ValueError(f"top_logprobs={sampling.top_logprobs} must lie in [0, {MAX_TOP_LOGPROBS}]")
+    _check_penalties(sampling, vocab_size)
     if not 0 <= distribution.temperature < math.inf:
         raise ValueError(f"temperature={distribution.temperature} must be 0 (greedy) or above")
     if not 0 < distribution.top_p <= 1 or not 0 <= distribution.min_p <= 1 or distribution.top_k < 0:
@@ -110,3 +137,26 @@ def check_sampling(prompt_ids: Sequence[int], sampling: Sampling, vocab_size: in
             raise ValueError(
                 f"logit_bias of token {token_id} is {bias}; ids lie in [0, {vocab_size}), values are finite"
             )
+
+
+def _check_penalties(sampling: Sampling, vocab_size: int) -> None:
+    """Raise ValueError for penalties and bans outside of their ranges, or that together may leave no token."""
+    distribution = sampling.distribution
+    if not 0 < distribution.repetition_penalty < math.inf:
+        raise ValueError(f"repetition_penalty={distribution.repetition_penalty} must be above 0")
+    if not (math.isfinite(distribution.presence_penalty) and math.isfinite(distribution.frequency_penalty)):
+        raise ValueError("presence_penalty and frequency_penalty must be finite")
+    if not 0 <= distribution.min_tokens <= sampling.max_tokens:
+        raise ValueError(f"min_tokens={distribution.min_tokens} must lie in [0, max_tokens={sampling.max_tokens}]")
+    if distribution.min_tokens and sampling.stop:
+        raise ValueError(
+            "min_tokens cannot delay stop strings, only end-of-sequence and stop token ids: leave out stop"
+        )
+    banned = [token_id for word in distribution.bad_words for token_id in word] + list(distribution.end_ids)
+    if any(not word for word in distribution.bad_words) or not all(0 <= each < vocab_size for each in banned):
+        raise ValueError(f"bad_words must be non-empty sequences of ids in [0, {vocab_size})")
+    if distribution.grammar and (distribution.min_tokens or distribution.bad_words or sampling.ignore_eos):
+        raise ValueError(
+            "min_tokens, bad_words and ignore_eos cannot be combined with a grammar, which may allow only the tokens "
+            "that they ban"
+        )

@@ -122,6 +122,12 @@ class Scheduler:
             self._admit_waiting(step)
         return step
 
+    def continue_running(self, is_included: Callable[[Request], bool]) -> list[ScheduledChunk]:
+        """The next chunks of the included running requests, while blocks last; admits and preempts nothing."""
+        step = SchedulerOutput(num_tokens_left=self.max_batched_tokens, may_preempt=False)
+        self._continue_running(step, is_included)
+        return step.chunks
+
     def reserve(self, requests: Sequence[Request], num_tokens_R: NDArray[np.int64]) -> bool:
         """Hold blocks for `num_tokens_R` tokens of each request; False, and none held, when too few are available."""
         num_held_R = np.array([len(request.blocks) for request in requests], dtype=np.int64)
@@ -155,9 +161,9 @@ class Scheduler:
         self.pool.reset()
         self._salt = compute_salt(policy_version)
 
-    def _continue_running(self, step: SchedulerOutput) -> None:
+    def _continue_running(self, step: SchedulerOutput, is_included: Callable[[Request], bool] = lambda _: True) -> None:
         """Schedule the next tokens of running requests, by priority."""
-        for request in [request for request in self.running if not request.is_inflight]:
+        for request in [request for request in self.running if not request.is_inflight and is_included(request)]:
             if not step.num_tokens_left or request.slot is None:
                 break  # preempted by this loop, as is every request after it
             stop = min(len(request.token_ids), request.num_computed + step.num_tokens_left)

@@ -11,7 +11,7 @@ Axes: S slots (the maximum number of rows), R rows of a launch, L lines of the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,8 @@ from tunesmith.engine.batch.kv_cache import KVCache
 from tunesmith.engine.core.span import Span
 from tunesmith.engine.cuda.attention_plans import LayeredPlan, build_decode_plan, build_prefill_plan
 from tunesmith.engine.cuda.fp8_weights import Fp8Weights
+from tunesmith.engine.cuda.graph_capture import capture_graph, choose_capture_size
+from tunesmith.engine.cuda.hidden_graphs import HiddenGraphs
 from tunesmith.engine.cuda.kernels.layer_ops import CUDA_OPS
 from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens
 from tunesmith.engine.cuda.kernels.sample import SamplingTensors, sample_next_tokens
@@ -39,9 +41,10 @@ MAX_BURST_STEPS = 64
 """Most steps per launch; a request that finishes within a burst wastes the rest of it."""
 LOG_LINES = MAX_BURST_STEPS + 1
 """Log lines per launch: the first token of prefilled rows, then one line per step."""
+NUM_LOGS = 3
+"""Token ids, logprobs, entropies; the last are written and copied only if a row of the launch asks for them."""
 NUM_BUFFERS = 2
 """Double buffering: one launch may be queued while the results of another are read."""
-CAPTURE_SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,12 @@ class CudaBurstHandle:
     log: Tensor
     num_steps: int
     num_rows: int
+    has_entropies: bool
 
     def read(self) -> BurstOutput:
         self.event.synchronize()
         log = self.log.numpy()[:, : self.num_steps + 1, : self.num_rows]
-        return BurstOutput(log[0], log[1].view(np.float32))
+        return BurstOutput(log[0], log[1].view(np.float32), log[2].view(np.float32) if self.has_entropies else None)
 
 
 class DecodeGraphs:
@@ -81,7 +85,7 @@ class DecodeGraphs:
         self.input_batch = InputBatch(max_num_seqs, num_columns=num_columns, scratch_block=len(cache.keys[0]) - 1)
         self._inputs = _StepInputs.allocate(max_num_seqs, device=device)
         self._block_table = torch.zeros((max_num_seqs, num_columns), dtype=torch.int32, device=device)
-        self._log = torch.zeros((NUM_BUFFERS, 2, LOG_LINES, max_num_seqs), dtype=torch.int32, device=device)
+        self._log = torch.zeros((NUM_BUFFERS, NUM_LOGS, LOG_LINES, max_num_seqs), dtype=torch.int32, device=device)
         log_lines = self._log.view(-1, max_num_seqs)
         self._sampling = SamplingTensors(
             ids_R=torch.zeros(max_num_seqs, dtype=torch.long, device=device),
@@ -94,14 +98,18 @@ class DecodeGraphs:
             log_lines_R=self._inputs.log_lines_S,
             token_log_LR=log_lines,
             logprob_log_LR=log_lines.view(torch.float32)[LOG_LINES:],
+            entropy_log_LR=log_lines.view(torch.float32)[2 * LOG_LINES :],
         )
         config = model.config.get_text_config()
         num_groups = config.num_attention_heads // min(cache.keys[0].shape[1], config.num_attention_heads)
         self._tile_tokens = get_tile_tokens(num_groups)
         self._staging = [_StagingBuffers(self) for _ in range(NUM_BUFFERS)]
         self._buffer = 0
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
+        """By number of rows, whether some row is truncated, and whether some row asks for entropies."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._hidden_graphs: HiddenGraphs | None = None
+        """For requests that the host samples; built when the first one comes."""
         self._data_pointers = self._get_data_pointers()
 
     @torch.inference_mode()
@@ -109,21 +117,35 @@ class DecodeGraphs:
         """Enqueue a burst; `num_steps` 0 only samples the first token of prefilled rows."""
         assert 0 <= num_steps <= MAX_BURST_STEPS
         num_rows = len(rows.slots_R)
-        size = self._choose_capture_size(num_rows)
+        size = choose_capture_size(num_rows, self._num_slots)
         has_truncation = bool(self.input_batch.has_truncation_S[rows.slots_R].any())
-        graph = self._get_graph(size, has_truncation) if num_steps else None
+        has_entropies = bool(self.input_batch.has_entropy_S[rows.slots_R].any())
+        graph = self._get_graph(size, has_truncation, has_entropies) if num_steps else None
         self._buffer = (self._buffer + 1) % NUM_BUFFERS
         staging = self._staging[self._buffer]
         staging.event.synchronize()  # its last launch has been read, unless an error occurred in between
-        staging.fill(self.input_batch, rows, size=size, first_log_line=self._buffer * 2 * LOG_LINES)
+        staging.fill(self.input_batch, rows, size=size, first_log_line=self._buffer * NUM_LOGS * LOG_LINES)
         self._copy_inputs(staging, size)
-        self._sample_prefilled(rows, has_truncation)
+        self._sample_prefilled(rows, has_truncation, has_entropies)
         for _ in range(num_steps):
             assert graph is not None
             graph.replay()
-        staging.log.copy_(self._log[self._buffer], non_blocking=True)
+        num_logs = NUM_LOGS if has_entropies else NUM_LOGS - 1
+        staging.log[:num_logs].copy_(self._log[self._buffer, :num_logs], non_blocking=True)
         staging.event.record()
-        return CudaBurstHandle(staging.event, staging.log, num_steps, num_rows)
+        return CudaBurstHandle(staging.event, staging.log, num_steps, num_rows, has_entropies)
+
+    def compute_hidden(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
+        if self._hidden_graphs is None:
+            self._hidden_graphs = HiddenGraphs(
+                self._model,
+                self._cache,
+                num_slots=self._num_slots,
+                num_columns=self._block_table.shape[1],
+                scratch_block=self.input_batch.scratch_block,
+                installed=self.installed,
+            )
+        return self._hidden_graphs.compute(spans, token_ids)
 
     def build_prefill_plan(self, spans: Sequence[Span]) -> LayeredPlan:
         return build_prefill_plan(self._cache, spans, tile_tokens=self._tile_tokens, device=self._model.device)
@@ -135,6 +157,8 @@ class DecodeGraphs:
         """Quantize FP8 weights again; drop the graphs if parameters have moved. In-place updates keep graphs valid."""
         if self._get_data_pointers() != self._data_pointers:
             self._graphs.clear()
+            if self._hidden_graphs is not None:
+                self._hidden_graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
             if self._fused is not None:
                 merge_weights(self._model)
@@ -153,23 +177,25 @@ class DecodeGraphs:
         sources, ids = self._inputs.sources_S, self._sampling.ids_R
         ids.copy_(torch.where(sources < 0, self._inputs.token_ids_S, ids[sources.clamp(min=0)]))
 
-    def _sample_prefilled(self, rows: BurstInput, has_truncation: bool) -> None:
+    def _sample_prefilled(self, rows: BurstInput, has_truncation: bool, has_entropies: bool) -> None:
         first = len(rows.slots_R) - rows.num_prefilled
         for hidden_NC in rows.prefill_hidden:
             prefilled_rows = self._sampling.narrow(first, first + len(hidden_NC))
-            sample_next_tokens(compute_logits(self._model, hidden_NC), prefilled_rows, has_truncation=has_truncation)
+            sample_next_tokens(
+                compute_logits(self._model, hidden_NC),
+                prefilled_rows,
+                has_truncation=has_truncation,
+                has_entropies=has_entropies,
+            )
             first += len(hidden_NC)
 
-    def _choose_capture_size(self, num_rows: int) -> int:
-        size = next((size for size in CAPTURE_SIZES if size >= num_rows), self._num_slots)
-        return max(min(size, self._num_slots), num_rows)
+    def _get_graph(self, size: int, has_truncation: bool, has_entropies: bool) -> torch.cuda.CUDAGraph:
+        key = (size, has_truncation, has_entropies)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(*key)
+        return self._graphs[key]
 
-    def _get_graph(self, size: int, has_truncation: bool) -> torch.cuda.CUDAGraph:
-        if (size, has_truncation) not in self._graphs:
-            self._graphs[size, has_truncation] = self._capture(size, has_truncation)
-        return self._graphs[size, has_truncation]
-
-    def _capture(self, size: int, has_truncation: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, size: int, has_truncation: bool, has_entropies: bool) -> torch.cuda.CUDAGraph:
         """Capture a step on padding rows while the device is idle."""
         torch.cuda.synchronize()
         saved_ids = self._sampling.ids_R.clone()
@@ -180,25 +206,14 @@ class DecodeGraphs:
 
         def run_step() -> None:
             hidden_RC = run_body(self._model, rows.ids_R[None], rows.positions_R[None], plan)[0]
-            sample_next_tokens(compute_logits(self._model, hidden_RC), rows, has_truncation=has_truncation)
+            sample_next_tokens(
+                compute_logits(self._model, hidden_RC), rows, has_truncation=has_truncation, has_entropies=has_entropies
+            )
 
         with self.installed():
             graph = capture_graph(run_step, self._pool)
         self._sampling.ids_R.copy_(saved_ids)
         return graph
-
-
-def capture_graph(run_step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    """Run a step twice to warm up, then capture it."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run_step()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, pool=pool):
-        run_step()
-    return graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

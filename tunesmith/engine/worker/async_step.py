@@ -2,7 +2,7 @@
 
 A step queues prefills and a decode burst, and only then reads the previous burst, so the host's work overlaps with the
 device's. A row that turns out to have ended keeps decoding until the burst that follows is over; those tokens are
-discarded.
+discarded. Requests that the host must sample token by token get as many tokens between two bursts, one forward each.
 
 Axes: R rows of a burst, in this order: rows of the previous burst, rows whose last token is known, prefilled rows.
 """
@@ -13,15 +13,17 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tunesmith.engine.batch.decode_burst import BurstInput
 from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, find_first_stop, find_length_limit
+from tunesmith.engine.core.request import Request
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.worker.inflight import BurstRows, InflightBurst, collect_rows, split_output
 from tunesmith.engine.worker.model_runner import ModelRunner
 from tunesmith.engine.worker.sync_step import SyncStepper
-from tunesmith.types import StopReason
+from tunesmith.types import StopReason, TokenDetails
 
 
 class AsyncStepper(SyncStepper):
@@ -71,6 +73,7 @@ class AsyncStepper(SyncStepper):
         burst_input = _build_input(sources, new, rows, hidden)
         requests = [state.request for state in states]
         handle = self._runner.launch_burst(requests, burst_input, num_new=len(new), num_steps=num_steps)
+        self._step_others(num_steps - 1)
         return InflightBurst(
             handle=handle,
             states=states,
@@ -78,6 +81,22 @@ class AsyncStepper(SyncStepper):
             num_prefilled=len(prefilled),
             num_steps=num_steps,
         )
+
+    def _step_others(self, num_steps: int) -> None:
+        """Decode requests that the host samples as many tokens as a burst does, one forward per token.
+
+        `_start_requests` has computed the first one.
+        """
+        for _ in range(num_steps):
+            chunks = self._output_processor.scheduler.continue_running(self._decodes_alone)
+            if not chunks:
+                return
+            self._run(chunks)
+
+    def _decodes_alone(self, request: Request) -> bool:
+        """The host samples the request, and only its last token is not computed yet."""
+        has_one_left = len(request.token_ids) - request.num_computed == 1
+        return has_one_left and not self._runner.can_decode_in_burst(request)
 
     def _reserve(self, states: Sequence[RequestState], rows: BurstRows, num_steps: int) -> bool:
         """Hold blocks for `num_steps` more tokens of each request, up to its length limit.
@@ -134,25 +153,37 @@ class AsyncStepper(SyncStepper):
         processor = self._output_processor
         for part in split_output(burst, burst.handle.read(), eos_ids=processor.eos_ids):
             continuing = np.flatnonzero(part.is_continuing_R)
+            entropies_LR = part.entropies_LR
             processor.add_burst(
-                part.slots_R[continuing], part.token_ids_LR[:, continuing], part.logprobs_LR[:, continuing]
+                part.slots_R[continuing],
+                part.token_ids_LR[:, continuing],
+                part.logprobs_LR[:, continuing],
+                None if entropies_LR is None else entropies_LR[:, continuing],
             )
             others = np.flatnonzero(~part.is_continuing_R | part.is_streaming_R)
             token_ids, logprobs = part.token_ids_LR.T[others].tolist(), part.logprobs_LR.T[others].tolist()
             is_continuing, num_to_eos = part.is_continuing_R[others].tolist(), part.num_to_eos_R[others].tolist()
             for index, row in enumerate(others.tolist()):
                 state = part.states[row]
+                entropies = _read_entropies(state, entropies_LR, row)
                 if is_continuing[index]:
-                    processor.stream_tokens(state, token_ids[index], logprobs[index])
+                    details = None if entropies is None else TokenDetails(entropies=entropies)
+                    processor.stream_tokens(state, token_ids[index], logprobs[index], details)
                 else:
-                    self._process_row(state, token_ids[index], logprobs[index], num_to_eos=num_to_eos[index])
+                    self._process_row(state, token_ids[index], logprobs[index], entropies, num_to_eos=num_to_eos[index])
         if is_last:
             for state in burst.states:
                 processor.flush(state.request)
                 state.request.is_inflight = False
 
     def _process_row(
-        self, state: RequestState, token_ids: Sequence[int], logprobs: Sequence[float], *, num_to_eos: int
+        self,
+        state: RequestState,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        entropies: tuple[float, ...] | None,
+        *,
+        num_to_eos: int,
     ) -> None:
         """Append a row's tokens, of which the `num_to_eos`-th is the first end-of-sequence token."""
         request, processor = state.request, self._output_processor
@@ -169,10 +200,20 @@ class AsyncStepper(SyncStepper):
         if not all(map(math.isfinite, logprobs[:num_kept])):
             self._fail(state)
             return
-        processor.add_tokens(state, token_ids[:num_kept], logprobs[:num_kept])
+        details = None if entropies is None else TokenDetails(entropies=entropies[:num_kept])
+        processor.add_tokens(state, token_ids[:num_kept], logprobs[:num_kept], details)
         request.num_computed = len(request.token_ids) - 1
         if stop_reason is not None:
             processor.finish(state, stop_reason)
+
+
+def _read_entropies(
+    state: RequestState, entropies_LR: NDArray[np.float32] | None, row: int
+) -> tuple[float, ...] | None:
+    """The entropies of a row's tokens, if its request asks for them."""
+    if entropies_LR is None or not state.request.sampling.return_entropy:
+        return None
+    return tuple(entropies_LR[:, row].tolist())
 
 
 def _build_input(

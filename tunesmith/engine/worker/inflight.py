@@ -97,6 +97,8 @@ class RowsOutput:
     slots_R: Ints
     token_ids_LR: NDArray[np.int32]
     logprobs_LR: NDArray[np.float32]
+    entropies_LR: NDArray[np.float32] | None
+    """None: no row of the burst asks for them."""
     num_to_eos_R: Ints
     """Tokens up to and including the first end-of-sequence token; the largest int64 where there is none."""
     is_continuing_R: Bools
@@ -131,6 +133,7 @@ def _check_rows(
         slots_R=selected.slots_R,
         token_ids_LR=token_ids_LR,
         logprobs_LR=logprobs_LR,
+        entropies_LR=None if output.entropies_LR is None else output.entropies_LR[first:, running],
         num_to_eos_R=np.where(has_eos_R, is_eos_LR.argmax(axis=0) + 1, np.iinfo(np.int64).max),
         is_continuing_R=has_room_R & ~has_eos_R & is_finite_R & ~selected.has_stops_R,
         is_streaming_R=selected.is_streaming_R,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tunesmith.cluster.ranks import count_ranks
 from tunesmith.config import EngineSection
 from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.decode_burst import BurstDecoder, BurstHandle, BurstInput
@@ -31,8 +32,10 @@ from tunesmith.engine.cpu.direct_calls import DirectCalls
 from tunesmith.engine.cpu.onednn_linear import OneDnnLinears
 from tunesmith.engine.cpu.rms_norm import RmsNorms
 from tunesmith.errors import ConfigError, ModelError
+from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.adapter import has_adapter
 from tunesmith.model.forward.attention import AttentionOptions, AttentionPlan, CausalPlan, get_layer_index, run_body
+from tunesmith.model.forward.logit_adjustment import LogitAdjustment, TokenContext, build_adjustment
 from tunesmith.model.forward.logits import LogitScaling, compute_logits, verify_model
 
 if TYPE_CHECKING:
@@ -44,6 +47,8 @@ MIN_CACHE_GIB = 2.0
 """KV cache where `engine.kv_cache_gib` is not set: exactly this on a CPU, at least this on a GPU."""
 TRAINER_BYTES_PER_PARAMETER = 16
 """Bytes that the trainer needs per trained parameter: float32 weight and moments, a gradient, scratch."""
+SHARDED_BYTES_PER_PARAMETER = 12
+"""Bytes of these that several ranks share: float32 weight and moments."""
 ACTIVATION_FRACTION = 0.3
 """Fraction of the device's memory that is left for activations and logits."""
 CACHE_FRACTION = 0.5
@@ -56,8 +61,17 @@ FP8_CAPABILITY = (8, 9)
 class ModelRunner:
     """A model and its KV cache."""
 
-    def __init__(self, model: PreTrainedModel, settings: EngineSection, *, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: EngineSection,
+        *,
+        max_model_len: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """`grammars` computes the masks of requests that have a grammar."""
         verify_model(model)
+        self._grammars = grammars
         self.model = model
         shapes = probe_layers(model)
         fp8 = _build_fp8_weights(model) if settings.weight_format == "fp8" else None  # before memory is measured
@@ -119,8 +133,10 @@ class ModelRunner:
         return [chunk for chunk in chunks if chunk.has_last_token], self._compute_hidden(chunks)
 
     def can_decode_in_burst(self, request: Request) -> bool:
-        """The device samples this request's tokens by itself: any distribution without a logit bias."""
-        return self._burst_decoder is not None and not request.sampling.distribution.logit_bias
+        """The device samples this request's tokens by itself: without bias, penalties, bans and top logprobs."""
+        sampling = request.sampling
+        is_plain = not (request.depends_on_context or sampling.distribution.logit_bias or sampling.top_logprobs)
+        return is_plain and self._burst_decoder is not None
 
     def launch_burst(
         self, requests: Sequence[Request], rows: BurstInput, *, num_new: int, num_steps: int
@@ -142,6 +158,8 @@ class ModelRunner:
             ids.fromlist(chunk.request.token_ids[chunk.start : chunk.stop])
             if chunk.has_last_token:
                 last_tokens.append(len(ids) - 1)
+        if self._burst_decoder is not None and len(last_tokens) == len(ids):
+            return self._burst_decoder.compute_hidden(spans, ids)
         num_tokens, device, plan = len(ids), self.cache.keys[0].device, self._build_plan(spans)
         positions = np.array([chunk.start for chunk in chunks])
         if num_tokens > len(chunks):
@@ -175,7 +193,30 @@ class ModelRunner:
             [sampling.distribution for sampling in samplings],
             [sampling.seed for sampling in samplings],
             [chunk.stop for chunk in chunks],
+            has_entropies=any(sampling.return_entropy for sampling in samplings),
+            num_top=max(sampling.top_logprobs for sampling in samplings),
+            adjustment=self._build_adjustment([chunk.request for chunk in chunks], logits_NV.device),
         )
+
+    def _build_adjustment(self, requests: Sequence[Request], device: torch.device) -> LogitAdjustment | None:
+        """Penalties and bans of the next token of each request."""
+        if not any(request.depends_on_context for request in requests):
+            return None
+        matchers = {id(each): each.token_matcher for each in requests if each.token_matcher is not None}
+        masks = {}
+        if matchers:
+            assert self._grammars is not None
+            masks = dict(zip(matchers, self._grammars.fill_masks(list(matchers.values())), strict=True))
+        contexts = [
+            TokenContext(
+                distribution=request.sampling.distribution,
+                prompt_ids=request.prompt_ids,
+                output_ids=request.token_ids[len(request.prompt_ids) :],
+                token_mask=masks.get(id(request)),
+            )
+            for request in requests
+        ]
+        return build_adjustment(contexts, device)
 
 
 def _build_burst_decoder(
@@ -273,5 +314,6 @@ def measure_cache_bytes(model: PreTrainedModel) -> int:
     """Bytes for the KV cache: free memory less the trainer's states and activations, times `CACHE_FRACTION`."""
     free, total = torch.cuda.mem_get_info(model.device)
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    remaining = free - TRAINER_BYTES_PER_PARAMETER * num_trained - ACTIVATION_FRACTION * total
+    sharded_bytes = SHARDED_BYTES_PER_PARAMETER * (1 - 1 / count_ranks())
+    remaining = free - (TRAINER_BYTES_PER_PARAMETER - sharded_bytes) * num_trained - ACTIVATION_FRACTION * total
     return max(int(CACHE_FRACTION * remaining), int(MIN_CACHE_GIB * 2**30))

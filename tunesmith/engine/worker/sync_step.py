@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, find_first_stop
 from tunesmith.engine.core.scheduler import ScheduledChunk
 from tunesmith.engine.worker.model_runner import ModelRunner
+from tunesmith.types import TokenDetails
 
 
 class SyncStepper:
@@ -40,17 +41,25 @@ class SyncStepper:
         sampling, sampled = self._runner.run(chunks)
         self._output_processor.scheduler.commit(chunks)
         rows = zip(sampling, sampled.token_ids, sampled.logprobs, sampled.is_finite, strict=True)
-        for chunk, token_id, logprob, is_finite in rows:
+        for row, (chunk, token_id, logprob, is_finite) in enumerate(rows):
             state = self._output_processor.states[chunk.request.request_id]
             if is_finite:
-                self._process_tokens(state, [token_id], [logprob])
+                self._process_token(state, token_id, logprob, sampled.get_details(row, chunk.request.sampling))
             else:
                 self._fail(state)
 
-    def _process_tokens(self, state: RequestState, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append sampled tokens up to the one that ends the request."""
-        num_kept, stop_reason = find_first_stop(state, token_ids, eos_ids=self._output_processor.eos_ids)
-        self._output_processor.add_tokens(state, token_ids[:num_kept], logprobs[:num_kept])
+    def _process_token(
+        self, state: RequestState, token_id: int, logprob: float, details: TokenDetails | None = None
+    ) -> None:
+        """Append a sampled token, which may end the request."""
+        if state.request.token_matcher is not None:
+            try:
+                state.request.token_matcher.accept(token_id)
+            except ValueError as error:
+                self._output_processor.fail(state, str(error))
+                return
+        _, stop_reason = find_first_stop(state, [token_id], eos_ids=self._output_processor.eos_ids)
+        self._output_processor.add_tokens(state, [token_id], [logprob], details)
         if stop_reason is not None:
             self._output_processor.finish(state, stop_reason)
 

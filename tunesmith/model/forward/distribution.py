@@ -1,4 +1,4 @@
-"""The sampling distribution as a function of logits: bias, temperature, top-k, top-p, min-p.
+"""The sampling distribution as a function of logits: bias, penalties and bans, temperature, top-k, top-p, min-p.
 
 Engine and trainer share this definition: a sampled token's logprob is `log_softmax(truncate_logits(...))`. Each filter
 is a threshold on the logit, so equal logits are kept or dropped together and the result does not depend on sort order.
@@ -13,14 +13,22 @@ import math
 import torch
 from torch import Tensor
 
+from tunesmith.model.forward.logit_adjustment import LogitAdjustment
 from tunesmith.types import Distribution
 
 
-def truncate_logits(logits_NV: Tensor, distribution: Distribution, *, keep_ids_N: Tensor | None = None) -> Tensor:
+def truncate_logits(
+    logits_NV: Tensor,
+    distribution: Distribution,
+    *,
+    keep_ids_N: Tensor | None = None,
+    adjustment: LogitAdjustment | None = None,
+) -> Tensor:
     """Logits (float32 or wider) with bias and temperature applied and dropped tokens at -inf; the input is unchanged.
 
-    `keep_ids_N`: one token per position that no filter drops. A sampled token had positive probability, even if
-    rounding moves it past a threshold. Temperature 0 applies neither temperature nor filters.
+    `adjustment`: penalties and bans of the positions, which follow the bias. `keep_ids_N`: one token per position that
+    no filter drops. A sampled token had positive probability, even if rounding moves it past a threshold. Temperature 0
+    applies neither temperature nor filters.
     """
     if distribution.logit_bias:
         ids, values = zip(*distribution.logit_bias, strict=True)
@@ -28,6 +36,8 @@ def truncate_logits(logits_NV: Tensor, distribution: Distribution, *, keep_ids_N
         logits_NV = logits_NV.index_add(
             1, torch.tensor(ids, device=logits_NV.device), bias_B.expand(len(logits_NV), -1)
         )
+    if adjustment is not None:
+        logits_NV = adjustment.apply(logits_NV)
     if distribution.temperature == 0:
         return logits_NV
     if distribution.temperature != 1:

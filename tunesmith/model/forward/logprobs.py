@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tunesmith.model.forward.distribution import has_truncation, truncate_logits
+from tunesmith.model.forward.logit_adjustment import LogitAdjustment
 from tunesmith.model.forward.logits import compute_logits, get_logit_scaling, is_16bit_linear_head
 from tunesmith.types import Distribution
 
@@ -51,12 +52,15 @@ def compute_logprobs(
     *,
     chunk_tokens: int,
     with_entropy: bool = False,
+    adjustment: LogitAdjustment | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs [N] of the targets and entropies [N] of the distributions; entropies take gradients if `with_entropy`.
 
-    At most `chunk_tokens` positions have logits in memory at any time, in the backward too.
+    At most `chunk_tokens` positions have logits in memory at any time, in the backward too. An `adjustment` has the
+    penalties and bans of all positions, which must fit into one chunk.
     """
     hiddens, targets = hidden_NC.split(chunk_tokens), target_N.split(chunk_tokens)
+    assert adjustment is None or len(hiddens) == 1, "an adjustment belongs to one chunk"
     has_recomputation = len(hiddens) > 1 and torch.is_grad_enabled()
     scores = []
     for hidden, target in zip(hiddens, targets, strict=True):
@@ -65,17 +69,23 @@ def compute_logprobs(
                 checkpoint(_score_chunk, model, hidden, target, distribution, with_entropy, use_reentrant=False)
             )
         else:
-            scores.append(_score_chunk(model, hidden, target, distribution, with_entropy))
+            scores.append(_score_chunk(model, hidden, target, distribution, with_entropy, adjustment))
     logprobs, entropies = zip(*scores, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
 def _score_chunk(
-    model: PreTrainedModel, hidden_NC: Tensor, target_N: Tensor, distribution: Distribution, with_entropy: bool
+    model: PreTrainedModel,
+    hidden_NC: Tensor,
+    target_N: Tensor,
+    distribution: Distribution,
+    with_entropy: bool,
+    adjustment: LogitAdjustment | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`compute_logprobs` without chunks."""
     head = model.get_output_embeddings()
-    if is_16bit_linear_head(head, hidden_NC) and not has_truncation(distribution) and not distribution.logit_bias:
+    is_plain = not (has_truncation(distribution) or distribution.logit_bias or adjustment)
+    if is_plain and is_16bit_linear_head(head, hidden_NC):
         from tunesmith.model.forward.kernels.fused_logprob import (
             FusedLogprob,  # needs Triton, which is installed on CUDA machines only
         )
@@ -84,8 +94,8 @@ def _score_chunk(
         return FusedLogprob.apply(hidden_NC, head.weight, target_N, scaling, with_entropy)
     logits_NV = compute_logits(model, hidden_NC)
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    logits_NV = truncate_logits(logits_NV, distribution, keep_ids_N=target_N)
-    if has_truncation(distribution):
+    logits_NV = truncate_logits(logits_NV, distribution, keep_ids_N=target_N, adjustment=adjustment)
+    if adjustment is not None or has_truncation(distribution):
         logits_NV = logits_NV.clamp(min=torch.finfo(logits_NV.dtype).min / 4)
     logprobs_N, entropy_N = _LogprobAndEntropy.apply(logits_NV, target_N, with_entropy)
     return logprobs_N, entropy_N

@@ -38,7 +38,7 @@ class ConversationReader:
         self._tokenizer = tokenizer
         self._renderer = Renderer(tokenizer, enable_thinking=enable_thinking, split_special_tokens=split_special_tokens)
         self._variables = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        self._template = ChatTemplate(tokenizer, has_hermes_parser=True, split_special_tokens=split_special_tokens)
+        self._template = ChatTemplate(tokenizer, split_special_tokens=split_special_tokens)
         if self._template.end_of_turn is None:
             raise DataError(
                 "the chat template writes no special token after a reply, so the model cannot learn to end it"

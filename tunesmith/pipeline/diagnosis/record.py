@@ -6,8 +6,6 @@ read when a check asks for them, rollouts a few steps at a time and only the col
 
 from __future__ import annotations
 
-import fcntl
-import os
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,7 @@ from tunesmith.monitor.metrics_file import Kind, iter_metrics
 from tunesmith.pipeline.diagnosis.finding import RunState
 from tunesmith.pipeline.diagnosis.series import Series
 from tunesmith.pipeline.session.load_config import build_section, load_values
-from tunesmith.storage import CHECKPOINT, RunPaths, load_json
+from tunesmith.storage import CHECKPOINT, RunPaths, is_locked, load_json
 
 MODEL, DONE = "model", "DONE.json"
 """Folder of a finished fine-tuning's model, and the file in it that is written last."""
@@ -182,19 +180,3 @@ def find_state(paths: RunPaths, config: RunConfig | OfflineConfig, *, num_steps:
     if max(steps, default=0) < num_steps or not num_steps:
         return "interrupted"
     return "interrupted" if config.total_steps is not None and num_steps < config.total_steps else "finished"
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a living process of this machine holds the run's lock."""
-    try:
-        os.kill(int(path.read_text()), 0)  # a dead holder needs no attempt to lock, which a run that starts would see
-    except PermissionError:
-        pass
-    except (OSError, ValueError):
-        return False
-    with path.open("rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

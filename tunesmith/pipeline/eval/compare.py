@@ -141,7 +141,7 @@ def check_comparison(
     suite: str | None = None,
 ) -> dict[str, list[Task]]:
     """Validate everything that needs no weights; return the tasks of each set."""
-    check_workflow_function(workflow)
+    check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
     if not config.eval_datasets:

@@ -56,6 +56,7 @@ async def run_held_out(
         progress=RolloutProgress(status=status),
     )
     actors.engine.pause()
-    actors.engine.compute_stats()
-    actors.service.recorder.compute_stats()
+    actors.compute_engine_stats()
+    actors.compute_recorder_stats()
+    actors.ledger.clear()
     return add_behavior(groups, config.evaluation.behavior, outcome_key=config.experience.outcome_key)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunesmith.experience.outcomes import compute_outcome
-from tunesmith.pipeline.eval.sample_scores import compute_pass_at_k_by_task
+from tunesmith.pipeline.eval.sample_scores import compute_pass_at_k_by_task, describe_row
 from tunesmith.pipeline.eval.statistics import Interval, compute_bootstrap_interval
 from tunesmith.types import Group
 
@@ -57,6 +57,7 @@ class EvaluationResult:
         tasks = [
             {
                 "task_id": group.task.task_id,
+                "row": describe_row(group.task),
                 "rewards": [trajectory.reward for trajectory in group.trajectories],
                 "failures": [t.failure.message for t in group.trajectories if t.failure is not None],
                 "responses": [trajectory.response_text for trajectory in group.trajectories],

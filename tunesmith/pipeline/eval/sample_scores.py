@@ -6,6 +6,7 @@ on a task is the mean over the rollouts that have it, or None if none has: a fai
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,10 +15,12 @@ from typing import Any
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.eval.statistics import choose_pass_at_k, compute_pass_at_k
-from tunesmith.types import Group, StopReason, Trajectory
+from tunesmith.types import Group, StopReason, Task, Trajectory
 
 TRUNCATED: frozenset[StopReason] = frozenset({"length", "context", "deadline"})
 """Stop reasons of a turn that the model did not end itself."""
+MAX_FIELD_CHARS = 2000
+"""Longer text of a task's row is cut in the results of evaluations."""
 REWARD = "reward"
 SAMPLE_STATS = ("sampled_tokens", "tool_calls", "turns", "truncated")
 """Quantities that every rollout has, a failed one included."""
@@ -54,6 +57,8 @@ class TaskScores:
 
     task_id: str
     samples: tuple[SampleScore, ...]
+    row: Mapping[str, Any] | None = None
+    """The task's row as JSON values; None in files that were written without it."""
 
     def compute_mean(self, name: str) -> float | None:
         """Mean of a quantity over the rollouts that have it."""
@@ -65,10 +70,21 @@ def score_groups(groups: Sequence[Group], renderer: Renderer) -> list[TaskScores
     """One `TaskScores` for each group of an evaluation."""
     return [
         TaskScores(
-            task_id=group.task.task_id, samples=tuple(score_trajectory(each, renderer) for each in group.trajectories)
+            task_id=group.task.task_id,
+            samples=tuple(score_trajectory(each, renderer) for each in group.trajectories),
+            row=describe_row(group.task),
         )
         for group in groups
     ]
+
+
+def describe_row(task: Task) -> dict[str, Any]:
+    """The row of a task as JSON values, with long text cut."""
+    row: dict[str, Any] = json.loads(json.dumps(dict(task.row), default=str))
+    return {
+        name: f"{value[:MAX_FIELD_CHARS]}..." if isinstance(value, str) and len(value) > MAX_FIELD_CHARS else value
+        for name, value in row.items()
+    }
 
 
 def score_trajectory(trajectory: Trajectory, renderer: Renderer) -> SampleScore:
@@ -98,13 +114,22 @@ def count_tool_calls(trajectory: Trajectory, renderer: Renderer) -> int:
 
 def scores_to_json(tasks: Sequence[TaskScores]) -> list[dict[str, Any]]:
     """Scores as values that JSON can hold; the key of a task's samples is `attempts`."""
-    return [{"task_id": task.task_id, "attempts": [asdict(sample) for sample in task.samples]} for task in tasks]
+    return [
+        {"task_id": task.task_id}
+        | ({} if task.row is None else {"row": dict(task.row)})
+        | {"attempts": [asdict(sample) for sample in task.samples]}
+        for task in tasks
+    ]
 
 
 def scores_from_json(values: Sequence[Mapping[str, Any]]) -> list[TaskScores]:
     """The inverse of `scores_to_json`."""
     return [
-        TaskScores(task_id=each["task_id"], samples=tuple(SampleScore(**sample) for sample in each["attempts"]))
+        TaskScores(
+            task_id=each["task_id"],
+            samples=tuple(SampleScore(**sample) for sample in each["attempts"]),
+            row=each.get("row"),
+        )
         for each in values
     ]
 

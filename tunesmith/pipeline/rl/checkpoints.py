@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tunesmith.config import RunConfig
 from tunesmith.errors import StorageError, TunesmithError
@@ -20,7 +21,9 @@ from tunesmith.pipeline.rl.run_control import RunControl
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.pipeline.session.resume_point import describe_recovery
 from tunesmith.pipeline.session.run_folder import RunFolder
+from tunesmith.shared_step import collect_trainer_state
 from tunesmith.storage import RunPaths, save_json
+from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -32,13 +35,19 @@ def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
     if folder.checkpoint is None:
         return 0
     try:
-        state = load_checkpoint(folder.checkpoint, policy.model)
+        run_state = restore_models(folder.checkpoint, policy, parts.trainer)
     except StorageError as error:
         raise StorageError(f"{error}; {describe_recovery(folder.paths, before=folder.checkpoint)}") from error
-    parts.trainer.load_state_dict(state.trainer_state)
-    parts.tasks.selector.load_state_dict(state.run_state["selector"])
-    parts.replay.load_state_dict(state.run_state["replay"], lambda step: load_rollouts(folder.paths.rollouts(step)))
-    return int(state.run_state["step"])
+    parts.tasks.selector.load_state_dict(run_state["selector"])
+    parts.replay.load_state_dict(run_state["replay"], lambda step: load_rollouts(folder.paths.rollouts(step)))
+    return int(run_state["step"])
+
+
+def restore_models(checkpoint: Path, policy: Policy, trainer: Trainer) -> dict[str, Any]:
+    """Restore model and trainer, on every rank; return the state of the run."""
+    state = load_checkpoint(checkpoint, policy.model)
+    trainer.load_state_dict(state.trainer_state)
+    return state.run_state
 
 
 def commit(
@@ -49,7 +58,7 @@ def commit(
         folder.paths.checkpoint(step),
         policy.model,
         policy.tokenizer,
-        trainer_state=parts.trainer.state_dict(),
+        trainer_state=collect_trainer_state(parts.actors.ranks, parts.trainer),
         run_state={
             "step": step,
             "selector": parts.tasks.selector.state_dict(),

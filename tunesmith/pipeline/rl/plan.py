@@ -7,6 +7,7 @@ from functools import partial
 
 from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
 from tunesmith.algorithms.own_functions import OwnFunctions, list_functions
+from tunesmith.algorithms.table import ALGORITHMS, PER_TOKEN_TERMS
 from tunesmith.config import AlgorithmSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.experience.expert_feed import ExpertFeed
@@ -55,6 +56,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
             "`tunesmith sft` for conversations and `tunesmith prefer` for preferences"
         )
     check_refill(config)
+    check_credit(config)
     check_sampling_is_random(config, algorithm)
     operators = build_operators(
         config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators
@@ -100,6 +102,17 @@ def check_refill(config: RunConfig) -> None:
             f"experience.refill_budget={budget:g} allows no task beyond a batch of {batch_size}: raise it to "
             f"{1 + 1 / batch_size:.4g} or more"
         )
+
+
+def check_credit(config: RunConfig) -> None:
+    """Refuse hard credit with algorithms whose advantages depend on all tokens of a rollout."""
+    branching, name = config.rollout.branching, config.algorithm.algorithm_type
+    if branching is None or branching.credit == "soft" or ALGORITHMS[name].compute_terms in PER_TOKEN_TERMS:
+        return
+    raise ConfigError(
+        f"rollout.branching.credit=hard trains a shared turn in one rollout only, and {name!r} needs all tokens of "
+        "each rollout: set credit=soft, or choose an algorithm such as grpo"
+    )
 
 
 def build_expert_feed(config: RunConfig) -> ExpertFeed | None:

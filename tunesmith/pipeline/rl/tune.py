@@ -7,11 +7,19 @@ committed.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import torch
+
+from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
+from tunesmith.algorithms.own_functions import OwnFunctions
+from tunesmith.cluster.place import find_place
+from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import TunesmithError
@@ -19,23 +27,27 @@ from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.store import save_rollouts
 from tunesmith.loop import StepParts, StepResult, run_step
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, find_last_checkpoint
+from tunesmith.model.load import resolve_device
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.pipeline.eval.held_out import evaluate_all
 from tunesmith.pipeline.eval.results import EvaluationResult
-from tunesmith.pipeline.rl.checkpoints import commit, restore, save_error, save_unfinished
+from tunesmith.pipeline.rl.checkpoints import commit, restore, restore_models, save_error, save_unfinished
 from tunesmith.pipeline.rl.learning_check import UpdateLog, check_reply_fits
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
-from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition
+from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition, load_own_functions
 from tunesmith.pipeline.rl.run_control import RunControl
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.extra_models import load_extra_models
+from tunesmith.pipeline.session.placement import place_config
 from tunesmith.pipeline.session.policy import BuildModel, Policy, build_sampling
 from tunesmith.pipeline.session.result import TrainingResult, require_path
 from tunesmith.pipeline.session.run_folder import RunFolder, open_run_folder
 from tunesmith.rollout.actors import Actors, RolloutProgress
+from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.failures import list_causes
-from tunesmith.rollout.signature import check_judge_function, check_workflow_function
+from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
+from tunesmith.shared_step import end_run, follow
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, JudgeType, WorkflowType
@@ -83,6 +95,18 @@ class TuneResult(TrainingResult):
         return facts
 
 
+LoadActors = Callable[[], tuple[Policy, Actors]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStart:
+    """What the first rank tells the others before models load."""
+
+    checkpoint: Path | None
+    """The checkpoint that the run resumes from."""
+    total_steps: int
+
+
 def run_tuning(
     config: RunConfig,
     *,
@@ -91,13 +115,26 @@ def run_tuning(
     build_model: BuildModel,
     custom: CustomComponents = CustomComponents(),
 ) -> TuneResult:
-    """Train; raises if the run fails."""
-    check_workflow_function(workflow)
+    """Train; raises if the run fails. On several ranks each calls this, and all return the same result."""
+    check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
-    plan = build_plan(config, custom)
+    if config.rollout.branching is not None:
+        check_workflow_branches(workflow)
+    place = find_place()
+    own_config = place_config(config, place, num_gpus=torch.cuda.device_count())
+    device = resolve_device(own_config.model.device)
+    plan = build_plan(own_config, custom) if place.is_first else None
+    with default_modes(), open_ranks(place, device=device, timeout_s=config.cluster.timeout_s) as ranks:
+        load = partial(load_actors, own_config, workflow=workflow, judge=judge, build_model=build_model, ranks=ranks)
+        if plan is None:
+            return run_follower(own_config, load, ranks, custom)
+        return run_leader(config, plan, load, ranks)
+
+
+def run_leader(config: RunConfig, plan: Plan, load: LoadActors, ranks: Ranks) -> TuneResult:
+    """Train on the first rank, which leads the others, or on the only one."""
     with (
-        default_modes(),
         open_run_folder(config) as folder,
         Monitor(
             folder.paths.root,
@@ -107,36 +144,47 @@ def run_tuning(
             run_settings=config.model_dump(mode="json"),
         ) as monitor,
     ):
-        policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
+        ranks.broadcast_object(RunStart(checkpoint=folder.checkpoint, total_steps=plan.total_steps))
+        policy, actors = load()
         check_reply_fits(
             policy.service.recorder.renderer,
             max_model_len=config.model.max_model_len,
             kv_cache_tokens=config.engine.kv_cache_tokens,
         )
         parts = build_parts(config, plan, policy, actors)
-        check_free_space(folder.paths.root, estimate_checkpoint_bytes(policy.model, parts.trainer.state_dict()))
+        check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer, ranks))
         try:
-            return run_lockstep(train(config, plan, policy, parts, folder, monitor), config.rollout)
+            result = run_lockstep(train(config, plan, policy, parts, folder, monitor), config.rollout)
         except (KeyboardInterrupt, SystemExit):
             monitor.show_line(describe_interruption(config, folder))
             raise
+        end_run(ranks, result)
+        return result
+
+
+def run_follower(config: RunConfig, load: LoadActors, ranks: Ranks, custom: CustomComponents) -> TuneResult:
+    """Run and train this rank's share of every step; returns the result of the first rank."""
+    functions = load_own_functions(config.algorithm, custom.functions)
+    algorithm = resolve_algorithm(config.algorithm, own=functions)
+    start: RunStart = ranks.broadcast_object()
+    policy, actors = load()
+    trainer = build_trainer(config, algorithm, functions, policy, ranks, total_steps=start.total_steps)
+    if start.checkpoint is not None:
+        restore_models(start.checkpoint, policy, trainer)
+    result: TuneResult = run_lockstep(follow(actors, trainer), config.rollout)
+    return result
+
+
+def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> int:
+    """Approximate size of a checkpoint; on several ranks the optimizer's state is not gathered for it."""
+    if ranks.is_alone:
+        return estimate_checkpoint_bytes(policy.model, trainer.state_dict())
+    return estimate_checkpoint_bytes(policy.model, {}) + trainer.count_state_bytes()
 
 
 def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -> StepParts:
     """What every step of the run works with: the trainer of the policy's own weights, the actors, the data."""
-    extra = load_extra_models(plan.algorithm, config.algorithm, config.model, policy=policy.model)
-    trainer = Trainer(
-        policy.model,
-        config.trainer,
-        config.algorithm,
-        max_model_len=config.model.max_model_len,
-        num_total_steps=plan.total_steps,
-        reference_model=extra.reference,
-        teacher_model=extra.teacher,
-        critic_model=extra.critic,
-        is_sampler_quantized=config.engine.weight_format != "model",
-        own_functions=plan.functions,
-    )
+    trainer = build_trainer(config, plan.algorithm, plan.functions, policy, actors.ranks, total_steps=plan.total_steps)
     batch_size, has_baselines = config.algorithm.batch_size, "baselines" in plan.algorithm.needs
     return StepParts(
         tasks=plan.feed,
@@ -153,6 +201,36 @@ def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -
         max_failure_rate=config.rollout.max_failure_rate,
         outcome_key=config.experience.outcome_key,
         baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
+        branching=build_branching(config, policy),
+    )
+
+
+def build_branching(config: RunConfig, policy: Policy) -> Branching | None:
+    if config.rollout.branching is None:
+        return None
+    vocab_size = policy.model.get_input_embeddings().num_embeddings
+    return Branching(section=config.rollout.branching, vocab_size=vocab_size)
+
+
+def build_trainer(
+    config: RunConfig, algorithm: Algorithm, functions: OwnFunctions, policy: Policy, ranks: Ranks, *, total_steps: int
+) -> Trainer:
+    """The trainer of the policy's own weights, with the extra models of the algorithm."""
+    extra = load_extra_models(algorithm, config.algorithm, config.model, policy=policy.model)
+    return Trainer(
+        policy.model,
+        config.trainer,
+        config.algorithm,
+        max_model_len=config.model.max_model_len,
+        num_total_steps=total_steps,
+        reference_model=extra.reference,
+        teacher_model=extra.teacher,
+        critic_model=extra.critic,
+        is_sampler_quantized=config.engine.weight_format != "model",
+        own_functions=functions,
+        grammars=policy.engine.grammars,
+        ranks=ranks,
+        has_sharded_gradients=config.cluster.has_sharded_gradients,
     )
 
 
@@ -232,7 +310,7 @@ async def run_saved_step(parts: StepParts, folder: RunFolder, monitor: Monitor, 
         save_unfinished(folder.paths.rollouts(step), progress.finished)
         save_error(folder.paths, error, step=step)
         raise
-    save_rollouts(folder.paths.rollouts(step), result.batch.collected, result.batch.spread(result.advantages))
+    save_rollouts(folder.paths.rollouts(step), result.batch.recorded, result.batch.spread(result.advantages))
     parts.tasks.save_selection(folder.paths.selection(step))
     return result
 

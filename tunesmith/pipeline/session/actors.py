@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import RunConfig
 from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.pipeline.session.policy import BuildModel, Policy, load_auxiliary, load_policy
@@ -11,7 +12,12 @@ from tunesmith.types import JudgeType, WorkflowType
 
 
 def load_actors(
-    config: RunConfig, *, workflow: WorkflowType, judge: JudgeType | None, build_model: BuildModel
+    config: RunConfig,
+    *,
+    workflow: WorkflowType,
+    judge: JudgeType | None,
+    build_model: BuildModel,
+    ranks: Ranks = Ranks(),
 ) -> tuple[Policy, Actors]:
     """Load the models of a run; the policy and the actors share one engine and one endpoint."""
     set_num_threads(config.num_cpu_threads)
@@ -29,5 +35,6 @@ def load_actors(
         max_concurrency=config.rollout.max_concurrency,
         http_port=config.rollout.http_port,
         max_body_bytes=int(config.rollout.max_body_mib * 2**20),
+        ranks=ranks,
     )
     return policy, actors

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import typer
 
+from tunesmith.cluster.rank_errors import is_launched, record_rank_error
 from tunesmith.errors import LOST_DEVICE_ADVICE, TunesmithError, exit_on_signal
 
 EXIT_GRACE_S = 5.0
@@ -28,10 +29,12 @@ def run_guarded(work: Callable[[], None], *, is_debug: bool) -> None:
     try:
         work()
     except (TunesmithError, ValueError, OSError, ImportError) as error:
+        message = " ".join(str(error).split())
+        record_rank_error(message, kind=type(error).__name__)
         if is_debug:
             raise
-        message = " ".join(str(error).split())
-        typer.echo(f"tunesmith: {message}", err=True)
+        if not is_launched():
+            typer.echo(f"tunesmith: {message}", err=True)
         if LOST_DEVICE_ADVICE in message:
             exit_now(1)  # freeing memory of a lost device may abort an ordinary exit
         raise typer.Exit(1) from None

@@ -49,6 +49,7 @@ MUTABLE_KEYS = (
     "evaluation.interval_steps",
     "evaluation.at_start",
     "monitor",
+    "cluster",
     "rollout.timeout_s",
     "rollout.thread_patience_s",
     "rollout.max_failure_rate",
@@ -56,7 +57,7 @@ MUTABLE_KEYS = (
     "trainer.mismatch_stop",
 )
 """Keys that may change when a run is resumed: paths, length, saving, evaluation, callbacks, reporting and failure
-limits."""
+limits, and the number of ranks."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -78,8 +78,9 @@ def check_settings(stage: PlannedStage) -> None:
 
 
 def check_run(config: RunConfig, *, models: Mapping[str, str]) -> None:
-    workflow, judge = load_functions(config.model_copy(update={"environment": drop_pending_tools(config.environment)}))
-    check_workflow_function(workflow)
+    environment = drop_pending_tools(config.environment)
+    workflow, judge = load_functions(config.model_copy(update={"environment": environment}))
+    check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
     check_models(config.model, models.values())

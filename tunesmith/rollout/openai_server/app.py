@@ -1,8 +1,9 @@
 """The OpenAI-compatible endpoint as an ASGI app.
 
-Routes: POST /v1/chat/completions and /v1/completions, GET /v1/models, /v1/models/{name} and /health. The API key, or
-the key in /t/<key>/v1, identifies a session; a request without an open session gets a 401 and samples nothing. If the
-client disconnects, its request is cancelled.
+Routes: POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/messages/count_tokens, GET
+/v1/models, /v1/models/{name} and /health. The API key, as bearer token, x-api-key, or in /t/<key>/v1, identifies a
+session; a request without an open session gets a 401 and samples nothing. If the client disconnects, its request is
+cancelled.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion, create_completion, stream_completion
+from tunesmith.rollout.openai_server.chat_completion import PendingCompletion, create_completion, stream_completion
 from tunesmith.rollout.openai_server.endpoint import ApiError, ChatEndpoint, translate_errors
+from tunesmith.rollout.openai_server.messages_api.endpoint import MessagesApi
+from tunesmith.rollout.openai_server.messages_api.response import build_error_body as build_message_error
 from tunesmith.rollout.openai_server.response import build_error, encode_json
-from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
+from tunesmith.rollout.openai_server.responses_api.endpoint import ResponsesApi
 from tunesmith.rollout.recorder import Session
 
-Admit = Callable[[Session, Any], Awaitable[PendingChatCompletion | PendingTextCompletion]]
+BuildErrorBody = Callable[[ApiError], dict[str, Any]]
 
 
 def build_app(endpoint: ChatEndpoint, *, max_body_bytes: int | None = None) -> Starlette:
@@ -45,51 +48,86 @@ def build_app(endpoint: ChatEndpoint, *, max_body_bytes: int | None = None) -> S
     async def get_health(request: Request) -> Response:
         return JSONResponse({"status": "ok", "policy_version": engine.policy_version})
 
-    chat = CompletionRoute(endpoint, endpoint.admit, max_body_bytes=max_body_bytes)
-    text = CompletionRoute(endpoint, endpoint.admit_text, max_body_bytes=max_body_bytes)
+    messages = MessagesApi(endpoint)
+    posted: dict[str, ASGIApp] = {
+        "chat/completions": CompletionRoute(endpoint, endpoint.admit, max_body_bytes=max_body_bytes),
+        "completions": CompletionRoute(endpoint, endpoint.admit_text, max_body_bytes=max_body_bytes),
+        "responses": CompletionRoute(endpoint, ResponsesApi(endpoint).admit, max_body_bytes=max_body_bytes),
+        "messages": CompletionRoute(
+            endpoint, messages.admit, max_body_bytes=max_body_bytes, build_error_body=build_message_error
+        ),
+        "messages/count_tokens": CountRoute(
+            endpoint, messages.count_tokens, max_body_bytes=max_body_bytes, build_error_body=build_message_error
+        ),
+    }
     routes = [Route("/health", get_health)]
     for prefix in ("", "/t/{key}"):
-        routes.append(Route(f"{prefix}/v1/chat/completions", chat, methods=["POST"]))
-        routes.append(Route(f"{prefix}/v1/completions", text, methods=["POST"]))
+        routes += [Route(f"{prefix}/v1/{path}", app, methods=["POST"]) for path, app in posted.items()]
         routes.append(Route(f"{prefix}/v1/models", list_models))
         routes.append(Route(f"{prefix}/v1/models/{{name:path}}", describe_model))
     return Starlette(routes=routes)
 
 
-class CompletionRoute:
-    """The route POST /v1/chat/completions or /v1/completions."""
+class SessionRoute:
+    """A route for POST requests of a session, with a JSON body."""
 
-    def __init__(self, endpoint: ChatEndpoint, admit: Admit, *, max_body_bytes: int | None) -> None:
+    def __init__(
+        self,
+        endpoint: ChatEndpoint,
+        handle: Callable[[Session, Any], Awaitable[Any]],
+        *,
+        max_body_bytes: int | None,
+        build_error_body: BuildErrorBody | None = None,
+    ) -> None:
+        """`handle` admits or answers a request; `build_error_body`: the API's form of errors."""
         self._endpoint = endpoint
-        self._admit = admit
+        self._handle = handle
         self._max_body_bytes = max_body_bytes
+        self._build_error_body = build_error_body or _build_error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            session = self._endpoint.find_session(scope.get("path_params", {}).get("key") or _read_bearer(scope))
+            session = self._endpoint.find_session(scope.get("path_params", {}).get("key") or _read_key(scope))
             fields = _parse_json(await _read_body(scope, receive, self._max_body_bytes))
-            pending = await self._admit(session, fields)
-            with translate_errors():
-                if pending.request.is_stream:
-                    await _run_while_connected(receive, stream_completion(pending, send))
-                else:
-                    body = await _run_while_connected(receive, create_completion(pending))
-                    if body is not None:
-                        await _send_json(send, 200, body)
+            await self._respond(await self._handle(session, fields), receive, send)
         except ApiError as error:
-            await _send_json(send, error.status, _build_error_body(error))
+            await _send_json(send, error.status, self._build_error_body(error))
+
+    async def _respond(self, handled: Any, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class CompletionRoute(SessionRoute):
+    """A route whose requests sample, complete or streamed."""
+
+    async def _respond(self, handled: PendingCompletion, receive: Receive, send: Send) -> None:
+        with translate_errors():
+            if handled.request.is_stream:
+                await _run_while_connected(receive, stream_completion(handled, send))
+            else:
+                body = await _run_while_connected(receive, create_completion(handled))
+                if body is not None:
+                    await _send_json(send, 200, body)
+
+
+class CountRoute(SessionRoute):
+    """A route whose requests are answered with a JSON object."""
+
+    async def _respond(self, handled: dict[str, Any], receive: Receive, send: Send) -> None:
+        await _send_json(send, 200, handled)
 
 
 def _build_error_body(error: ApiError) -> dict[str, Any]:
     return build_error(str(error), status=error.status, param=error.param, code=error.code)
 
 
-def _read_bearer(scope: Scope) -> str | None:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, key = value.decode("latin-1").partition(" ")
-            return key.strip() or None if scheme.lower() == "bearer" else None
-    return None
+def _read_key(scope: Scope) -> str | None:
+    """The bearer token, or Anthropic's x-api-key."""
+    headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}
+    scheme, _, key = headers.get(b"authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return headers.get(b"x-api-key", "").strip() or None
 
 
 async def _read_body(scope: Scope, receive: Receive, max_bytes: int | None) -> bytes:

@@ -8,36 +8,38 @@ requests can extend the turn.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from starlette.types import Send
 
 from tunesmith.chat.messages import Message
-from tunesmith.chat.parsers import CALL_CLOSE, Delta, ReplyParser, join_deltas
+from tunesmith.chat.parsers import Delta, HarmonyParser, ReplyParser, join_deltas
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import EngineError
+from tunesmith.rollout.openai_server.events import ChunkEvents, Events
 from tunesmith.rollout.openai_server.request import ChatRequest, TextRequest
 from tunesmith.rollout.openai_server.response import (
-    END_OF_STREAM,
     CompletionHeader,
+    TokenLogprobs,
     build_delta,
-    build_error,
     build_finish_reason,
     build_logprobs,
     build_message,
     build_usage,
-    encode_event,
+    list_tokens,
 )
 from tunesmith.rollout.recorder import Session, SessionCall, SessionClosedError
-from tunesmith.types import Completion, OnTokens
+from tunesmith.types import Completion, OnTokens, TokenDetails
 
 
 class ChoiceStream(Protocol):
     """Turns the tokens of one choice into stream chunks."""
 
-    def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def add_tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
+    ) -> dict[str, Any] | None:
         """The next chunk, if these tokens complete one."""
         ...
 
@@ -68,6 +70,8 @@ class PendingCompletion(Protocol):
 
     def open_choice_stream(self, index: int) -> ChoiceStream: ...
 
+    def open_events(self) -> Events: ...
+
 
 class PendingChatCompletion:
     """An admitted chat request: samples its choices and builds its response."""
@@ -85,7 +89,7 @@ class PendingChatCompletion:
         self._prefix_text = ""
         self._prefix_ids: tuple[int, ...] = ()
         if request.tool_choice == "required":
-            self._prefix_text, self._prefix_ids = renderer.build_call_prefix(self._find_forced_tool(), call.prompt_ids)
+            self._prefix_text, self._prefix_ids = renderer.build_call_prefix(request.called_tool, call.prompt_ids)
         self._is_single_call = request.is_single_call and request.has_callable_tools
 
     @property
@@ -100,44 +104,39 @@ class PendingChatCompletion:
     def prompt_ids(self) -> tuple[int, ...]:
         return self.call.prompt_ids + self._prefix_ids
 
-    def _find_forced_tool(self) -> str | None:
-        """Name of the tool that must be called: the requested one, or the only one; else None."""
-        tools = self.request.prompt.tools
-        only = tools[0]["function"]["name"] if len(tools) == 1 else None
-        return self.request.forced_tool or only
-
     async def sample_choice(self, choice: int, on_tokens: OnTokens | None = None) -> Completion:
         """Sample one choice; if at most one tool call is allowed, sampling stops after it."""
         sampling = self.request.sampling
         if self._is_single_call:
-            sampling = replace(sampling, stop=(*sampling.stop, CALL_CLOSE))
+            sampling = self.renderer.limit_to_one_call(sampling)
         return await self.session.generate(
             self.call, choice, sampling, seed=self.request.seed, prefix_ids=self._prefix_ids, on_tokens=on_tokens
         )
 
-    def build_parser(self) -> ReplyParser:
+    def build_parser(self) -> ReplyParser | HarmonyParser:
         return self.renderer.build_parser(
             self.call.prompt_ids,
             new_call_id=self.session.build_call_id,
             has_tools=self.request.has_callable_tools,
             has_reasoning=self.request.has_reasoning_field,
+            tools=self.request.prompt.tools,
             is_single_call=self._is_single_call,
             stop=self.request.sampling.stop,
             keeps_stop=self.request.keeps_stop,
             prefix=self._prefix_text,
         )
 
-    def parse_completion(self, completion: Completion) -> tuple[Message, str]:
-        """The sampled message and its finish reason."""
+    def parse_completion(self, completion: Completion) -> tuple[Message, str, str | None]:
+        """The sampled message, its finish reason, and the stop string found in its text."""
         parser = self.build_parser()
         text = self.renderer.decode(completion.sampled_ids, extra_hidden_ids=self.request.sampling.stop_token_ids)
         message = parser.parse(text)
         reason = build_finish_reason(completion, has_calls=bool(message.tool_calls), is_stopped=parser.is_stopped)
-        return message, reason
+        return message, reason, parser.stop_string
 
     def build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """One choice of a complete response."""
-        message, reason = self.parse_completion(completion)
+        message, reason, stop_string = self.parse_completion(completion)
         self.session.record_reply(self.call, index, message)
         choice: dict[str, Any] = {
             "index": index,
@@ -145,11 +144,15 @@ class PendingChatCompletion:
             "finish_reason": reason,
             "logprobs": None,
         }
+        if stop_string is not None:
+            choice["stop_reason"] = stop_string
         if self.request.has_logprobs:
-            tokens = zip(completion.sampled_ids, completion.logprobs, strict=True)
-            choice["logprobs"] = build_logprobs([(self.renderer.format_token(i), logprob) for i, logprob in tokens])
+            tokens = list_tokens(completion.sampled_ids, completion.logprobs, completion.top_logprobs)
+            choice["logprobs"] = build_logprobs(tokens, self.renderer.format_token)
         if self.request.has_token_ids:
             choice["token_ids"] = list(completion.sampled_ids)
+        if completion.entropies is not None:
+            choice["entropies"] = list(completion.entropies)
         return choice
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -163,6 +166,9 @@ class PendingChatCompletion:
 
     def open_choice_stream(self, index: int) -> ChatChoiceStream:
         return ChatChoiceStream(self, index)
+
+    def open_events(self) -> Events:
+        return ChunkEvents()
 
 
 async def create_completion(pending: PendingCompletion) -> dict[str, Any]:
@@ -200,11 +206,16 @@ class ChatChoiceStream:
         self._deltas: list[Delta] = []
         self._num_calls = 0
         self._is_first = True
-        self._tokens: list[tuple[int, float]] = []
+        self._tokens: list[TokenLogprobs] = []
+        self._entropies: list[float] = []
 
-    def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def add_tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
+    ) -> dict[str, Any] | None:
         """The next chunk, if these tokens complete one."""
-        self._tokens += zip(token_ids, logprobs, strict=True)
+        details = details or TokenDetails()
+        self._tokens += list_tokens(token_ids, logprobs, details.top_logprobs)
+        self._entropies += details.entropies or ()
         text = "".join(map(self._detokenizer.feed, token_ids))
         delta = self._parser.feed(text) if text else Delta()
         return self._build_chunk(delta) if delta or self._is_first else None
@@ -219,6 +230,8 @@ class ChatChoiceStream:
         last["choices"][0]["finish_reason"] = build_finish_reason(
             completion, has_calls=bool(message.tool_calls), is_stopped=self._parser.is_stopped
         )
+        if self._parser.stop_string is not None:
+            last["choices"][0]["stop_reason"] = self._parser.stop_string
         return [*chunks, last]
 
     def _build_chunk(self, delta: Delta) -> dict[str, Any]:
@@ -230,34 +243,31 @@ class ChatChoiceStream:
             "logprobs": None,
         }
         if request.has_logprobs and self._tokens:
-            texts = [(self._pending.renderer.format_token(token_id), logprob) for token_id, logprob in self._tokens]
-            choice["logprobs"] = build_logprobs(texts)
+            choice["logprobs"] = build_logprobs(self._tokens, self._pending.renderer.format_token)
+        if request.sampling.return_entropy:
+            choice["entropies"] = self._entropies
         chunk = self._pending.header.to_json(self._pending.chunk_object)
         chunk["choices"] = [choice]
         if request.has_token_ids:
-            choice["token_ids"] = [token_id for token_id, _ in self._tokens]
+            choice["token_ids"] = [token_id for token_id, *_ in self._tokens]
             if self._is_first:
                 chunk["prompt_token_ids"] = list(self._pending.prompt_ids)
         self._deltas.append(delta)
         self._num_calls += len(delta.tool_calls)
         self._is_first = False
-        self._tokens = []
+        self._tokens, self._entropies = [], []
         return chunk
 
 
-StreamEvent = tuple[int, tuple[Sequence[int], Sequence[float]] | None]
-"""Index of a choice, and its next tokens with their logprobs; None at the end of the choice."""
+StreamEvent = tuple[int, tuple[Sequence[int], Sequence[float], TokenDetails | None] | None]
+"""Index of a choice, and its next tokens with their logprobs and details; None at the end of the choice."""
 
 
-async def stream_completion(pending: PendingCompletion, send: Send) -> None:
-    """Send the choices as server-sent events while they are sampled.
-
-    Nothing is sent before the first token, so that a request that fails at once gets an error status.
-    """
+async def iterate_chunks(pending: PendingCompletion) -> AsyncGenerator[dict[str, Any], None]:
+    """The chunks of all choices while they are sampled; closing the generator cancels them."""
     events: asyncio.Queue[StreamEvent] = asyncio.Queue()
     tasks = [_start_choice(pending, index, events) for index in range(pending.num_choices)]
     choices = [pending.open_choice_stream(index) for index in range(len(tasks))]
-    sender = _EventSender(send)
     num_open = len(tasks)
     try:
         while num_open:
@@ -269,24 +279,40 @@ async def stream_completion(pending: PendingCompletion, send: Send) -> None:
                 chunks = choices[index].finish(tasks[index].result())
                 num_open -= 1
             for chunk in chunks:
-                await sender.send_event(chunk)
+                yield chunk
         if pending.request.has_stream_usage:
             usage = build_usage(pending.num_prompt_tokens, [task.result() for task in tasks])
-            await sender.send_event(pending.header.to_json(pending.chunk_object) | {"choices": [], "usage": usage})
+            yield pending.header.to_json(pending.chunk_object) | {"choices": [], "usage": usage}
+    finally:
+        await _cancel_all(tasks)
+
+
+async def stream_completion(pending: PendingCompletion, send: Send) -> None:
+    """Send the choices as server-sent events while they are sampled.
+
+    Nothing is sent before the first token, so that a request that fails at once gets an error status.
+    """
+    sender, events = _EventSender(send), pending.open_events()
+    try:
+        async with contextlib.aclosing(iterate_chunks(pending)) as chunks:
+            async for chunk in chunks:
+                for event in events.translate(chunk):
+                    await sender.send_event(event)
     except (EngineError, SessionClosedError) as error:
         if not sender.is_started:
             raise
-        await sender.send_event(build_error(f"{type(error).__name__}: {error}", status=500))
-    finally:
-        await _cancel_all(tasks)
-    await sender.finish()
+        await sender.send_event(events.fail(f"{type(error).__name__}: {error}"))
+    else:
+        for event in events.finish():
+            await sender.send_event(event)
+    await sender.finish(events.end_of_stream)
 
 
 def _start_choice(
     pending: PendingCompletion, index: int, events: asyncio.Queue[StreamEvent]
 ) -> asyncio.Future[Completion]:
-    def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        events.put_nowait((index, (token_ids, logprobs)))
+    def add_tokens(token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None) -> None:
+        events.put_nowait((index, (token_ids, logprobs, details)))
 
     task = asyncio.ensure_future(pending.sample_choice(index, add_tokens))
     task.add_done_callback(lambda _: events.put_nowait((index, None)))
@@ -300,12 +326,12 @@ class _EventSender:
         self._send = send
         self.is_started = False
 
-    async def send_event(self, event: dict[str, Any]) -> None:
+    async def send_event(self, event: bytes) -> None:
         if not self.is_started:
             self.is_started = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": encode_event(event), "more_body": True})
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
 
-    async def finish(self) -> None:
-        await self._send({"type": "http.response.body", "body": END_OF_STREAM, "more_body": False})
+    async def finish(self, end_of_stream: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": end_of_stream, "more_body": False})

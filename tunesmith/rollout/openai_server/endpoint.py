@@ -8,15 +8,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Coroutine, Iterator
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from tunesmith.chat.client import CONTEXT_LENGTH_EXCEEDED
 from tunesmith.chat.renderer import PromptTooLongError
-from tunesmith.errors import EngineError
+from tunesmith.errors import EngineError, ReplayError
 from tunesmith.rollout.openai_server.chat_completion import PendingChatCompletion, create_completion
-from tunesmith.rollout.openai_server.request import RequestError, parse_request, parse_text_request
+from tunesmith.rollout.openai_server.constraints import (
+    ConstraintError,
+    constrain_call,
+    constrain_reply,
+    constrain_text,
+)
+from tunesmith.rollout.openai_server.request import (
+    ChatRequest,
+    RequestError,
+    TextRequest,
+    parse_request,
+    parse_text_request,
+)
 from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
 from tunesmith.rollout.recorder import Recorder, SamplingRefusedError, Session, SessionCall, SessionClosedError
+
+AnyRequest = TypeVar("AnyRequest", ChatRequest, TextRequest)
 
 NO_KEY_MESSAGE = "no API key: use the key of the trajectory as the API key, or /t/<key>/v1 as the base URL"
 INVALID_KEY_MESSAGE = "the API key belongs to no open trajectory: it is wrong, or the trajectory has ended"
@@ -45,12 +61,16 @@ def translate_errors() -> Iterator[None]:
         yield
     except ContextLengthError as error:
         raise ApiError(400, str(error), param=error.param, code=CONTEXT_LENGTH_EXCEEDED) from error
+    except ConstraintError as error:
+        raise ApiError(400, str(error), param=error.param) from error
     except RequestError as error:
         raise ApiError(404 if error.param == "model" else 400, str(error), param=error.param) from error
     except SamplingRefusedError as error:
         raise ApiError(400, str(error)) from error
     except SessionClosedError as error:
         raise ApiError(401, INVALID_KEY_MESSAGE) from error
+    except ReplayError as error:
+        raise ApiError(400, str(error)) from error
     except EngineError as error:
         raise ApiError(500, f"the engine failed: {error}") from error
 
@@ -89,9 +109,22 @@ class ChatEndpoint:
             if request.tool_choice == "required" and not renderer.has_tool_calls:
                 raise RequestError("tool_choice needs a tool call parser; the run has none", param="tool_choice")
             call = await self._admit(session, session.admit(request.prompt), param="messages")
+            request = self._resolve_ids(request, self._build_chat_grammar(request, call))
             pending = PendingChatCompletion(session, renderer, request, call, model_name=self.model_name)
             self._check_context(session, len(pending.prompt_ids), param="messages")
         return pending
+
+    async def count_prompt_tokens(self, session: Session, fields: Any) -> int:
+        """Number of prompt tokens of a chat request in this session; nothing is sampled or recorded."""
+        with translate_errors():
+            request = parse_request(fields, session.sampling, uses_variable=self.recorder.renderer.uses_variable)
+            self._check_model(request.model)
+            try:
+                return len(await session.build_prompt_ids(request.prompt))
+            except PromptTooLongError as error:
+                raise ContextLengthError(self._format_context_error(str(error)), param="messages") from error
+            except ValueError as error:
+                raise RequestError(str(error), param="messages") from error
 
     async def admit_text(self, session: Session, fields: Any) -> PendingTextCompletion:
         """As `admit`, for a completion request with prompts as text or token ids."""
@@ -104,7 +137,39 @@ class ChatEndpoint:
                 calls.append(await self._admit(session, admission, param="prompt"))
             for call in calls:
                 self._check_context(session, len(call.prompt_ids), param="prompt")
+            grammar = "" if request.constraint is None else constrain_text(request.constraint)
+            request = self._resolve_ids(request, grammar)
         return PendingTextCompletion(session, self.recorder.renderer, request, calls, model_name=self.model_name)
+
+    def _build_chat_grammar(self, request: ChatRequest, call: SessionCall) -> str:
+        """The grammar of a reply, after the prefix of a forced tool call; empty if nothing constrains it."""
+        if request.tool_choice != "required" and request.constraint is None:
+            return ""
+        renderer = self.recorder.renderer
+        is_callable = request.has_callable_tools and renderer.has_tool_calls
+        tools = [
+            tool | {"function": tool["function"] | {"strict": tool["function"]["name"] in request.strict_tools}}
+            for tool in map(dict, request.prompt.tools if is_callable else ())
+        ]
+        if request.constraint is None:
+            return constrain_call(tools, renderer, name=request.called_tool, is_single_call=request.is_single_call)
+        return constrain_reply(
+            request.constraint, renderer, call.prompt_ids, tools, is_single_call=request.is_single_call
+        )
+
+    def _resolve_ids(self, request: AnyRequest, grammar: str) -> AnyRequest:
+        """The request with the grammar in its distribution, and the token ids that its bans refer to."""
+        sampling, distribution = request.sampling, request.sampling.distribution
+        if not (grammar or request.bad_words or distribution.min_tokens):
+            return request
+        end_ids: set[int] = set()
+        if distribution.min_tokens:
+            end_ids = {*self.recorder.engine.eos_ids, *sampling.stop_token_ids}
+        texts = [text for word in request.bad_words for text in (word, f" {word}")]
+        encode = partial(self.recorder.renderer.encode_prompt, adds_special_tokens=False)
+        words = tuple(dict.fromkeys(map(encode, texts)))
+        distribution = replace(distribution, end_ids=tuple(sorted(end_ids)), bad_words=words, grammar=grammar)
+        return replace(request, sampling=replace(sampling, distribution=distribution))
 
     async def _admit(self, session: Session, admission: Coroutine[Any, Any, SessionCall], *, param: str) -> SessionCall:
         """Await the session's admission of a prompt and convert its errors."""

@@ -1,70 +1,46 @@
 """Parses and validates the body of a chat completion or completion request.
 
 Input: JSON from any client, and the session's sampling defaults. Output: a `ChatRequest` or a `TextRequest`. Fields of
-the request override the defaults. An unsupported option that would change the result raises a `RequestError`; keys
-without effect on the result (user, metadata, store) and unknown keys are ignored.
+the request override the defaults. An option that is not supported, or not known, raises a `RequestError`; only keys
+without effect on the result (`INERT_FIELDS`) are ignored.
 """
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tunesmith.chat.messages import Message, parse_messages, parse_tools
 from tunesmith.chat.renderer import Prompt
+from tunesmith.rollout.openai_server.constraints import Constraint, ConstraintError, parse_constraint
+from tunesmith.rollout.openai_server.fields import (
+    CHAT_FIELDS,
+    CONTINUATION_FIELDS,
+    EXTENDED_FIELDS,
+    INERT_FIELDS,
+    NEUTRAL_VALUES,
+    SHARED_FIELDS,
+    TEXT_FIELDS,
+)
 from tunesmith.types import MIN_TEMPERATURE, Distribution, Sampling
-
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-"""Unsupported options -> values that are accepted because they have no effect; null is always accepted."""
-
-CONTINUATION_FIELDS = frozenset({"add_generation_prompt", "continue_final_message", "include_stop_str_in_output"})
-"""Options of `NEUTRAL_VALUES` that chat requests may set."""
 
 SAMPLING_FIELDS = frozenset({
     "temperature", "top_p", "top_k", "min_p", "logit_bias", "max_tokens", "max_completion_tokens", "stop",
-    "stop_token_ids", "ignore_eos",
+    "stop_token_ids", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+    "bad_words", "top_logprobs", "logprobs", "return_entropy",
 })  # fmt: skip
 """Options that set sampling parameters."""
 
+STREAM_OPTIONS = ("include_usage",)
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_BAD_WORDS = 1024
+MAX_PENALTY = 2.0
+"""Largest magnitude of a presence or frequency penalty, as in the OpenAI API."""
+MAX_TOP_LOGPROBS = 20
 MAX_NUMBER = 2**63
 MAX_SHOWN_CHARS = 80
 
@@ -85,11 +61,17 @@ class ChatRequest:
 
     prompt: Prompt
     sampling: Sampling
+    bad_words: tuple[str, ...]
+    """Texts that the reply must not contain, to be encoded."""
+    constraint: Constraint | None
+    """What the text of the reply must be."""
     seed: int | None
     num_choices: int
     tool_choice: ToolChoice
     forced_tool: str | None
     """The tool that must be called, if the request names one."""
+    strict_tools: frozenset[str]
+    """Names of the tools whose schemas must be enforced completely, or refused."""
     is_single_call: bool
     """The response may contain at most one tool call."""
     keeps_stop: bool
@@ -101,6 +83,13 @@ class ChatRequest:
     has_logprobs: bool
     has_token_ids: bool
     model: str | None
+
+    @property
+    def called_tool(self) -> str | None:
+        """With `tool_choice` "required" the tool that must be called: the requested one or the only one; else None."""
+        tools = self.prompt.tools
+        only = tools[0]["function"]["name"] if len(tools) == 1 else None
+        return self.forced_tool or only
 
     @property
     def has_callable_tools(self) -> bool:
@@ -116,6 +105,9 @@ class TextRequest:
     adds_special_tokens: bool
     """Whether the tokenizer adds its special tokens to text prompts, such as a BOS token."""
     sampling: Sampling
+    bad_words: tuple[str, ...]
+    """As in `ChatRequest`."""
+    constraint: Constraint | None
     seed: int | None
     num_choices: int
     is_stream: bool
@@ -129,20 +121,21 @@ def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
     """Parse the body of a completion request."""
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object")
-    _refuse_unsupported(body)
+    _refuse_unsupported(body, TEXT_FIELDS)
     prompts = _parse_prompts(body.get("prompt"))
     num_choices = _get_number(body, "n", int, 1, low=1, high=MAX_CHOICES)
     if len(prompts) * num_choices > MAX_CHOICES:
         requested = f"{len(prompts)} prompts with n={num_choices}"
         raise RequestError(f"{requested} ask for more than {MAX_CHOICES} completions at once", param="n")
-    if _get(body, "logprobs", int, 0) != 0:
-        raise RequestError(
-            "logprobs of other tokens are not supported; logprobs=0 gives the sampled ones", param="logprobs"
-        )
+    if body.get("top_logprobs"):
+        raise RequestError("top_logprobs is for chat completions: give logprobs as a number", param="top_logprobs")
+    num_top = _get_number(body, "logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
     return TextRequest(
         prompts=prompts,
         adds_special_tokens=_get(body, "add_special_tokens", bool, True),
-        sampling=_parse_sampling(body, defaults),
+        sampling=_parse_sampling(body, defaults, num_top=num_top),
+        bad_words=_parse_bad_words(body),
+        constraint=_parse_constraint(body),
         seed=_get(body, "seed", int, None),
         num_choices=num_choices,
         is_stream=_get(body, "stream", bool, False),
@@ -172,7 +165,7 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
     """Parse the body of a chat request; `uses_variable`: whether the chat template refers to a variable."""
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object")
-    _refuse_unsupported(body, allowed=CONTINUATION_FIELDS)
+    _refuse_unsupported(body, CHAT_FIELDS, allowed=CONTINUATION_FIELDS)
     messages, reply_start = _split_reply_start(body, _parse_field("messages", parse_messages, body.get("messages")))
     prompt = Prompt(
         messages=messages,
@@ -181,22 +174,34 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
         reply_start=reply_start,
     )
     tool_choice, forced_tool = _parse_tool_choice(body.get("tool_choice"), prompt.tools)
+    has_logprobs, constraint = _get(body, "logprobs", bool, False), _parse_constraint(body)
+    num_top = _get_number(body, "top_logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
+    if num_top and not has_logprobs:
+        raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+    if constraint is not None and tool_choice == "required":
+        raise RequestError(
+            f"tool_choice forces a tool call, and {constraint.param} constrains the text of a reply without one: give "
+            "only one of them", param=constraint.param,
+        )  # fmt: skip
     if reply_start and tool_choice == "required":
         raise RequestError("tool_choice cannot force a call in a reply that is continued", param="tool_choice")
     return ChatRequest(
         prompt=prompt,
-        sampling=_parse_sampling(body, defaults),
+        sampling=_parse_sampling(body, defaults, num_top=num_top),
+        bad_words=_parse_bad_words(body),
+        constraint=constraint,
         seed=_get(body, "seed", int, None),
         num_choices=_get_number(body, "n", int, 1, low=1, high=MAX_CHOICES),
         tool_choice=tool_choice,
         forced_tool=forced_tool,
+        strict_tools=_find_strict(body.get("tools") or ()),
         is_single_call=bool(prompt.tools)
         and (forced_tool is not None or _get(body, "parallel_tool_calls", bool, True) is False),
         keeps_stop=_get(body, "include_stop_str_in_output", bool, False),
         has_reasoning_field=_get(body, "separate_reasoning", bool, True),
         is_stream=_get(body, "stream", bool, False),
         has_stream_usage=_has_stream_usage(body),
-        has_logprobs=_get(body, "logprobs", bool, False),
+        has_logprobs=has_logprobs,
         has_token_ids=_get(body, "return_token_ids", bool, False),
         model=_get(body, "model", str, None),
     )
@@ -222,16 +227,25 @@ def _split_reply_start(body: Mapping[str, Any], messages: tuple[Message, ...]) -
     return messages[:-1], last.content
 
 
-def _refuse_unsupported(body: Mapping[str, Any], *, allowed: Collection[str] = ()) -> None:
-    for key in (NEUTRAL_VALUES.keys() & body.keys()) - set(allowed):
+def _refuse_unsupported(
+    body: Mapping[str, Any], own_fields: frozenset[str], *, allowed: frozenset[str] = frozenset()
+) -> None:
+    unknown = body.keys() - own_fields - SHARED_FIELDS - EXTENDED_FIELDS - INERT_FIELDS - NEUTRAL_VALUES.keys()
+    for key in sorted(map(str, unknown)):
+        if body.get(key) is not None:
+            raise RequestError(f"{key} is not a field of this endpoint; leave it out", param=key)
+    for key in sorted((NEUTRAL_VALUES.keys() & body.keys()) - allowed):
         value = body[key]
         if value is not None and value not in NEUTRAL_VALUES[key]:
             raise RequestError(f"{key}={_shorten(value)} is not supported by this endpoint; leave it out", param=key)
 
 
 def _has_stream_usage(body: Mapping[str, Any]) -> bool:
-    options = body.get("stream_options") or {}
-    return isinstance(options, dict) and bool(options.get("include_usage"))
+    options = _get(body, "stream_options", dict, {})
+    for key, value in options.items():
+        if key not in STREAM_OPTIONS and value:
+            raise RequestError(f"stream_options.{key} is not supported; leave it out", param="stream_options")
+    return bool(options.get("include_usage"))
 
 
 def _parse_field(param: str, parse: Callable[[Any], Any], raw: Any) -> Any:
@@ -273,7 +287,26 @@ def _parse_tool_choice(choice: Any, tools: tuple[Mapping[str, Any], ...]) -> tup
     return "required", None
 
 
-def _parse_sampling(body: Mapping[str, Any], defaults: Sampling) -> Sampling:
+def _parse_constraint(body: Mapping[str, Any]) -> Constraint | None:
+    try:
+        return parse_constraint(body)
+    except ConstraintError as error:
+        raise RequestError(str(error), param=error.param) from error
+
+
+def _parse_bad_words(body: Mapping[str, Any]) -> tuple[str, ...]:
+    words = _get(body, "bad_words", list, [])
+    if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word for word in words):
+        raise RequestError(f"bad_words must be a list of at most {MAX_BAD_WORDS} non-empty texts", param="bad_words")
+    return tuple(words)
+
+
+def _find_strict(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Names of the tools that are declared `strict`; the tools are valid."""
+    return frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
+
+
+def _parse_sampling(body: Mapping[str, Any], defaults: Sampling, *, num_top: int) -> Sampling:
     if SAMPLING_FIELDS.isdisjoint(body):
         return defaults
     old = defaults.distribution
@@ -283,6 +316,16 @@ def _parse_sampling(body: Mapping[str, Any], defaults: Sampling) -> Sampling:
         top_k=max(0, _get_number(body, "top_k", int, old.top_k, low=-1, high=math.inf)),
         min_p=_get_number(body, "min_p", float, old.min_p, low=0.0, high=1.0),
         logit_bias=_parse_logit_bias(body.get("logit_bias")) if body.get("logit_bias") else old.logit_bias,
+        repetition_penalty=_get_number(
+            body, "repetition_penalty", float, old.repetition_penalty, low=0.0, high=MAX_NUMBER, is_low_open=True
+        ),
+        presence_penalty=_get_number(
+            body, "presence_penalty", float, old.presence_penalty, low=-MAX_PENALTY, high=MAX_PENALTY
+        ),
+        frequency_penalty=_get_number(
+            body, "frequency_penalty", float, old.frequency_penalty, low=-MAX_PENALTY, high=MAX_PENALTY
+        ),
+        min_tokens=_get_number(body, "min_tokens", int, old.min_tokens, low=0, high=math.inf),
     )
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     stop = body.get("stop")
@@ -293,6 +336,8 @@ def _parse_sampling(body: Mapping[str, Any], defaults: Sampling) -> Sampling:
         stop=defaults.stop if stop is None else _parse_stop(stop),
         stop_token_ids=_parse_stop_token_ids(body, defaults),
         ignore_eos=_get(body, "ignore_eos", bool, defaults.ignore_eos),
+        top_logprobs=num_top,
+        return_entropy=_get(body, "return_entropy", bool, defaults.return_entropy),
     )
 
 

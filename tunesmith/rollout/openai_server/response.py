@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import Delta
-from tunesmith.types import Completion
+from tunesmith.types import Completion, TopLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +64,46 @@ def build_delta(delta: Delta, *, num_calls: int, is_first: bool) -> dict[str, An
     return fields
 
 
-def build_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
+TokenLogprobs = tuple[int, float, TopLogprobs]
+"""A sampled token, its logprob, and the most likely tokens in its place; empty if they were not asked for."""
+FormatToken = Callable[[int], str]
+
+
+def list_tokens(
+    token_ids: Sequence[int], logprobs: Sequence[float], top_logprobs: Sequence[TopLogprobs] | None
+) -> list[TokenLogprobs]:
+    """Sampled tokens with their logprobs."""
+    tops = [()] * len(token_ids) if top_logprobs is None else top_logprobs
+    return list(zip(token_ids, logprobs, tops, strict=True))
+
+
+def build_logprobs(tokens: Sequence[TokenLogprobs], format_token: FormatToken) -> dict[str, Any]:
     """Logprobs of sampled tokens in the chat completions format."""
+
+    def build(token_id: int, logprob: float) -> dict[str, Any]:
+        text = format_token(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
     content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in tokens
+        build(token_id, logprob) | {"top_logprobs": [build(*each) for each in top]} for token_id, logprob, top in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def build_text_logprobs(tokens: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """Logprobs of sampled tokens in the completions format."""
-    ends = itertools.accumulate(len(text) for text, _ in tokens)
+def build_text_logprobs(
+    tokens: Sequence[TokenLogprobs], format_token: FormatToken, *, has_top: bool = False
+) -> dict[str, Any]:
+    """Logprobs of sampled tokens in the completions format; with `has_top` those of other tokens, by text."""
+    texts = [format_token(token_id) for token_id, *_ in tokens]
+    ends = itertools.accumulate(map(len, texts))
+    tops = [
+        {format_token(each): value for each, value in reversed([*top, (token_id, logprob)])}
+        for token_id, logprob, top in tokens
+    ]
     return {
-        "tokens": [text for text, _ in tokens],
-        "token_logprobs": [logprob for _, logprob in tokens],
-        "top_logprobs": None,
+        "tokens": texts,
+        "token_logprobs": [logprob for _, logprob, _ in tokens],
+        "top_logprobs": tops if has_top else None,
         "text_offset": [0, *ends][: len(tokens)],
     }
 

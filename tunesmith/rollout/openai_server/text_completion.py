@@ -11,15 +11,18 @@ from typing import Any
 
 from tunesmith.chat.parsers import Delta, ReplyParser
 from tunesmith.chat.renderer import Renderer
+from tunesmith.rollout.openai_server.events import ChunkEvents, Events
 from tunesmith.rollout.openai_server.request import TextRequest
 from tunesmith.rollout.openai_server.response import (
     CompletionHeader,
+    TokenLogprobs,
     build_finish_reason,
     build_text_logprobs,
     build_usage,
+    list_tokens,
 )
 from tunesmith.rollout.recorder import Session, SessionCall
-from tunesmith.types import Completion, OnTokens
+from tunesmith.types import Completion, OnTokens, TokenDetails
 
 
 class PendingTextCompletion:
@@ -74,6 +77,9 @@ class PendingTextCompletion:
     def open_choice_stream(self, index: int) -> TextChoiceStream:
         return TextChoiceStream(self, index)
 
+    def open_events(self) -> Events:
+        return ChunkEvents()
+
     def build_parser(self) -> ReplyParser:
         """A parser that only truncates the text at stop strings."""
         return ReplyParser(new_call_id=str, has_reasoning=False, has_tool_calls=False, stop=self.request.sampling.stop)
@@ -82,21 +88,30 @@ class PendingTextCompletion:
         parser = self.build_parser()
         hidden = self.request.sampling.stop_token_ids
         text = parser.parse(self.renderer.decode(completion.sampled_ids, extra_hidden_ids=hidden)).content
-        tokens = list(zip(completion.sampled_ids, completion.logprobs, strict=True))
+        tokens = list_tokens(completion.sampled_ids, completion.logprobs, completion.top_logprobs)
         reason = build_finish_reason(completion, has_calls=False, is_stopped=parser.is_stopped)
-        return self.build_choice(index, text, tokens, reason=reason, is_first=True)
+        entropies = completion.entropies or ()
+        return self.build_choice(index, text, tokens, entropies, reason=reason, is_first=True)
 
     def build_choice(
-        self, index: int, text: str, tokens: Sequence[tuple[int, float]], *, reason: str | None, is_first: bool
+        self,
+        index: int,
+        text: str,
+        tokens: Sequence[TokenLogprobs],
+        entropies: Sequence[float],
+        *,
+        reason: str | None,
+        is_first: bool,
     ) -> dict[str, Any]:
         """Fields of a choice, or of one stream chunk of it."""
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
         if self.request.has_logprobs:
-            choice["logprobs"] = build_text_logprobs(
-                [(self.renderer.format_token(i), logprob) for i, logprob in tokens]
-            )
+            has_top = self.request.sampling.top_logprobs > 0
+            choice["logprobs"] = build_text_logprobs(tokens, self.renderer.format_token, has_top=has_top)
+        if self.request.sampling.return_entropy:
+            choice["entropies"] = list(entropies)
         if self.request.has_token_ids:
-            choice["token_ids"] = [token_id for token_id, _ in tokens]
+            choice["token_ids"] = [token_id for token_id, *_ in tokens]
             if is_first:
                 choice["prompt_token_ids"] = list(self.find_call(index).prompt_ids)
         return choice
@@ -112,12 +127,17 @@ class TextChoiceStream:
         self._detokenizer = pending.renderer.build_incremental_detokenizer(
             extra_hidden_ids=pending.request.sampling.stop_token_ids
         )
-        self._tokens: list[tuple[int, float]] = []
+        self._tokens: list[TokenLogprobs] = []
+        self._entropies: list[float] = []
         self._is_first = True
 
-    def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
+    def add_tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
+    ) -> dict[str, Any] | None:
         """The next chunk, if these tokens complete one."""
-        self._tokens += zip(token_ids, logprobs, strict=True)
+        details = details or TokenDetails()
+        self._tokens += list_tokens(token_ids, logprobs, details.top_logprobs)
+        self._entropies += details.entropies or ()
         text = "".join(map(self._detokenizer.feed, token_ids))
         delta = self._parser.feed(text) if text else Delta()
         return self._build_chunk(delta.content) if delta.content else None
@@ -129,6 +149,8 @@ class TextChoiceStream:
         return [self._build_chunk(rest, reason)]
 
     def _build_chunk(self, text: str, reason: str | None = None) -> dict[str, Any]:
-        choice = self._pending.build_choice(self._index, text, self._tokens, reason=reason, is_first=self._is_first)
-        self._tokens, self._is_first = [], False
+        choice = self._pending.build_choice(
+            self._index, text, self._tokens, self._entropies, reason=reason, is_first=self._is_first
+        )
+        self._tokens, self._entropies, self._is_first = [], [], False
         return self._pending.header.to_json(self._pending.chunk_object) | {"choices": [choice]}

@@ -47,6 +47,8 @@ class SamplingTensors:
     """Int32."""
     logprob_log_LR: Tensor
     """Float32; not finite if the row's logits are not."""
+    entropy_log_LR: Tensor
+    """Float32, in nats; written with `has_entropies` only."""
 
     def narrow(self, first: int, last: int) -> SamplingTensors:
         """Views of rows `first` to `last - 1`."""
@@ -60,6 +62,7 @@ class SamplingTensors:
 
 ROW_ARGUMENTS = (
     "temperatures", "top_ks", "top_ps", "min_ps", "seeds", "positions", "ids", "log_lines", "token_log", "logprob_log",
+    "entropy_log",
 )  # fmt: skip
 """Pointers that start at any row: without specializing on their alignment one compiled kernel serves all."""
 
@@ -78,20 +81,30 @@ def _get_inverse_temperature(temperature):
     return tl.where(temperature == 0.0, 1.0, 1.0 / tl.where(temperature == 0.0, 1.0, temperature))
 
 
+@triton.jit
+def _weigh_score(score):
+    """s exp(s), and 0 at minus infinity."""
+    return tl.where(score == -float("inf"), 0.0, score * tl.exp(score))
+
+
 @triton.jit(do_not_specialize_on_alignment=["temperatures"])
 def _tile_softmax_kernel(
-    logits, temperatures, maxima, sums, vocab_size, row_stride, num_tiles, TOKENS: tl.constexpr,
-    HAS_PDL: tl.constexpr,
+    logits, temperatures, maxima, sums, moments, vocab_size, row_stride, num_tiles, TOKENS: tl.constexpr,
+    HAS_ENTROPIES: tl.constexpr, HAS_PDL: tl.constexpr,
 ):  # fmt: skip
+    """Of each tile: the maximum, the sum of weights exp(s), and with entropies the sum of s exp(s)."""
     pdl_wait(HAS_PDL)
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token_ids = tile * TOKENS + tl.arange(0, TOKENS)
     x = tl.load(logits + row * row_stride + token_ids, mask=token_ids < vocab_size, other=-float("inf")).to(tl.float32)
     maximum = tl.max(x, axis=0)
     maximum_or_0 = tl.where(maximum == -float("inf"), 0.0, maximum)
-    total = tl.sum(tl.exp((x - maximum_or_0) * _get_inverse_temperature(tl.load(temperatures + row))), axis=0)
+    scores = (x - maximum_or_0) * _get_inverse_temperature(tl.load(temperatures + row))
+    total = tl.sum(tl.exp(scores), axis=0)
     tl.store(maxima + row * num_tiles + tile, maximum)
     tl.store(sums + row * num_tiles + tile, total)
+    if HAS_ENTROPIES:
+        tl.store(moments + row * num_tiles + tile, tl.sum(_weigh_score(scores), axis=0))
 
 
 @triton.jit
@@ -167,6 +180,18 @@ def _merge_tiles(maxima, sums, row, num_tiles, scale, TILES: tl.constexpr):
 
 
 @triton.jit
+def _merge_moments(moments, weights, maxima, maximum, row, num_tiles, scale, TILES: tl.constexpr):
+    """The row's sum of s exp(s) relative to its maximum, from the moments and rescaled sums of its tiles."""
+    tiles = tl.arange(0, TILES)
+    is_tile = tiles < num_tiles
+    shifts = (tl.load(maxima + row * num_tiles + tiles, mask=is_tile, other=-float("inf")) - maximum) * scale
+    is_possible = is_tile & (shifts > -float("inf"))
+    shifts = tl.where(is_possible, shifts, 0.0)
+    tile_moments = tl.load(moments + row * num_tiles + tiles, mask=is_tile, other=0.0)
+    return tl.sum(tl.where(is_possible, tl.exp(shifts) * tile_moments + shifts * weights, 0.0), axis=0)
+
+
+@triton.jit
 def _has_truncation(temperature, top_k, top_p, min_p):
     """Whether top-k, top-p or min-p applies to the row."""
     return (temperature != 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
@@ -174,10 +199,10 @@ def _has_truncation(temperature, top_k, top_p, min_p):
 
 @triton.jit(do_not_specialize_on_alignment=ROW_ARGUMENTS)
 def _sample_truncated_kernel(
-    logits, maxima, sums, temperatures, top_ks, top_ps, min_ps, seeds, positions, ids,
-    log_lines, token_log, logprob_log,
+    logits, maxima, sums, moments, temperatures, top_ks, top_ps, min_ps, seeds, positions, ids,
+    log_lines, token_log, logprob_log, entropy_log,
     vocab_size, row_stride, num_tiles, log_stride,
-    TILES: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, HAS_PDL: tl.constexpr,
+    TILES: tl.constexpr, TOKENS: tl.constexpr, BITS: tl.constexpr, HAS_ENTROPIES: tl.constexpr, HAS_PDL: tl.constexpr,
 ):  # fmt: skip
     """Sample the rows with top-k, top-p or min-p; `_sample_kernel` advances their positions."""
     pdl_wait(HAS_PDL)
@@ -200,6 +225,7 @@ def _sample_truncated_kernel(
         _num_kept, total = _sum_kept(logits, vocab_size, threshold, min_score, maximum, scale, BITS, TOKENS)
         target = _hash_uniform(tl.load(seeds + row), position + 1) * total
         before = 0.0
+        moment = 0.0
         chosen = 0
         is_searching = True
         for start in range(0, vocab_size, TOKENS):
@@ -210,6 +236,8 @@ def _sample_truncated_kernel(
             is_kept = is_token & (_to_ordered_bits(x, BITS) >= threshold) & (scores >= min_score)
             kept = tl.where(is_kept, tl.exp(scores), 0.0)
             here = tl.sum(kept, axis=0)
+            if HAS_ENTROPIES:
+                moment += tl.sum(tl.where(is_kept, _weigh_score(scores), 0.0), axis=0)
             if is_searching and here > 0.0:
                 is_past = (before + tl.cumsum(kept, axis=0) > target) & (kept > 0.0)
                 token_id = tl.min(tl.where(is_past, token_ids, vocab_size))
@@ -221,15 +249,18 @@ def _sample_truncated_kernel(
         at = (tl.load(log_lines + row) + position + 1) * log_stride + row
         tl.store(token_log + at, chosen)
         tl.store(logprob_log + at, logprob)
+        if HAS_ENTROPIES:
+            tl.store(entropy_log + at, tl.log(total) - moment / total)
         tl.store(ids + row, tl.cast(chosen, tl.int64))
 
 
 @triton.jit(do_not_specialize_on_alignment=ROW_ARGUMENTS)
 def _sample_kernel(
-    logits, maxima, sums, temperatures, top_ks, top_ps, min_ps, seeds, positions, ids,
-    log_lines, token_log, logprob_log,
+    logits, maxima, sums, moments, temperatures, top_ks, top_ps, min_ps, seeds, positions, ids,
+    log_lines, token_log, logprob_log, entropy_log,
     vocab_size, row_stride, num_tiles, log_stride,
-    TILES: tl.constexpr, TOKENS: tl.constexpr, HAS_TRUNCATION: tl.constexpr, HAS_PDL: tl.constexpr,
+    TILES: tl.constexpr, TOKENS: tl.constexpr, HAS_TRUNCATION: tl.constexpr, HAS_ENTROPIES: tl.constexpr,
+    HAS_PDL: tl.constexpr,
 ):  # fmt: skip
     """Sample the other rows, and advance the position of every row."""
     pdl_wait(HAS_PDL)
@@ -243,6 +274,8 @@ def _sample_kernel(
     total = tl.sum(weights, axis=0)
     target = _hash_uniform(tl.load(seeds + row), position + 1) * total
     crossing_tile = tl.min(tl.where((tl.cumsum(weights, axis=0) > target) & (weights > 0.0), tiles, TILES))
+    if HAS_ENTROPIES:
+        moment = _merge_moments(moments, weights, maxima, maximum, row, num_tiles, scale, TILES)
     last_tile = tl.max(tl.where(weights > 0.0, tiles, 0))
     tile = tl.where(is_greedy, argmax_tile, tl.where(crossing_tile < TILES, crossing_tile, last_tile))
     before = tl.sum(tl.where(tiles < tile, weights, 0.0), axis=0)
@@ -261,35 +294,47 @@ def _sample_kernel(
     at = (tl.load(log_lines + row) + position + 1) * log_stride + row
     tl.store(token_log + at, chosen, mask=is_sampled_here)
     tl.store(logprob_log + at, logprob, mask=is_sampled_here)
+    if HAS_ENTROPIES:
+        tl.store(entropy_log + at, tl.log(total) - moment / total, mask=is_sampled_here)
     tl.store(ids + row, tl.cast(chosen, tl.int64), mask=is_sampled_here)
     tl.store(positions + row, position + 1)
 
 
-def sample_next_tokens(logits_RV: Tensor, rows: SamplingTensors, *, has_truncation: bool) -> None:
+def sample_next_tokens(
+    logits_RV: Tensor, rows: SamplingTensors, *, has_truncation: bool, has_entropies: bool = False
+) -> None:
     """Sample one token per row for position + 1, log it, and make it the row's next input, all in place.
 
-    `has_truncation`: some row may have top-k, top-p or min-p.
+    `has_truncation`: some row may have top-k, top-p or min-p. `has_entropies`: also log each distribution's entropy.
     """
     num_rows, vocab_size = logits_RV.shape
     num_tiles = triton.cdiv(vocab_size, TILE)
     maxima_RI = torch.empty((num_rows, num_tiles), dtype=torch.float32, device=logits_RV.device)
     sums_RI = torch.empty_like(maxima_RI)
+    moments_RI = torch.empty_like(maxima_RI) if has_entropies else sums_RI  # not read without entropies
     options = get_launch_options()
     _tile_softmax_kernel[(num_rows, num_tiles)](
-        logits_RV, rows.temperatures_R, maxima_RI, sums_RI, vocab_size, logits_RV.stride(0), num_tiles,
-        TOKENS=TILE, num_warps=4, **options,
+        logits_RV, rows.temperatures_R, maxima_RI, sums_RI, moments_RI, vocab_size, logits_RV.stride(0), num_tiles,
+        TOKENS=TILE, HAS_ENTROPIES=has_entropies, num_warps=4, **options,
     )  # fmt: skip
     arguments = (
-        logits_RV, maxima_RI, sums_RI, rows.temperatures_R, rows.top_ks_R, rows.top_ps_R, rows.min_ps_R, rows.seeds_R,
-        rows.positions_R, rows.ids_R, rows.log_lines_R, rows.token_log_LR, rows.logprob_log_LR,
+        logits_RV, maxima_RI, sums_RI, moments_RI, rows.temperatures_R, rows.top_ks_R, rows.top_ps_R, rows.min_ps_R,
+        rows.seeds_R, rows.positions_R, rows.ids_R, rows.log_lines_R, rows.token_log_LR, rows.logprob_log_LR,
+        rows.entropy_log_LR,
         vocab_size, logits_RV.stride(0), num_tiles, rows.token_log_LR.stride(0),
     )  # fmt: skip
     tiles = triton.next_power_of_2(num_tiles)
     if has_truncation:
         bits = 16 if logits_RV.dtype == torch.bfloat16 else 32
         _sample_truncated_kernel[(num_rows,)](
-            *arguments, TILES=tiles, TOKENS=SCAN_TILE, BITS=bits, num_warps=16, **options
+            *arguments, TILES=tiles, TOKENS=SCAN_TILE, BITS=bits, HAS_ENTROPIES=has_entropies, num_warps=16, **options
         )
     _sample_kernel[(num_rows,)](
-        *arguments, TILES=tiles, TOKENS=TILE, HAS_TRUNCATION=has_truncation, num_warps=4, **options
+        *arguments,
+        TILES=tiles,
+        TOKENS=TILE,
+        HAS_TRUNCATION=has_truncation,
+        HAS_ENTROPIES=has_entropies,
+        num_warps=4,
+        **options,
     )

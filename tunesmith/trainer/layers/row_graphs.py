@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tunesmith.errors import TrainingError
+from tunesmith.config import TrainerSection
+from tunesmith.errors import ConfigError, TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.model.forward.distribution import has_truncation
 from tunesmith.trainer.batch import DeviceInputs, PackedRow, TokenDistributions
@@ -56,9 +57,22 @@ def is_launch_bound(model: PreTrainedModel) -> bool:
     return sum(parameter.numel() for parameter in model.parameters()) < LAUNCH_BOUND_PARAMETERS
 
 
+def uses_row_graphs(model: PreTrainedModel, settings: TrainerSection, *, is_compiled: bool, has_dropout: bool) -> bool:
+    """Whether rows run as CUDA graphs; ConfigError if that was requested but is not possible."""
+    can = is_compiled and can_capture(model) and not settings.has_gradient_checkpointing and not has_dropout
+    requested = settings.has_row_graphs
+    if requested and not can:
+        raise ConfigError(
+            "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantized 16-bit weights, rotary "
+            "embeddings that do not depend on length, and neither gradient checkpointing nor model.lora.dropout: "
+            "leave it out"
+        )
+    return can and (is_launch_bound(model) if requested is None else requested)
+
+
 def can_replay(trie: Trie, distributions: TokenDistributions) -> bool:
-    """Whether the row can be captured: no single long paths, no truncated sampling, no logit bias."""
-    is_plain = not any(has_truncation(one) or one.logit_bias for one in distributions.unique)
+    """Whether the row can be captured: no single long paths, truncated sampling, logit bias, penalties or bans."""
+    is_plain = not any(has_truncation(one) or one.logit_bias or one.depends_on_context for one in distributions.unique)
     return is_plain and find_long_paths(trie) is None
 
 

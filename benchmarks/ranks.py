@@ -1,0 +1,242 @@
+"""Weak scaling of a whole GRPO step over the GPUs of one host: rollouts, rewards, advantages, update.
+
+Each number of ranks trains `--tasks` tasks a rank of a model with random weights. One rank runs without a process
+group, as `tunesmith tune` does on one GPU. The table says where the time of a step goes: sampling, training, waiting
+for the slowest rank, collectives of gradients and weights, and handing groups between ranks on the host.
+
+    python benchmarks/ranks.py --gpus 1,2,4 --shape qwen3-0.6b --tasks 64 --group 8 --max-new-tokens 256
+    python benchmarks/ranks.py --gpus 1,2 --device cpu --shape pocket --tasks 4 --max-new-tokens 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from report import describe_environment
+from shapes import SHAPES, save_random_model
+
+from tunesmith.algorithms.algorithm import resolve_algorithm
+from tunesmith.cluster.place import find_place
+from tunesmith.cluster.process_group import open_ranks
+from tunesmith.cluster.ranks import Ranks
+from tunesmith.config import RunConfig
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.experience.batch import BatchSize
+from tunesmith.experience.replay import ReplayBuffer
+from tunesmith.loop import StepParts, run_step
+from tunesmith.model.prepare import prepare_model
+from tunesmith.pipeline.session.actors import load_actors
+from tunesmith.pipeline.session.load_config import build_config
+from tunesmith.rollout.actors import Actors
+from tunesmith.rollout.chat_model import ChatModel
+from tunesmith.shared_step import end_run, follow
+from tunesmith.tasks.selector import build_sequential
+from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import JudgeOutput, Task, WorkflowOutput
+
+PARTS = (
+    "perf/rollout_s", "perf/train_s", "perf/rollout_wait_s", "perf/train_wait_s", "perf/communication_s",
+    "perf/exchange_s",
+)  # fmt: skip
+
+
+async def ask(task: dict[str, Any], model: ChatModel) -> WorkflowOutput:
+    completion = await model([{"role": "user", "content": task["question"]}])
+    return WorkflowOutput(response=completion.choices[0].message.content or "")
+
+
+async def judge(task: dict[str, Any], response: str) -> JudgeOutput:
+    """A reward that differs within groups, so that every rollout trains."""
+    return JudgeOutput(reward=float(sum(map(ord, response)) % 11))
+
+
+def build_settings(arguments: argparse.Namespace, *, num_ranks: int, local_rank: int) -> RunConfig:
+    return build_config(
+        {
+            "model": {
+                "path": arguments.model,
+                "device": "cpu" if arguments.device == "cpu" else f"cuda:{local_rank}",
+                "max_model_len": arguments.max_model_len,
+                "max_tokens": arguments.max_new_tokens,
+            },
+            "algorithm": {
+                "algorithm_type": "grpo", "group_size": arguments.group, "batch_size": arguments.tasks * num_ranks,
+            },
+            "trainer": {
+                "learning_rate": 1e-6, "mismatch_stop": 1e9, "mismatch_warn": 1e9,
+                "has_gradient_checkpointing": arguments.checkpointing,
+            },
+            "rollout": {"chat_model": "openai", "max_concurrency": arguments.tasks * arguments.group},
+            "engine": {
+                "max_num_seqs": max(256, arguments.tasks * arguments.group), "kv_cache_gib": arguments.kv_cache_gib,
+            },
+        }
+    )  # fmt: skip
+
+
+def list_tasks(num_tasks: int) -> list[Task]:
+    """Questions of about 60 tokens."""
+    rng = random.Random(0)
+    names = ["apples", "books", "coins", "tickets", "stamps"]
+    rows = [
+        f"Question {index}: Tom has {rng.randrange(100)} {rng.choice(names)} and gives {rng.randrange(20)} of them to "
+        f"each of {rng.randrange(2, 9)} friends, then buys {rng.randrange(50)} more for {rng.randrange(9)} dollars "
+        "each. How many does he have now, and how much did he pay? Think step by step."
+        for index in range(num_tasks)
+    ]
+    return [Task(task_id=f"q/{index}", index=index, row={"question": row}) for index, row in enumerate(rows)]
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """One rank of one measurement; the first writes the result."""
+    place = find_place()
+    config = build_settings(arguments, num_ranks=place.world_size, local_rank=place.local_rank)
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
+    with open_ranks(place, device=torch.device(config.model.device), timeout_s=900) as ranks:
+        policy, actors = load_actors(
+            config, workflow=ask, judge=judge, build_model=lambda e, o: ChatModel(e, options=o), ranks=ranks
+        )
+        trainer = Trainer(
+            policy.model, config.trainer, config.algorithm, max_model_len=config.model.max_model_len,
+            num_total_steps=arguments.steps + 2, ranks=ranks,
+            has_sharded_gradients=True if arguments.sharded_gradients else None,
+        )  # fmt: skip
+        if ranks.is_first:
+            history = run_lockstep(run_steps(arguments, config, actors, trainer, ranks), config.rollout)
+        else:
+            history = run_lockstep(follow(actors, trainer), config.rollout)
+        memory = 0 if arguments.device == "cpu" else torch.cuda.max_memory_allocated() / 2**30
+        waits = ranks.all_gather_objects({"memory_gib": memory, **trainer.take_times()})
+    if place.is_first:
+        result = {"num_ranks": place.world_size, "steps": history, "ranks": waits}
+        Path(arguments.worker).write_text(json.dumps(result | {"environment": describe_environment(arguments.device)}))
+
+
+async def run_steps(
+    arguments: argparse.Namespace, config: RunConfig, actors: Actors, trainer: Trainer, ranks: Ranks
+) -> list[dict[str, float]]:
+    num_tasks = config.algorithm.batch_size
+    tasks = list_tasks(4 * num_tasks)
+    parts = StepParts(
+        tasks=TaskFeed(tasks, build_sequential(np.zeros((len(tasks), 0)), seed=0)),
+        actors=actors,
+        algorithm=resolve_algorithm(config.algorithm),
+        trainer=trainer,
+        replay=ReplayBuffer(config.experience.replay, seed=0),
+        size=BatchSize(num_groups=num_tasks, max_tasks=num_tasks),
+        group_size=arguments.group,
+        seed=0,
+        max_failure_rate=0.0,
+    )
+    history = []
+    for step in range(1, arguments.steps + arguments.warmup + 1):
+        started = time.perf_counter()
+        result = await run_step(parts, step=step)
+        if arguments.device != "cpu":
+            torch.cuda.synchronize()
+        history.append(result.metrics | {"seconds": time.perf_counter() - started})
+        print(f"{ranks.world_size} ranks, step {step}: {history[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
+    if not ranks.is_alone:
+        end_run(ranks, history)
+    return history
+
+
+def measure(arguments: argparse.Namespace, num_ranks: int, model: str) -> dict[str, Any]:
+    """Start the ranks and read what the first has written."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        given = [
+            "--worker", str(out), "--model", model, "--device", arguments.device, "--tasks", str(arguments.tasks),
+            "--group", str(arguments.group), "--max-new-tokens", str(arguments.max_new_tokens),
+            "--max-model-len", str(arguments.max_model_len), "--steps", str(arguments.steps),
+            "--warmup", str(arguments.warmup), *(["--checkpointing"] if arguments.checkpointing else []),
+            *(["--sharded-gradients"] if arguments.sharded_gradients else []),
+            *([] if arguments.kv_cache_gib is None else ["--kv-cache-gib", str(arguments.kv_cache_gib)]),
+        ]  # fmt: skip
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        command = [sys.executable, *(launcher if num_ranks > 1 else []), __file__, *given]
+        subprocess.run(command, env={"GLOO_SOCKET_IFNAME": "lo"} | os.environ, check=True)
+        return json.loads(out.read_text())
+
+
+def show(results: list[dict[str, Any]], *, warmup: int) -> None:
+    """The table: medians over the measured steps."""
+    print(f"\n{'ranks':>5}{'step s':>9}{'scaling':>9}{'tok/s':>10}{'GiB':>7}", end="")
+    print("".join(f"{name.removeprefix('perf/').removesuffix('_s'):>15}" for name in PARTS))
+    base = None
+    for result in results:
+        rows = result["steps"][warmup:]
+        seconds = statistics.median(row["seconds"] for row in rows)
+        base = base or seconds
+        tokens = statistics.fmean(row["rollout/num_sampled_tokens"] for row in rows)
+        memory = max(rank["memory_gib"] for rank in result["ranks"])
+        line = f"{result['num_ranks']:>5}{seconds:>9.3f}{base / seconds:>9.1%}{tokens / seconds:>10.0f}{memory:>7.1f}"
+        print(line + "".join(f"{statistics.median(row.get(name, 0.0) for row in rows):>15.3f}" for name in PARTS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", default="1,2", help="numbers of ranks, with commas; the first is the base")
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"], help="device of all ranks")
+    parser.add_argument("--shape", default="qwen3-0.6b", choices=[*SHAPES, "pocket"], help="random weights of it")
+    parser.add_argument(
+        "--model", help="folder of the model whose tokenizer is used; default: SmolLM2's, else pocket's"
+    )
+    parser.add_argument("--tasks", type=int, default=64, help="tasks per rank and step")
+    parser.add_argument("--group", type=int, default=8, help="rollouts per task")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="most tokens per rollout")
+    parser.add_argument("--max-model-len", type=int, default=1024, help="as model.max_model_len")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them: compilation, CUDA graphs")
+    parser.add_argument("--checkpointing", action="store_true", help="as trainer.has_gradient_checkpointing")
+    parser.add_argument("--sharded-gradients", action="store_true", help="as cluster.has_sharded_gradients=true")
+    parser.add_argument("--kv-cache-gib", type=float, help="as engine.kv_cache_gib")
+    parser.add_argument("--out", help="JSON file; default: results/ranks_DEVICE/SHAPE.json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        run_rank(arguments)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_model(arguments, Path(folder))
+        results = [measure(arguments, int(number), model) for number in arguments.gpus.split(",")]
+    out = Path(arguments.out or f"results/ranks_{arguments.device}/{arguments.shape}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "worker", "model")}
+    out.write_text(json.dumps({"arguments": settings, "results": results}, indent=1) + "\n")
+    show(results, warmup=arguments.warmup)
+    print(f"raw: {out}")
+
+
+def save_model(arguments: argparse.Namespace, folder: Path) -> str:
+    """The model of the shape, with a tokenizer that is there without a download."""
+    if arguments.shape == "pocket":
+        return str(prepare_model("pocket", folder / "pocket"))
+    tokenizer = arguments.model
+    if tokenizer is None:
+        try:
+            tokenizer = str(prepare_model("smollm2-135m-instruct", folder / "smollm2"))
+        except (OSError, ValueError):
+            tokenizer = str(prepare_model("pocket", folder / "pocket"))
+    save_random_model(arguments.shape, folder / "model", tokenizer=tokenizer, device=torch.device(arguments.device))
+    if arguments.device == "cuda":
+        torch.cuda.empty_cache()
+    return str(folder / "model")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Grammars allow exactly the replies that they describe, token by token, and masks are computed again exactly."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from tunesmith.errors import ConfigError
+from tunesmith.grammar import llguidance_import
+from tunesmith.grammar.grammars import (
+    HermesFormat,
+    add_calls,
+    add_reasoning,
+    build_choice_grammar,
+    build_hermes_grammar,
+    build_json_grammar,
+    build_regex_grammar,
+    build_rule_grammar,
+    write_tag,
+)
+from tunesmith.grammar.matcher import GrammarCompiler, TokenMatcher
+from tunesmith.model.pocket import build_pocket_tokenizer
+
+pytest.importorskip("llguidance")
+TOKENIZER = build_pocket_tokenizer()
+VOCAB_SIZE = 800
+SPECIAL_IDS = set(TOKENIZER.all_special_ids)
+COMPILER = GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_ids=[TOKENIZER.eos_token_id])
+TAGS = {tag: write_tag(tag, TOKENIZER.convert_tokens_to_ids(tag)) for tag in ("<tool_call>", "</tool_call>", "<think>",
+                                                                              "</think>")}  # fmt: skip
+FORMAT = HermesFormat(
+    call_start='\n{"name": "',
+    call_middle='", "arguments":',
+    open_tag=TAGS["<tool_call>"],
+    close_tag=TAGS["</tool_call>"],
+)
+TOOLS = [
+    {"function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}},
+                                                "required": ["a"], "additionalProperties": False}}},
+    {"function": {"name": 'say "x"'}},
+]  # fmt: skip
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether the grammar allows the text, by the longest tokens that it allows, and then the end of the reply."""
+    matcher = COMPILER.open(grammar)
+    rest = text.encode()
+    while rest:
+        candidates = [i for i in list_allowed(matcher) if SPELLINGS[i] and rest.startswith(SPELLINGS[i])]
+        if not candidates:
+            return False
+        best = max(candidates, key=lambda i: len(SPELLINGS[i]))
+        matcher.accept(best)
+        rest = rest[len(SPELLINGS[best]) :]
+    return TOKENIZER.eos_token_id in list_allowed(matcher)
+
+
+def list_allowed(matcher: TokenMatcher) -> list[int]:
+    mask = np.zeros(VOCAB_SIZE // 8, dtype=np.uint8)
+    assert matcher.fill_mask(mask)
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+
+
+BYTES = {text: byte for byte, text in bytes_to_unicode().items()}
+SPELLINGS = [
+    bytes(BYTES[character] for character in token) if token is not None and index not in SPECIAL_IDS else b""
+    for index, token in enumerate(TOKENIZER.convert_ids_to_tokens(list(range(VOCAB_SIZE))))
+]
+"""The bytes of each token."""
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (build_json_grammar({"type": "object", "properties": {"a": {"enum": [1, "b"]}}, "required": ["a"]}),
+         ['{"a": 1}', '{"a":"b"}', '{\n  "a": "b",\n  "c": []\n}'], ["{}", '{"a": 2}', '{"a": 1', '{"a": 1} x', ""]),
+        (build_regex_grammar("[0-9]{2}/a?"), ["12/", "12/a"], ["1/", "12"]),
+        (build_choice_grammar(["yes", 'no "x"\n']), ["yes", 'no "x"\n'], ["ye", "no", "yes yes"]),
+        (build_rule_grammar('root ::= "a" b*\nb ::= "b"'), ["a", "abb"], ["b", ""]),
+        (build_rule_grammar('start: "a" /[0-9]/'), ["a1"], ["a", "ab"]),
+        (build_hermes_grammar(TOOLS, FORMAT, is_single=True, after="add"),
+         [' {"a": 3}}</tool_call>', '{"a":3}}\n</tool_call>'], [' {"b": 3}}</tool_call>', ' {"a": 3}}']),
+        (build_hermes_grammar(TOOLS, FORMAT, is_single=False, after=""),
+         ['add", "arguments": {"a": 3}}\n</tool_call>',
+          'say \\"x\\"", "arguments":{}}</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}</tool_call>'],
+         ['sub", "arguments": {"a": 3}}\n</tool_call>', 'say "x"", "arguments": {}}</tool_call>']),
+        (add_calls(build_choice_grammar(["yes"]), build_hermes_grammar(TOOLS, FORMAT, is_single=True)),
+         ["yes", '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>'],
+         ["no", 'yes<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>', "<tool_call>"]),
+        (add_reasoning(build_choice_grammar(["yes"]), think_open=None, think_close=TAGS["</think>"]),
+         ["hm, no </think>yes", "\n</think>\n\nyes"], ["yes", "no</think>no"]),
+        (add_reasoning(build_choice_grammar(["yes"]), think_open=TAGS["<think>"], think_close=TAGS["</think>"]),
+         ["yes", "<think>a {}\n</think>\nyes"], ["hm</think>yes", "<think>yes"]),
+    ],
+)  # fmt: skip
+def test_grammars_accept_what_they_describe(grammar: str, good: list[str], bad: list[str]) -> None:
+    assert [text for text in good if not accepts(grammar, text)] == []
+    assert [text for text in bad if accepts(grammar, text)] == []
+
+
+def test_a_text_that_spells_a_tag_is_not_the_tag() -> None:
+    allowed = list_allowed(COMPILER.open(build_choice_grammar(["<tool_call>", "a"])))
+    assert TOKENIZER.convert_tokens_to_ids("<tool_call>") not in allowed
+    assert {SPELLINGS[token_id] for token_id in allowed} == {b"<", b"a"}
+
+
+@pytest.mark.parametrize("num_more", [1, 20])
+def test_masks_of_a_reply_are_computed_again_and_equal_masks_share_memory(num_more: int) -> None:
+    grammar = build_json_grammar({"type": "object"})
+    ids = TOKENIZER.encode('{"a": "some longer text with many words in it", "b": 12}')
+    matcher, live = COMPILER.open(grammar), []
+    for token_id in ids:
+        live.append(COMPILER.fill_masks([matcher])[0].tobytes())
+        matcher.accept(token_id)
+    masks = COMPILER.compute_masks(grammar, ids)
+    assert list(masks) == live
+    assert len({id(mask) for mask in masks}) == len(set(masks)) < len(ids)
+    assert COMPILER.fill_masks([matcher, *(COMPILER.open(grammar) for _ in range(num_more))])[-1].tobytes() == live[0]
+    for mask, token_id in zip(masks, ids, strict=True):
+        assert mask[token_id // 8] >> (token_id % 8) & 1
+
+
+def test_keywords_that_no_grammar_expresses_are_refused_unless_the_tool_is_not_strict() -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    with pytest.raises(ValueError, match="uniqueItems"):
+        COMPILER.open(build_json_grammar(schema))
+    tool = {"name": "f", "parameters": {"type": "object", "propertyNames": {"pattern": "a"}}}
+    COMPILER.open(build_hermes_grammar([{"function": tool}], FORMAT, is_single=True))
+    with pytest.raises(ValueError, match="propertyNames"):
+        COMPILER.open(build_hermes_grammar([{"function": tool | {"strict": True}}], FORMAT, is_single=True))
+
+
+def test_a_rejected_token_and_a_missing_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="the grammar rejects token 5"):
+        COMPILER.open(build_choice_grammar(["yes"])).accept(5)
+    with pytest.raises(ConfigError, match="end-of-sequence"):
+        GrammarCompiler(TOKENIZER, vocab_size=VOCAB_SIZE, eos_ids=[]).open('start: "a"')
+    with pytest.raises(ConfigError, match="fast tokenizer"):
+        GrammarCompiler(None, vocab_size=VOCAB_SIZE, eos_ids=[1]).open('start: "a"')
+    monkeypatch.setattr(llguidance_import, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'tunesmith\[grammar\]'"):
+        build_regex_grammar("a")
+
+
+def test_schemas_are_part_of_the_grammar_as_they_are() -> None:
+    schema = {"type": "object", "properties": {"é": {"const": 'a "b"'}}, "required": ["é"]}
+    assert accepts(build_json_grammar(schema), json.dumps({"é": 'a "b"'}, ensure_ascii=False))

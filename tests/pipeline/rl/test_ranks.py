@@ -1,0 +1,185 @@
+"""`tune --ranks` on CPU processes: equal to one rank, resumed on any number of ranks, stopped when one is killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_resume import AGENT
+
+from killed_runs import read_metrics
+from tunesmith.experience.store import load_rollouts
+from tunesmith.model.prepare import prepare_model
+
+pytestmark = pytest.mark.timeout(900)  # each run starts several interpreters
+NOT_COMPARED = ("engine/", "cluster/", "train/num_tokens")
+"""Differ by the number of ranks: forwards, prefixes shared within a rank, and rows."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    prepare_model("pocket", folder / "pocket")
+    (folder / "agent.py").write_text(AGENT)
+    questions = [f"Tom has {n} apples and buys {n + 3} more. How many apples does Tom have now?" for n in range(12)]
+    (folder / "data").mkdir()
+    for split in ("train", "test"):
+        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
+    config = {
+        "workflow": "agent.py:workflow",
+        "judge": "agent.py:judge",
+        "checkpoint_root_dir": "runs",
+        "total_steps": 6,
+        "save_interval_steps": 2,
+        "model": {"path": "pocket", "max_model_len": 128, "max_tokens": 12, "device": "cpu"},
+        "train_dataset": {
+            "path": "data",
+            "task_selector": {"selector_type": "difficulty_based", "args": {"m": 4, "tau": 0.1, "do_sample": True}},
+        },
+        "experience": {"refill_budget": 2, "replay": {"num_groups": 1}},
+        "eval_datasets": {"held_out": {"path": "data", "split": "test"}},
+        "algorithm": {"batch_size": 4, "group_size": 4},
+        "engine": {"kv_cache_tokens": 8192},
+        "rollout": {"chat_model": "openai"},
+        "trainer": {"learning_rate": 1e-3, "num_minibatches": 2},
+        "evaluation": {"interval_steps": 3, "at_start": True, "max_tasks": 4},
+    }
+    (folder / "run.yaml").write_text(json.dumps(config))
+    return folder
+
+
+def start(folder: Path, name: str, *arguments: str) -> subprocess.Popen:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "tunesmith", "tune", "run.yaml", "--set", f"name={name}", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def run(folder: Path, name: str, *arguments: str) -> Path:
+    process = start(folder, name, *arguments)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return folder / "runs/AgentScope" / name
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return run(folder, "alone")
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    return run(folder, "pair", "--ranks", "2")
+
+
+def assert_equal_runs(found: Path, expected: Path) -> None:
+    found_rows, expected_rows = read_metrics(found), read_metrics(expected)
+    assert [row["step"] for row in found_rows] == [row["step"] for row in expected_rows]
+    for mine, theirs in zip(found_rows, expected_rows, strict=True):
+        for key, value in theirs.items():
+            if isinstance(value, float) and not key.startswith((*NOT_COMPARED, "mismatch/")):
+                assert math.isclose(mine[key], value, rel_tol=1e-3, abs_tol=1e-5), (mine["step"], key)
+    assert_close_weights(found, expected)
+    groups, theirs = (load_rollouts(each / "rollouts/step_000003.parquet") for each in (found, expected))
+    assert [group.task for group in groups] == [group.task for group in theirs]
+    sampled = [[turn.sampled_ids for t in group.trajectories for turn in t.turns] for group in groups]
+    assert sampled == [[turn.sampled_ids for t in group.trajectories for turn in t.turns] for group in theirs]
+
+
+def assert_close_weights(found: Path, expected: Path) -> None:
+    """AdamW divides by the size of a gradient, so rounding of a tiny one moves its weight visibly."""
+    one, other = (load_file(each / "global_step_6/model.safetensors") for each in (found, expected))
+    for name, values in other.items():
+        difference = np.abs(one[name] - values)
+        assert difference.mean() < 1e-6 and difference.max() < 1e-3, name
+
+
+def test_two_ranks_make_the_run_of_one(alone, pair):
+    assert_equal_runs(pair, alone)
+    rows = [row for row in read_metrics(pair) if row["kind"] == "train"]
+    assert {row["cluster/num_ranks"] for row in rows} == {2}
+    assert not any("cluster/num_ranks" in row for row in read_metrics(alone))
+
+
+def test_a_run_is_resumed_on_any_number_of_ranks(folder, alone):
+    """On 1, 2, 3 and again 1."""
+    shutil.copytree(alone, alone.with_name("moved"))
+    run(folder, "moved", "--resume-from", "2", "--ranks", "2", "--set", "total_steps=4")
+    run(folder, "moved", "--resume", "--ranks", "3", "--set", "total_steps=5")
+    found = run(folder, "moved", "--resume")
+    for step in (2, 4, 5, 6):
+        assert (found / f"global_step_{step}/DONE.json").is_file()
+    rows, expected = read_metrics(found), read_metrics(alone)
+    kinds = {(row["step"], row["kind"]) for row in expected}
+    last, theirs = (
+        next(row for row in each if row["step"] == 6 and row["kind"] == "train") for each in (rows, expected)
+    )
+    assert kinds <= {(row["step"], row["kind"]) for row in rows}
+    assert math.isclose(last["train/loss"], theirs["train/loss"], rel_tol=1e-2, abs_tol=1e-4)
+    assert_close_weights(found, alone)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_stops_the_others_and_the_run_resumes_bit_for_bit(folder, pair, victim):
+    name = f"killed-{victim}"
+    process = start(folder, name, "--ranks", "2")
+    metrics, deadline = folder / "runs/AgentScope" / name / "metrics.jsonl", time.monotonic() + 120
+    num_rows = random.Random(victim).randrange(2, 5)
+    while not metrics.exists() or metrics.read_text().count("\n") < num_rows:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(ranks) == 2
+    os.kill(int(ranks[victim]), signal.SIGKILL)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert f"tunesmith: rank {victim} was killed by signal 9 (SIGKILL)" in output
+    assert "--resume" in output
+    found = run(folder, name, "--ranks", "2", "--resume")
+    assert read_metrics(found) == read_metrics(pair)
+    one, other = (load_file(each / "global_step_6/model.safetensors") for each in (found, pair))
+    assert all((one[key] == other[key]).all() for key in other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "8"], "algorithm.batch_size=4 is smaller than cluster.num_workers=8"),
+        (["--gpus", "64", "--set", "algorithm.batch_size=64"], "--gpus 64: this host has"),
+        (["--gpus", "2", "--ranks", "2"], "give only one of them"),
+        (["--ranks", "2", "--set", "model.device=cuda:1"], "each rank has a GPU of its own"),
+        (["--ranks", "2", "--set", "model.path=nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_sentence(folder, arguments, message):
+    process = start(folder, "bad", *arguments)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1
+    errors = [line for line in output.splitlines() if line.startswith("tunesmith: ")]
+    assert len(errors) == 1 and message in errors[0], output
+    assert not (folder / "runs/AgentScope/bad").exists()
+
+
+def test_an_error_of_one_rank_is_reported_once(folder):
+    """The judge fails on one rank only by chance; too many failures are an error of the first rank."""
+    agent = AGENT.replace("return JudgeOutput(", "raise RuntimeError('no verdict')\n    return JudgeOutput(")
+    (folder / "broken.py").write_text(agent)
+    process = start(
+        folder, "broken", "--ranks", "2", "--judge", "broken.py:judge", "--set", "evaluation.at_start=false"
+    )
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert sum(line.startswith("tunesmith: ") for line in output.splitlines()) == 1, output
+    assert "no verdict" in output

@@ -1,0 +1,175 @@
+"""The page in headless Chromium: every view, the keyboard, following a run, and text that tries to run."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import uvicorn
+
+from chromium import Chromium, find_chromium
+from tunesmith.storage import RunPaths
+from tunesmith.viewer.export import export_report
+from tunesmith.viewer.reading.run import open_runs
+from tunesmith.viewer.server import build_app, open_socket
+from viewer_runs import HOSTILE, write_comparison, write_run, write_step
+
+pytestmark = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium (apt-get install chromium)")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The address of a server, and the folder of its first run, to which tests add steps."""
+    root = write_run(tmp_path_factory.mktemp("live") / "live")
+    runs = open_runs([root, write_comparison(root.parent / "eval")])
+    listener = open_socket(0)
+    server = uvicorn.Server(uvicorn.Config(build_app(runs), log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}/", root
+    server.should_exit = True
+    thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Chromium(tmp_path_factory.mktemp("profile")) as chromium:
+        yield chromium
+
+
+VIEWS = {
+    "": ["rollout/reward_mean", "finished", "4 / 4"],
+    "#/step/0/2": ["2 groups, 6 rollouts", "train/0", "1 failed"],
+    "#/group/0/2/1": ["1 + 2", "calculate", "+0.500"],
+    "#/group/0/2/0?view=trie": ["instead of", "rollouts"],
+    "#/rollout/0/2/0/0": [HOSTILE, "assistant", "calculate", "turn 2"],
+    "#/rollout/0/2/0/2": ["failed in judge", "judge.py:3 in judge", "Traceback"],
+    "#/rollout/0/2/0/0?view=tokens&color=mask": ["<|im_start|>", "sampled, not trained", "logprob"],
+    "#/search/0?text=answer": [HOSTILE, "of 24 that match"],
+    "#/task/0?id=train/0&before=0/1/0/0&after=0/4/0/1": ["step 1 rollout 0", HOSTILE],
+    "#/task/0": ["2 tasks tried"],
+    "#/failures/0": ["4 of 24 rollouts failed, 1 cause", HOSTILE],
+    "#/selector/0/1": ["near the target", "selector/rho"],
+    "#/evaluations?columns=0:0,0:4,1:%3Dsft": ["step 0: <script>", "from sft"],
+    "#/config/0": ["algorithm.algorithm_type", "grpo"],
+    "#/step/9/1": ["This run has no rollouts"],
+    "#/nothing": ["There is no page nothing"],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_show_their_data_and_nothing_runs(browser, served, view):
+    browser.errors.clear()
+    browser.open(served[0] + view)
+    for text in VIEWS[view]:
+        browser.wait_for_text(text)
+    browser.evaluate("new Promise((done) => setTimeout(done, 30))")
+    assert browser.evaluate("window.hacked === undefined && !document.querySelector('main img, main script')")
+    assert browser.errors == []
+
+
+def test_curves_are_drawn_and_runs_can_be_hidden(browser, served):
+    browser.open(served[0] + "#/?metric=reward_mean")
+    browser.wait("document.querySelectorAll('[data-metric=\"rollout/reward_mean\"] canvas').length > 0")
+    browser.evaluate("document.querySelector('table.runs input').click()")
+    browser.wait("location.hash.includes('hide=0')")
+
+
+def test_tokens_are_colored_and_described(browser, served):
+    browser.open(served[0] + "#/rollout/0/2/1/1?view=tokens&color=advantage")
+    browser.wait("document.querySelectorAll('.tokens .sampled').length > 5")
+    assert browser.evaluate("getComputedStyle(document.querySelector('.tokens .sampled')).backgroundColor").startswith(
+        "rgb"
+    )
+    assert (
+        browser.evaluate("getComputedStyle(document.querySelector('.tokens .context')).backgroundColor")
+        == "rgba(0, 0, 0, 0)"
+    )
+    browser.evaluate(
+        "document.querySelector('.tokens .sampled').dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))"
+    )
+    browser.wait_for_text("advantage +0.500 · policy version 1")
+
+
+def test_the_keyboard_moves_through_a_run(browser, served):
+    browser.open(served[0] + "#/step/0/1")
+    browser.wait_for_text("train/1")
+    for key in ("j", "j", "Enter"):
+        browser.press(key)
+    browser.wait("location.hash === '#/group/0/1/1'")
+    browser.wait_for_text("response")
+    for key in ("j", "Enter"):
+        browser.press(key)
+    browser.wait("location.hash.startsWith('#/rollout/0/1/1/0')")
+    browser.wait_for_text("rollout 0")
+    browser.press("]")
+    browser.wait("location.hash.startsWith('#/rollout/0/1/1/1')")
+    browser.wait_for_text("rollout 1")
+    browser.press("t")
+    browser.wait("location.hash.includes('view=tokens') && document.querySelector('.tokens')")
+    browser.press("c")
+    browser.wait("location.hash.includes('color=mask')")
+    browser.press("u")
+    browser.wait("location.hash.startsWith('#/group/0/1/1')")
+    browser.wait_for_text("response")
+    browser.press("?")
+    browser.wait_for_text("Every view is a link")
+    browser.press("Escape")
+    browser.wait("!document.querySelector('.help')")
+    theme = browser.evaluate("document.documentElement.dataset.theme")
+    browser.press("d")
+    browser.wait(f"document.documentElement.dataset.theme !== '{theme}'")
+    browser.press("d")
+    browser.press("3")
+    browser.wait("location.hash.startsWith('#/search/0')")
+    browser.wait_for_text("rollouts in the run")
+    browser.press("/")
+    browser.wait("document.activeElement.dataset.main !== undefined")
+    browser.press("j")
+    assert browser.evaluate("document.activeElement.value") == "j", "keys type while a filter has the focus"
+
+
+def test_a_filter_is_part_of_the_link(browser, served):
+    browser.open(served[0] + "#/search/0")
+    browser.wait_for_text("24 shown")
+    browser.evaluate(
+        "(() => { const input = document.querySelector('input[placeholder=min]'); input.value = '1';"
+        "input.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+    browser.wait("location.hash.includes('min_reward=1')")
+    browser.wait_for_text("12 shown")
+
+
+def test_a_running_run_is_followed(browser, served):
+    url, root = served
+    browser.open(url + "#/step/0/latest")
+    browser.wait_for_text("of 4")
+    write_step(RunPaths(root), 5, num_groups=3)
+    with (root / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "kind": "train", "rollout/reward_mean": 0.9}\n')
+    browser.wait_for_text("3 groups, 9 rollouts")
+    browser.wait_for_text("of 5")
+
+
+def test_a_report_works_as_a_file(browser, tmp_path, run):
+    export_report([run], tmp_path / "report.html", max_bytes=2**22)
+    browser.errors.clear()
+    for view, texts in {
+        "#/": ["rollout/reward_mean", "This report leaves out"],
+        "#/rollout/0/2/0/2": [HOSTILE, "failed in judge"],
+        "#/evaluations": ["step 4: <script>"],
+        "#/search/0": ["A report cannot search"],
+        "#/step/0/99": ["left out of the report"],
+    }.items():
+        browser.open(f"file://{tmp_path}/report.html{view}")
+        for text in texts:
+            browser.wait_for_text(text)
+    assert browser.evaluate("window.hacked === undefined") and browser.errors == []
+
+
+def test_the_first_page_comes_at_once(browser, served):
+    started = time.monotonic()
+    browser.open(served[0])
+    browser.wait("document.querySelector('.chart canvas')")
+    assert time.monotonic() - started < 30

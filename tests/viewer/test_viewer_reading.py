@@ -1,0 +1,180 @@
+"""Run folders are read lazily and followed while they are written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tunesmith.errors import StorageError
+from tunesmith.experience.step_files import StepFiles
+from tunesmith.experience.store import ROLLOUT_STEPS
+from tunesmith.storage import RunPaths
+from tunesmith.viewer.reading.metrics_log import Column, MetricsLog
+from tunesmith.viewer.reading.rollout_files import RolloutFiles
+from tunesmith.viewer.reading.rollout_index import RolloutIndex, find_known, read_numbers
+from tunesmith.viewer.reading.run import open_runs
+from viewer_runs import GROUP_SIZE, NUM_STEPS, encode, write_comparison, write_run, write_step
+
+
+def test_metrics_are_followed_line_by_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.refresh()
+    assert log.columns == {}
+    path.write_text('{"step": 1, "kind": "train", "a/b": 1.5}\n{"step": 2, "kind": "tra')
+    log.refresh()
+    assert list(log.columns["a/b"].values) == [1.5]
+    with path.open("a") as file:
+        file.write('in", "a/b": null}\n')
+    log.refresh()
+    assert log.columns["a/b"].thin(10) == ([1], [1.5])
+    assert log.last_step == 2
+    replaced = tmp_path / "new"
+    replaced.write_text('{"step": 1, "kind": "train", "a/b": 9.0}\n')
+    replaced.replace(path)
+    log.refresh()
+    assert list(log.columns["a/b"].values) == [9.0] and log.last_step == 1
+
+
+def test_a_damaged_line_of_metrics_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("not json\n")
+    with pytest.raises(StorageError, match="a line is not a record"):
+        MetricsLog(path).refresh()
+
+
+def test_thinned_curves_keep_their_extremes():
+    column = Column()
+    for step in range(10_000):
+        column.steps.append(step)
+        column.values.append(100.0 if step == 5_001 else -7.0 if step == 8_765 else 0.0)
+    steps, values = column.thin(100)
+    assert len(steps) <= 102 and steps == sorted(steps) and steps[0] == 0 and steps[-1] == 9_999
+    assert max(values) == 100.0 and min(values) == -7.0
+
+
+def test_rows_come_from_merged_and_single_files(run_folder):
+    files = RolloutFiles(run_folder / "rollouts")
+    assert files.list_steps() == [1, 2, 3, 4]
+    assert [path.name for path, _ in files.list_files()] == [
+        "step_000004.parquet", "step_000003.parquet", "steps_000001-000002.parquet",
+    ]  # fmt: skip
+    for step in (1, 2, 3):
+        rows = list(files.iter_rows(step, ["run_index", "step", "response_text"], first=2, num_rows=3))
+        assert [row["run_index"] for row in rows] == [2, 0, 1] and {row["step"] for row in rows} == {step}
+    with pytest.raises(StorageError, match="no rollouts of step 9"):
+        list(files.iter_rows(9, ["run_index"]))
+
+
+def test_the_index_has_one_row_per_trajectory(run_folder):
+    index = RolloutIndex(RolloutFiles(run_folder / "rollouts"))
+    assert index.extend() and index.num_rows == NUM_STEPS * 2 * GROUP_SIZE
+    assert [rows["step"][0] for rows in index.iter_rows()] == [4, 3, 1]
+    row = index.find_step(1)[0]
+    assert (row["reward"], row["advantage"], row["num_turns"]) == (0.0, -0.5, 2)
+    assert np.isnan(index.find_step(2)["reward"]).sum() == 1
+    assert [cause.error for cause in index.causes] == ["ValueError"]
+    assert set(index.find_task("train/1")["step"]) == {1, 2, 3, 4} and len(index.find_task("train/9")) == 0
+
+
+def test_the_index_is_built_within_a_time_limit_and_continued(run_folder):
+    index = RolloutIndex(RolloutFiles(run_folder / "rollouts"))
+    assert not index.extend(limit_s=-1.0) and index.num_rows == 0
+    assert len(index.find_step(3)) == 2 * GROUP_SIZE, "a step that is not indexed yet is read"
+    assert index.extend(limit_s=60.0)
+
+
+def test_the_index_follows_new_and_merged_files(tmp_path):
+    root = write_run(tmp_path / "run", has_merged=False)
+    paths = RunPaths(root)
+    index = RolloutIndex(RolloutFiles(root / "rollouts"))
+    index.extend()
+    write_step(paths, 5, num_groups=2)
+    StepFiles(root / "rollouts", ROLLOUT_STEPS).merge(committed_step=4, steps_per_file=4)
+    assert len(index.find_step(5)) == 2 * GROUP_SIZE
+    index.extend()
+    assert index.num_rows == 5 * 2 * GROUP_SIZE and index.num_files == 2
+    write_step(paths, 5, num_groups=1)
+    assert len(index.find_step(5)) == GROUP_SIZE, "a step that was written again is read again"
+
+
+def test_counts_of_older_files_come_from_the_turns(tmp_path):
+    root = write_run(tmp_path / "run", has_merged=False)
+    newer = RolloutIndex(RolloutFiles(root / "rollouts"))
+    newer.extend()
+    for path in (root / "rollouts").glob("*.parquet"):
+        columns = ["num_turns", "num_sampled_tokens", "failure_traceback", "untrained_turns"]
+        pq.write_table(pq.read_table(path).drop_columns(columns), path)
+    older = RolloutIndex(RolloutFiles(root / "rollouts"))
+    older.extend()
+    for name in ("num_tokens", "num_turns"):
+        assert [rows[name].tolist() for rows in older.iter_rows()] == [
+            rows[name].tolist() for rows in newer.iter_rows()
+        ]
+    assert older.find_step(1)["num_tokens"].min() > 0
+    (run,) = open_runs([root])
+    assert run.load_rollout(1, 0, 2).trajectory.failure.traceback is None
+
+
+def test_folders_of_runs_are_found(run_folder, tmp_path):
+    write_run(tmp_path / "project" / "a")
+    write_run(tmp_path / "project" / "b")
+    write_comparison(tmp_path / "project" / "eval")
+    (tmp_path / "project" / "a" / "old-2025").mkdir()
+    runs = open_runs([tmp_path, run_folder, run_folder / "global_step_4"])
+    assert [run.name for run in runs] == ["a", "b", "eval", "sums"]
+    with pytest.raises(StorageError, match="there is no such folder"):
+        open_runs([tmp_path / "none"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StorageError, match="has no metrics.jsonl or comparison.json"):
+        open_runs([tmp_path / "empty"])
+
+
+def test_states_of_runs(tmp_path):
+    (run,) = open_runs([write_run(tmp_path / "run")])
+    run.metrics.refresh()
+    assert run.find_state() == "finished"
+    run.metrics.last_step = 2
+    assert run.find_state() == "interrupted"
+    run.paths.error.write_text(json.dumps({"message": "x"}))
+    assert run.find_state() == "stopped"
+
+
+def test_token_text_keeps_characters_of_several_tokens_whole(run):
+    ids = encode("héllo 世界 🙂 done")
+    pieces = run.text.split(ids)
+    assert len(pieces) == len(ids) and "".join(pieces) == "héllo 世界 🙂 done"
+    assert run.text.split([10**6]) == ["<1000000>"]
+    marked = run.text.decode_marked(encode("<|im_start|>user\n\x02x\x03"))
+    assert marked.startswith("\x02<|im_start|>\x03user\n") and marked.count("\x02") == 1
+
+
+def test_numbers_with_and_without_nulls_are_read():
+    column = pa.chunked_array([pa.array([1.5, None]), pa.array([None, 2.5])])
+    assert read_numbers(column).tolist()[::3] == [1.5, 2.5] and np.isnan(read_numbers(column)[1:3]).all()
+    assert find_known(column.slice(1, 3)).tolist() == [False, False, True]
+    assert read_numbers(column.slice(3)).tolist() == [2.5]
+    assert (
+        read_numbers(pa.array([3, 4], pa.int32())).tolist() == [3, 4]
+        and len(read_numbers(pa.array([], pa.int32()))) == 0
+    )
+
+
+def test_reading_imports_no_slow_library(run_folder):
+    program = """
+import sys
+from tunesmith.viewer.answers.table import Answers
+from tunesmith.viewer.reading.run import open_runs
+answers = Answers(open_runs([sys.argv[1]]))
+for path in ("runs", "step/0/3", "rollout/0/3/0/0", "search/0", "failures/0", "trie/0/3/0", "evaluations"):
+    answers.get(path, {})
+print(sorted({"torch", "transformers", "pandas", "datasets"} & sys.modules.keys()))
+"""
+    found = subprocess.run([sys.executable, "-c", program, str(run_folder)], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,93 @@
+"""How a chat template writes a tool call: its format, and the text around the name and the arguments.
+
+Input: the text of one rendered call with known name, id and arguments, from the start of the reply on. The format is
+the one whose parser reads exactly that call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from tunesmith.chat.messages import Message
+from tunesmith.chat.parsers import HARMONY, CallFormat, HarmonyParser, ReplyParser
+
+SENTINEL = "zqxjkvbpYw"
+"""Argument of the probe; its position shows where the arguments end."""
+PROBE = "probe_qzx"
+"""Name of the probe's function."""
+PROBE_CALL_ID = "call00000"
+JSON_END = '"}'
+"""What follows the last argument if the arguments are JSON."""
+NAME_EXAMPLE, ARGUMENTS_EXAMPLE = "<function-name>", "<args-json-object>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedCall:
+    """How a template writes a tool call."""
+
+    call_format: CallFormat
+    start: str
+    """Text before the function's name."""
+    middle: str
+    """Text between the name and the arguments, without the space that the model may write differently."""
+    tail: str
+    """Text from the end of the last string argument to the token that ends the turn."""
+    example: str
+    """A call with placeholders for the name and the arguments, to describe the format."""
+    is_text: bool
+    """The template reads arguments as JSON text, not as an object."""
+
+
+def find_rendered_call(
+    text: str, call_format: CallFormat, *, turn_ends: re.Pattern[str], is_text: bool
+) -> RenderedCall | None:
+    """How the rendered call is written, if it is in this format; else None.
+
+    `text` may start with the header of the reply and continues after it; `turn_ends` are the special tokens that are
+    not part of a call.
+    """
+    position = text.find(PROBE)
+    end = text.find(SENTINEL)
+    if not 0 <= position < end:
+        return None
+    after = end + len(SENTINEL)
+    found = turn_ends.search(text, after)
+    reply_end = len(text) if found is None else found.start()
+    start = _find_start(text[:position], call_format)
+    if start is None or not _is_probe(_parse(text[start:reply_end], call_format)):
+        return None
+    arguments = re.search(call_format.arguments_start, text[position:end])
+    if arguments is None:
+        return None
+    middle = text[position + len(PROBE) : position + arguments.start()]
+    arguments_end = after + len(JSON_END) if text.startswith(JSON_END, after) else after
+    return RenderedCall(
+        call_format=call_format,
+        start=text[start:position],
+        middle=middle.rstrip() or middle or "{",
+        tail=text[after:reply_end],
+        example=f"{text[start:position]}{NAME_EXAMPLE}{middle}{ARGUMENTS_EXAMPLE}{text[arguments_end:reply_end]}",
+        is_text=is_text,
+    )
+
+
+def _find_start(text: str, call_format: CallFormat) -> int | None:
+    """Where the block of calls starts, of which `text` is the part before the name."""
+    if call_format is HARMONY:
+        return max(text.rfind(" to="), text.rfind("<|channel|>")) if "to=" in text else None
+    starts = map(text.rfind, (*call_format.openers, *call_format.first_openers))
+    return next((index for index in starts if index >= 0), None)
+
+
+def _parse(text: str, call_format: CallFormat) -> Message:
+    if call_format is HARMONY:
+        return HarmonyParser(new_call_id=str, has_tool_calls=True).parse(text)
+    parser = ReplyParser(new_call_id=str, has_reasoning=False, has_tool_calls=True, call_format=call_format)
+    return parser.parse(text)
+
+
+def _is_probe(message: Message) -> bool:
+    calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+    return calls == [(PROBE, {"a": SENTINEL})]

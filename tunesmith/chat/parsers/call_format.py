@@ -1,0 +1,140 @@
+"""What a format of tool calls is to the reply parser: its tags, and a reader of one block of calls.
+
+A block starts with an opener, such as `<tool_call>`, and holds one call or several. A reader gets the text from the
+opener on, as often as it grows, and decides as soon as the text determines where the block ends. So the result does
+not depend on how the text was cut into pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+Tools = Sequence[Mapping[str, Any]]
+"""Tools of the request, as `parse_tools` returns them; formats without JSON types read the types of arguments there."""
+
+NAME_PATTERN = r"[^\s<>\[\]{}\"'=,;()|]+"
+"""A function name in formats that write it without quotes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCall:
+    """One call of a block."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+    call_id: str | None = None
+    """The id that the model wrote, if the format has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A block that ended; without calls it is malformed, and its text is content."""
+
+    length: int
+    """Characters of the block; of a malformed one, those that cannot start another block."""
+    calls: tuple[ReadCall, ...] = ()
+
+
+class BlockReader(Protocol):
+    """Reads one block."""
+
+    def read(self, text: str, *, is_end: bool) -> Block | None:
+        """The block at the start of the text; None if it needs more text. At the end of the text, always a block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """A format of tool calls."""
+
+    name: str
+    """Value of `model.tool_call_parser`."""
+    openers: tuple[str, ...]
+    """Texts that start a block anywhere in the content."""
+    first_openers: tuple[str, ...] = ()
+    """Texts that start a block only as the first text of the content."""
+    close: str | None = None
+    """Tag after which a reply with at most one call is complete."""
+    markup: tuple[str, ...] = ()
+    """Tags that decoding must keep, although a tokenizer may have them as special tokens."""
+    turn_ends: tuple[str, ...] = ()
+    """Tags of `markup` that may end an assistant message; the others are inside of one."""
+    arguments_start: str
+    """Pattern of the start of the arguments `{"a": 1}` in a rendered call."""
+    open_reader: Callable[[Tools], BlockReader]
+
+    @property
+    def inner_markup(self) -> frozenset[str]:
+        """Tags that never end an assistant message."""
+        return frozenset(self.markup) - frozenset(self.turn_ends)
+
+
+def build_call(name: Any, arguments: Any, call_id: Any = None) -> ReadCall | None:
+    """A call from a decoded name and arguments; None unless they are text and an object."""
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + text).encode()
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return ReadCall(name=name, arguments=text, call_id=call_id if isinstance(call_id, str) else None)
+
+
+def load_json(text: str) -> Any:
+    """Decode strict JSON; raises ValueError, also for NaN and for too deep nesting."""
+    try:
+        return _DECODER.decode(text.strip())
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+
+
+def find_parameter(tools: Tools, function: str, parameter: str) -> Any:
+    """The JSON schema of a parameter; None if the request's tools have none."""
+    for tool in tools:
+        fields = tool.get("function", {})
+        if fields.get("name") == function:
+            schema = fields.get("parameters")
+            properties = schema.get("properties") if isinstance(schema, Mapping) else None
+            return properties.get(parameter) if isinstance(properties, Mapping) else None
+    return None
+
+
+class JsonEnd:
+    """Finds the end of the JSON object or array that starts at a position of a growing text."""
+
+    def __init__(self, start: int) -> None:
+        self._position = start
+        self._closers: list[str] = []
+
+    def find(self, text: str) -> int | None:
+        """The position after the value; None if it is incomplete. Raises ValueError if brackets do not match."""
+        for token in _JSON_TOKEN.finditer(text, self._position):
+            if token.group() == '"':  # a string that has not ended
+                self._position = token.start()
+                return None
+            self._position = token.end()
+            if token.group() in _CLOSERS:
+                self._closers.append(_CLOSERS[token.group()])
+            elif token.group() in ("]", "}"):
+                if not self._closers or self._closers.pop() != token.group():
+                    raise ValueError("brackets do not match")
+                if not self._closers:
+                    return token.end()
+        return None
+
+
+_CLOSERS = {"{": "}", "[": "]"}
+_JSON_TOKEN = re.compile(r'[\[\]{}]|"[^"\\]*(?:\\.[^"\\]*)*"|"', re.DOTALL)
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

@@ -1,0 +1,64 @@
+"""Tool calls of DeepSeek, between tokens of its own.
+
+V3 and R1 write `function`, the name, and the arguments in a fenced block; V3.1 writes the name and bare arguments.
+"""
+
+from __future__ import annotations
+
+import re
+
+from tunesmith.chat.parsers.call_format import NAME_PATTERN, Block, CallFormat, ReadCall, build_call, load_json
+
+CALLS_BEGIN, CALLS_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
+CALL_BEGIN, CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+
+_FENCED = re.compile(rf"\s*function{SEPARATOR}\s*({NAME_PATTERN})\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
+_BARE = re.compile(rf"\s*({NAME_PATTERN})\s*{SEPARATOR}(.*)", re.DOTALL)
+
+
+class _DeepSeekReader:
+    """Reads a list of calls; at the end of the reply its closing tokens may be missing."""
+
+    def __init__(self) -> None:
+        self._position = len(CALLS_BEGIN)
+
+    def read(self, text: str, *, is_end: bool) -> Block | None:
+        end = text.find(CALLS_END, self._position)
+        if end < 0 and not is_end:
+            self._position = max(len(CALLS_BEGIN), len(text) - len(CALLS_END) + 1)
+            return None
+        body_end, length = (len(text), len(text)) if end < 0 else (end, end + len(CALLS_END))
+        calls = _read_calls(text[len(CALLS_BEGIN) : body_end])
+        return Block(length=length, calls=calls) if calls else Block(length=len(CALLS_BEGIN))
+
+
+def _read_calls(body: str) -> tuple[ReadCall, ...]:
+    """The calls between the outer tokens; empty if one is malformed."""
+    before, *parts = body.split(CALL_BEGIN)
+    calls = []
+    for part in parts:
+        call_text, _, after = part.partition(CALL_END)
+        found = _FENCED.fullmatch(call_text) or _BARE.fullmatch(call_text)
+        call = None if found is None or after.strip() else _build_call(found.group(1), found.group(2))
+        if call is None:
+            return ()
+        calls.append(call)
+    return () if before.strip() else tuple(calls)
+
+
+def _build_call(name: str, arguments: str) -> ReadCall | None:
+    try:
+        return build_call(name, load_json(arguments))
+    except ValueError:
+        return None
+
+
+DEEPSEEK = CallFormat(
+    name="deepseek",
+    openers=(CALLS_BEGIN,),
+    close=CALL_END,
+    markup=(CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR),
+    arguments_start=r'\{\s*"a"',
+    open_reader=lambda tools: _DeepSeekReader(),
+)

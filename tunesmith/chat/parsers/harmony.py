@@ -1,0 +1,212 @@
+"""Replies in harmony, the format of gpt-oss: a sequence of messages, each with a channel.
+
+`<|channel|>analysis<|message|>...<|end|>` is reasoning. The channels final and commentary are content. A message to a
+function, `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`, is a tool call; its
+recipient may also stand before the channel. Later messages start with `<|start|>assistant`. A message that is none of
+these stays in the content as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from tunesmith.chat.messages import Message, ToolCall
+from tunesmith.chat.parsers.call_format import Block, CallFormat, ReadCall, Tools, build_call, load_json
+from tunesmith.chat.parsers.delta import Delta, join_deltas
+from tunesmith.chat.parsers.reply import build_tool_call
+from tunesmith.chat.parsers.stop_strings import StopStrings, count_overlap
+
+CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HEADER_STARTS = (CHANNEL, START, CONSTRAIN, "to=")
+"""Starts of a reply that has a header; any other reply is plain content."""
+FUNCTIONS = "functions."
+
+_RECIPIENT = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class HarmonyParser:
+    """Parses one reply, with the methods of `ReplyParser`.
+
+    Whitespace around the reasoning is stripped; content is verbatim. Several messages of one kind are joined by a line
+    break.
+    """
+
+    def __init__(
+        self,
+        *,
+        new_call_id: Callable[[], str],
+        has_tool_calls: bool,
+        is_single_call: bool = False,
+        stop: Sequence[str] = (),
+        keeps_stop: bool = False,
+        prefix: str = "",
+    ) -> None:
+        self._new_call_id = new_call_id
+        self._has_tool_calls = has_tool_calls
+        self._is_single_call = is_single_call
+        self._used_ids: set[str] = set()
+        self._stop = StopStrings(stop, keeps_stop=keeps_stop)
+        self._buffer = prefix
+        self._parse_state: Callable[[bool], bool] = self._parse_start
+        self._header = ""
+        self._has_reasoning = self._has_content = self._is_new_message = False
+        self._held_space = ""
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string was found; later text is ignored."""
+        return self._stop.found is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found."""
+        return self._stop.found
+
+    def feed(self, text: str) -> Delta:
+        """Parse more text; returns what can no longer change."""
+        return self._advance(text, is_end=False)
+
+    def finish(self) -> Delta:
+        """End of the text; returns what was held back."""
+        return self._advance("", is_end=True)
+
+    def parse(self, text: str) -> Message:
+        """The message of a complete reply; call it on a new parser only."""
+        return join_deltas([self._advance(text, is_end=True)])
+
+    def _advance(self, text: str, *, is_end: bool) -> Delta:
+        self._buffer += self._stop.cut(text, is_end=is_end)
+        while self._parse_state(is_end or self.is_stopped):
+            pass
+        delta = Delta(reasoning="".join(self._reasoning), content="".join(self._content), tool_calls=tuple(self._calls))
+        self._reasoning, self._content, self._calls = [], [], []
+        return delta
+
+    def _parse_start(self, is_end: bool) -> bool:
+        """Initial state: does the reply have a header?"""
+        text = self._buffer.lstrip()
+        if not is_end and any(tag.startswith(text) and tag != text for tag in HEADER_STARTS):
+            return False
+        self._parse_state = self._parse_header if text.startswith(HEADER_STARTS) else self._parse_text
+        self._is_new_message = True
+        return True
+
+    def _parse_header(self, is_end: bool) -> bool:
+        before, tag, after = self._buffer.partition(MESSAGE)
+        if not tag:
+            if is_end:
+                text, self._buffer = self._buffer, ""
+                if text.strip() and not text.lstrip().startswith(HEADER_STARTS):  # not a header that was cut off
+                    self._add_content(text)
+            return False
+        self._header, self._buffer = before, after
+        self._is_new_message = True
+        channel, recipient = _CHANNEL.search(before), _RECIPIENT.search(before)
+        if recipient is not None and recipient.group(1) != "assistant":
+            self._parse_state = self._parse_call
+        elif channel is not None and channel.group(1) == "analysis":
+            self._parse_state = self._parse_reasoning
+        else:
+            self._parse_state = self._parse_text
+        return True
+
+    def _split(self, is_end: bool) -> tuple[str, bool]:
+        """Text of the message that is certain, and whether the message ends after it; removes both from the buffer."""
+        found = sorted((index, tag) for tag in (*ENDS, START) if (index := self._buffer.find(tag)) >= 0)
+        if found:
+            index, tag = found[0]
+            text, self._buffer = self._buffer[:index], self._buffer[index + (len(tag) if tag in ENDS else 0) :]
+            return text, True
+        num_held = 0 if is_end else max(count_overlap(self._buffer, tag) for tag in (*ENDS, START))
+        length = len(self._buffer) - num_held
+        text, self._buffer = self._buffer[:length], self._buffer[length:]
+        return text, False
+
+    def _parse_reasoning(self, is_end: bool) -> bool:
+        text, has_ended = self._split(is_end)
+        if self._is_new_message:
+            text = text.lstrip()
+            if text and self._has_reasoning:
+                text = "\n" + text
+            self._is_new_message = self._is_new_message and not text
+        text = self._held_space + text
+        ready = text.rstrip() if not self._is_new_message else ""
+        self._held_space = "" if has_ended else text[len(ready) :]
+        self._has_reasoning = self._has_reasoning or bool(ready)
+        self._reasoning.append(ready)
+        return self._end_message(has_ended)
+
+    def _parse_text(self, is_end: bool) -> bool:
+        text, has_ended = self._split(is_end)
+        self._add_content(text)
+        return self._end_message(has_ended)
+
+    def _add_content(self, text: str) -> None:
+        if text and self._is_new_message:
+            self._is_new_message = False
+            text = ("\n" if self._has_content else "") + text
+        self._has_content = self._has_content or bool(text)
+        self._content.append(text)
+
+    def _parse_call(self, is_end: bool) -> bool:
+        """A message to a function, complete, or as much of it as there is at the end of the reply."""
+        if not is_end and not any(tag in self._buffer for tag in (*ENDS, START)):
+            return False
+        text, has_ended = self._split(is_end=True)
+        call = self._read_call(text) if self._has_tool_calls else None
+        if call is None:
+            self._add_content(self._header.removeprefix(f"{START}assistant") + MESSAGE + text)
+        else:
+            self._calls.append(build_tool_call(call, self._new_call_id, self._used_ids))
+            if self._is_single_call:
+                self._parse_state = self._parse_discarded
+                return True
+        return self._end_message(has_ended)
+
+    def _read_call(self, text: str) -> ReadCall | None:
+        recipient = _RECIPIENT.search(self._header)
+        name = "" if recipient is None else recipient.group(1)
+        if not name.startswith(FUNCTIONS):
+            return None
+        try:
+            return build_call(name.removeprefix(FUNCTIONS), load_json(text))
+        except ValueError:
+            return None
+
+    def _end_message(self, has_ended: bool) -> bool:
+        if has_ended:
+            self._parse_state = self._parse_header
+        return has_ended
+
+    def _parse_discarded(self, is_end: bool) -> bool:
+        """Final state of a single-call reply: drop what follows the call."""
+        self._buffer = ""
+        return False
+
+
+class _NoBlocks:
+    """Harmony has no blocks of calls inside content."""
+
+    def read(self, text: str, *, is_end: bool) -> Block | None:
+        raise AssertionError("HarmonyParser reads harmony")
+
+
+def _open_reader(tools: Tools) -> _NoBlocks:
+    return _NoBlocks()
+
+
+HARMONY = CallFormat(
+    name="harmony",
+    openers=(CHANNEL,),
+    close=None,
+    markup=(CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS),
+    turn_ends=ENDS,
+    arguments_start=r'\{\s*"a"',
+    open_reader=_open_reader,
+)

@@ -1,0 +1,46 @@
+"""Tool calls of Hermes, Qwen2.5 and Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+from __future__ import annotations
+
+from tunesmith.chat.parsers.call_format import Block, CallFormat, ReadCall, build_call, load_json
+
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+
+
+class _HermesReader:
+    """Reads one call; a call whose closing tag is missing at the end of the reply counts."""
+
+    def __init__(self) -> None:
+        self._position = len(CALL_OPEN)
+
+    def read(self, text: str, *, is_end: bool) -> Block | None:
+        end = text.find(CALL_CLOSE, self._position)
+        if end < 0 and not is_end:
+            self._position = max(len(CALL_OPEN), len(text) - len(CALL_CLOSE) + 1)
+            return None
+        body_end, length = (len(text), len(text)) if end < 0 else (end, end + len(CALL_CLOSE))
+        call = _parse(text[len(CALL_OPEN) : body_end])
+        return Block(length=length, calls=() if call is None else (call,))
+
+
+def _parse(body: str) -> ReadCall | None:
+    try:
+        call = load_json(body)
+    except ValueError:
+        return None
+    return build_call(call.get("name"), call.get("arguments")) if isinstance(call, dict) else None
+
+
+def parse_call(body: str) -> tuple[str, str] | None:
+    """Name and JSON arguments of a call; None unless it is `{"name": str, "arguments": object}`."""
+    call = _parse(body)
+    return None if call is None else (call.name, call.arguments)
+
+
+HERMES = CallFormat(
+    name="hermes",
+    openers=(CALL_OPEN,),
+    close=CALL_CLOSE,
+    arguments_start=r'\{\s*"a"',
+    open_reader=lambda tools: _HermesReader(),
+)

@@ -1,0 +1,171 @@
+"""Tool calls as bare JSON: Llama 3 and Mistral.
+
+Llama 3: `{"name": ..., "parameters": {...}}` as the whole reply, optionally after `<|python_tag|>`, several separated
+by `;`; or a built-in tool, `<|python_tag|>name.call(key="value")`.
+Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}]`, or, in newer models, `[TOOL_CALLS]name{...}` for
+each call, with `[CALL_ID]id` and `[ARGS]` before the arguments in some versions.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from tunesmith.chat.parsers.call_format import (
+    NAME_PATTERN,
+    Block,
+    CallFormat,
+    JsonEnd,
+    ReadCall,
+    build_call,
+    load_json,
+)
+
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+MAX_HEAD_CHARACTERS = 256
+"""Longest text between `[TOOL_CALLS]` and the arguments."""
+
+_SPACE = re.compile(r"\s*")
+_SEPARATOR = re.compile(r"\s*(;\s*)?")
+_BUILTIN = re.compile(rf"\s*({NAME_PATTERN})\.call\(.*\)\s*", re.DOTALL)
+_HEAD = re.compile(rf"({NAME_PATTERN})\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]\s*)?")
+
+
+class _LlamaReader:
+    """Reads the calls at the start of a reply."""
+
+    def __init__(self) -> None:
+        self._calls: list[ReadCall] = []
+        self._start = self._end = 0
+        """Start of the call being read, and end of the one before."""
+        self._json_end: JsonEnd | None = None
+        """None before the first call and between calls."""
+
+    def read(self, text: str, *, is_end: bool) -> Block | None:
+        opener = PYTHON_TAG if text.startswith(PYTHON_TAG) else "{"
+        malformed = Block(length=len(opener))
+        if not self._calls and self._json_end is None:
+            start = _skip_space(text, len(PYTHON_TAG) if opener == PYTHON_TAG else 0)
+            if start == len(text):
+                return malformed if is_end else None
+            if text[start] != "{":
+                return (_read_builtin(text, start) or malformed) if is_end else None
+            self._start, self._json_end = start, JsonEnd(start)
+        while True:
+            if self._json_end is not None:
+                try:
+                    end = self._json_end.find(text)
+                    call = None if end is None else _build_llama_call(load_json(text[self._start : end]))
+                except ValueError:
+                    end, call = len(text), None
+                if end is None and not is_end:
+                    return None
+                if end is None or call is None:
+                    return self._build_block() if self._calls else malformed
+                self._calls.append(call)
+                self._end, self._json_end = end, None
+            separator = _SEPARATOR.match(text, self._end)
+            assert separator is not None
+            self._start = separator.end()
+            if self._start == len(text) and not is_end:
+                return None
+            if not separator.group(1) or not text.startswith("{", self._start):
+                return self._build_block()
+            self._json_end = JsonEnd(self._start)
+
+    def _build_block(self) -> Block:
+        return Block(length=self._end, calls=tuple(self._calls))
+
+
+def _build_llama_call(call: Any) -> ReadCall | None:
+    if not isinstance(call, dict):
+        return None
+    return build_call(call.get("name"), call["parameters"] if "parameters" in call else call.get("arguments"))
+
+
+def _read_builtin(text: str, start: int) -> Block | None:
+    """A call of a built-in tool, which has keyword arguments with literal values."""
+    found = _BUILTIN.fullmatch(text, start)
+    if found is None:
+        return None
+    try:
+        call = ast.parse(text[start:].strip(), mode="eval").body
+        assert isinstance(call, ast.Call)
+        if call.args or any(keyword.arg is None for keyword in call.keywords):
+            return None
+        built = build_call(found.group(1), {str(each.arg): ast.literal_eval(each.value) for each in call.keywords})
+    except (SyntaxError, ValueError, TypeError, AssertionError, RecursionError, MemoryError):
+        return None
+    return None if built is None else Block(length=len(text), calls=(built,))
+
+
+class _MistralReader:
+    """Reads a list of calls, or one call with its name before the arguments."""
+
+    def __init__(self) -> None:
+        self._json_end: JsonEnd | None = None
+        self._start = 0
+
+    def read(self, text: str, *, is_end: bool) -> Block | None:
+        malformed = Block(length=len(TOOL_CALLS))
+        if self._json_end is None:
+            start = self._find_start(text)
+            if start is None:
+                is_hopeless = len(text) >= len(TOOL_CALLS) + MAX_HEAD_CHARACTERS
+                return malformed if is_end or is_hopeless else None
+            self._start, self._json_end = start, JsonEnd(start)
+        try:
+            end = self._json_end.find(text)
+            if end is None:
+                return malformed if is_end else None
+            calls = self._build_calls(text, load_json(text[self._start : end]))
+        except ValueError:
+            return malformed
+        return Block(length=end, calls=calls) if calls else malformed
+
+    @staticmethod
+    def _find_start(text: str) -> int | None:
+        """Position of the list or of the arguments."""
+        first = _skip_space(text, len(TOOL_CALLS))
+        limit = len(TOOL_CALLS) + MAX_HEAD_CHARACTERS
+        if first < limit and text.startswith("[", first):
+            return first
+        position = text.find("{", first, limit)
+        return None if position < 0 else position
+
+    def _build_calls(self, text: str, value: Any) -> tuple[ReadCall, ...]:
+        """The calls; empty if one is malformed."""
+        if isinstance(value, list):
+            calls = [
+                build_call(call.get("name"), call.get("arguments"), call.get("id")) if isinstance(call, dict) else None
+                for call in value
+            ]
+        else:
+            head = _HEAD.fullmatch(text[len(TOOL_CALLS) : self._start].strip())
+            calls = [None if head is None else build_call(head.group(1), value, head.group(2))]
+        return tuple(call for call in calls if call is not None) if None not in calls else ()
+
+
+def _skip_space(text: str, position: int) -> int:
+    found = _SPACE.match(text, position)
+    assert found is not None
+    return found.end()
+
+
+LLAMA3 = CallFormat(
+    name="llama3_json",
+    openers=(PYTHON_TAG,),
+    first_openers=("{",),
+    markup=(PYTHON_TAG,),
+    arguments_start=r'\{\s*"a"',
+    open_reader=lambda tools: _LlamaReader(),
+)
+MISTRAL = CallFormat(
+    name="mistral",
+    openers=(TOOL_CALLS,),
+    markup=(TOOL_CALLS, CALL_ID, ARGS),
+    arguments_start=r'\{\s*"a"',
+    open_reader=lambda tools: _MistralReader(),
+)

@@ -1,0 +1,1 @@
+"""Data-parallel ranks: process groups, collectives with deadlines, and launching."""

@@ -1,0 +1,51 @@
+"""Which rank this process is, from the environment that torchrun or Ray sets; torch is not needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tunesmith.errors import ConfigError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A process among those that were started for one run."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    """Index among the processes of this host, and of its GPU."""
+    local_size: int = 1
+    """Processes of this host."""
+    address: str = "127.0.0.1"
+    """Host and port at which ranks meet."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> Place:
+    """The place of this process; a single process if the variables are not set."""
+    if "WORLD_SIZE" not in environment:
+        return Place()
+    missing = [name for name in VARIABLES if not environment.get(name, "").isdigit()]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={environment['WORLD_SIZE']} says that several processes run, but {missing[0]} is not a "
+            "number: start them with torchrun, or unset WORLD_SIZE"
+        )
+    rank, world_size, local_rank = (int(environment[name]) for name in VARIABLES)
+    if rank >= world_size:
+        raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}: start the processes with torchrun")
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+        address=f"{environment.get('MASTER_ADDR', '')}:{environment.get('MASTER_PORT', '')}",
+    )

@@ -1,0 +1,100 @@
+"""One decode step as a CUDA graph that ends before the head, for requests that the host samples token by token.
+
+Requests with penalties, a grammar, a logit bias or top logprobs need the host between two tokens. Their forward is
+replayed as a graph per batch size, as in bursts; head and sampling follow outside of it. The inputs are separate from
+those of bursts, because a burst may be in the device's queue, and its last tokens are the input of the next one.
+
+Axes: S slots (the maximum number of rows), R rows of a step, P columns of the block table, C hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tunesmith.engine.batch.kv_cache import KVCache
+from tunesmith.engine.core.span import Span
+from tunesmith.engine.cuda.attention_plans import build_decode_plan
+from tunesmith.engine.cuda.graph_capture import capture_graph, choose_capture_size
+from tunesmith.model.forward.attention import run_body
+
+
+class HiddenGraphs:
+    """Graphs by batch size, captured on first use."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: KVCache,
+        *,
+        num_slots: int,
+        num_columns: int,
+        scratch_block: int,
+        installed: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Padding rows write to `scratch_block`; `installed` runs the layers as bursts do."""
+        self._model, self._cache, self._installed = model, cache, installed
+        self._num_slots, self._scratch_block = num_slots, scratch_block
+        device = model.device
+        self._integers_2S = torch.zeros((2, num_slots), dtype=torch.long, device=device)
+        """Token ids and positions."""
+        self._block_table_SP = torch.zeros((num_slots, num_columns), dtype=torch.int32, device=device)
+        self._host_integers_2S = torch.zeros((2, num_slots), dtype=torch.long, pin_memory=True)
+        self._host_table_SP = torch.zeros((num_slots, num_columns), dtype=torch.int32, pin_memory=True)
+        self._copied = torch.cuda.Event()
+        """Recorded after the last copy from the host buffers."""
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        """With the tensor [R, C] that each graph writes."""
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def clear(self) -> None:
+        """Drop the graphs: parameters have moved."""
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def compute(self, spans: Sequence[Span], token_ids: Sequence[int]) -> Tensor:
+        """Queue a step; hidden states [R, C] of one token per request, valid until the next call is queued."""
+        size = choose_capture_size(len(spans), self._num_slots)
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size)
+        self._copied.synchronize()
+        self._fill(spans, token_ids, size)
+        self._copy(size)
+        self._copied.record()
+        graph, hidden_RC = self._graphs[size]
+        graph.replay()
+        return hidden_RC[: len(spans)]
+
+    def _fill(self, spans: Sequence[Span], token_ids: Sequence[int], size: int) -> None:
+        integers, table = self._host_integers_2S.numpy(), self._host_table_SP.numpy()
+        integers[:, :size] = 0
+        table[:size] = self._scratch_block
+        integers[0, : len(spans)] = token_ids
+        integers[1, : len(spans)] = [span.start for span in spans]
+        for row, span in enumerate(spans):
+            table[row, : len(span.blocks)] = span.blocks
+
+    def _copy(self, size: int) -> None:
+        self._integers_2S.copy_(self._host_integers_2S, non_blocking=True)
+        self._block_table_SP[:size].copy_(self._host_table_SP[:size], non_blocking=True)
+
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Capture a step on padding rows while the device is idle."""
+        torch.cuda.synchronize()
+        self._fill((), (), size)
+        self._copy(size)
+        ids_R, positions_R = self._integers_2S[:, :size]
+        plan = build_decode_plan(self._cache, self._block_table_SP[:size], positions_R)
+        outputs: list[Tensor] = []
+
+        def run_step() -> None:
+            outputs[:] = [run_body(self._model, ids_R[None], positions_R[None], plan)[0]]
+
+        with self._installed():
+            graph = capture_graph(run_step, self._pool)
+        return graph, outputs[0]

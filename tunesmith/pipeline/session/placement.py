@@ -1,0 +1,66 @@
+"""The settings of one rank: its device and its port, checked before weights load."""
+
+from __future__ import annotations
+
+from tunesmith.cluster.place import Place
+from tunesmith.config import ModelSection, RolloutSection, RunConfig
+from tunesmith.errors import ConfigError
+from tunesmith.model.load import resolve_device
+
+
+def place_config(config: RunConfig, place: Place, *, num_gpus: int) -> RunConfig:
+    """The config of a rank on a host with `num_gpus` GPUs; raise ConfigError if its ranks cannot run there."""
+    check_workers(config, place)
+    if place.world_size == 1:
+        return config
+    return config.model_copy(
+        update={
+            "model": place_model(config.model, place, num_gpus=num_gpus),
+            "rollout": place_rollouts(config.rollout, place),
+        }
+    )
+
+
+def check_workers(config: RunConfig, place: Place) -> None:
+    """Raise unless as many ranks run as the config says, and each gets a task."""
+    num_workers, num_ranks = config.cluster.num_workers, place.world_size
+    if num_workers is not None and num_workers != num_ranks:
+        found = "one process" if num_ranks == 1 else f"{num_ranks} ranks"
+        raise ConfigError(
+            f"cluster.num_workers={num_workers}, but this run has {found}: start it with `tunesmith tune RUN.yaml`, or "
+            f"this program with `torchrun --nproc-per-node {num_workers}`, or leave cluster.num_workers out"
+        )
+    if num_ranks > config.algorithm.batch_size:
+        raise ConfigError(
+            f"algorithm.batch_size={config.algorithm.batch_size} is smaller than the number of ranks, {num_ranks}, and "
+            "a task runs on one rank: raise the batch size, or use fewer ranks"
+        )
+
+
+def place_model(model: ModelSection, place: Place, *, num_gpus: int) -> ModelSection:
+    """The model on this rank's GPU, or on the CPU."""
+    is_cpu = model.device == "cpu" or (model.device == "auto" and num_gpus == 0)
+    if is_cpu:
+        return model.model_copy(update={"device": "cpu"})
+    if model.device not in ("auto", "cuda"):
+        raise ConfigError(
+            f"model.device={model.device!r} with {place.world_size} ranks: each rank has a GPU of its own; set auto"
+        )
+    if place.local_size > num_gpus:
+        raise ConfigError(
+            f"{place.local_size} ranks on this host, which has {num_gpus} GPUs: start at most one rank for each GPU, "
+            "or set model.device=cpu"
+        )
+    return model.model_copy(update={"device": str(resolve_device(f"cuda:{place.local_rank}"))})
+
+
+def place_rollouts(rollout: RolloutSection, place: Place) -> RolloutSection:
+    """Each rank of a host serves HTTP on a port of its own, counted up from `rollout.http_port`."""
+    if not rollout.http_port:
+        return rollout
+    port = rollout.http_port + place.local_rank
+    if port > 65535:
+        raise ConfigError(
+            f"rollout.http_port={rollout.http_port} leaves no port for rank {place.rank}: lower it, or set 0"
+        )
+    return rollout.model_copy(update={"http_port": port})

@@ -1,0 +1,221 @@
+"""Runs the rollouts of one task as trees.
+
+Every rollout owns a share of the group's rollouts. At a branch point it gives part of its share to each branch; what it
+has left when it ends starts a new rollout from the task. So exactly `group_size` rollouts are run, no rollout takes
+the share of another, and what a rollout does depends on its seed alone, not on which rollout is faster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from tunesmith.config.rollout.branching import BranchingSection
+from tunesmith.rollout.branching.decision import (
+    choose_num_initial,
+    compute_branch_probability,
+    compute_window_entropy,
+    divide_budget,
+    split_evenly,
+)
+from tunesmith.rollout.branching.stats import BranchingStats
+from tunesmith.rollout.replay import BranchPoint, RecordedCall, RolloutRecord
+from tunesmith.rollout.seeds import derive_seed
+from tunesmith.types import Group, Task, Trajectory
+
+RunRollout = Callable[[int, RolloutRecord], Awaitable[Trajectory]]
+"""Runs the rollout with this `run_index` under this record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branching:
+    """How the groups of a run branch; built once for a run."""
+
+    section: BranchingSection
+    vocab_size: int
+    stats: BranchingStats = field(default_factory=BranchingStats)
+
+    def count_initial(self, group_size: int) -> int:
+        given = self.section.initial_rollouts
+        return min((group_size + 1) // 2 if given is None else given, group_size)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Rollout:
+    """One rollout and the indices that it may still give away: `next_index` to `end` - 1."""
+
+    run_index: int
+    next_index: int
+    end: int
+    record: RolloutRecord
+    entropy_at_start: float | None = None
+    num_consecutive: int = 0
+    """Branch points with a branch directly before, on this rollout's path."""
+    tool_entropies: list[float] = field(default_factory=list)
+    pending: list[tuple[RecordedCall, float]] | None = None
+    """Branch points of a rollout whose share is not known yet; None once it is."""
+
+    @property
+    def budget(self) -> int:
+        return self.end - self.next_index
+
+
+class GroupTrees:
+    """The rollouts of one task: initial ones, branches, and new ones from the task, `group_size` in all."""
+
+    def __init__(
+        self, branching: Branching, *, group_size: int, seed: int, slots: asyncio.Semaphore, run: RunRollout
+    ) -> None:
+        """`seed` determines the draws at branch points; `run` releases the slot that it is started with."""
+        self._branching = branching
+        self._group_size = group_size
+        self._seed = seed
+        self._slots = slots
+        self._run = run
+        self._tasks: list[asyncio.Task[None]] = []
+        self._finished: dict[int, Trajectory] = {}
+
+    async def run(self) -> Group:
+        """All trajectories, ordered by `run_index`."""
+        num_initial = self._branching.count_initial(self._group_size)
+        slope = self._branching.section.dynamic_budget_slope
+        try:
+            if slope is None:
+                self._branching.stats.add_group(num_initial)
+                self._start_initial(0, split_evenly(self._group_size, num_initial))
+            else:
+                await self._start_after_first(num_initial, slope)
+            while running := [task for task in self._tasks if not task.done()]:
+                await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                self._raise_error()
+            self._raise_error()
+        finally:
+            await self._cancel_all()
+        assert sorted(self._finished) == list(range(self._group_size)), "every share was used"
+        runs = tuple(self._finished[index] for index in range(self._group_size))
+        return Group(task=runs[0].task, trajectories=runs)
+
+    def _start_initial(self, start: int, shares: list[int]) -> None:
+        for share in shares:
+            self._start(self._open(start, start + share))
+            start += share
+
+    async def _start_after_first(self, num_initial: int, slope: float) -> None:
+        """AEPO: run one rollout, choose the number of initial ones from its entropies, then start the others."""
+        first = self._open(0, 1)
+        first.pending = []
+        await self._run_one(first)
+        if first.tool_entropies and first.entropy_at_start is not None:
+            num_initial = choose_num_initial(
+                self._group_size,
+                slope=slope,
+                entropy_at_start=first.entropy_at_start,
+                tool_entropies=first.tool_entropies,
+            )
+        self._branching.stats.add_group(num_initial)
+        own, *others = split_evenly(self._group_size, num_initial)
+        points, first.pending, first.end = first.pending, None, own
+        for call, entropy in points:
+            self._decide(first, call, entropy)
+        self._start_fresh(first)
+        self._start_initial(own, others)
+
+    def _open(self, run_index: int, end: int, point: BranchPoint | None = None) -> _Rollout:
+        record = RolloutRecord(point=point)
+        rollout = _Rollout(run_index=run_index, next_index=run_index + 1, end=end, record=record)
+        record.on_call = partial(self._receive_call, rollout)
+        return rollout
+
+    def _start(self, rollout: _Rollout) -> None:
+        self._tasks.append(asyncio.create_task(self._run_and_continue(rollout)))
+
+    async def _run_and_continue(self, rollout: _Rollout) -> None:
+        await self._run_one(rollout)
+        self._start_fresh(rollout)
+
+    async def _run_one(self, rollout: _Rollout) -> None:
+        await self._slots.acquire()
+        self._finished[rollout.run_index] = await self._run(rollout.run_index, rollout.record)
+        self._branching.stats.add_record(rollout.record)
+
+    def _start_fresh(self, rollout: _Rollout) -> None:
+        """Start a rollout from the task with what an ended rollout did not give to branches."""
+        if rollout.budget:
+            self._branching.stats.add_fresh()
+            self._start(self._open(rollout.next_index, rollout.end))
+
+    def _receive_call(self, rollout: _Rollout, call: RecordedCall) -> None:
+        """A model call of the rollout has finished: compare its entropy, and branch or not."""
+        turn = call.choices[min(call.choices)].turn
+        if turn.entropies is None:
+            raise RuntimeError("the engine returned no entropies, which branching rollouts need")
+        if not turn.entropies:
+            return
+        entropy = compute_window_entropy(
+            turn.entropies, window=self._branching.section.entropy_window, vocab_size=self._branching.vocab_size
+        )
+        if rollout.entropy_at_start is None:
+            rollout.entropy_at_start = entropy
+        if not call.is_branch_point:
+            return
+        rollout.tool_entropies.append(entropy)
+        if rollout.pending is not None:
+            rollout.pending.append((call, entropy))
+        else:
+            self._decide(rollout, call, entropy)
+
+    def _decide(self, rollout: _Rollout, call: RecordedCall, entropy: float) -> None:
+        """Draw the branches at a branch point, and start them."""
+        if not rollout.budget:
+            return
+        assert rollout.entropy_at_start is not None
+        section, change = self._branching.section, entropy - rollout.entropy_at_start
+        probability = compute_branch_probability(section, change=change, num_consecutive=rollout.num_consecutive)
+        rng = random.Random(derive_seed(self._seed, rollout.run_index, call.index))
+        num_drawn = sum(rng.random() < probability for _ in range(section.beam - 1))
+        num_branches = min(num_drawn, rollout.budget)
+        self._branching.stats.add_decision(probability=probability, change=change, num_branches=num_branches)
+        rollout.num_consecutive = rollout.num_consecutive + 1 if num_branches else 0
+        point = rollout.record.build_point(rollout.run_index, call)
+        for share in divide_budget(rollout.budget, num_branches):
+            branch = self._open(rollout.next_index, rollout.next_index + share, point)
+            branch.entropy_at_start, branch.num_consecutive = rollout.entropy_at_start, rollout.num_consecutive
+            rollout.next_index += share
+            self._start(branch)
+
+    def _raise_error(self) -> None:
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def _cancel_all(self) -> None:
+        running = [task for task in self._tasks if not task.done()]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+
+
+def build_trees(
+    branching: Branching,
+    tasks: Sequence[Task],
+    *,
+    group_size: int,
+    seed: int,
+    slots: asyncio.Semaphore,
+    run: Callable[[int, int, RolloutRecord], Awaitable[Trajectory]],
+) -> list[GroupTrees]:
+    """The trees of each task; `run` takes the task's position, the `run_index` and the record."""
+    return [
+        GroupTrees(
+            branching,
+            group_size=group_size,
+            seed=derive_seed(seed, position, task.task_id),
+            slots=slots,
+            run=partial(run, position),
+        )
+        for position, task in enumerate(tasks)
+    ]

@@ -1,0 +1,62 @@
+"""A choice that is being sampled, with its tokens so far; it becomes a turn however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tunesmith.types import Completion, Sampling, TokenDetails, Turn
+
+
+@dataclass(slots=True, kw_only=True)
+class InFlightTurn:
+    """A choice that is being sampled."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+    task: asyncio.Future[Completion] | None = None
+    sampled_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        details: TokenDetails | None,
+        *,
+        policy_version: int,
+    ) -> None:
+        """Add tokens that the engine reports."""
+        self.sampled_ids += token_ids
+        self.logprobs += logprobs
+        self.policy_versions += [policy_version] * len(token_ids)
+        if details is not None:
+            self.entropies += details.entropies or ()
+
+    def to_turn(self) -> Turn:
+        """The turn of a choice that was cancelled."""
+        return Turn(
+            prompt_ids=self.prompt_ids,
+            sampled_ids=tuple(self.sampled_ids),
+            logprobs=tuple(self.logprobs),
+            policy_versions=tuple(self.policy_versions),
+            distribution=self.sampling.distribution,
+            stop_reason="cancelled",
+            entropies=tuple(self.entropies) if self.sampling.return_entropy else None,
+        )
+
+    def finish(self, completion: Completion) -> Turn:
+        """The turn of a choice that was sampled to its end."""
+        assert completion.sampled_ids == tuple(self.sampled_ids), "the engine reports each token it samples"
+        return Turn(
+            prompt_ids=self.prompt_ids,
+            sampled_ids=completion.sampled_ids,
+            logprobs=completion.logprobs,
+            policy_versions=completion.policy_versions,
+            distribution=self.sampling.distribution,
+            stop_reason=completion.stop_reason,
+            entropies=completion.entropies,
+        )

@@ -1,0 +1,173 @@
+"""Constraints on the text of a reply: the fields that set them, and the grammar that they become.
+
+`response_format` is the OpenAI API's; `structured_outputs` and `guided_*` are vLLM's. With `tool_choice`, the rest of a
+forced tool call is constrained to the names and schemas of the tools; with tools of free choice, a reply in a
+`response_format` may be tool calls instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tunesmith.chat.parsers import CALL_CLOSE, CALL_OPEN, THINK_CLOSE, THINK_OPEN
+from tunesmith.chat.renderer import Renderer
+from tunesmith.grammar.grammars import (
+    ANY_OBJECT,
+    HermesFormat,
+    add_calls,
+    add_reasoning,
+    build_choice_grammar,
+    build_hermes_grammar,
+    build_json_grammar,
+    build_regex_grammar,
+    build_rule_grammar,
+    write_tag,
+)
+from tunesmith.grammar.llguidance_import import has_llguidance
+
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+"""Fields of `structured_outputs`, one of which may be set; `guided_<kind>` are the same."""
+GUIDED = ("json", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What the text of a reply must be."""
+
+    param: str
+    """The request field that sets it."""
+    build_grammar: Callable[[], str]
+
+
+class ConstraintError(ValueError):
+    """An invalid constraint; `param` is the request field."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def parse_constraint(body: Mapping[str, Any]) -> Constraint | None:
+    """The constraint that a request sets in one of its fields."""
+    found = [_parse_response_format(body.get("response_format")), _parse_structured(body.get("structured_outputs"))]
+    found += [_parse_kind(kind, body.get(f"guided_{kind}"), param=f"guided_{kind}") for kind in GUIDED]
+    constraints = [each for each in found if each is not None]
+    if len(constraints) > 1:
+        params = " and ".join(each.param for each in constraints)
+        raise ConstraintError(f"{params} both constrain the reply: give one", param=constraints[1].param)
+    return constraints[0] if constraints else None
+
+
+def _parse_response_format(raw: Any) -> Constraint | None:
+    param = "response_format"
+    kind = raw.get("type") if isinstance(raw, dict) else raw
+    if kind is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return _parse_kind("json", ANY_OBJECT, param=param)
+    if kind == "json_schema":
+        wrapper = raw.get("json_schema")
+        schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
+        if not isinstance(schema, dict):
+            raise ConstraintError("response_format.json_schema.schema must be a JSON schema", param=param)
+        return _parse_kind("json", schema, param=param)
+    raise ConstraintError(f"response_format.type={kind!r}; allowed: text, json_object, json_schema", param=param)
+
+
+def _parse_structured(raw: Any) -> Constraint | None:
+    param = "structured_outputs"
+    if raw is None:
+        return None
+    fields = {key: value for key, value in raw.items() if value is not None} if isinstance(raw, dict) else {}
+    if len(fields) != 1 or not fields.keys() <= set(KINDS):
+        raise ConstraintError(f"structured_outputs must be an object with one of {', '.join(KINDS)}", param=param)
+    [(kind, value)] = fields.items()
+    if kind == "json_object":
+        return _parse_kind("json", ANY_OBJECT, param=param) if value is True else None
+    return _parse_kind(kind, value, param=param)
+
+
+def _parse_kind(kind: str, value: Any, *, param: str) -> Constraint | None:
+    if value is None:
+        return None
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+            raise ConstraintError(f"{param} must be a list of non-empty texts", param=param)
+        return Constraint(param=param, build_grammar=lambda: build_choice_grammar(value))
+    if kind == "json":
+        schema = _load_schema(value, param=param)
+        return Constraint(param=param, build_grammar=lambda: build_json_grammar(schema))
+    if not isinstance(value, str) or not value:
+        raise ConstraintError(f"{param} must be non-empty text", param=param)
+    build = build_regex_grammar if kind == "regex" else build_rule_grammar
+    return Constraint(param=param, build_grammar=lambda: build(value))
+
+
+def _load_schema(value: Any, *, param: str) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConstraintError(f"{param} is not JSON: {error}", param=param) from error
+    if not isinstance(value, dict):
+        raise ConstraintError(f"{param} must be a JSON schema", param=param)
+    return value
+
+
+def constrain_reply(
+    constraint: Constraint,
+    renderer: Renderer,
+    prompt_ids: Sequence[int],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    is_single_call: bool,
+) -> str:
+    """The grammar of a chat reply whose text is constrained; `tools` may be called instead.
+
+    Reasoning is free: the constraint starts after it if the prompt opens it, or if the model decides whether to reason.
+    """
+    with _errors_of(constraint):
+        grammar = constraint.build_grammar()
+    if tools:
+        grammar = add_calls(grammar, build_hermes_grammar(tools, _describe_calls(renderer), is_single=is_single_call))
+    think_open, think_close = (write_tag(tag, renderer.find_token(tag)) for tag in (THINK_OPEN, THINK_CLOSE))
+    if renderer.is_reasoning_open(prompt_ids):
+        return add_reasoning(grammar, think_open=None, think_close=think_close)
+    if renderer.may_reason(prompt_ids):
+        return add_reasoning(grammar, think_open=think_open, think_close=think_close)
+    return grammar
+
+
+def constrain_text(constraint: Constraint) -> str:
+    """The grammar of a text completion."""
+    with _errors_of(constraint):
+        return constraint.build_grammar()
+
+
+def constrain_call(
+    tools: Sequence[Mapping[str, Any]], renderer: Renderer, *, name: str | None, is_single_call: bool
+) -> str:
+    """The grammar of the rest of a reply whose tool call has been started; empty if llguidance is not installed."""
+    if not has_llguidance():
+        return ""
+    return build_hermes_grammar(tools, _describe_calls(renderer), is_single=is_single_call, after=name or "")
+
+
+def _describe_calls(renderer: Renderer) -> HermesFormat:
+    call_start, call_middle = renderer.call_texts
+    open_tag, close_tag = (write_tag(tag, renderer.find_token(tag)) for tag in (CALL_OPEN, CALL_CLOSE))
+    return HermesFormat(
+        call_start=call_start.removeprefix(CALL_OPEN), call_middle=call_middle, open_tag=open_tag, close_tag=close_tag
+    )
+
+
+@contextmanager
+def _errors_of(constraint: Constraint) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConstraintError(str(error), param=constraint.param) from error

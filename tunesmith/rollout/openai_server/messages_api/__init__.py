@@ -1,0 +1,1 @@
+"""Anthropic's Messages API as a translation to chat completions and back."""

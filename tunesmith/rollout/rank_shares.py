@@ -1,0 +1,121 @@
+"""Rounds of tasks on several ranks: who runs which task, and what comes back.
+
+Task p of a round is run by rank p modulo the number of ranks, all rollouts of it, so a group is on one rank. Seeds
+depend on the position of a task in its round, never on the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tunesmith.cluster.ranks import Ranks
+from tunesmith.experience.path_cost import PathCost
+from tunesmith.types import Group, Sampling, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOrder:
+    """One round of tasks, as the first rank asks all ranks to run it."""
+
+    tasks: Sequence[Task]
+    group_size: int
+    seed: int
+    step: int
+    sampling: Sampling | None
+    baseline_sampling: Sampling | None
+    policy_version: int
+    number: int
+    """Number of rounds of this process before it."""
+
+    def list_positions(self, ranks: Ranks) -> range:
+        """Positions of the tasks that a rank runs."""
+        return range(ranks.rank, len(self.tasks), ranks.world_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShare:
+    """What a rank hands to the first rank after a round."""
+
+    groups: Sequence[Group]
+    costs: Sequence[PathCost]
+    engine_stats: Mapping[str, float]
+    recorder_stats: Mapping[str, float]
+    rollout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOrigin:
+    """Where a group was run, and how much work training it is."""
+
+    rank: int
+    key: tuple[int, int]
+    """Number of its round and position in it: its key in `RankLedger.kept` of that rank."""
+    cost: PathCost
+
+
+@dataclass(slots=True, kw_only=True)
+class RankLedger:
+    """The groups that a rank has run in this step and, on the first rank, the origins of all groups."""
+
+    num_rounds: int = 0
+    kept: dict[tuple[int, int], Group] = field(default_factory=dict)
+    """This rank's groups by round and position."""
+    rollout_s: list[float] = field(default_factory=list)
+    """Seconds of rollouts of each rank."""
+    exchange_s: float = 0.0
+    """Seconds of the first rank in handing out and collecting rounds, without the rollouts of any rank."""
+    _origins: dict[int, tuple[Group, GroupOrigin]] = field(default_factory=dict)
+    """By `id` of the group, which stays alive."""
+    _engine_stats: list[Mapping[str, float]] = field(default_factory=list)
+    _recorder_stats: list[Mapping[str, float]] = field(default_factory=list)
+
+    def keep(self, order: RolloutOrder, positions: Sequence[int], groups: Sequence[Group]) -> None:
+        """Keep groups that this rank has run."""
+        self.num_rounds += 1
+        self.kept |= {(order.number, position): group for position, group in zip(positions, groups, strict=True)}
+
+    def add_round(self, order: RolloutOrder, shares: Sequence[RankShare]) -> list[Group]:
+        """Add the shares of all ranks on the first one, which kept its own; return the groups in task order."""
+        groups: dict[int, Group] = {}
+        for rank, share in enumerate(shares):
+            positions = range(rank, len(order.tasks), len(shares))
+            own = [self.kept[order.number, position] for position in positions] if rank == 0 else share.groups
+            for position, group, cost in zip(positions, own, share.costs, strict=True):
+                groups[position] = group
+                self._origins[id(group)] = (group, GroupOrigin(rank=rank, key=(order.number, position), cost=cost))
+        self._engine_stats += [share.engine_stats for share in shares[1:]]
+        self._recorder_stats += [share.recorder_stats for share in shares[1:]]
+        seconds = [share.rollout_s for share in shares]
+        self.rollout_s = [sum(pair) for pair in zip(self.rollout_s or [0.0] * len(shares), seconds, strict=True)]
+        return [groups[position] for position in sorted(groups)]
+
+    def find_origin(self, group: Group) -> GroupOrigin | None:
+        """Where the group was run; None if it was not run in this step, or was changed since."""
+        found = self._origins.get(id(group))
+        return None if found is None else found[1]
+
+    def clear(self) -> None:
+        """Forget the groups of the step."""
+        self.kept.clear()
+        self._origins.clear()
+        self.rollout_s, self.exchange_s = [], 0.0
+
+    def take_engine_stats(self) -> list[Mapping[str, float]]:
+        """Counters of the other ranks' engines since the last call."""
+        stats, self._engine_stats = self._engine_stats, []
+        return stats
+
+    def take_recorder_stats(self) -> list[Mapping[str, float]]:
+        """Counters of the other ranks' recorders since the last call."""
+        stats, self._recorder_stats = self._recorder_stats, []
+        return stats
+
+
+def merge_rank_stats(parts: Sequence[Mapping[str, float]], num_ranks: int) -> dict[str, float]:
+    """Sums of counters; times (`perf/`) as means over ranks."""
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            merged[name] = merged.get(name, 0.0) + (value / num_ranks if name.startswith("perf/") else value)
+    return merged

@@ -1,0 +1,211 @@
+"""Steps on several ranks: the first rank leads, the others follow its orders.
+
+The first rank selects tasks, computes advantages, writes files and decides what comes next. Whenever all ranks must
+take part (in a round of rollouts, in an update, in gathering the optimizer's state) it broadcasts an order, which
+`follow` carries out on the others. A group is trained where it was run unless another rank has less work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
+
+from tunesmith.cluster.balance import balance_work
+from tunesmith.cluster.ranks import Ranks
+from tunesmith.experience.path_cost import measure_group
+from tunesmith.experience.samples import add_experts, build_samples
+from tunesmith.rollout.actors import Actors, run_share
+from tunesmith.rollout.rank_shares import RolloutOrder
+from tunesmith.trainer.packing import combine_cost
+from tunesmith.trainer.trainer import Trainer
+from tunesmith.types import Group, RunAdvantage, Sample
+
+Order = Literal["train", "state"]
+"""What the first rank asks for, besides a `RolloutOrder` and the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """The last order."""
+
+    result: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShare:
+    """A group that a rank trains."""
+
+    group: Group | None
+    """None: the rank has it under `key`, because it has run it."""
+    key: tuple[int, int] | None
+    place: tuple[int, int]
+    """Index of the group in the batch, and of its first trajectory."""
+    advantages: Sequence[RunAdvantage]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainShare:
+    """What a rank trains in a step."""
+
+    groups: Sequence[GroupShare]
+    experts: Sequence[Sample]
+    """Demonstrations, with their indices in the batch."""
+    policy_version: int
+
+
+def train_groups(
+    actors: Actors,
+    trainer: Trainer,
+    groups: Sequence[Group],
+    advantages: Sequence[Sequence[RunAdvantage]],
+    experts: Sequence[Sample],
+    *,
+    policy_version: int,
+    has_hard_credit: bool = False,
+) -> dict[str, float]:
+    """Train the groups and demonstrations of a step on all ranks; metrics of the samples and of the trainer.
+
+    On several ranks only the first calls this, and no rollout has branched. `has_hard_credit`: as
+    `rollout.branching.credit: hard`.
+    """
+    if actors.ranks.is_alone:
+        samples, metrics = build_samples(groups, advantages, has_hard_credit=has_hard_credit)
+        return metrics | trainer.step(add_experts(samples, experts), policy_version=policy_version)
+    shares, metrics = share_groups(actors, trainer, groups, advantages)
+    split = split_experts(
+        experts,
+        len(shares),
+        first_group=len(groups),
+        first_trajectory=sum(len(group.trajectories) for group in groups),
+    )
+    started = time.perf_counter()
+    actors.ranks.broadcast_object("train")
+    share = actors.ranks.scatter_objects(
+        [
+            TrainShare(groups=own, experts=demonstrations, policy_version=policy_version)
+            for own, demonstrations in zip(shares, split, strict=True)
+        ]
+    )
+    metrics["perf/exchange_s"] += time.perf_counter() - started
+    return train_share(actors, trainer, share) | metrics
+
+
+def share_groups(
+    actors: Actors, trainer: Trainer, groups: Sequence[Group], advantages: Sequence[Sequence[RunAdvantage]]
+) -> tuple[list[list[GroupShare]], dict[str, float]]:
+    """The groups that each rank trains, and metrics of their balance."""
+    costs, owners = measure_work(actors, trainer, groups, advantages)
+    num_ranks = actors.ranks.world_size
+    assigned = assign_groups(costs, owners, num_ranks, num_minibatches=trainer.num_minibatches)
+    shares: list[list[GroupShare]] = [[] for _ in range(num_ranks)]
+    loads = [0.0] * num_ranks
+    for group, place, row, cost, rank in zip(groups, list_places(groups), advantages, costs, assigned, strict=True):
+        origin = actors.ledger.find_origin(group)
+        key = origin.key if origin is not None and origin.rank == rank else None
+        shares[rank].append(GroupShare(group=group if key is None else None, key=key, place=place, advantages=row))
+        loads[rank] += cost
+    metrics = {
+        "cluster/num_ranks": float(num_ranks),
+        "cluster/num_moved_groups": float(sum(rank != owner for rank, owner in zip(assigned, owners, strict=True))),
+        "cluster/imbalance": max(loads) / fmean(loads) - 1 if any(loads) else 0.0,
+        "perf/rollout_wait_s": max(actors.ledger.rollout_s) - fmean(actors.ledger.rollout_s),
+        "perf/exchange_s": actors.ledger.exchange_s,
+    }
+    return shares, metrics
+
+
+def train_share(actors: Actors, trainer: Trainer, share: TrainShare) -> dict[str, float]:
+    """Train this rank's share of a step, together with the other ranks; metrics over all of them."""
+    groups = [actors.ledger.kept[each.key] if each.key is not None else each.group for each in share.groups]
+    samples, metrics = build_samples(
+        [group for group in groups if group is not None],
+        [each.advantages for each in share.groups],
+        places=[each.place for each in share.groups],
+    )
+    actors.ledger.clear()
+    trained = trainer.step([*samples, *share.experts], policy_version=share.policy_version)
+    gathered = actors.ranks.all_gather_objects(metrics)
+    return {name: sum(part[name] for part in gathered) for name in metrics} | trained
+
+
+def list_places(groups: Sequence[Group]) -> list[tuple[int, int]]:
+    """Index of each group, and of its first trajectory in the batch."""
+    starts = np.cumsum([0, *(len(group.trajectories) for group in groups)]).tolist()
+    return list(zip(range(len(groups)), starts[:-1], strict=True))
+
+
+def measure_work(
+    actors: Actors, trainer: Trainer, groups: Sequence[Group], advantages: Sequence[Sequence[RunAdvantage]]
+) -> tuple[list[float], list[int]]:
+    """Cost of training each group, 0 without an advantage, and the rank that has run it, the first if none has."""
+    costs, owners = [], []
+    for group, row in zip(groups, advantages, strict=True):
+        origin = actors.ledger.find_origin(group)
+        is_trained = any(advantage is not None for advantage in row)
+        size = measure_group(group) if origin is None else origin.cost
+        cost = combine_cost(size.num_tokens, size.num_pairs, hidden_size=trainer.hidden_size)
+        costs.append(cost if is_trained else 0.0)
+        owners.append(0 if origin is None else origin.rank)
+    return costs, owners
+
+
+def assign_groups(costs: Sequence[float], owners: Sequence[int], num_ranks: int, *, num_minibatches: int) -> list[int]:
+    """The rank that trains each group; work is balanced within each minibatch, after which ranks wait."""
+    assigned = list(owners)
+    trained = [index for index, cost in enumerate(costs) if cost > 0]
+    for first in range(num_minibatches):
+        part = trained[first::num_minibatches]
+        ranks = balance_work([costs[index] for index in part], [owners[index] for index in part], num_ranks)
+        for index, rank in zip(part, ranks, strict=True):
+            assigned[index] = rank
+    return assigned
+
+
+def split_experts(
+    experts: Sequence[Sample], num_ranks: int, *, first_group: int, first_trajectory: int
+) -> list[list[Sample]]:
+    """The demonstrations of each rank, by group; their indices continue those of the batch."""
+    shares: list[list[Sample]] = [[] for _ in range(num_ranks)]
+    for sample in experts:
+        placed = replace(
+            sample,
+            group_index=first_group + sample.group_index,
+            trajectory_index=first_trajectory + sample.trajectory_index,
+        )
+        shares[sample.group_index % num_ranks].append(placed)
+    return shares
+
+
+def collect_trainer_state(ranks: Ranks, trainer: Trainer) -> dict[str, Any]:
+    """The trainer's state, gathered on the first rank, which calls this."""
+    if not ranks.is_alone:
+        ranks.broadcast_object("state")
+    return trainer.state_dict()
+
+
+def end_run(ranks: Ranks, result: object) -> None:
+    """Let `follow` return the result of the run on the other ranks."""
+    ranks.broadcast_object(RunEnd(result=result))
+
+
+async def follow(actors: Actors, trainer: Trainer) -> Any:
+    """Carry out the orders of the first rank until the run ends; returns its result."""
+    ranks = actors.ranks
+    while True:
+        order: RolloutOrder | RunEnd | Order = ranks.broadcast_object()
+        match order:
+            case RolloutOrder():
+                actors.engine.resume(order.policy_version)
+                await run_share(actors, order)
+                actors.engine.pause()
+            case "train":
+                train_share(actors, trainer, ranks.scatter_objects())
+            case "state":
+                trainer.state_dict()
+            case RunEnd():
+                return order.result

@@ -1,0 +1,228 @@
+"""AdamW whose float32 masters and moments are sharded over ranks (ZeRO stage 2; Rajbhandari et al., 2020).
+
+Every rank holds all parameters, which the sampler reads. Each parameter is cut into as many equal parts as there are
+ranks, padded with zeros; a rank holds the master and the moments of its part. Gradients are summed with
+reduce-scatter, the parts are updated, and the new parameters are gathered in place. Collectives work on buckets of
+parameters in reverse order, which is about the order of the backward pass.
+
+Axes: R ranks, S elements of a rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tunesmith.cluster.ranks import Ranks, wait_for
+from tunesmith.config import TrainerSection
+from tunesmith.errors import ModelError
+from tunesmith.trainer.optimizer import (
+    MOMENTS,
+    NUM_SAMPLED_ELEMENTS,
+    NUM_SAMPLED_MATRICES,
+    MasterAdamW,
+    build_adamw,
+    build_master,
+    find_trainable,
+    is_wide,
+    pop_tensor,
+)
+from tunesmith.trainer.sharding.buckets import Bucket, Part, build_buckets, fill_rows, pad_flat
+from tunesmith.trainer.sharding.collective_times import CollectiveTimes
+from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients, find_streamed
+
+
+class ShardedAdamW(MasterAdamW):
+    """`MasterAdamW` on several ranks: equal updates, with optimizer state divided by the number of ranks."""
+
+    def __init__(
+        self, model: nn.Module, settings: TrainerSection, ranks: Ranks, *, has_sharded_gradients: bool | None = None
+    ) -> None:
+        self._ranks = ranks
+        self._parameters = find_trainable(model)
+        self._streamed = find_streamed(model, self._parameters, ranks, requested=has_sharded_gradients)
+        self.stream = StreamedGradients(self._streamed, ranks) if self._streamed else None
+        self._masters = {}
+        for seed, (name, parameter) in enumerate(self._parameters.items()):
+            ranks.broadcast(parameter.data)
+            whole = build_master(parameter, seed=seed).detach()
+            self._masters[name] = self._cut(whole.flatten()).clone().requires_grad_()
+            parameter.grad = None
+            parameter.grad_dtype = parameter.dtype if name in self._streamed else whole.dtype
+        self._times = CollectiveTimes(ranks.device)
+        self._buckets = build_buckets(self._parameters, ranks.world_size)
+        self._adamw = build_adamw(
+            settings,
+            decayed=[self._masters[name] for name, p in self._parameters.items() if p.ndim >= 2],
+            exempt=[self._masters[name] for name, p in self._parameters.items() if p.ndim < 2],
+        )
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to None."""
+        super().clear_gradients()
+        if self.stream is not None:
+            self.stream.clear()
+
+    def compute_grad_norm(self) -> Tensor:
+        """Sum the gradients over ranks, which frees them, and return the norm of the sum."""
+        with self._times.waiting():
+            self._ranks.add(torch.zeros(1, device=self._ranks.device))
+        with self._times.communicating():
+            self._reduce_gradients()
+        shards = [master.grad for master in self._masters.values() if master.grad is not None]
+        norm = torch.nn.utils.get_total_norm(shards).double().to(self._ranks.device)
+        return self._ranks.add(norm.square()).sqrt()
+
+    @torch.no_grad()
+    def update(self, *, learning_rate: float, grad_norm: Tensor, max_grad_norm: float) -> None:
+        """Clip the summed gradients of `compute_grad_norm`, update the masters, gather the parameters."""
+        masters = list(self._masters.values())
+        torch.nn.utils.clip_grads_with_norm_(masters, max_grad_norm, grad_norm.to(masters[0].dtype))
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        with self._times.communicating():
+            self._write_back()
+        self.clear_gradients()
+
+    def take_times(self) -> dict[str, float]:
+        """Seconds since the last call in which this rank waited for the others' gradients, and communicated."""
+        return self._times.take()
+
+    @torch.no_grad()
+    def sample_weights(self) -> list[Tensor]:
+        """As `MasterAdamW.sample_weights`: the same elements of the whole masters, on every rank."""
+        names = [name for name, p in self._parameters.items() if p.ndim >= 2] or list(self._parameters)
+        chosen, parts = names[:: -(-len(names) // NUM_SAMPLED_MATRICES)], []
+        for name in chosen:
+            master, num_elements = self._masters[name], self._parameters[name].numel()
+            index_N = torch.arange(0, num_elements, -(-num_elements // NUM_SAMPLED_ELEMENTS), device=master.device)
+            place_N = index_N - self._ranks.rank * len(master)
+            is_own_N = (place_N >= 0) & (place_N < len(master))
+            own_N = master.detach()[place_N.clamp(0, len(master) - 1)].double()
+            parts.append(own_N.where(is_own_N, 0.0))
+        whole = self._ranks.add(torch.cat(parts))
+        return list(whole.split([len(part) for part in parts]))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As `MasterAdamW.state_dict`, gathered from all ranks to the CPU of the first; empty on the others.
+
+        All ranks must call it.
+        """
+        state: dict[str, Tensor] = {}
+        for name, master in self._masters.items():
+            moments = self._adamw.state[master]
+            if "step" in moments:
+                state[f"step:{name}"] = moments["step"].detach().cpu().clone()
+            for kind in MOMENTS[1:]:
+                if kind in moments:
+                    state[f"{kind}:{name}"] = self._gather(name, moments[kind])
+            if not is_wide(self._parameters[name]):
+                state[f"master:{name}"] = self._gather(name, master.detach())
+        return state if self._ranks.is_first else {}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore a state of any number of ranks; parameters with a separate master are rewritten from it."""
+        rest = dict(state)
+        for name, master in self._masters.items():
+            parameter = self._parameters[name]
+            whole = parameter.detach() if is_wide(parameter) else pop_tensor(rest, f"master:{name}", parameter)
+            master.copy_(self._cut(whole.flatten()))
+            moments = {kind: rest.pop(f"{kind}:{name}") for kind in MOMENTS if f"{kind}:{name}" in rest}
+            if moments and any(moments[kind].shape != parameter.shape for kind in MOMENTS[1:]):
+                raise ModelError(f"optimizer state of {name!r} has another shape: it belongs to another model")
+            self._adamw.state[master] = {
+                kind: (value if kind == "step" else self._cut(value.flatten())).to(master.device, copy=True)
+                for kind, value in moments.items()
+            }
+        if rest:
+            raise ModelError(f"optimizer state holds {next(iter(rest))!r}, which this model does not have")
+        self._write_back()
+
+    @torch.no_grad()
+    def _reduce_gradients(self) -> None:
+        """Set each master's gradient to its part of the sum over ranks; parameters that no rank used have none."""
+        has_gradient = self._find_used()
+        pending = []
+        for bucket in self._buckets:
+            parts = [part for part in bucket.parts if part.name in has_gradient and part.name not in self._streamed]
+            if not parts:
+                continue
+            whole_RS = self._pack(parts)
+            shard_S = torch.empty_like(whole_RS[0])
+            work = self._ranks.reduce_scatter(shard_S, whole_RS.view(-1), is_async=True)
+            pending.append((work, parts, shard_S, whole_RS))
+            if len(pending) > 1:
+                self._take_shards(*pending.pop(0)[:3])
+        for work, parts, shard_S, _ in pending:
+            self._take_shards(work, parts, shard_S)
+        if self.stream is not None:
+            for name, gradient in self.stream.totals.items():
+                self._masters[name].grad = gradient if name in has_gradient else None
+
+    def _find_used(self) -> set[str]:
+        """Names of parameters that have a gradient on some rank."""
+        streamed = self.stream.used if self.stream is not None else set()
+        used = bytes(parameter.grad is not None or name in streamed for name, parameter in self._parameters.items())
+        gathered = self._ranks.all_gather_objects(used)
+        return {name for name, *flags in zip(self._parameters, *gathered, strict=True) if any(flags)}
+
+    def _pack(self, parts: Sequence[Part]) -> Tensor:
+        """The gradients of the parts as [R, S], so that row r is what rank r keeps; they are freed."""
+        like = self._masters[parts[0].name]
+        whole_RS = like.new_zeros(self._ranks.world_size, sum(part.size for part in parts))
+        fill_rows(whole_RS, parts, self._parameters)
+        return whole_RS
+
+    def _take_shards(self, work: Any, parts: Sequence[Part], shard_S: Tensor) -> None:
+        wait_for([work])
+        for part, gradient in zip(parts, shard_S.split([part.size for part in parts]), strict=True):
+            self._masters[part.name].grad = gradient
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        """Round the masters into the parameters of every rank, in place."""
+        pending = []
+        for bucket in self._buckets:
+            dtype = self._parameters[bucket.parts[0].name].dtype
+            shard_S = torch.cat([self._masters[part.name].detach() for part in bucket.parts]).to(dtype)
+            whole = shard_S.new_empty(self._ranks.world_size * bucket.size)
+            pending.append((self._ranks.all_gather(whole, shard_S, is_async=True), bucket, whole, shard_S))
+            if len(pending) > 1:
+                self._unpack(*pending.pop(0)[:3])
+        for work, bucket, whole, _ in pending:
+            self._unpack(work, bucket, whole)
+
+    def _unpack(self, work: Any, bucket: Bucket, whole: Tensor) -> None:
+        wait_for([work])
+        whole_RS = whole.view(self._ranks.world_size, bucket.size)
+        for part in bucket.parts:
+            parameter = self._parameters[part.name]
+            values = whole_RS[:, part.start : part.start + part.size].reshape(-1)[: parameter.numel()]
+            parameter.data.copy_(values.view_as(parameter))
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of a flat tensor, padded with zeros."""
+        size = -(-whole.numel() // self._ranks.world_size)
+        part = whole[self._ranks.rank * size : (self._ranks.rank + 1) * size]
+        return pad_flat(part, size)
+
+    def _gather(self, name: str, part: Tensor) -> Tensor:
+        """The whole tensor of a part, on the CPU of the first rank; empty on the others."""
+        parameter = self._parameters[name]
+        whole = part.new_empty(self._ranks.world_size * len(part))
+        self._ranks.all_gather(whole, part.contiguous())
+        return whole[: parameter.numel()].view_as(parameter).cpu() if self._ranks.is_first else torch.empty(0)
+
+
+def build_optimizer(
+    model: nn.Module, settings: TrainerSection, ranks: Ranks, *, has_sharded_gradients: bool | None = None
+) -> MasterAdamW:
+    """The optimizer of this rank."""
+    if ranks.is_alone:
+        return MasterAdamW(model, settings)
+    return ShardedAdamW(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)

@@ -1,0 +1,121 @@
+"""Gradients that are summed over ranks while the backward pass makes them.
+
+A rank then holds float32 gradients of its own parts only, and 16-bit gradients of one bucket. Every rank reduces all
+buckets once for each row, in the same order; a rank that has fewer rows adds zeros. Embeddings and head, whose
+gradients are made in several pieces of a row, are summed after the last row (`ShardedAdamW`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tunesmith.cluster.ranks import Ranks, wait_for
+from tunesmith.trainer.sharding.buckets import Bucket, build_buckets, fill_rows
+
+MEMORY_FRACTION = 0.1
+"""Share of the device's memory that float32 gradients of all weights may take before they are sharded."""
+
+
+class StreamedGradients:
+    """This rank's parts of the gradients of an update."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
+        self._parameters = parameters
+        self._ranks = ranks
+        self._buckets = build_buckets(parameters, ranks.world_size)
+        self._ready: set[str] = set()
+        self._num_launched = 0
+        self._pending: tuple[Any, Bucket, Tensor, Tensor] | None = None
+        self._num_rows = 0
+        self.totals: dict[str, Tensor] = {}
+        """Parts of the sum over ranks and rows, by name of the parameter."""
+        self.used: set[str] = set()
+        """Parameters that had a gradient on this rank."""
+        for name, parameter in parameters.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._add, name))
+
+    def begin_update(self, num_rows: int) -> None:
+        """Start with no gradient; this rank will pass `num_rows` rows."""
+        self.clear()
+        self._num_rows = max(self._ranks.all_gather_objects(num_rows))
+
+    def end_row(self) -> None:
+        """After the backward of a row: reduce what is left of it."""
+        while self._num_launched < len(self._buckets):
+            self._launch()
+        self._settle()
+        self._ready.clear()
+        self._num_launched = 0
+        self._num_rows -= 1
+
+    def end_update(self) -> None:
+        """After the last row of this rank: take part in the remaining rows of others."""
+        while self._num_rows > 0:
+            self.end_row()
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self.totals.clear()
+        self.used.clear()
+
+    def _add(self, name: str, parameter: Tensor) -> None:
+        """The gradient of a parameter is complete for this row."""
+        self._ready.add(name)
+        self.used.add(name)
+        while self._num_launched < len(self._buckets):
+            if any(part.name not in self._ready for part in self._buckets[self._num_launched].parts):
+                return
+            self._launch()
+
+    @torch.no_grad()
+    def _launch(self) -> None:
+        bucket = self._buckets[self._num_launched]
+        self._num_launched += 1
+        first = self._parameters[bucket.parts[0].name]
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        whole_RS = torch.zeros(self._ranks.world_size, bucket.size, dtype=dtype, device=first.device)
+        fill_rows(whole_RS, bucket.parts, self._parameters)
+        shard_S = torch.empty_like(whole_RS[0])
+        work = self._ranks.reduce_scatter(shard_S, whole_RS.view(-1), is_async=True)
+        self._settle()
+        self._pending = (work, bucket, shard_S, whole_RS)
+
+    def _settle(self) -> None:
+        """Add the bucket that was reduced last to the totals."""
+        if self._pending is None:
+            return
+        work, bucket, shard_S, _ = self._pending
+        wait_for([work])
+        for part, gradient in zip(bucket.parts, shard_S.split([part.size for part in bucket.parts]), strict=True):
+            if part.name in self.totals:
+                self.totals[part.name] += gradient
+            else:
+                self.totals[part.name] = gradient.clone()
+        self._pending = None
+
+
+def find_streamed(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], ranks: Ranks, *, requested: bool | None
+) -> dict[str, nn.Parameter]:
+    """The parameters whose gradients are streamed: none, or all but those of embeddings and head.
+
+    `requested` None: those of a model whose float32 gradients would take more than `MEMORY_FRACTION` of the device.
+    """
+    if ranks.is_alone or not isinstance(model, PreTrainedModel):
+        return {}
+    if requested is None:
+        device = torch.device(ranks.device)
+        num_bytes = 4 * sum(parameter.numel() for parameter in parameters.values())
+        if device.type == "cpu" or num_bytes <= MEMORY_FRACTION * torch.cuda.get_device_properties(device).total_memory:
+            return {}
+    elif not requested:
+        return {}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    late = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+    return {name: parameter for name, parameter in parameters.items() if id(parameter) not in late}

@@ -1,0 +1,135 @@
+"""A trajectory as conversations: its tokens split at the chat template's control tokens.
+
+Each chain of turns that extend each other is one conversation; retries, sub-agents and edited histories are further
+ones. Sampled text is parsed as the endpoint parses it. Only control *tokens* start a message: text that spells one is
+text of the message it is in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import count
+from statistics import fmean
+from typing import Any
+
+from tunesmith.chat.parsers import THINK_CLOSE, THINK_OPEN, ReplyParser
+from tunesmith.experience.samples import chain_turns
+from tunesmith.types import Turn
+from tunesmith.viewer.reading.run import StoredRollout
+from tunesmith.viewer.reading.token_text import CLOSE, OPEN, TokenText
+
+MARK = f"{OPEN}(?:{{}}){CLOSE}"
+ROLE = r"([a-zA-Z_]+)"
+HEADERS = (
+    MARK.format(r"<\|im_start\|>|<start_of_turn>") + ROLE + r"\n?",  # ChatML, Gemma
+    MARK.format(r"<\|start_header_id\|>") + ROLE + MARK.format(r"<\|end_header_id\|>") + r"\s*",  # Llama 3
+    MARK.format(r"<\|start\|>")
+    + r"([^\x02]*)"
+    + f"(?:{MARK.format(r'<.channel.>')}[^\x02]*)?"
+    + MARK.format(r"<\|message\|>"),
+    MARK.format(r"<\|(system|user|assistant|tool|observation)\|>") + r"\n?",  # Phi, GLM
+    MARK.format(r"<.(User|Assistant).>"),  # DeepSeek
+    MARK.format(r"\[(INST|/INST|AVAILABLE_TOOLS|TOOL_RESULTS)\]"),  # Mistral
+)
+HEADER = re.compile("|".join(f"(?:{header})" for header in HEADERS))
+CONTROL = re.compile(f"{OPEN}([^{CLOSE}]*){CLOSE}")
+ROLES = {"model": "assistant", "inst": "user", "/inst": "assistant", "observation": "tool", "tool_results": "tool"}
+ROLES |= {"available_tools": "system", "developer": "system", "ipython": "tool"}
+SHOWN_CONTROLS = frozenset(
+    {"<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>"}
+)
+
+
+def build_conversations(stored: StoredRollout, text: TokenText) -> list[dict[str, Any]]:
+    """The conversations of a trajectory: messages in order, with the numbers of the turn that sampled them."""
+    turns = stored.trajectory.turns
+    index_of = {id(turn): index for index, turn in enumerate(turns)}
+    conversations = []
+    for chain in chain_turns(turns):
+        messages: list[dict[str, Any]] = []
+        known: tuple[int, ...] = ()
+        for turn in chain:
+            messages += split_messages(text.decode_marked(turn.prompt_ids[len(known) :]))
+            if messages and messages[-1]["role"] == "assistant" and not messages[-1]["content"].strip():
+                messages.pop()  # the header of the reply
+            messages.append(describe_reply(turn, index_of[id(turn)], stored, text))
+            known = turn.prompt_ids + turn.sampled_ids
+        conversations.append({"messages": [message for message in messages if not is_blank(message)]})
+    return conversations
+
+
+def describe_reply(turn: Turn, index: int, stored: StoredRollout, text: TokenText) -> dict[str, Any]:
+    """The message that a turn sampled."""
+    advantages = stored.turn_advantages
+    prompt_end = text.decode_marked(turn.prompt_ids[-8:])
+    is_open = (
+        prompt_end.rpartition(THINK_OPEN)[2] != prompt_end and THINK_CLOSE not in prompt_end.rpartition(THINK_OPEN)[2]
+    )
+    return parse_reply(drop_controls(text.decode_marked(turn.sampled_ids)), is_reasoning_open=is_open) | {
+        "sampled": True,
+        "turn": index,
+        "stop_reason": turn.stop_reason,
+        "num_tokens": len(turn.sampled_ids),
+        "logprob": fmean(turn.logprobs) if turn.logprobs else None,
+        "advantage": advantages[index] if advantages else stored.advantage,
+        "trained": turn.is_trained and stored.advantage is not None,
+        "temperature": turn.distribution.temperature,
+        "versions": sorted(set(turn.policy_versions)),
+    }
+
+
+def split_messages(marked: str) -> list[dict[str, Any]]:
+    """Messages of a rendered prompt; text before the first header, or without any, is one message of role `prompt`."""
+    headers = list(HEADER.finditer(marked))
+    messages = []
+    if before := drop_controls(marked[: headers[0].start()] if headers else marked).strip():
+        messages.append({"role": "prompt", "content": before})
+    ends = [*(header.start() for header in headers[1:]), len(marked)]
+    for header, end in zip(headers, ends, strict=False):  # without headers there is one end
+        name = next((group for group in header.groups() if group), "prompt").strip().lower()
+        role, content = ROLES.get(name, name), drop_controls(marked[header.end() : end]).removesuffix("\n")
+        messages.append(parse_reply(content) if role == "assistant" else {"role": role, "content": content})
+    return messages
+
+
+def parse_reply(content: str, *, is_reasoning_open: bool = False) -> dict[str, Any]:
+    """An assistant's text as reasoning, content and tool calls."""
+    numbers = count(1)
+    parser = ReplyParser(
+        new_call_id=lambda: f"call{next(numbers)}",
+        has_reasoning=True,
+        is_reasoning_open=is_reasoning_open,
+        has_tool_calls=True,
+    )
+    message = parser.parse(content)
+    calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    return {"role": "assistant", "content": message.content, "reasoning": message.reasoning, "tool_calls": calls}
+
+
+def drop_controls(marked: str) -> str:
+    """The text without control tokens, except those that delimit reasoning and tool calls."""
+    return CONTROL.sub(lambda found: found[1] if found[1] in SHOWN_CONTROLS else "", marked)
+
+
+def is_blank(message: dict[str, Any]) -> bool:
+    return not message.get("sampled") and not message["content"].strip() and not message.get("tool_calls")
+
+
+def iter_tool_names(replies: Sequence[str]) -> Iterator[str]:
+    """Names of the tools that sampled replies call."""
+    for reply in replies:
+        if "tool_call" in reply:
+            yield from (call["name"] for call in parse_reply(reply)["tool_calls"])
+
+
+def format_conversation(conversation: dict[str, Any]) -> str:
+    """A conversation as plain text, for comparing two."""
+    parts = []
+    for message in conversation["messages"]:
+        lines = [f"[{message['role']}]"]
+        lines += [f"(reasoning) {message['reasoning']}"] if message.get("reasoning") else []
+        lines += [message["content"]] if message["content"] else []
+        lines += [f"{call['name']}({call['arguments']})" for call in message.get("tool_calls") or ()]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)

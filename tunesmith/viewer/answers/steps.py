@@ -1,0 +1,154 @@
+"""The groups of a step, the rollouts of a group, one rollout, and what the selector chose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from statistics import fmean, pstdev
+from typing import Any
+
+from tunesmith.viewer.answers.conversation import build_conversations, iter_tool_names
+from tunesmith.viewer.answers.tokens import build_tokens
+from tunesmith.viewer.answers.trie import build_trie
+from tunesmith.viewer.reading.run import Run, StoredRollout
+
+QUESTION_FIELDS = ("question", "problem", "prompt", "query", "instruction", "input", "text", "messages")
+MAX_TITLE_CHARS = 240
+MAX_ANSWER_CHARS = 300
+
+
+def to_number(value: float) -> float | None:
+    """The number of an index's row; None for NaN."""
+    return None if value != value else float(value)
+
+
+def describe_step(run: Run, step: int) -> dict[str, Any]:
+    """The groups of a step with the rewards, advantages and lengths of their rollouts."""
+    rows = run.index.find_step(step)
+    titles: dict[int, tuple[str, str]] = {}
+    for position, row in enumerate(run.files.iter_rows(step, ["group_index", "task_id", "task_row"])):
+        if row["group_index"] not in titles:
+            titles[row["group_index"]] = (row["task_id"], find_title(load_row(row["task_row"])))
+        assert position < len(rows), "the rows of a step do not change"
+    groups = []
+    for number, (task_id, title) in titles.items():
+        members = rows[rows["group"] == number]
+        rewards = [to_number(value) for value in members["reward"]]
+        known = [reward for reward in rewards if reward is not None]
+        groups.append(
+            {
+                "group": number,
+                "task_id": task_id,
+                "title": title,
+                "runs": members["run"].tolist(),
+                "rewards": rewards,
+                "advantages": [to_number(value) for value in members["advantage"]],
+                "num_tokens": members["num_tokens"].tolist(),
+                "num_failures": len(rewards) - len(known),
+                "mean": fmean(known) if known else None,
+                "std": pstdev(known) if known else None,
+            }
+        )
+    return {"step": step, "groups": groups}
+
+
+def load_row(text: str) -> Mapping[str, Any]:
+    loaded = json.loads(text)
+    return loaded if isinstance(loaded, dict) else {"task": loaded}
+
+
+def find_title(row: Mapping[str, Any]) -> str:
+    """The question of a task in one line: a field with a usual name, or the longest text."""
+    texts = {name: value for name, value in row.items() if isinstance(value, str)}
+    named = next((texts[name] for name in QUESTION_FIELDS if name in texts), None)
+    title = named if named is not None else max(texts.values(), key=len, default=json.dumps(row, default=str))
+    return " ".join(title.split())[:MAX_TITLE_CHARS]
+
+
+def describe_group(run: Run, step: int, group: int) -> dict[str, Any]:
+    """The rollouts of a group in one line each, and the task's row."""
+    rollouts, rows = run.load_group(step, group), run.index.find_step(step)
+    first = rollouts[0]
+    return {
+        "num_groups": int(rows["group"].max()) + 1,
+        "step": step,
+        "group": group,
+        "task_id": first.trajectory.task.task_id,
+        "row": dict(first.trajectory.task.row),
+        "baseline_reward": first.baseline_reward,
+        "rollouts": [summarize_rollout(run, stored) for stored in rollouts],
+    }
+
+
+def summarize_rollout(run: Run, stored: StoredRollout) -> dict[str, Any]:
+    """One line about a rollout."""
+    trajectory = stored.trajectory
+    sampled = [turn.sampled_ids for turn in trajectory.turns]
+    tools = list(iter_tool_names(run.text.decode_batch(sampled))) if run.text is not None and sampled else []
+    failure = trajectory.failure
+    return {
+        "run": trajectory.run_index,
+        "reward": trajectory.reward,
+        "advantage": stored.advantage,
+        "turn_advantages": stored.turn_advantages,
+        "num_tokens": sum(map(len, sampled)),
+        "num_turns": len(trajectory.turns),
+        "stop_reasons": [turn.stop_reason for turn in trajectory.turns],
+        "tools": tools,
+        "metrics": dict(trajectory.metrics),
+        "failure": None if failure is None else f"{failure.where}: {failure.message}"[:MAX_ANSWER_CHARS],
+        "response": trajectory.response_text[:MAX_ANSWER_CHARS],
+        "duration_s": trajectory.duration_s,
+    }
+
+
+def describe_trie(run: Run, step: int, group: int) -> dict[str, Any]:
+    """The trie of a group."""
+    return build_trie(run.load_group(step, group), run.text)
+
+
+def describe_rollout(run: Run, step: int, group: int, number: int) -> dict[str, Any]:
+    """A rollout with its conversations, its tokens and its failure."""
+    stored = run.load_rollout(step, group, number)
+    trajectory, failure, text = stored.trajectory, stored.trajectory.failure, run.text
+    rows = run.index.find_step(step)
+    return summarize_rollout(run, stored) | {
+        "step": step,
+        "group": group,
+        "siblings": rows["run"][rows["group"] == group].tolist(),
+        "num_groups": int(rows["group"].max()) + 1 if len(rows) else 0,
+        "task_id": trajectory.task.task_id,
+        "row": dict(trajectory.task.row),
+        "response": trajectory.response_text,
+        "failure": None
+        if failure is None
+        else {
+            "where": failure.where,
+            "message": failure.message,
+            "line": failure.line,
+            "traceback": failure.traceback,
+        },
+        "has_text": text is not None,
+        "conversations": [] if text is None else build_conversations(stored, text),
+        "tokens": build_tokens(stored, text),
+    }
+
+
+def describe_selection(run: Run, step: int) -> dict[str, Any]:
+    """The tasks that the selector chose for a step and why, with what they turned out to be."""
+    selection, groups = run.load_selection(step), describe_step(run, step)["groups"]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for group in groups:
+        found.setdefault(group["task_id"], []).append(group)
+    choices = []
+    for choice in selection["choices"]:
+        waiting = found.get(choice["task_id"])
+        group = waiting.pop(0) if waiting else None
+        outcome = {"group": None, "mean": None, "title": ""} if group is None else group
+        choices.append(dict(choice) | {name: outcome[name] for name in ("group", "mean", "title")})
+    return {
+        "step": step,
+        "choices": choices,
+        "summary": selection.get("summary", {}),
+        "histogram": selection.get("histogram", []),
+    }

@@ -1,0 +1,105 @@
+"""One task over the steps of a run, and the difference of two rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tunesmith.viewer.answers.conversation import build_conversations, format_conversation
+from tunesmith.viewer.answers.diff import diff_texts
+from tunesmith.viewer.answers.steps import MAX_ANSWER_CHARS, find_title, load_row, to_number
+from tunesmith.viewer.reading.rollout_index import Rows
+from tunesmith.viewer.reading.run import Run
+
+MAX_GROUPS = 200
+"""Groups of one task that are listed, the newest ones."""
+MAX_TASKS = 200
+
+
+def describe_task(run: Run, task_id: str) -> dict[str, Any]:
+    """The groups of a task in ascending order of steps, with each rollout's reward and response."""
+    run.index.extend()
+    found = run.index.find_task(task_id)
+    keys = sorted({(int(row["step"]), int(row["group"])) for row in found})
+    groups, row_text = [], None
+    for step, group in keys[-MAX_GROUPS:]:
+        members = found[(found["step"] == step) & (found["group"] == group)]
+        first, last = int(members["position"].min()), int(members["position"].max())
+        stored = list(
+            run.files.iter_rows(
+                step, ["task_row", "response_text", "failure_message"], first=first, num_rows=last - first + 1
+            )
+        )
+        row_text = stored[0]["task_row"]
+        groups.append(
+            {
+                "step": step,
+                "group": group,
+                "rollouts": [
+                    {
+                        "run": int(row["run"]),
+                        "reward": to_number(row["reward"]),
+                        "advantage": to_number(row["advantage"]),
+                        "num_tokens": int(row["num_tokens"]),
+                        "response": (each["response_text"] or "")[:MAX_ANSWER_CHARS],
+                        "failure": each["failure_message"] and each["failure_message"][:MAX_ANSWER_CHARS],
+                    }
+                    for row, each in zip(members, stored, strict=True)
+                ],
+            }
+        )
+    row = {} if row_text is None else load_row(row_text)
+    return {"task_id": task_id, "title": find_title(row), "row": dict(row), "groups": groups, "num_groups": len(keys)}
+
+
+def list_repeated_tasks(run: Run, *, limit: int = MAX_TASKS) -> dict[str, Any]:
+    """The tasks that were tried in most steps, each with the mean reward of its groups in order of steps."""
+    run.index.extend()
+    parts = [average_groups(rows) for rows in run.index.iter_rows() if len(rows)]
+    if not parts:
+        return {"tasks": [], "num_tasks": 0}
+    task_G, step_G, mean_G = (np.concatenate(column) for column in zip(*parts[::-1], strict=True))
+    counts = np.bincount(task_G)
+    chosen = np.argsort(-counts, kind="stable")[:limit]
+    tasks = []
+    for code in chosen[counts[chosen] > 0]:
+        members = np.flatnonzero(task_G == code)
+        tasks.append(
+            {
+                "task_id": run.index.task_ids[code],
+                "steps": step_G[members].tolist(),
+                "means": [to_number(value) for value in mean_G[members]],
+            }
+        )
+    return {"tasks": tasks, "num_tasks": int(np.count_nonzero(counts))}
+
+
+def average_groups(rows: Rows) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Task, step and mean reward of each group of a file; the rollouts of a group are adjacent."""
+    differs = (rows["step"][1:] != rows["step"][:-1]) | (rows["group"][1:] != rows["group"][:-1])
+    starts = np.concatenate([[0], np.flatnonzero(differs) + 1])
+    is_known = ~np.isnan(rows["reward"])
+    sums = np.add.reduceat(np.where(is_known, rows["reward"], 0.0), starts)
+    numbers = np.add.reduceat(is_known.astype(np.int64), starts)
+    means = np.divide(sums, numbers, out=np.full(len(starts), np.nan), where=numbers > 0)
+    return rows["task"][starts], rows["step"][starts], means
+
+
+def diff_rollouts(runs: Sequence[Run], before: str, after: str) -> dict[str, Any]:
+    """The difference of two rollouts, each given as run/step/group/rollout."""
+    texts, titles = [], []
+    for spec in (before, after):
+        number, step, group, index = (int(part) for part in spec.split("/"))
+        run = runs[number]
+        stored = run.load_rollout(step, group, index)
+        text = run.text
+        conversations = [] if text is None else build_conversations(stored, text)
+        shown = "\n\n".join(map(format_conversation, conversations)) or stored.trajectory.response_text
+        texts.append(shown)
+        titles.append(
+            {"run": number, "step": step, "group": group, "rollout": index, "reward": stored.trajectory.reward}
+        )
+    return {"before": titles[0], "after": titles[1], "parts": diff_texts(*texts)}

@@ -1,0 +1,87 @@
+"""Token ids as text, with the run's own `tokenizer.json` and the tokenizers library alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from tunesmith.storage import CHECKPOINT
+
+TOKENIZER = "tokenizer.json"
+OPEN, CLOSE = "\x02", "\x03"
+"""Around a control token in `decode_marked`; sampled text cannot contain them, they are replaced."""
+
+
+class TokenText:
+    """Decodes the token ids of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(path))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._control_ids = {token_id: token.content for token_id, token in added.items() if token.special}
+
+    def split(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token. A character of several tokens is the text of the last one, the others are empty."""
+        stream, pieces = DecodeStream(skip_special_tokens=False), []
+        for token_id in ids:
+            try:
+                piece = stream.step(self._tokenizer, token_id)
+            except Exception:  # noqa: BLE001 - the library raises its base class for invalid sequences
+                stream, piece = DecodeStream(skip_special_tokens=False), self._tokenizer.id_to_token(token_id)
+            known = piece is not None or self._tokenizer.id_to_token(token_id) is not None
+            pieces.append((piece or "") if known else f"<{token_id}>")
+        return pieces
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids without control tokens."""
+        return self._tokenizer.decode([each for each in ids if each not in self._control_ids])
+
+    def decode_batch(self, batch: Sequence[Sequence[int]]) -> list[str]:
+        """The text of several lists of ids, with control tokens."""
+        return self._tokenizer.decode_batch([list(ids) for ids in batch], skip_special_tokens=False)
+
+    def decode_marked(self, ids: Sequence[int]) -> str:
+        """The text with each control token between `OPEN` and `CLOSE`: text that spells one is not marked."""
+        parts: list[str] = []
+        run: list[int] = []
+        for token_id in ids:
+            if token_id in self._control_ids:
+                parts.append(self._decode_plain(run) + f"{OPEN}{self._control_ids[token_id]}{CLOSE}")
+                run = []
+            else:
+                run.append(token_id)
+        return "".join([*parts, self._decode_plain(run)])
+
+    def _decode_plain(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+        return text.replace(OPEN, "\ufffd").replace(CLOSE, "\ufffd")
+
+
+def find_tokenizer(root: Path, config: Mapping[str, Any]) -> Path | None:
+    """The tokenizer of a run: that of its newest checkpoint, or of the model it started from."""
+    checkpoints = [path for path in root.iterdir() if CHECKPOINT.fullmatch(path.name)]
+    newest = sorted(checkpoints, key=lambda path: int(path.name.rpartition("_")[2]), reverse=True)
+    model = config.get("model") if isinstance(config.get("model"), dict) else {}
+    assert isinstance(model, dict)
+    names = [str(model[key]) for key in ("path", "base_path") if model.get(key)]
+    folders = [*newest, root / "model", *(Path(name).expanduser() for name in names)]
+    for folder in folders:
+        if (folder / TOKENIZER).is_file():
+            return folder / TOKENIZER
+    return next((found for name in names if (found := find_cached(name)) is not None), None)
+
+
+def find_cached(name: str) -> Path | None:
+    """The tokenizer of a hub model in the local cache; nothing is downloaded."""
+    from huggingface_hub import try_to_load_from_cache  # takes a while to import and is rarely needed
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, TOKENIZER)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None

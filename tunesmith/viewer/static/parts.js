@@ -1,0 +1,78 @@
+// Small components that several pages use.
+import { html, useState } from "./vendor/htm-preact.js";
+import { num, rewardColor, signed } from "./format.js";
+import { setParams } from "./route.js";
+
+export const LONG_TEXT = 3000;
+
+export function Note({ children }) {
+  return html`<p class="note">${children}</p>`;
+}
+
+export function Failed({ message }) {
+  return html`<p class="note error" role="alert">${message}</p>`;
+}
+
+// Shows the answer with `children(data)`, or why there is none.
+export function Loaded({ answer, children }) {
+  if (answer.error) return html`<${Failed} message=${answer.error} />`;
+  return answer.data ? children(answer.data) : html`<${Note}>Loading<//>`;
+}
+
+export function Reward({ value }) {
+  return value === null || value === undefined
+    ? html`<span class="reward failed">failed</span>`
+    : html`<span class="reward">${num(value)}</span>`;
+}
+
+export function Advantage({ value, scale = 2 }) {
+  if (value === null || value === undefined) return html`<span class="dim">–</span>`;
+  const width = `${Math.min(Math.abs(value) / scale, 1) * 50}%`;
+  const side = value < 0 ? { right: "50%", width } : { left: "50%", width };
+  return html`<span class="advantage">
+    <span class="bar"><i class=${value < 0 ? "negative" : "positive"} style=${side}></i></span>${signed(value)}</span>`;
+}
+
+// One cell for each rollout, colored by reward.
+export function Rewards({ rewards, low = 0, high = 1 }) {
+  const columns = { gridTemplateColumns: `repeat(${Math.min(rewards.length, 16)}, 10px)` };
+  return html`<span class="strip" style=${columns}>${rewards.map((value, index) => html`<i
+    key=${index} class=${value === null ? "failed" : ""} title=${value === null ? "failed" : `rollout ${index}: ${num(value)}`}
+    style=${{ background: rewardColor(value, low, high) || "" }}></i>`)}</span>`;
+}
+
+export function findRange(values) {
+  const known = values.filter((value) => value !== null && value !== undefined);
+  return known.length ? [Math.min(0, ...known), Math.max(...known)] : [0, 1];
+}
+
+export function LongText({ text, className = "" }) {
+  const [isOpen, setOpen] = useState(false);
+  const isLong = text.length > LONG_TEXT;
+  return html`<div class="text ${className}">${isLong && !isOpen ? text.slice(0, LONG_TEXT) : text}${
+    isLong && html`<button class="more" onClick=${() => setOpen(!isOpen)}>${
+      isOpen ? "show less" : `… show all ${text.length} characters`}</button>`}</div>`;
+}
+
+export function Fields({ row }) {
+  return html`<dl class="fields">${Object.entries(row).map(([name, value]) => html`<dt key=${name}>${name}</dt>
+    <dd><${LongText} text=${typeof value === "string" ? value : JSON.stringify(value)} /></dd>`)}</dl>`;
+}
+
+export function Tabs({ name, value, options }) {
+  return html`<span class="tabs" role="tablist">${options.map(([key, label]) => html`<button key=${key} role="tab"
+    aria-selected=${key === value} class=${key === value ? "on" : ""}
+    onClick=${() => setParams({ [name]: key })}>${label}</button>`)}</span>`;
+}
+
+// An input that writes one setting into the URL when typing pauses or ends.
+export function Filter({ name, label, value, type = "text", width = 110, isMain = false, placeholder = "" }) {
+  return html`<label class="filter">${label}<input type=${type} step="any" value=${value || ""} placeholder=${placeholder}
+    data-main=${isMain ? "" : undefined} style=${{ width: `${width}px` }}
+    onChange=${(event) => setParams({ [name]: event.target.value.trim(), page: "" })} /></label>`;
+}
+
+export function Choice({ name, label, value, options }) {
+  return html`<label class="filter">${label}<select value=${value || ""} onChange=${(event) => setParams({ [name]: event.target.value, page: "" })}>
+    ${options.map(([key, text]) => html`<option key=${key} value=${key} selected=${key === (value || "")}>${text}</option>`)}</select></label>`;
+}

@@ -1,0 +1,96 @@
+// The groups of a step, and one group: its rollouts and their trie.
+import { html } from "./vendor/htm-preact.js";
+import { useAnswer } from "./api.js";
+import { listSteps, num, plural } from "./format.js";
+import { Advantage, Choice, Fields, Filter, findRange, Loaded, Note, Reward, Rewards, Tabs } from "./parts.js";
+import { go, link } from "./route.js";
+import { Trie } from "./trie.js";
+
+const SORTS = {
+  order: () => 0, mean: (a, b) => (a.mean ?? -1e9) - (b.mean ?? -1e9), std: (a, b) => (b.std ?? -1) - (a.std ?? -1),
+  failures: (a, b) => b.num_failures - a.num_failures,
+  tokens: (a, b) => Math.max(...b.num_tokens) - Math.max(...a.num_tokens),
+};
+
+export function StepPicker({ run, step, page = "step" }) {
+  const steps = listSteps(run.steps);
+  const position = steps.indexOf(step);
+  const move = (by) => position + by >= 0 && position + by < steps.length && go(page, [run.id, steps[position + by]]);
+  return html`<span class="picker"><button data-key="[" title="previous step ([)" disabled=${position <= 0} onClick=${() => move(-1)}>◂</button>
+    <label>step <input type="number" min=${steps[0]} max=${steps[steps.length - 1]} value=${step}
+      onChange=${(event) => go(page, [run.id, event.target.value])} /></label>
+    <span class="dim">of ${steps[steps.length - 1]}</span>
+    <button data-key="]" title="next step (])" disabled=${position >= steps.length - 1} onClick=${() => move(1)}>▸</button></span>`;
+}
+
+export function Step({ app, args, params }) {
+  const run = app.runs[Number(args[0])];
+  const steps = run ? listSteps(run.steps) : [];
+  const isLatest = args[1] === "latest" || args[1] === undefined;
+  const step = isLatest ? steps[steps.length - 1] : Number(args[1]);
+  const answer = useAnswer(run && steps.length ? `step/${run.id}/${step}` : null);
+  if (!run || !steps.length) return html`<${Note}>This run has no rollouts.<//>`;
+  return html`<section class="page"><div class="bar"><${StepPicker} run=${run} step=${step} />
+    ${run.state === "running" && html`<a class=${`follow ${isLatest ? "on" : ""}`} href=${link("step", [run.id, isLatest ? step : "latest"])}>
+      ${isLatest ? "● following" : "○ follow the newest"}</a>`}
+    <${Filter} name="q" label="task " value=${params.q} isMain=${true} placeholder="text or id" width=${160} />
+    <${Choice} name="sort" label="sort " value=${params.sort} options=${[["", "order"], ["mean", "lowest reward"], ["std", "largest spread"], ["failures", "most failures"], ["tokens", "longest"]]} />
+    ${run.has_selection && html`<a href=${link("selector", [run.id, step])}>why these tasks</a>`}</div>
+    <${Loaded} answer=${answer}>${(data) => html`<${Groups} run=${run} data=${data} params=${params} />`}<//></section>`;
+}
+
+function Groups({ run, data, params }) {
+  const [low, high] = findRange(data.groups.flatMap((group) => group.rewards));
+  const wanted = (params.q || "").toLowerCase();
+  const groups = data.groups.filter((group) => `${group.task_id} ${group.title}`.toLowerCase().includes(wanted));
+  if (params.sort) groups.sort(SORTS[params.sort] || SORTS.order);
+  const rewards = data.groups.flatMap((group) => group.rewards).filter((value) => value !== null);
+  const failed = data.groups.reduce((sum, group) => sum + group.num_failures, 0);
+  return html`<p class="summary">${plural(data.groups.length, "group")}, ${plural(rewards.length + failed, "rollout")}, mean reward
+    ${" "}${num(rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null)}${failed ? html`, <b class="error">${failed} failed</b>` : ""}</p>
+    <table class="list"><thead><tr><th class="r">#</th><th>task</th><th>rewards</th><th class="r">mean</th><th class="r">std</th><th>advantages</th>
+    <th class="r">tokens</th></tr></thead><tbody>${groups.map((group) => {
+      const trained = group.advantages.filter((value) => value !== null);
+      return html`<tr key=${group.group} data-row tabindex="-1"><td class="r dim">${group.group}</td>
+        <td class="main"><a href=${link("group", [run.id, data.step, group.group])}>${group.title || group.task_id}</a> <span class="dim">${group.task_id}</span></td>
+        <td><${Rewards} rewards=${group.rewards} low=${low} high=${high} /></td>
+        <td class="r">${num(group.mean)}</td><td class="r">${num(group.std)}</td>
+        <td>${trained.length ? html`${num(Math.min(...trained), 2)} to ${num(Math.max(...trained), 2)}` : html`<span class="dim">not trained</span>`}</td>
+        <td class="r">${num(Math.round(group.num_tokens.reduce((a, b) => a + b, 0) / group.num_tokens.length))}</td></tr>`;
+    })}</tbody></table>`;
+}
+
+export function Group({ app, args, params }) {
+  const [id, step, number] = args.map(Number);
+  const run = app.runs[id];
+  const tab = params.view || "rollouts";
+  const answer = useAnswer(run ? `group/${id}/${step}/${number}` : null);
+  if (!run) return html`<${Note}>There is no such run.<//>`;
+  return html`<section class="page"><${Loaded} answer=${answer}>${(data) => html`
+    <div class="bar"><${Tabs} name="view" value=${tab} options=${[["rollouts", "rollouts"], ["trie", "trie"]]} />
+      <a data-key="u" href=${link("step", [id, step])}>step ${step}</a>
+      <a href=${link("task", [id], { id: data.task_id })}>this task in other steps</a>
+      <button data-key="[" disabled=${number === 0} onClick=${() => go("group", [id, step, number - 1], params)}>◂ group</button>
+      <button data-key="]" disabled=${number + 1 >= data.num_groups} onClick=${() => go("group", [id, step, number + 1], params)}>group ▸</button></div>
+    <details class="task" open><summary>${data.task_id}</summary><${Fields} row=${data.row} /></details>
+    ${data.baseline_reward !== null && html`<p class="summary">baseline: greedy rollout with reward ${num(data.baseline_reward)}</p>`}
+    ${tab === "trie" ? html`<${Trie} id=${id} step=${step} group=${number} rollouts=${data.rollouts} />`
+      : html`<${Rollouts} id=${id} data=${data} />`}`}<//></section>`;
+}
+
+function Rollouts({ id, data }) {
+  const scale = Math.max(1e-9, ...data.rollouts.map((each) => Math.abs(each.advantage ?? 0)));
+  return html`<table class="list"><thead><tr><th class="r">#</th><th>reward</th><th>advantage</th><th class="r">turns</th>
+    <th class="r">tokens</th><th>ended by</th><th>tools</th><th>response</th></tr></thead><tbody>${data.rollouts.map((each) => html`
+    <tr key=${each.run} data-row tabindex="-1"><td class="r"><a href=${link("rollout", [id, data.step, data.group, each.run])}>${each.run}</a></td>
+      <td><${Reward} value=${each.reward} /></td><td><${Advantage} value=${each.advantage} scale=${scale} /></td>
+      <td class="r">${each.num_turns}</td><td class="r">${each.num_tokens}</td>
+      <td class="dim">${each.stop_reasons[each.stop_reasons.length - 1] || ""}</td><td class="clip tools">${countTools(each.tools)}</td>
+      <td class="main">${each.failure ? html`<span class="error">${each.failure}</span>` : each.response}</td></tr>`)}</tbody></table>`;
+}
+
+export function countTools(tools) {
+  const counts = new Map();
+  for (const tool of tools) counts.set(tool, (counts.get(tool) || 0) + 1);
+  return [...counts].map(([name, count]) => (count > 1 ? `${name} ×${count}` : name)).join(", ");
+}
