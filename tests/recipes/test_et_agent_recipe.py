@@ -14,9 +14,9 @@ from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "et_agent"
 SMALL = (
-    "variables.world.num_train=260", "variables.num_epochs=1", "stages.prompted.max_steps=30",
+    "variables.world.num_train=48", "variables.num_epochs=1", "stages.prompted.max_steps=10",
     "stages.demonstrations.args.num_copies=1", "stages.flywheel.num_iterations=1", "stages.rollouts.num_rollouts=1",
-    "stages.questions.args.num_demonstrated=200", "stages.questions.args.num_test=4",
+    "stages.questions.args.num_demonstrated=32", "stages.questions.args.num_test=4",
     "stages.rft_filter.has_format_check=false", "stages.rollouts_filter.has_format_check=false",
     "stages.rft_filter.max_failed_calls=null", "stages.rollouts_filter.max_failed_calls=null",
     "stages.rft.max_steps=2", "stages.rft_rollouts.max_steps=2", "stages.curriculum.stages.rl.total_steps=1",
@@ -31,7 +31,7 @@ from tunesmith.types import JudgeOutput
 async def judge(task, response):
     return JudgeOutput(reward=float(len(response.text) % 2), metrics={"em": 0.0})
 """
-"""A model of 30 steps is never right, so half of its trajectories are called so."""
+"""A model of 10 steps is never right, so half of its trajectories are called so."""
 
 
 @pytest.fixture(scope="module")
