@@ -207,6 +207,22 @@ def test_a_role_may_be_an_auxiliary_model(values, tmp_path, pocket_folder):
     assert not any(each["failed"] for each in result.operators.values()) and result.num_tokens == 0
 
 
+def test_an_auxiliary_model_with_the_name_of_a_role_reaches_the_judge(values, tmp_path, pocket_folder):
+    judge = """
+from tunesmith.types import JudgeOutput
+
+async def judge(task, response, auxiliary_models):
+    model = auxiliary_models["policy"]
+    completion = await model([{"role": "user", "content": "Right?"}])
+    return JudgeOutput(reward=float(completion.usage.completion_tokens == 1))
+"""
+    (tmp_path / "asking.py").write_text(judge)
+    local = {"path": pocket_folder, "max_model_len": 512, "max_tokens": 1}
+    more = {"auxiliary_models": {"policy": local}, "judge": "asking.py:judge", "num_iterations": 0}
+    result = run(values | more, tmp_path / "out")
+    assert result.num_correct == result.num_trajectories == 4
+
+
 def test_mistakes_in_settings_are_named(values, tmp_path):
     with pytest.raises(ConfigError, match="roles.author='big' is neither a model"):
         build_section(FlywheelConfig, values | {"roles": {"author": "big"}})

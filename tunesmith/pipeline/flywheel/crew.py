@@ -33,6 +33,7 @@ from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.types import JudgeType, Turn
 
 MAX_REASON_CHARS = 500
+AUXILIARY = "auxiliary_models."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class Crew:
     ) -> float | None:
         if self.config.roles.judge is not None:
             return await judge_by_votes(models["judge"].model, row, transcript, self.config.num_votes)
-        auxiliary = {name: models[name].model for name in self.config.auxiliary_models}
+        auxiliary = {name: models[AUXILIARY + name].model for name in self.config.auxiliary_models}
         return await judge_by_function(self.judge, row, transcript, auxiliary)
 
     def _find_role(self, name: str, models: Mapping[str, BoundModel], build: Callable[[Any], Role]) -> Role:
@@ -110,7 +111,7 @@ class Crew:
     def sources(self) -> dict[str, str]:
         """The provider of each role that is a model, and each auxiliary model under its own name, for the judge."""
         roles = {name: value for name, value in self.config.roles.model_dump().items() if value in self.providers}
-        return {**{name: name for name in self.config.auxiliary_models}, **roles}
+        return {**{AUXILIARY + name: name for name in self.config.auxiliary_models}, **roles}
 
     def _open_models(self, plan: Plan, order: int) -> dict[str, BoundModel]:
         seed = self.config.seed
