@@ -14,15 +14,17 @@ from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "et_agent"
 SMALL = (
-    "variables.world.num_train=48", "variables.num_epochs=1", "stages.prompted.max_steps=10",
+    "variables.world.num_train=40", "variables.num_epochs=1", "stages.prompted.max_steps=10",
     "stages.demonstrations.args.num_copies=1", "stages.flywheel.num_iterations=1", "stages.rollouts.num_rollouts=1",
-    "stages.questions.args.num_demonstrated=32", "stages.questions.args.num_test=4",
+    "stages.questions.args.num_demonstrated=30", "stages.questions.args.num_test=4",
     "stages.rft_filter.has_format_check=false", "stages.rollouts_filter.has_format_check=false",
     "stages.rft_filter.max_failed_calls=null", "stages.rollouts_filter.max_failed_calls=null",
     "stages.rft.max_steps=2", "stages.rft_rollouts.max_steps=2", "stages.curriculum.stages.rl.total_steps=1",
     "stages.curriculum.stages.rl.algorithm.batch_size=2", "stages.curriculum.stages.rl.algorithm.group_size=4",
     "stages.curriculum.stages.rl.trainer.warmup_steps=0", "stages.curriculum.stages.pareto.num_selected=4",
     "stages.curriculum.stages.pass_rate.num_runs=4", "stages.eval.evaluation.num_samples=1",
+    "variables.environment.max_tokens=48", "stages.flywheel.extra_tokens=16", "stages.flywheel.max_per_question=4",
+    "stages.flywheel.num_rollouts=1",
 )  # fmt: skip
 JUDGES = "stages.flywheel", "stages.rollouts", "stages.curriculum.stages.pass_rate", "stages.curriculum.stages.rl"
 SOURCE = """
