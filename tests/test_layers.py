@@ -25,8 +25,8 @@ INNER_LAYERS = {
     "pipeline": [
         {"session"},
         {"data"},
-        {"eval"},
-        {"rl", "sft", "prepare", "export", "diagnosis", "selection", "search"},
+        {"eval", "selection"},
+        {"rl", "sft", "prepare", "export", "diagnosis", "search", "flywheel"},
         {"stages", "demo", "math_agent", "serve", "check"},
     ],
     "viewer": [{"reading", "bundle"}, {"answers"}, {"server", "export", "show"}],

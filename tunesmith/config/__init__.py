@@ -15,6 +15,7 @@ from tunesmith.config.model import AuxiliaryModelSection, LoraSection, ModelSect
 from tunesmith.config.pipeline import (
     EvalStage,
     ExportStage,
+    FlywheelStage,
     FunctionStage,
     ParetoStage,
     PassRateStage,
@@ -56,6 +57,7 @@ from tunesmith.config.sft import (
     SftConfig,
     SftTrainerSection,
 )
+from tunesmith.config.stages.flywheel import FlywheelConfig
 from tunesmith.config.stages.pareto import ParetoSection
 from tunesmith.config.stages.pass_rate import PassRateConfig
 from tunesmith.config.stages.rft import RftFilterSection
@@ -84,6 +86,8 @@ __all__ = [
     "ExpertSection",
     "ExportSection",
     "ExportStage",
+    "FlywheelConfig",
+    "FlywheelStage",
     "FunctionStage",
     "HeldOutSection",
     "KeepBestSection",

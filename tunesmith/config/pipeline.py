@@ -18,6 +18,7 @@ from tunesmith.config.prepare import PrepareSection
 from tunesmith.config.run import RunConfig
 from tunesmith.config.section import Section
 from tunesmith.config.sft import SftConfig
+from tunesmith.config.stages.flywheel import FlywheelConfig
 from tunesmith.config.stages.pareto import ParetoSection
 from tunesmith.config.stages.pass_rate import PassRateConfig
 from tunesmith.config.stages.rft import RftFilterSection
@@ -111,6 +112,13 @@ class RftFilterStage(RftFilterSection):
     """Kind of the stage; it may be omitted if the stage's name is a kind."""
 
 
+class FlywheelStage(FlywheelConfig):
+    """Trajectories that are rolled out, rewritten, repaired and judged; writes trajectories.jsonl."""
+
+    kind: Literal["flywheel"] = "flywheel"
+    """Kind of the stage; it may be omitted if the stage's name is a kind."""
+
+
 class FunctionStage(Section):
     """A user function that writes its results to a folder."""
 
@@ -133,10 +141,13 @@ Stage = Annotated[
     | PassRateStage
     | ParetoStage
     | RftFilterStage
+    | FlywheelStage
     | FunctionStage,
     Field(discriminator="kind"),
 ]
-KINDS = ("prepare", "sft", "rl", "eval", "export", "prefer", "pass_rate", "pareto", "rft_filter", "function")
+KINDS = (
+    "prepare", "sft", "rl", "eval", "export", "prefer", "pass_rate", "pareto", "rft_filter", "flywheel", "function",
+)  # fmt: skip
 
 
 class PipelineConfig(Section):
@@ -147,8 +158,9 @@ class PipelineConfig(Section):
     variables: dict[str, Any] = Field(default_factory=dict)
     """User-defined values, referred to as `${variables.NAME}`."""
     stages: dict[str, Stage] = Field(min_length=1)
-    """Name -> stage, in order. A stage named prepare, sft, prefer, rl, eval, export, pass_rate, pareto or
-    rft_filter has that kind; others set `kind`. An entry with `kind: rounds` is repeated: `docs/pipeline.md`."""
+    """Name -> stage, in order. A stage named prepare, sft, prefer, rl, eval, export, pass_rate, pareto,
+    rft_filter or flywheel has that kind; others set `kind`. An entry with `kind: rounds` is repeated:
+    `docs/pipeline.md`."""
 
     @model_validator(mode="before")
     @classmethod

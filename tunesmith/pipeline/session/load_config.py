@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 from tunesmith.config import (
     EvalConfig,
     ExportSection,
+    FlywheelConfig,
     ParetoSection,
     PassRateConfig,
     PipelineConfig,
@@ -47,6 +48,7 @@ STAGES: Mapping[str, type[Section]] = {
     "pass_rate": PassRateConfig,
     "pareto": ParetoSection,
     "rft_filter": RftFilterSection,
+    "flywheel": FlywheelConfig,
 }
 """The config class of each command's file, and of stages that have no command with a file."""
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from tunesmith.config import (
     DatasetSection,
+    EnvironmentSection,
     EvalConfig,
+    FlywheelConfig,
     FunctionStage,
     ModelSection,
     OfflineConfig,
@@ -25,6 +27,7 @@ from tunesmith.monitor.trackers import check_trackers
 from tunesmith.pipeline.eval.compare import find_model
 from tunesmith.pipeline.eval.comparison_plot import check_plot
 from tunesmith.pipeline.eval.suites import apply_suite
+from tunesmith.pipeline.flywheel.crew import load_role_functions
 from tunesmith.pipeline.selection.diversity import check_embedding_model
 from tunesmith.pipeline.session.load_function import load_environment, load_function, load_functions
 from tunesmith.pipeline.session.policy import check_policy
@@ -66,13 +69,17 @@ def check_settings(stage: PlannedStage) -> None:
         for path in settings.paths:
             check_file(path)
         if settings.environment is not None:
-            load_environment(settings.environment)
+            load_environment(drop_pending_tools(settings.environment))
+    elif isinstance(settings, FlywheelConfig):
+        check_run(settings.to_run_config(), models={"model.path": settings.model.path})
+        load_role_functions(settings)
     elif isinstance(settings, FunctionStage):
         load_function(settings.function, knob="function")
 
 
 def check_run(config: RunConfig, *, models: Mapping[str, str]) -> None:
-    workflow, judge = load_functions(drop_pending_tools(config))
+    environment = drop_pending_tools(config.environment)
+    workflow, judge = load_functions(config.model_copy(update={"environment": environment}))
     check_workflow_function(workflow, allows_sync=True)
     if judge is not None:
         check_judge_function(judge)
@@ -80,15 +87,14 @@ def check_run(config: RunConfig, *, models: Mapping[str, str]) -> None:
     check_data([*config.training_sets.values(), *config.eval_datasets.values()])
 
 
-def drop_pending_tools(config: RunConfig) -> RunConfig:
-    """The config without tools whose settings name outputs of stages, which cannot be built before those have run."""
+def drop_pending_tools(section: EnvironmentSection) -> EnvironmentSection:
+    """The section without tools whose settings name outputs of stages, which cannot be built before those have run."""
     tools = [
         each
-        for each in config.environment.tools
+        for each in section.tools
         if not any(read_reference(text) is not None for text in list_strings(each.settings))
     ]
-    environment = config.environment.model_copy(update={"tools": tuple(tools)})
-    return config.model_copy(update={"environment": environment})
+    return section.model_copy(update={"tools": tuple(tools)})
 
 
 def check_models(section: ModelSection, paths: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ import torch
 from tunesmith.config import (
     EvalConfig,
     ExportSection,
+    FlywheelConfig,
     FunctionStage,
     OfflineConfig,
     ParetoSection,
@@ -33,6 +34,7 @@ from tunesmith.pipeline.eval.pass_rates import measure_pass_rates
 from tunesmith.pipeline.eval.radar import build_radar
 from tunesmith.pipeline.eval.suites import apply_suite
 from tunesmith.pipeline.export.run import run_export
+from tunesmith.pipeline.flywheel.run import run_flywheel
 from tunesmith.pipeline.prepare.run import run_prepare
 from tunesmith.pipeline.rl.tune import run_tuning
 from tunesmith.pipeline.selection.diversity import format_diversity
@@ -87,6 +89,8 @@ def run_stage(kind: str, settings: Section, *, out_dir: Path, choose_model: Choo
         return StageResult(figures=run_pareto(expect(settings, ParetoSection), out_dir=out_dir).figures)
     if kind == "rft_filter":
         return run_rft_stage(expect(settings, RftFilterSection), out_dir)
+    if kind == "flywheel":
+        return run_flywheel_stage(expect(settings, FlywheelConfig), out_dir, choose_model)
     if kind == "export":
         return run_export_stage(expect(settings, ExportSection), out_dir)
     return run_function_stage(expect(settings, FunctionStage), out_dir)
@@ -171,6 +175,27 @@ def run_rft_stage(settings: RftFilterSection, out_dir: Path) -> StageResult:
     dropped = {f"dropped: {reason}": count for reason, count in result.dropped.items() if count}
     table = format_table(["diversity", "before", "after"], format_diversity(result.before, result.after))
     return StageResult(figures={"kept trajectories": result.num_kept, **dropped, TABLES: table})
+
+
+def run_flywheel_stage(config: FlywheelConfig, out_dir: Path, choose_model: ChooseModel) -> StageResult:
+    result = run_flywheel(config, out_dir=out_dir, build_model=choose_model(config.to_run_config()))
+    figures: dict[str, Any] = {
+        "questions": result.num_questions,
+        "trajectories": result.num_trajectories,
+        "right trajectories": result.num_correct,
+        TABLES: tabulate(result.operators),
+    }
+    return StageResult(
+        tokens=result.num_tokens,
+        device=describe_device(config.model.device, config.num_cpu_threads),
+        figures=figures,
+    )
+
+
+def tabulate(operators: Mapping[str, Mapping[str, int]]) -> str:
+    """A table with a line for each operator."""
+    columns = next(iter(operators.values()), {})
+    return format_table(["operator", *columns], [[name, *map(str, row.values())] for name, row in operators.items()])
 
 
 def describe_training(paths: RunPaths) -> dict[str, Any]:

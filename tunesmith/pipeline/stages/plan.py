@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from tunesmith.config import (
     EvalConfig,
     ExportSection,
+    FlywheelConfig,
     FunctionStage,
     ParetoSection,
     PassRateConfig,
@@ -43,6 +44,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "pass_rate": PassRateConfig,
     "pareto": ParetoSection,
     "rft_filter": RftFilterSection,
+    "flywheel": FlywheelConfig,
     "function": FunctionStage,
 }
 """Settings class of each kind of stage."""

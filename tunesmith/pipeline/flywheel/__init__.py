@@ -1,0 +1,1 @@
+"""The flywheel of ET-Agent: trajectories are rewritten, repaired, continued and judged, in iterations."""
