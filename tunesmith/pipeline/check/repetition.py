@@ -25,9 +25,9 @@ def find_differences(first: Observation, second: Observation) -> Finding | None:
                 observed = f"message {number + 1}: first run {shown[0]}, second run {shown[1]}"
             return _report(f"call {one.index + 1} has another prompt", f"call {one.index + 1}", observed, PROMPTS)
     turns = (first.trajectory.turns, second.trajectory.turns)
-    for number, (one, other) in enumerate(zip(*turns, strict=False), start=1):
-        if one.sampled_ids != other.sampled_ids:
-            observed = f"{len(one.sampled_ids)} and {len(other.sampled_ids)} tokens for the same prompt"
+    for number, (turn, again) in enumerate(zip(*turns, strict=False), start=1):
+        if turn.sampled_ids != again.sampled_ids:
+            observed = f"{len(turn.sampled_ids)} and {len(again.sampled_ids)} tokens for the same prompt"
             change = "await concurrent calls in a fixed order, and cancel none by a clock"
             return _report(f"turn {number} has another reply", f"turn {number}", observed, change)
     if len(first.calls) != len(second.calls):
