@@ -375,13 +375,9 @@ class RunConfig(Section):
     def _check_branching(self) -> RunConfig:
         num_workers, branching = self.cluster.num_workers or 1, self.rollout.branching
         check_serve(self.serve, num_workers=num_workers, has_branching=branching is not None)
-        if self.rollout.branching is not None:
-            check_branching(
-                self.rollout.branching,
-                group_size=self.algorithm.group_size,
-                temperature=self.model.temperature,
-                num_workers=self.cluster.num_workers or 1,
-            )
+        if branching is not None:
+            group_size, temperature = self.algorithm.group_size, self.model.temperature
+            check_branching(branching, group_size=group_size, temperature=temperature, num_workers=num_workers)
         return self
 
     @model_validator(mode="after")

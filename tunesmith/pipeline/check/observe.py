@@ -15,7 +15,7 @@ from tunesmith.config import RunConfig
 from tunesmith.pipeline.check.call_log import LoggedEndpoint
 from tunesmith.pipeline.session.policy import BuildModel, Policy
 from tunesmith.rollout.openai_server.endpoint import ApiError
-from tunesmith.rollout.recording.recorder import SessionCall
+from tunesmith.rollout.recording.recorder import Session, SessionCall
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.service import BoundModel, ModelProvider, ModelService
 from tunesmith.rollout.watchdog import MIN_BLOCKED_S, BlockedTime, EventLoopWatchdog
@@ -97,7 +97,7 @@ class ObservedModel:
         return self._service.open(seed=seed, order=order, sampling=sampling)
 
     def close(self, bound: BoundModel) -> tuple[Turn, ...]:
-        assert bound.session is not None
+        assert isinstance(bound.session, Session)
         self.conversations = tuple(
             Conversation(call_index=index, scope=scope, keys=keys)
             for index, scope, keys in bound.session.list_conversations()

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,10 @@ def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildMod
     journal = Journal(out_dir / ATTEMPTS_FILE, digest=compute_digest(config), seed=config.seed)
     run_config = config.to_run_config()
     judge = load_function(config.judge, knob="judge")
-    _, actors = load_actors(run_config, workflow=tool_agent, judge=judge, build_model=build_model)
-    crew = load_crew(config, actors, load_environment(config.environment))
+    environment = load_environment(config.environment)
+    workflow = partial(tool_agent, environment=environment)
+    _, actors = load_actors(run_config, workflow=workflow, judge=judge, build_model=build_model)
+    crew = load_crew(config, actors, environment)
     records: list[Record] = []
     progress = Progress(config)
 
