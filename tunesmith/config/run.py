@@ -383,7 +383,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_weight_format(self) -> RunConfig:
         if self.engine.weight_format == "fp8" and self.model.lora is not None:
-            raise ValueError("engine.weight_format=fp8 copies weights, not adapters: leave it out with model.lora")
+            raise ValueError(
+                "engine.weight_format=fp8 copies whole weights, not adapters: leave it out with model.lora"
+            )
         return self
 
     @property

@@ -48,6 +48,7 @@ class FlywheelConfig(Section):
     auxiliary_models: dict[str, AuxiliaryModelSection] = Field(default_factory=dict)
     """Further models for roles, by name: local ones, or at OpenAI-compatible URLs."""
     roles: RolesSection = RolesSection()
+    """Who continues, reviews, rewrites and judges trajectories."""
     environment: EnvironmentSection = EnvironmentSection()
     """Protocol, tools and limits of the agent."""
     train_dataset: DatasetSection
