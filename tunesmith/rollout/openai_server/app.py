@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -68,7 +69,7 @@ def build_app(endpoint: ChatEndpoint, *, max_body_bytes: int | None = None) -> S
     return Starlette(routes=routes)
 
 
-class SessionRoute:
+class SessionRoute(ABC):
     """A route for POST requests of a session, with a JSON body."""
 
     def __init__(
@@ -93,8 +94,9 @@ class SessionRoute:
         except ApiError as error:
             await _send_json(send, error.status, self._build_error_body(error))
 
+    @abstractmethod
     async def _respond(self, handled: Any, receive: Receive, send: Send) -> None:
-        raise NotImplementedError
+        """Send what the handler returned."""
 
 
 class CompletionRoute(SessionRoute):
