@@ -1,7 +1,7 @@
 """`tune --ranks` on CPU processes: equal to one rank, resumed on any number of ranks, stopped when one is killed.
 
 `TUNESMITH_ALL_RANKS=1` adds launches: a run that is resumed on 3, and on 2, 3 and 1 ranks, the kill of the first rank,
-and a missing model.
+an error of one rank, and a missing model.
 """
 
 from __future__ import annotations
@@ -201,6 +201,7 @@ def test_a_model_that_no_rank_finds_is_reported_once(folder):
     assert not (folder / "runs/AgentScope/bad").exists()
 
 
+@NEEDS_ALL
 def test_an_error_of_one_rank_is_reported_once(folder):
     """The judge fails on one rank only by chance; too many failures are an error of the first rank."""
     agent = AGENT.replace("return JudgeOutput(", "raise RuntimeError('no verdict')\n    return JudgeOutput(")
