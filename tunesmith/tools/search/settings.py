@@ -35,7 +35,7 @@ class SearchToolSection(Section):
     max_passage_chars: int = Field(default=1200, ge=20)
     """Characters of each passage that the model reads; a longer one is cut and ends in three dots."""
     max_query_chars: int = Field(default=1000, ge=1, le=10_000)
-    """Characters of a query; the model is told when it writes a longer one."""
+    """Maximum number of characters of a query; a longer one is an error that the model reads."""
     timeout_s: float = Field(default=20.0, gt=0, le=3600, allow_inf_nan=False)
     """Seconds of one attempt."""
     num_retries: int = Field(default=4, ge=0, le=100)
