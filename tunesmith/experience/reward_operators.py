@@ -2,8 +2,8 @@
 
 Correctness is the metric `outcome_key` or the reward, tool calls are the sum of the metrics `tool_keys`, and the format
 is right if the metric `format_key` is 1. Tokens are counted in the recorded turns: those that the policy sampled.
-Failed rollouts have no reward and are excluded from the statistics of their group. A rollout without one of the metrics is an error:
-an unknown count is not 0.
+Failed rollouts have no reward and are excluded from the statistics of their group. A rollout without one of the
+metrics is an error: an unknown count is not 0.
 """
 
 from __future__ import annotations
