@@ -1,0 +1,125 @@
+"""TRL with vLLM in the same processes on several GPUs, as the peer of `ranks.py`: the same prompts, shape and lengths.
+
+torchrun starts one process a GPU; TRL trains data-parallel through accelerate, and each process samples with a vLLM of
+its own. Times of a step are those of the first rank, which waits for the others in every step.
+
+    python benchmarks/ranks_trl.py --gpus 2 --shape qwen3-0.6b --model TOKENIZER --vllm-memory 0.35
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from peer_trl import run_trl_grpo
+from report import describe_environment
+
+
+def score(response: str, answer: str) -> float:
+    """A reward that differs within groups, as in ranks.py."""
+    return float(sum(map(ord, response)) % 11)
+
+
+def run_worker(arguments: argparse.Namespace) -> None:
+    """One rank; the first writes the seconds of the measured steps."""
+    from ranks import list_tasks  # imports torch, which the launcher does not need
+
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    questions = [task.row["question"] for task in list_tasks(4 * arguments.tasks * num_ranks)]
+    result = run_trl_grpo(
+        model_path=arguments.model,
+        prompts=[[{"role": "user", "content": question}] for question in questions],
+        answers=["" for _ in questions],
+        score=score,
+        num_tasks=arguments.tasks,
+        group_size=arguments.group,
+        max_new_tokens=arguments.max_new_tokens,
+        num_steps=arguments.steps,
+        learning_rate=1e-6,
+        device="cuda",
+        micro_batch=arguments.micro_batch,
+        vllm_memory=arguments.vllm_memory,
+    )
+    if os.environ["RANK"] == "0":
+        record = {
+            "num_ranks": num_ranks,
+            "seconds": result.seconds_per_step,
+            "mean_completion_tokens": result.mean_completion_tokens,
+            "environment": describe_environment("cuda"),
+        }
+        Path(arguments.worker).write_text(json.dumps(record))
+
+
+def measure(arguments: argparse.Namespace, num_ranks: int, model: str) -> dict[str, Any]:
+    """Start the ranks; vLLM's own shutdown may wait, so they are ended once the result is there."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        names = ("tasks", "group", "max_new_tokens", "micro_batch", "vllm_memory", "steps")
+        given = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        command = [sys.executable, *launcher, __file__, "--worker", str(out), "--model", model, *given]
+        process = subprocess.Popen(command, start_new_session=True)
+        while process.poll() is None and not out.exists():
+            time.sleep(1)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if not out.exists():
+            raise SystemExit(f"TRL ended with {process.returncode} and without a result")
+        return json.loads(out.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", default="2", help="numbers of GPUs, with commas")
+    parser.add_argument("--shape", default="qwen3-0.6b", help="random weights of this shape, see shapes.py")
+    parser.add_argument("--model", help="folder of the model whose tokenizer is used")
+    parser.add_argument("--tasks", type=int, default=64, help="tasks per GPU and step")
+    parser.add_argument("--group", type=int, default=8, help="rollouts per task")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="most tokens per rollout")
+    parser.add_argument("--micro-batch", type=int, default=64, help="completions of a forward and backward")
+    parser.add_argument("--vllm-memory", type=float, default=0.35, help="share of the GPU memory for vLLM")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps after one warm-up step")
+    parser.add_argument("--out", help="JSON file; default: results/ranks_cuda/trl_SHAPE.json")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        run_worker(arguments)
+        return
+    if arguments.model is None:
+        parser.error("--model is required: the tokenizer of any model folder")
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        build = (
+            "import sys, torch; from pathlib import Path; from shapes import save_random_model; "
+            "save_random_model(sys.argv[1], Path(sys.argv[2]), tokenizer=sys.argv[3], device=torch.device('cuda'))"
+        )
+        command = [sys.executable, "-c", build, arguments.shape, str(model), arguments.model]
+        subprocess.run(command, cwd=Path(__file__).parent, check=True)
+        results = [measure(arguments, int(number), str(model)) for number in arguments.gpus.split(",")]
+    out = Path(arguments.out or f"results/ranks_cuda/trl_{arguments.shape}.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "worker", "model")}
+    out.write_text(json.dumps({"arguments": settings, "results": results}, indent=1) + "\n")
+    size = f"{arguments.tasks} x {arguments.group} x {arguments.max_new_tokens}"
+    print(f"\nTRL with vLLM, {arguments.shape}, {size} a GPU")
+    print(f"{'GPUs':>4}{'step s':>9}{'tokens a completion':>21}")
+    for result in results:
+        seconds = statistics.median(result["seconds"])
+        print(f"{result['num_ranks']:>4}{seconds:>9.2f}{result['mean_completion_tokens']:>21.1f}")
+    print(f"raw: {out}")
+
+
+if __name__ == "__main__":
+    main()
