@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from tunesmith.compat.agentscope import AlgorithmConfig, DatasetConfig, TunerModelConfig, translate_tune_arguments
+from tunesmith.compat.agentscope_config import (
+    AlgorithmConfig,
+    DatasetConfig,
+    TunerModelConfig,
+    translate_tune_arguments,
+)
 from tunesmith.config import (
     AlgorithmSection,
     DatasetSection,

@@ -1,0 +1,111 @@
+"""Runs of the agent under system prompts: each prompt once on each task.
+
+A run is a function of its prompt and its task, so a prompt that the optimizer evaluates again costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tunesmith.errors import RolloutError
+from tunesmith.pipeline.candidates.models import LoadedModel
+from tunesmith.pipeline.candidates.runs import (
+    RunLimits,
+    count_failures,
+    describe_failures,
+    has_too_many_failures,
+    run_agent,
+)
+from tunesmith.rollout.runner import Agent
+from tunesmith.types import JudgeType, Task, Trajectory, WorkflowType
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScore:
+    """A prompt and its runs on the training tasks."""
+
+    prompt: str
+    reward: float | None
+    """Mean reward of the runs that did not fail; None if there is none."""
+    num_runs: int
+    num_failures: int
+    causes: tuple[str, ...]
+    """The most frequent failures."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptRuns:
+    """The runs so far."""
+
+    tasks: Sequence[Task]
+    workflow: WorkflowType
+    judge: JudgeType
+    model: LoadedModel
+    limits: RunLimits
+    show: Callable[[str], None]
+    """Prints a line of progress."""
+    done: dict[str, dict[int, Trajectory]] = field(default_factory=dict)
+    """Prompt -> position of the task -> its run."""
+
+    async def run(self, prompt: str, positions: Sequence[int]) -> list[Trajectory]:
+        """The runs of a prompt on tasks, by their positions."""
+        known = self.done.setdefault(prompt, {})
+        missing = [position for position in dict.fromkeys(positions) if position not in known]
+        if missing:
+            agent = Agent(
+                workflow=functools.partial(self.workflow, system_prompt=prompt),
+                judge=self.judge,
+                timeout_s=self.limits.timeout_s,
+                logger=logger,
+            )
+            tasks = [self.tasks[position] for position in missing]
+            runs = await run_agent(tasks, agent=agent, model=self.model.provider, limits=self.limits)
+            known.update(zip(missing, runs, strict=True))
+        return [known[position] for position in positions]
+
+    async def score(self, prompt: str, positions: Sequence[int]) -> float:
+        """Mean reward of a prompt on tasks; minus infinity, which is never chosen, if too many runs fail.
+
+        Raises RolloutError if too many runs of the first prompt fail.
+        """
+        runs = await self.run(prompt, positions)
+        number = list(self.done).index(prompt)
+        if has_too_many_failures(runs, self.limits):
+            message = (
+                f"{count_failures(runs)} of {len(runs)} runs failed, more than max_failure_rate="
+                f"{self.limits.max_failure_rate:g} allows:\n  " + "\n  ".join(describe_failures(runs))
+            )
+            if number == 0:
+                raise RolloutError(f"init_system_prompt cannot be evaluated: {message}")
+            logger.warning("prompt %d is not eligible: %s", number, message)
+            self.show(f"prompt {number}: not eligible, {count_failures(runs)} of {len(runs)} runs failed")
+            return -math.inf
+        reward = compute_mean(runs)
+        assert reward is not None
+        self.show(f"prompt {number}: reward {reward:.4g} on {len(runs)} tasks, {count_failures(runs)} failed")
+        return reward
+
+    def list_scores(self) -> list[PromptScore]:
+        """Every prompt, in the order of their first evaluation; the first is the initial one."""
+        return [summarize(prompt, list(runs.values())) for prompt, runs in self.done.items()]
+
+
+def compute_mean(runs: Sequence[Trajectory]) -> float | None:
+    rewards = [run.reward for run in runs if run.reward is not None]
+    return math.fsum(rewards) / len(rewards) if rewards else None
+
+
+def summarize(prompt: str, runs: Sequence[Trajectory]) -> PromptScore:
+    return PromptScore(
+        prompt=prompt,
+        reward=compute_mean(runs),
+        num_runs=len(runs),
+        num_failures=count_failures(runs),
+        causes=tuple(describe_failures(runs)),
+    )
