@@ -7,8 +7,12 @@ because a workflow has no place for DSPy's demonstrations; successful runs are s
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import dspy
@@ -20,6 +24,7 @@ from tunesmith.types import Task, Trajectory
 
 VALIDATION_SHARE = 0.8
 """Share of the tasks that MIPROv2 evaluates prompts on; from the others it makes examples."""
+MARKER = re.compile(r"\[\[ ## \w+ ## \]\]")
 MAX_SINGLE_BATCH = 50
 """More tasks than this are evaluated in minibatches."""
 
@@ -55,10 +60,9 @@ def optimize_prompt(
         seed=tuning.limits.seed,
     )
     examples = [
-        dspy.Example(task=dict(task.row), position=position).with_inputs("task", "position")
-        for position, task in enumerate(tasks)
+        dspy.Example(task=PlacedRow(task.row, position)).with_inputs("task") for position, task in enumerate(tasks)
     ]
-    with dspy.context(adapter=LenientAdapter(use_json_adapter_fallback=False)):
+    with quiet(), dspy.context(adapter=LenientAdapter(use_json_adapter_fallback=False)):
         best = optimizer.compile(
             PromptProgram(search, tuning.initial_prompt),
             trainset=examples,
@@ -69,10 +73,32 @@ def optimize_prompt(
     return str(best.prompt)
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within: DSPy's log shows errors only; what it reports is in the result."""
+    log = logging.getLogger("dspy")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Implementing custom LMs", category=DeprecationWarning)
+            yield
+    finally:
+        log.setLevel(before)
+
+
 def build_litellm(model: LiteLlmModel) -> Any:
     if model.base_url is None:
         return dspy.LM(model.name)
     return dspy.LM(f"openai/{model.name}", api_base=model.base_url, api_key=model.api_key or "EMPTY")
+
+
+class PlacedRow(dict[str, Any]):
+    """The row of a task with its position, which examples for the proposing model do not show."""
+
+    def __init__(self, row: Mapping[str, Any], position: int) -> None:
+        super().__init__(row)
+        self.position = position
 
 
 class PromptProgram(dspy.Module):  # type: ignore[misc]
@@ -90,9 +116,9 @@ class PromptProgram(dspy.Module):  # type: ignore[misc]
     def prompt(self) -> str:
         return str(self.predictor.signature.instructions)
 
-    def forward(self, task: Mapping[str, Any], position: int) -> Any:
+    def forward(self, task: PlacedRow) -> Any:
         """One run of the workflow, recorded as a call of the predictor."""
-        run = self._search.run_one(self.prompt, position)
+        run = self._search.run_one(self.prompt, task.position)
         prediction = dspy.Prediction(answer=run.response_text)
         if dspy.settings.trace is not None:
             inputs = {"task": json.dumps(task, ensure_ascii=False, default=str)}
@@ -117,9 +143,8 @@ class PromptOptimizer(dspy.MIPROv2):  # type: ignore[misc]
         self, program: Any, instruction_candidates: Any, demo_candidates: Any, evaluate: Any, *rest: Any
     ) -> Any:
         def score(candidate: PromptProgram, *, devset: Sequence[Any], **_: Any) -> Any:
-            return dspy.Prediction(
-                score=self._search.score(candidate.prompt, [each.position for each in devset]), results=[]
-            )
+            positions = [each.task.position for each in devset]
+            return dspy.Prediction(score=self._search.score(candidate.prompt, positions), results=[])
 
         return super()._optimize_prompt_parameters(program, instruction_candidates, demo_candidates, score, *rest)
 
@@ -151,8 +176,8 @@ class LenientAdapter(dspy.ChatAdapter):  # type: ignore[misc]
         try:
             parsed: dict[str, Any] = super().parse(signature, completion)
         except AdapterParseError:
-            if len(signature.output_fields) != 1 or not completion.strip():
+            text = MARKER.sub("", completion).strip()
+            if len(signature.output_fields) != 1 or not text:
                 raise
-            (name,) = signature.output_fields
-            return {name: completion.strip()}
+            return dict.fromkeys(signature.output_fields, text)
         return parsed

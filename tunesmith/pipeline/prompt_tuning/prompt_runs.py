@@ -20,9 +20,11 @@ from tunesmith.pipeline.candidates.runs import (
     has_too_many_failures,
     run_agent,
 )
+from tunesmith.rollout.failures import shorten
 from tunesmith.rollout.runner import Agent
 from tunesmith.types import JudgeType, Task, Trajectory, WorkflowType
 
+MAX_SHOWN_CHARS = 200
 logger = logging.getLogger(__name__)
 
 
@@ -52,6 +54,8 @@ class PromptRuns:
     """Prints a line of progress."""
     done: dict[str, dict[int, Trajectory]] = field(default_factory=dict)
     """Prompt -> position of the task -> its run."""
+    scored: dict[str, set[int]] = field(default_factory=dict)
+    """Prompt -> positions of the tasks of its scores; other runs are examples for the proposing model."""
 
     async def run(self, prompt: str, positions: Sequence[int]) -> list[Trajectory]:
         """The runs of a prompt on tasks, by their positions."""
@@ -75,7 +79,11 @@ class PromptRuns:
         Raises RolloutError if too many runs of the first prompt fail.
         """
         runs = await self.run(prompt, positions)
-        number = list(self.done).index(prompt)
+        is_new = prompt not in self.scored
+        self.scored.setdefault(prompt, set()).update(positions)
+        number = list(self.scored).index(prompt)
+        if is_new:
+            self.show(f"prompt {number}: {shorten(prompt, MAX_SHOWN_CHARS)}")
         if has_too_many_failures(runs, self.limits):
             message = (
                 f"{count_failures(runs)} of {len(runs)} runs failed, more than max_failure_rate="
@@ -93,7 +101,14 @@ class PromptRuns:
 
     def list_scores(self) -> list[PromptScore]:
         """Every prompt, in the order of their first evaluation; the first is the initial one."""
-        return [summarize(prompt, list(runs.values())) for prompt, runs in self.done.items()]
+        return [
+            summarize(prompt, [self.done[prompt][position] for position in sorted(positions)])
+            for prompt, positions in self.scored.items()
+        ]
+
+    @property
+    def num_runs(self) -> int:
+        return sum(map(len, self.done.values()))
 
 
 def compute_mean(runs: Sequence[Trajectory]) -> float | None:

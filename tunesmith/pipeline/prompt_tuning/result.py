@@ -31,9 +31,15 @@ class PromptTuneResult(tuple[str, dict[str, float]]):
     held_out: HeldOutScores | None
 
     def __new__(
-        cls, prompt: str, *, initial_prompt: str, candidates: Sequence[PromptScore], held_out: HeldOutScores | None
+        cls,
+        prompt: str,
+        *,
+        initial_prompt: str,
+        candidates: Sequence[PromptScore],
+        num_runs: int,
+        held_out: HeldOutScores | None,
     ) -> Self:
-        metrics = compute_metrics(prompt, initial_prompt, candidates, held_out)
+        metrics = {"num_runs": float(num_runs)} | compute_metrics(prompt, initial_prompt, candidates, held_out)
         result = super().__new__(cls, (prompt, metrics))
         result.initial_prompt, result.candidates, result.held_out = initial_prompt, tuple(candidates), held_out
         return result
@@ -75,7 +81,6 @@ def compute_metrics(
     """`valset_improvement` (percent) as AgentScope has it, and the numbers that it is computed from."""
     metrics = {
         "num_prompts": float(len(candidates)),
-        "num_runs": float(sum(each.num_runs for each in candidates)),
         "num_failed": float(sum(each.num_failures for each in candidates)),
     }
     rewards = {each.prompt: each.reward for each in candidates}

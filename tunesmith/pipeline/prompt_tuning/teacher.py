@@ -9,7 +9,7 @@ from typing import Any
 from openai.types.chat import ChatCompletion
 
 from tunesmith.chat.client import create_chat_completion
-from tunesmith.errors import ConfigError
+from tunesmith.errors import RolloutError
 from tunesmith.pipeline.candidates.models import LoadedModel
 from tunesmith.rollout.seeds import derive_seed
 
@@ -33,6 +33,8 @@ class Teacher:
             if isinstance(reply, AsyncIterator):
                 reply = [chunk async for chunk in reply][-1]  # AgentScope's chunks hold the text so far
             return read_text(reply)
+        except Exception as error:  # the caller's model, or a server
+            raise RolloutError(f"the model that proposes prompts failed: {type(error).__name__}: {error}") from error
         finally:
             self._model.provider.close(bound)
 
@@ -47,4 +49,4 @@ def read_text(reply: Any) -> str:
     if isinstance(content, Sequence):
         blocks = [block if isinstance(block, Mapping) else vars(block) for block in content]
         return "".join(str(block.get("text", "")) for block in blocks if block.get("type") == "text")
-    raise ConfigError(f"the model that proposes prompts must return a completion or a ChatResponse, got {reply!r}")
+    raise TypeError(f"it must return a completion of OpenAI's client or a ChatResponse, got {reply!r}")

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tunesmith.errors import ConfigError, DataError
+from tunesmith.errors import ConfigError, DataError, RolloutError
 from tunesmith.monitor.console import ConsoleProgress
 from tunesmith.pipeline.candidates.models import Candidate, LoadedModel, check_candidate, load_candidate
 from tunesmith.pipeline.eval.comparison_table import format_table
@@ -77,7 +77,11 @@ async def run_prompt_tuning(
     finally:
         progress.close()
     result = PromptTuneResult(
-        prompt, initial_prompt=tuning.initial_prompt, candidates=runs.list_scores(), held_out=scores
+        prompt,
+        initial_prompt=tuning.initial_prompt,
+        candidates=runs.list_scores(),
+        num_runs=runs.num_runs,
+        held_out=scores,
     )
     show(result.describe())
     return result
@@ -160,7 +164,7 @@ class LoopSearch:
         return self._call(self._teacher.ask(messages, fields))
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        if self._is_stopped:
+        if self._is_stopped:  # interrupted
             work.close()
             raise _StoppedError
         try:
@@ -185,11 +189,15 @@ class LoopSearch:
                 found.set_exception(error)
 
         def work() -> None:
-            prompt, error = None, None
+            prompt: str | None = None
+            error: BaseException | None = None
             try:
                 prompt = optimize_prompt(self, self._runs.tasks, tuning, proposer=proposer)
-            except BaseException as raised:  # noqa: BLE001 - raised again on the event loop
-                error = self._error or raised
+            except _StoppedError:
+                error = self._error
+            except Exception as raised:  # noqa: BLE001 - raised again on the event loop
+                error = RolloutError(f"DSPy found no prompt: {type(raised).__name__}: {raised}")
+                error.__cause__ = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed if it was interrupted
                 self._loop.call_soon_threadsafe(deliver, prompt, error)
 
