@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from tunesmith.api.given_models import build_candidate, load_fixed_tasks
@@ -19,12 +20,12 @@ from tunesmith.pipeline.prompt_tuning.result import PromptTuneResult
 from tunesmith.pipeline.prompt_tuning.settings import LiteLlmModel, PromptTuning
 from tunesmith.pipeline.prompt_tuning.tune import check_dspy, check_tasks, run_prompt_tuning
 from tunesmith.rollout.signature import check_judge_function, check_prompt_workflow_function, list_parameters
-from tunesmith.types import JudgeType, WorkflowType
+from tunesmith.types import JudgeType
 
 
 def tune_prompt(
     *,
-    workflow: WorkflowType,
+    workflow: Callable[..., Any],
     init_system_prompt: str,
     judge_func: JudgeType,
     train_dataset: DatasetConfig,

@@ -40,8 +40,8 @@ class RolloutUsage:
         for input_name, output_name in FIELDS:
             given = read_field(usage, input_name), read_field(usage, output_name)
             if all(isinstance(each, int) for each in given):
-                self.input_tokens += given[0]  # type: ignore[operator]
-                self.output_tokens += given[1]  # type: ignore[operator]
+                self.input_tokens += given[0]
+                self.output_tokens += given[1]
                 return
         self.is_complete = False
 
@@ -88,7 +88,7 @@ class MeasuredModel:
 @contextlib.contextmanager
 def counted_calls(model: Any) -> Iterator[None]:
     """Within: calls of a chat model add to the usage of the context they are made in."""
-    before = type(model)
+    before: Any = type(model)
     try:
         model.__class__ = _count_calls(before)
     except TypeError:  # a function, or a class with slots: its tokens stay unknown
@@ -101,7 +101,7 @@ def counted_calls(model: Any) -> Iterator[None]:
 
 
 @functools.cache
-def _count_calls(model_class: type) -> type:
+def _count_calls(model_class: Any) -> Any:
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         reply = await super(counted, self).__call__(*args, **kwargs)
         usage = _current.get()
@@ -114,7 +114,7 @@ def _count_calls(model_class: type) -> type:
 
     names = {"__call__": call, "__module__": model_class.__module__, "__slots__": ()}
     counted: Any = type(model_class.__name__, (model_class,), names)
-    return counted  # type: ignore[no-any-return]
+    return counted
 
 
 async def _count_stream(chunks: AsyncIterator[Any], usage: RolloutUsage) -> AsyncIterator[Any]:

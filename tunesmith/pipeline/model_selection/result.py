@@ -60,7 +60,7 @@ class ModelSelection(tuple[Any, dict[str, float]]):
     @property
     def metrics(self) -> dict[str, float]:
         """`<metric>_avg` of the best model."""
-        return self[1]  # type: ignore[no-any-return]
+        return self[1]
 
     def format_table(self) -> str:
         """A row per candidate, aligned for a terminal; Markdown."""

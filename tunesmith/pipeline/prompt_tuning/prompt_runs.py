@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tunesmith.errors import RolloutError
 from tunesmith.pipeline.candidates.models import LoadedModel
@@ -22,7 +23,7 @@ from tunesmith.pipeline.candidates.runs import (
 )
 from tunesmith.rollout.failures import shorten
 from tunesmith.rollout.runner import Agent
-from tunesmith.types import JudgeType, Task, Trajectory, WorkflowType
+from tunesmith.types import JudgeType, Task, Trajectory
 
 MAX_SHOWN_CHARS = 200
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class PromptRuns:
     """The runs so far."""
 
     tasks: Sequence[Task]
-    workflow: WorkflowType
+    workflow: Callable[..., Any]
     judge: JudgeType
     model: LoadedModel
     limits: RunLimits
@@ -73,30 +74,30 @@ class PromptRuns:
             known.update(zip(missing, runs, strict=True))
         return [known[position] for position in positions]
 
-    async def score(self, prompt: str, positions: Sequence[int]) -> float:
+    async def score(self, prompt: str, positions: Sequence[int], *, name: str | None = None) -> float:
         """Mean reward of a prompt on tasks; minus infinity, which is never chosen, if too many runs fail.
 
-        Raises RolloutError if too many runs of the first prompt fail.
+        Raises RolloutError if too many runs of the first prompt fail. `name` is printed instead of its number.
         """
         runs = await self.run(prompt, positions)
         is_new = prompt not in self.scored
         self.scored.setdefault(prompt, set()).update(positions)
         number = list(self.scored).index(prompt)
-        if is_new:
+        if is_new and name is None:
             self.show(f"prompt {number}: {shorten(prompt, MAX_SHOWN_CHARS)}")
+        name = name or (f"prompt {number}" if number else "initial prompt")
         if has_too_many_failures(runs, self.limits):
             message = (
                 f"{count_failures(runs)} of {len(runs)} runs failed, more than max_failure_rate="
                 f"{self.limits.max_failure_rate:g} allows:\n  " + "\n  ".join(describe_failures(runs))
             )
             if number == 0:
-                raise RolloutError(f"init_system_prompt cannot be evaluated: {message}")
-            logger.warning("prompt %d is not eligible: %s", number, message)
-            self.show(f"prompt {number}: not eligible, {count_failures(runs)} of {len(runs)} runs failed")
+                raise RolloutError(f"the {name} cannot be evaluated: {message}")
+            logger.warning("%s is not eligible: %s", name, message)
             return -math.inf
         reward = compute_mean(runs)
         assert reward is not None
-        self.show(f"prompt {number}: reward {reward:.4g} on {len(runs)} tasks, {count_failures(runs)} failed")
+        self.show(f"{name}: reward {reward:.4g} on {len(runs)} tasks, {count_failures(runs)} failed")
         return reward
 
     def list_scores(self) -> list[PromptScore]:

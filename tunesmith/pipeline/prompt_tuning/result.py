@@ -46,29 +46,31 @@ class PromptTuneResult(tuple[str, dict[str, float]]):
 
     @property
     def prompt(self) -> str:
-        return self[0]  # type: ignore[return-value]
+        return self[0]
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self[1]  # type: ignore[return-value]
+        return self[1]
 
     @property
     def is_improved(self) -> bool | None:
-        """Whether the prompt has a higher mean reward on the held-out tasks than the initial one; None if unknown."""
+        """Whether the 95 % interval of the change of the reward on the held-out tasks is above 0; None if unknown."""
         if self.prompt == self.initial_prompt:
             return False
         difference = None if self.held_out is None else self.held_out.difference
-        return None if difference is None else difference.mean > 0
+        return None if difference is None else difference.interval[0] > 0
 
     def describe(self) -> str:
         """One sentence: whether and by how much the prompt is better."""
         if self.prompt == self.initial_prompt:
-            return f"No improvement: none of {len(self.candidates) - 1} other prompts is better than the initial one."
+            return f"No improvement: none of {len(self.candidates) - 1} other prompts has a higher reward in training."
         difference = None if self.held_out is None else self.held_out.difference
         if difference is None:
             return "The prompt was not compared with the initial one on held-out tasks."
         low, high = difference.interval
-        start = "Improvement" if difference.mean > 0 else "No improvement"
+        start = "Improvement" if self.is_improved else "No improvement"
+        if difference.mean > 0 and not self.is_improved:
+            start = "No significant improvement"
         return (
             f"{start} on {difference.num_tasks} held-out tasks: the reward changes by {difference.mean:+.4g} "
             f"(95 % interval {low:+.4g} to {high:+.4g}, p = {difference.p_value:.2g})."

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from tunesmith.errors import ConfigError, DataError, RolloutError
@@ -21,7 +22,7 @@ from tunesmith.pipeline.prompt_tuning.teacher import Teacher
 from tunesmith.pipeline.session.policy import BuildModel
 from tunesmith.rollout.failures import shorten
 from tunesmith.rollout.service import ExternalModel
-from tunesmith.types import JudgeType, Task, Trajectory, WorkflowType
+from tunesmith.types import JudgeType, Task, Trajectory
 
 T = TypeVar("T")
 MIN_TASKS = 2
@@ -44,7 +45,7 @@ async def run_prompt_tuning(
     tasks: Sequence[Task],
     held_out: Sequence[Task] | None,
     *,
-    workflow: WorkflowType,
+    workflow: Callable[..., Any],
     judge: JudgeType,
     model: Candidate | None,
     proposer: Candidate | LiteLlmModel,
@@ -69,11 +70,11 @@ async def run_prompt_tuning(
                 if loaded is not student:
                     stack.enter_context(loaded.sampling())
                 teacher = Teacher(loaded, seed=tuning.limits.seed)
-            build = _bind_runs(workflow, judge, student, tuning, show)
-            runs = build(tasks)
+            build = partial(PromptRuns, workflow=workflow, judge=judge, model=student, limits=tuning.limits, show=show)
+            runs = build(tasks=tasks)
             search = LoopSearch(asyncio.get_running_loop(), runs, teacher)
             prompt = await search.optimize(tuning, None if isinstance(proposer, Candidate) else proposer)
-            scores = None if held_out is None else await compare_held_out(build(held_out), tuning, prompt, show)
+            scores = None if held_out is None else await compare_held_out(build(tasks=held_out), tuning, prompt, show)
     finally:
         progress.close()
     result = PromptTuneResult(
@@ -87,24 +88,16 @@ async def run_prompt_tuning(
     return result
 
 
-def _bind_runs(
-    workflow: WorkflowType, judge: JudgeType, model: LoadedModel, tuning: PromptTuning, show: Callable[[str], None]
-) -> Callable[[Sequence[Task]], PromptRuns]:
-    def build(tasks: Sequence[Task]) -> PromptRuns:
-        return PromptRuns(tasks=tasks, workflow=workflow, judge=judge, model=model, limits=tuning.limits, show=show)
-
-    return build
-
-
 async def compare_held_out(
     runs: PromptRuns, tuning: PromptTuning, prompt: str, show: Callable[[str], None]
 ) -> HeldOutScores:
     """Run both prompts on all held-out tasks; raises RolloutError if too many runs of the initial one fail."""
     positions = range(len(runs.tasks))
-    prompts = [tuning.initial_prompt, prompt] if tuning.is_compared else [prompt]
     show("held-out tasks:")
-    for each in dict.fromkeys(prompts):
-        await runs.score(each, positions)
+    if tuning.is_compared:
+        await runs.score(tuning.initial_prompt, positions, name="initial prompt")
+    if prompt != tuning.initial_prompt or not tuning.is_compared:
+        await runs.score(prompt, positions, name="tuned prompt")
     tuned = await runs.run(prompt, positions)
     if not tuning.is_compared:
         return HeldOutScores(initial=None, tuned=summarize(prompt, tuned), difference=None)
