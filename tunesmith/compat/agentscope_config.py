@@ -51,6 +51,11 @@ class DatasetConfig(BaseModel):
     task_selector: Any = None
     weight: float | None = Field(default=None, gt=0)
 
+    @field_validator("name", "split", mode="before")
+    @classmethod
+    def _read_empty(cls, value: Any) -> Any:
+        return None if value == "" else value
+
     @field_validator("task_selector")
     @classmethod
     def _read_selector(cls, value: Any) -> Any:

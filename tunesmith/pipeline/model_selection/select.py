@@ -83,6 +83,19 @@ async def evaluate_candidate(
                 torch.cuda.empty_cache()
 
 
+class MeasuredResponse(dict[str, Any]):
+    """What judges receive: AgentScope's dict of the response and its metrics, whose values are attributes too."""
+
+    @property
+    def response(self) -> Any:
+        return self["response"]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        metrics: dict[str, float] = self["metrics"]
+        return metrics
+
+
 def measure_workflow(workflow: WorkflowType) -> Callable[..., Any]:
     """A workflow whose response is AgentScope's composite for judges: the response, and its metrics with time and
     tokens."""
@@ -98,7 +111,7 @@ def measure_workflow(workflow: WorkflowType) -> Callable[..., Any]:
         if (tokens := get_usage().count_tokens()) is not None:
             names = ("input_tokens", "output_tokens", "total_tokens")
             metrics |= dict(zip(names, map(float, (*tokens, sum(tokens))), strict=True))
-        return WorkflowOutput(response={"response": output.response, "metrics": metrics}, metrics=metrics)
+        return WorkflowOutput(response=MeasuredResponse(response=output.response, metrics=metrics), metrics=metrics)
 
     return measured
 
