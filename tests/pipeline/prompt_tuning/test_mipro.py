@@ -114,7 +114,9 @@ def test_a_failing_proposer_or_initial_prompt_ends_with_one_error(tune):
         tune(Proposer(ConnectionError("refused")))
     with pytest.raises(RolloutError, match=r"(?s)the initial prompt cannot be evaluated: .* runs failed.*boom"):
         tune(Proposer("Be nice."), init_system_prompt="Crash.")
-    assert not [each for each in threading.enumerate() if each.name == "tunesmith-prompts"]
+    for thread in [each for each in threading.enumerate() if each.name == "tunesmith-prompts"]:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
 
 
 def test_auto_levels_and_no_comparison(tune, dataset):
@@ -149,7 +151,7 @@ def test_local_weights_are_student_and_proposer(tune, pocket_folder):
             None,
             workflow=ask,
             judge_func=length,
-            model=TunerModelConfig(model_path=pocket_folder, max_model_len=1024, max_tokens=6),
+            model=TunerModelConfig(model_path=pocket_folder, max_model_len=2048, max_tokens=6),
             config=PromptTuneConfig(optimization_level=None, num_candidates=3, num_trials=2, seed=seed),
             chat_model="openai",
         )

@@ -83,9 +83,10 @@ class PromptRuns:
         is_new = prompt not in self.scored
         self.scored.setdefault(prompt, set()).update(positions)
         number = list(self.scored).index(prompt)
-        if is_new and name is None:
-            self.show(f"prompt {number}: {shorten(prompt, MAX_SHOWN_CHARS)}")
+        is_shown = is_new and name is None
         name = name or (f"prompt {number}" if number else "initial prompt")
+        if is_shown:
+            self.show(f"{name}: {shorten(prompt, MAX_SHOWN_CHARS)}")
         if has_too_many_failures(runs, self.limits):
             message = (
                 f"{count_failures(runs)} of {len(runs)} runs failed, more than max_failure_rate="
