@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import math
+import pickle
 
 import pytest
 
@@ -90,7 +91,7 @@ def build_result(before, after, *, prompt="new"):
     ]
     difference = compare_paired(before, after, seed=1)
     held_out = HeldOutScores(initial=scores[0], tuned=scores[1], difference=difference)
-    return PromptTuneResult(prompt, initial_prompt="old", candidates=scores, num_runs=9, held_out=held_out)
+    return PromptTuneResult.build(prompt, initial_prompt="old", candidates=scores, num_runs=9, held_out=held_out)
 
 
 def test_the_result_is_a_pair_and_says_whether_the_prompt_is_better():
@@ -104,6 +105,8 @@ def test_the_result_is_a_pair_and_says_whether_the_prompt_is_better():
     assert not worse.is_improved and worse.describe().startswith("No improvement on 4 held-out tasks")
     assert worse.metrics["valset_improvement"] == -62.5
     same = build_result([1.0] * 4, [1.0] * 4, prompt="old")
+    copied = pickle.loads(pickle.dumps(better))
+    assert copied == better and copied.candidates == better.candidates and copied.describe() == better.describe()
     assert same.is_improved is False and "none of 1 other prompts" in same.describe()
 
 

@@ -47,8 +47,9 @@ class ModelSelection(tuple[Any, dict[str, float]]):
     num_compared: int
     """Tasks that every eligible candidate was scored on; the rewards are means over them."""
 
-    def __new__(cls, best: CandidateScore, candidates: Sequence[CandidateScore], *, num_compared: int) -> Self:
-        result = super().__new__(cls, (best.model, dict(best.metrics)))
+    @classmethod
+    def build(cls, best: CandidateScore, candidates: Sequence[CandidateScore], *, num_compared: int) -> Self:
+        result = cls((best.model, dict(best.metrics)))
         result.candidates, result.num_compared = tuple(candidates), num_compared
         return result
 

@@ -153,7 +153,7 @@ def choose_best(
     means = {label: math.fsum(each) / len(each) for label, each in values.items()}
     best = max(eligible, key=means.__getitem__)
     scores = [score_candidate(each, runs[each.label], values, best, limits.seed) for each in candidates]
-    return ModelSelection(scores[find_best(scores)], scores, num_compared=len(compared))
+    return ModelSelection.build(scores[find_best(scores)], scores, num_compared=len(compared))
 
 
 def find_best(scores: Sequence[CandidateScore]) -> int:

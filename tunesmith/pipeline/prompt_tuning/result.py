@@ -30,7 +30,8 @@ class PromptTuneResult(tuple[str, dict[str, float]]):
     """Every prompt that was evaluated on training tasks; the first is the initial one."""
     held_out: HeldOutScores | None
 
-    def __new__(
+    @classmethod
+    def build(
         cls,
         prompt: str,
         *,
@@ -40,7 +41,7 @@ class PromptTuneResult(tuple[str, dict[str, float]]):
         held_out: HeldOutScores | None,
     ) -> Self:
         metrics = {"num_runs": float(num_runs)} | compute_metrics(prompt, initial_prompt, candidates, held_out)
-        result = super().__new__(cls, (prompt, metrics))
+        result = cls((prompt, metrics))
         result.initial_prompt, result.candidates, result.held_out = initial_prompt, tuple(candidates), held_out
         return result
 

@@ -74,26 +74,28 @@ async def run_prompt_tuning(
             runs = build(tasks=tasks)
             search = LoopSearch(asyncio.get_running_loop(), runs, teacher)
             prompt = await search.optimize(tuning, None if isinstance(proposer, Candidate) else proposer)
-            scores = None if held_out is None else await compare_held_out(build(tasks=held_out), tuning, prompt, show)
+            scores = (
+                None if held_out is None else await compare_held_out(build(tasks=held_out), tuning, prompt, progress)
+            )
     finally:
         progress.close()
-    result = PromptTuneResult(
+    result = PromptTuneResult.build(
         prompt,
         initial_prompt=tuning.initial_prompt,
         candidates=runs.list_scores(),
         num_runs=runs.num_runs,
         held_out=scores,
     )
-    show(result.describe())
+    progress.show_line(result.describe())
     return result
 
 
 async def compare_held_out(
-    runs: PromptRuns, tuning: PromptTuning, prompt: str, show: Callable[[str], None]
+    runs: PromptRuns, tuning: PromptTuning, prompt: str, progress: ConsoleProgress
 ) -> HeldOutScores:
     """Run both prompts on all held-out tasks; raises RolloutError if too many runs of the initial one fail."""
     positions = range(len(runs.tasks))
-    show("held-out tasks:")
+    runs.show("held-out tasks:")
     if tuning.is_compared:
         await runs.score(tuning.initial_prompt, positions, name="initial prompt")
     if prompt != tuning.initial_prompt or not tuning.is_compared:
@@ -108,7 +110,7 @@ async def compare_held_out(
         if old.reward is not None and new.reward is not None
     ]
     if tuning.num_shown_tasks:
-        show(format_held_out(initial, tuned, tuning.num_shown_tasks))
+        progress.show_line(format_held_out(initial, tuned, tuning.num_shown_tasks))
     return HeldOutScores(
         initial=summarize(tuning.initial_prompt, initial),
         tuned=summarize(prompt, tuned),
