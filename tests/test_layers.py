@@ -17,8 +17,10 @@ LAYERS = [
     {"shared_step", "environments"},
     {"loop"},
     {"pipeline", "compat", "viewer"},
-    {"api", "cli", "commands", "run_files", "__init__", "__main__"},
+    {"api", "cli", "commands", "run_files", "compat.agentscope", "__init__", "__main__"},
 ]
+DROP_IN = "tunesmith.compat.agentscope"
+"""Exports the public API under AgentScope's names, so it is on the layer of the API, unlike the rest of `compat`."""
 INNER_LAYERS = {
     "retrieval": [{"settings"}, {"corpus"}, {"index"}, {"server"}],
     "engine": [{"event_loop", "core"}, {"batch"}, {"cuda", "cpu"}, {"worker"}, {"engine"}],
@@ -26,8 +28,8 @@ INNER_LAYERS = {
         {"session"},
         {"data"},
         {"eval", "selection"},
-        {"rl", "sft", "prepare", "export", "diagnosis", "search", "flywheel"},
-        {"stages", "demo", "math_agent", "serve", "check"},
+        {"rl", "sft", "prepare", "export", "diagnosis", "search", "flywheel", "candidates"},
+        {"stages", "demo", "math_agent", "serve", "check", "model_selection", "prompt_tuning"},
     ],
     "viewer": [{"reading", "bundle"}, {"answers"}, {"server", "export", "show"}],
 }
@@ -62,6 +64,8 @@ IMPORTS = {name: list(iter_imports(path)) for name, path in FILES.items()}
 
 def find_child(module: str, package: str) -> str:
     """The file or sub-package of `package` that contains the module; `__init__` for the package itself."""
+    if package == "tunesmith" and (module == DROP_IN or module.startswith(f"{DROP_IN}.")):
+        return "compat.agentscope"
     return "__init__" if module == package else module.removeprefix(f"{package}.").split(".")[0]
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from tunesmith.compat.agentscope import AlgorithmConfig, DatasetConfig, TunerModelConfig, translate_tune_arguments
+from tunesmith.compat.agentscope_config import (
+    AlgorithmConfig,
+    DatasetConfig,
+    TunerModelConfig,
+    translate_tune_arguments,
+)
 from tunesmith.config import (
     AlgorithmSection,
     DatasetSection,
@@ -136,7 +141,7 @@ def test_a_held_out_set_must_not_set_the_length_of_the_run():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tensor_parallel_size", 2), ("inference_engine_num", 0), ("tinker_config", {}), ("temprature", 1)],
+    [("tensor_parallel_size", 2), ("inference_engine_num", 0), ("tinker_config", 1), ("temprature", 1)],
 )
 def test_an_unsupported_field_is_an_error(field, value):
     with pytest.raises(ValidationError, match=field):

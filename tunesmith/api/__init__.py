@@ -15,16 +15,20 @@ from typing import Any
 from tunesmith.algorithms.advantages.group import RunOutcome
 from tunesmith.algorithms.losses.clipped import TokenLosses, TokenScores
 from tunesmith.algorithms.own_functions import OwnFunctions
+from tunesmith.api.model_selection import select_model
+from tunesmith.api.prompt_tuning import tune_prompt
 from tunesmith.api.settings import check_path, load_settings, load_tune_config
 from tunesmith.api.workflow_check import check
-from tunesmith.compat.agentscope import (
+from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
     DatasetConfig,
     TaskSelectorConfig,
+    TinkerConfig,
     TunerModelConfig,
     collect_own_selectors,
 )
 from tunesmith.compat.agentscope_output import agent_output
+from tunesmith.compat.agentscope_prompt_config import PromptTuneConfig
 from tunesmith.compat.chat_models import choose_chat_model
 from tunesmith.config import (
     EvalConfig,
@@ -46,7 +50,10 @@ from tunesmith.pipeline.eval.eval_result import EvalResult
 from tunesmith.pipeline.eval.pass_rates import PassRates
 from tunesmith.pipeline.eval.suites import apply_suite
 from tunesmith.pipeline.export.run import ExportResult, run_export
+from tunesmith.pipeline.model_selection.judges import avg_time_judge, avg_token_consumption_judge
+from tunesmith.pipeline.model_selection.result import ModelSelection
 from tunesmith.pipeline.prepare.run import PrepareResult, run_prepare
+from tunesmith.pipeline.prompt_tuning.result import PromptTuneResult
 from tunesmith.pipeline.rl.callbacks import (
     Callbacks,
     CheckpointEnd,
@@ -92,21 +99,27 @@ __all__ = [
     "JudgeOutput",
     "JudgeType",
     "MetricTable",
+    "ModelSelection",
     "OfflineResult",
     "PassRates",
     "PipelineResult",
     "PrepareResult",
+    "PromptTuneConfig",
+    "PromptTuneResult",
     "RunOutcome",
     "StageOutcome",
     "StepEnd",
     "Stop",
     "TaskSelectorConfig",
+    "TinkerConfig",
     "TokenLosses",
     "TokenScores",
     "TuneResult",
     "TunerModelConfig",
     "WorkflowOutput",
     "WorkflowType",
+    "avg_time_judge",
+    "avg_token_consumption_judge",
     "check",
     "check_judge_function",
     "check_workflow_function",
@@ -119,9 +132,11 @@ __all__ = [
     "prepare_model",
     "replayable",
     "run_pipeline",
+    "select_model",
     "serve",
     "sft",
     "tune",
+    "tune_prompt",
 ]
 
 PathLike = str | Path

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tunesmith.compat.agentscope import translate_tune_arguments
+from tunesmith.compat.agentscope_config import translate_tune_arguments
 from tunesmith.config import RunConfig, Section
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.load_config import change_section

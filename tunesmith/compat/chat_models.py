@@ -13,7 +13,11 @@ from tunesmith.rollout.chat_model import ChatModel, Endpoint
 
 def choose_chat_model(config: RunConfig) -> Callable[[Endpoint, Mapping[str, Any]], Any]:
     """The class of `model` in workflows: AgentScope's OpenAIChatModel, or Tunesmith's own on the OpenAI client."""
-    kind = config.rollout.chat_model
+    return choose_chat_model_class(config.rollout.chat_model)
+
+
+def choose_chat_model_class(kind: str) -> Callable[[Endpoint, Mapping[str, Any]], Any]:
+    """As `choose_chat_model`, for a value of `rollout.chat_model`."""
     is_installed = has_agentscope()
     if kind == "agentscope" and not is_installed:
         raise ConfigError("rollout.chat_model='agentscope' needs AgentScope: pip install 'tunesmith[agentscope]'")

@@ -17,6 +17,7 @@ OPTIONAL_PARAMETERS = frozenset({"auxiliary_models", "logger"})
 ENVIRONMENT = "environment"
 """A parameter of workflows that the pipeline binds to the run's environment."""
 WORKFLOW_PARAMETERS = frozenset({"task", "model"})
+PROMPT_WORKFLOW_PARAMETERS = frozenset({"task", "system_prompt"})
 JUDGE_PARAMETERS = frozenset({"task", "response"})
 
 
@@ -33,6 +34,23 @@ def check_workflow_function(func: Callable[..., Any], *, allows_sync: bool = Fal
 def check_judge_function(func: Callable[..., Any]) -> None:
     """Raise a ValueError unless `func` is `async f(task, response[, auxiliary_models][, logger])`."""
     _check_parameters(func, JUDGE_PARAMETERS, OPTIONAL_PARAMETERS)
+    _check_async(func, "judge")
+
+
+def check_prompt_workflow_function(func: Callable[..., Any]) -> None:
+    """Raise a ValueError unless `func` is `f(task, system_prompt[, model][, auxiliary_models][, logger])`, async or
+    not."""
+    _check_parameters(func, PROMPT_WORKFLOW_PARAMETERS, OPTIONAL_PARAMETERS | {"model"})
+    if not is_sync_function(func):
+        _check_async(func, "workflow")
+
+
+def check_selection_judge_function(func: Callable[..., Any]) -> None:
+    """As `check_judge_function`; the task may be called `_task`, as in AgentScope's built-in judges."""
+    if "_task" not in _find_open_parameters(func):
+        check_judge_function(func)
+        return
+    _check_parameters(func, frozenset({"_task", "response"}), frozenset())
     _check_async(func, "judge")
 
 

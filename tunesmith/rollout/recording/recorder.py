@@ -279,6 +279,11 @@ class Session:
         """Index of the call, scope and match keys of each recorded conversation; the last key is that of the reply."""
         return [(reply.choice_id[0], reply.scope, reply.keys) for reply in self._replies.values()]
 
+    def count_tokens(self) -> tuple[int, int]:
+        """Prompt tokens and sampled tokens of the turns so far; a prompt counts in every call."""
+        turns = self._turns.values()
+        return sum(len(turn.prompt_ids) for turn in turns), sum(len(turn.sampled_ids) for turn in turns)
+
     def build_call_id(self) -> str:
         """Id of the next tool call: nine alphanumeric characters, as the strictest templates require."""
         self._num_tool_calls += 1

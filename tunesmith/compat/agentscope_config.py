@@ -51,6 +51,11 @@ class DatasetConfig(BaseModel):
     task_selector: Any = None
     weight: float | None = Field(default=None, gt=0)
 
+    @field_validator("name", "split", mode="before")
+    @classmethod
+    def _read_empty(cls, value: Any) -> Any:
+        return None if value == "" else value
+
     @field_validator("task_selector")
     @classmethod
     def _read_selector(cls, value: Any) -> Any:
@@ -70,6 +75,23 @@ class DatasetConfig(BaseModel):
         return rows
 
 
+class TinkerConfig(BaseModel):
+    """A LoRA adapter, with the fields that AgentScope passes to the Tinker service; it is trained in this process."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rank: int = Field(default=16, ge=1)
+    seed: int | None = None
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
+    base_url: str | None = None
+
+    def get_config(self) -> dict[str, Any]:
+        """The fields, by name."""
+        return self.model_dump()
+
+
 class TunerModelConfig(BaseModel):
     """The trained model or an auxiliary model, and its sampling parameters."""
 
@@ -85,8 +107,10 @@ class TunerModelConfig(BaseModel):
     inference_engine_num: int = Field(default=1, ge=1)
     tool_call_parser: str = "hermes"
     reasoning_parser: str | None = "deepseek_r1"
+    tinker_config: TinkerConfig | None = None
+    """Train a LoRA adapter instead of all weights."""
     base_url: str | None = None
-    """For an auxiliary model: URL of an OpenAI-compatible server; `model_path` is the model's name on the server."""
+    """For a model that is not trained: URL of an OpenAI-compatible server, on which `model_path` is its name."""
     api_key_env: str | None = None
     """Environment variable with the server's API key."""
 
@@ -99,6 +123,19 @@ class TunerModelConfig(BaseModel):
                 "program with torchrun --nproc-per-node N"
             )
         return value
+
+    def get_config(self) -> dict[str, Any]:
+        """The settings of the inference engine, by the keys of AgentScope's `get_config`."""
+        return {
+            "model_path": self.model_path,
+            "max_model_len": self.max_model_len,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "engine_num": self.inference_engine_num,
+            "tool_call_parser": self.tool_call_parser,
+            "reasoning_parser": self.reasoning_parser,
+            "enable_openai_api": True,
+            "enable_auto_tool_choice": True,
+        }
 
 
 class AlgorithmConfig(BaseModel):
@@ -114,6 +151,7 @@ class AlgorithmConfig(BaseModel):
     eval_interval_steps: int = 100
 
 
+MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 ENGINES = (
     "each process has one engine, which serves its workflows; to sample and train on N GPUs start this program with "
     "torchrun --nproc-per-node N"
@@ -128,17 +166,34 @@ def translate_model(model: TunerModelConfig) -> dict[str, Any]:
                 f"model.{key}={getattr(model, key)!r} is not supported: the trained model runs in this process; set "
                 f"{key} of a model in auxiliary_models"
             )
-    return translate_model_fields(model, key="model", engine_note=ENGINES)
+    section = translate_model_fields(model, key="model", engine_note=ENGINES)
+    return section if model.tinker_config is None else section | {"lora": translate_adapter(model.tinker_config)}
+
+
+def translate_adapter(adapter: TinkerConfig) -> dict[str, Any]:
+    """Fields of our `model.lora` section. The head is not adapted, whatever `train_unembed` says."""
+    key = "model.tinker_config"
+    if adapter.base_url is not None:
+        raise ConfigError(f"{key}.base_url={adapter.base_url!r} is not supported: the adapter trains in this process")
+    if not (adapter.train_attn or adapter.train_mlp):
+        raise ConfigError(f"{key} must have train_attn or train_mlp: the head alone cannot be adapted")
+    if adapter.train_unembed and "train_unembed" in adapter.model_fields_set:
+        logger.warning("%s.train_unembed has no effect: an adapter does not change the head", key)
+    layers: Any = "all-linear" if adapter.train_attn else MLP_LAYERS
+    section = {"r": adapter.rank, "target_modules": layers if adapter.train_mlp else "attention"}
+    return section if adapter.seed is None else section | {"seed": adapter.seed}
 
 
 def translate_auxiliary_model(name: str, model: TunerModelConfig) -> dict[str, Any]:
     """As `translate_model`, for an auxiliary model, in this process or on a server."""
+    if model.tinker_config is not None:
+        raise ConfigError(f"auxiliary_models.{name}.tinker_config has no effect: auxiliary models are not trained")
     return translate_model_fields(model, key=f"auxiliary_models.{name}", engine_note=ONE_AUXILIARY_ENGINE)
 
 
 def translate_model_fields(model: TunerModelConfig, *, key: str, engine_note: str) -> dict[str, Any]:
     """Fields of both kinds of models; the number of engines has no effect and is noted."""
-    given = model.model_dump(include=model.model_fields_set)
+    given = model.model_dump(include=model.model_fields_set - {"tinker_config"})
     given.pop("tensor_parallel_size", None)
     num_engines = given.pop("inference_engine_num", 1)
     if num_engines != 1:

@@ -1,0 +1,203 @@
+"""Programs written for `agentscope.tuner` run with its name replaced, and the recipe runs on the pocket model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import runpy
+import threading
+from pathlib import Path
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from tunesmith.monitor.metrics_file import load_metrics
+
+pytest.importorskip("agentscope", reason="needs AgentScope, which the extra `agentscope` installs")
+needs_dspy = pytest.mark.skipif(
+    importlib.util.find_spec("dspy") is None or importlib.util.find_spec("optuna") is None,
+    reason="needs DSPy, which the extra `prompt` installs",
+)
+
+RECIPE = Path(__file__).parent.parent.parent / "recipes" / "agentscope_tuner"
+COMMON = """
+import asyncio
+from agentscope.agent import ReActAgent
+from agentscope.formatter import OpenAIChatFormatter
+from agentscope.message import Msg
+from agentscope.model import OpenAIChatModel
+
+def build_model(name):
+    return OpenAIChatModel(name, api_key="EMPTY", stream=False, client_kwargs={"base_url": "BASE_URL"})
+
+def build_agent(prompt, model):
+    agent = ReActAgent(name="agent", sys_prompt=prompt, model=model, formatter=OpenAIChatFormatter())
+    agent.set_console_output_enabled(False)
+    return agent
+"""
+TUNE = """
+from agentscope.tuner import (
+    tune, AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, check_workflow_function,
+)
+
+async def workflow(task, model, auxiliary_models):
+    return WorkflowOutput(response=await build_agent("Answer.", model).reply(Msg("user", task["question"], "user")))
+
+async def judge(task, response, auxiliary_models, logger):
+    text = response.get_text_content()
+    return JudgeOutput(reward=len(text) % 5 / 4, metrics={"length": len(text)})
+
+check_workflow_function(workflow)
+result = tune(
+    workflow_func=workflow,
+    judge_func=judge,
+    train_dataset=DatasetConfig(path="DATASET", split="train", total_steps=1),
+    model=TunerModelConfig(model_path="POCKET", max_model_len=256, max_tokens=8),
+    algorithm=AlgorithmConfig(algorithm_type="multi_step_grpo", group_size=2, batch_size=2, learning_rate=1e-6),
+)
+"""
+SELECT = """
+from agentscope.tuner import DatasetConfig, JudgeOutput, WorkflowOutput, select_model
+from agentscope.tuner.model_selection import avg_token_consumption_judge
+
+async def workflow(task, model):
+    return WorkflowOutput(response=await build_agent("Answer.", model).reply(Msg("user", task["question"], "user")))
+
+async def judge(task, response):
+    assert set(response["metrics"]) >= {"execution_time", "input_tokens", "output_tokens", "total_tokens"}
+    is_right = task["answer"] in response["response"].get_text_content()
+    return JudgeOutput(reward=float(is_right), metrics={"accuracy": float(is_right)})
+
+async def main(judge):
+    return await select_model(
+        workflow_func=workflow,
+        judge_func=judge,
+        train_dataset=DatasetConfig(path="DATASET", split="train", total_steps=4),
+        candidate_models=[build_model("terse"), build_model("right"), build_model("down")],
+    )
+
+best, metrics = asyncio.run(main(judge))
+cheapest, tokens = asyncio.run(main(avg_token_consumption_judge))
+"""
+PROMPT = """
+from agentscope.tuner import DatasetConfig, JudgeOutput, PromptTuneConfig, WorkflowOutput, tune_prompt
+
+async def workflow(task, system_prompt):
+    agent = build_agent(system_prompt, build_model("obedient"))
+    return WorkflowOutput(response=await agent.reply(Msg("user", task["question"], "user")))
+
+async def judge(task, response):
+    return JudgeOutput(reward=float(task["answer"] in response.get_text_content()))
+
+prompt, metrics = tune_prompt(
+    workflow=workflow,
+    init_system_prompt="Answer.",
+    judge_func=judge,
+    train_dataset=DatasetConfig(path="DATASET/train.jsonl"),
+    eval_dataset=DatasetConfig(path="DATASET/test.jsonl"),
+    config=PromptTuneConfig(lm_model_name="openai/proposer", optimization_level="light"),
+)
+"""
+
+
+class Server:
+    """An OpenAI-compatible server whose models answer in their own ways."""
+
+    def __init__(self) -> None:
+        routes = [Route("/v1/chat/completions", self.answer, methods=["POST"])]
+        self.server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), port=0, log_level="error"))
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            self.thread.join(timeout=0.01)
+        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/v1"
+
+    async def answer(self, request: Request) -> JSONResponse:
+        body = await request.json()
+        name, text = body["model"], json.dumps(body["messages"])
+        if name == "down":
+            return JSONResponse({"error": {"message": "out of memory"}}, status_code=400)
+        replies = {"terse": "no", "right": "It is 5.", "proposer": "Say 5.", "obedient": "It is 5." * ("Say 5" in text)}
+        message = {"role": "assistant", "content": replies[name] or "I do not know."}
+        num_tokens = {"prompt_tokens": 10, "completion_tokens": len(message["content"]), "total_tokens": 11}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": name, "choices": [choice]}
+        return JSONResponse(reply | {"usage": num_tokens})
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Server()
+    yield server
+    server.server.should_exit = True
+    server.thread.join(timeout=10)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "test"):
+        rows = [{"question": f"What is {n} + {5 - n}?", "answer": "5"} for n in range(6)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def run_program(text, folder, *, url="", pocket=""):
+    """Run a program after replacing the name of AgentScope's module in its imports."""
+    text = (COMMON + text).replace("from agentscope.tuner", "from tunesmith.compat.agentscope")
+    text = text.replace("BASE_URL", url).replace("POCKET", pocket).replace("DATASET", str(folder))
+    (folder / "program.py").write_text(text)
+    return runpy.run_path(str(folder / "program.py"))
+
+
+def test_a_program_of_tune_trains(folder, pocket_folder):
+    result = run_program(TUNE, folder, pocket=pocket_folder)["result"]
+    (record,) = load_metrics(result.run_folder / "metrics.jsonl")
+    assert record["rollout/num_failed"] == 0.0 and record["rollout/length/mean"] > 0
+
+
+def test_a_program_of_select_model_selects(folder, server):
+    outcome = run_program(SELECT, folder, url=server.url)
+    assert outcome["best"].model_name == "right" and outcome["metrics"]["accuracy_avg"] == 1.0
+    assert outcome["cheapest"].model_name == "terse"
+    assert outcome["tokens"]["token_consumed_avg"] == 12.0
+
+
+@needs_dspy
+def test_a_program_of_tune_prompt_tunes(folder, server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
+    monkeypatch.setenv("OPENAI_API_BASE", server.url)
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no network
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+    outcome = run_program(PROMPT, folder, url=server.url)
+    assert outcome["prompt"] == "Say 5."
+    assert outcome["metrics"]["eval_reward_tuned"] == 1.0 and outcome["metrics"]["eval_reward_initial"] == 0.0
+
+
+def test_the_recipe_selects_a_model(folder, server, monkeypatch, capsys):
+    monkeypatch.setenv("BASE_URL", server.url)
+    monkeypatch.setenv("MODELS", "terse,right")
+    monkeypatch.setenv("JUDGE", "tokens")
+    monkeypatch.setenv("DATASET", str(folder))
+    runpy.run_path(str(RECIPE / "select_model.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "terse" and "'token_consumed_avg': 12.0" in lines[1]
+
+
+@needs_dspy
+def test_the_recipe_tunes_a_prompt(folder, server, monkeypatch, capsys):
+    monkeypatch.setenv("BASE_URL", server.url)
+    monkeypatch.setenv("MODEL", "obedient")
+    monkeypatch.setenv("PROMPT_MODEL", "proposer")
+    monkeypatch.setenv("DATASET", str(folder))
+    runpy.run_path(str(RECIPE / "tune_prompt.py"), run_name="__main__")
+    assert capsys.readouterr().out.splitlines()[-2] == "Say 5."
+
+
+@pytest.mark.parametrize("name", ["tune_prompt.py", "select_model.py"])
+def test_programs_of_the_recipe_are_short(name):
+    assert len((RECIPE / name).read_text().splitlines()) <= 60

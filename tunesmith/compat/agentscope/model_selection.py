@@ -1,0 +1,7 @@
+"""The names of `agentscope.tuner.model_selection`."""
+
+from __future__ import annotations
+
+from tunesmith.api import avg_time_judge, avg_token_consumption_judge, select_model
+
+__all__ = ["avg_time_judge", "avg_token_consumption_judge", "select_model"]

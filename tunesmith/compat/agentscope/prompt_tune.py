@@ -1,0 +1,7 @@
+"""The names of `agentscope.tuner.prompt_tune`."""
+
+from __future__ import annotations
+
+from tunesmith.api import PromptTuneConfig, tune_prompt
+
+__all__ = ["PromptTuneConfig", "tune_prompt"]

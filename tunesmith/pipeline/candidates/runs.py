@@ -1,0 +1,62 @@
+"""Runs the agent once on each task with a model; what failed is counted, never scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tunesmith.rollout.failures import list_causes
+from tunesmith.rollout.groups import run_groups
+from tunesmith.rollout.runner import Agent
+from tunesmith.rollout.service import ModelProvider
+from tunesmith.types import Group, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLimits:
+    """Limits and seed of all runs of one comparison."""
+
+    max_concurrency: int
+    timeout_s: float
+    """Time limit of a workflow and its judge."""
+    max_failure_rate: float
+    """Share of failed runs above which a candidate cannot be chosen."""
+    seed: int
+
+
+async def run_agent(
+    tasks: Sequence[Task],
+    *,
+    agent: Agent,
+    model: ModelProvider,
+    limits: RunLimits,
+    on_progress: Callable[[Trajectory], None] | None = None,
+) -> list[Trajectory]:
+    """One trajectory per task, in their order; a task has the same seed in every call."""
+    groups = await run_groups(
+        tasks,
+        group_size=1,
+        agent=agent,
+        model=model,
+        seed=limits.seed,
+        step=0,
+        max_concurrency=limits.max_concurrency,
+        on_progress=on_progress,
+        positions=[task.index for task in tasks],
+    )
+    return [group.trajectories[0] for group in groups]
+
+
+def count_failures(trajectories: Sequence[Trajectory]) -> int:
+    return sum(each.failure is not None for each in trajectories)
+
+
+def has_too_many_failures(trajectories: Sequence[Trajectory], limits: RunLimits) -> bool:
+    """Whether nothing was scored, or more runs failed than the limits allow."""
+    num_failures = count_failures(trajectories)
+    return num_failures == len(trajectories) or num_failures / len(trajectories) > limits.max_failure_rate
+
+
+def describe_failures(trajectories: Sequence[Trajectory]) -> list[str]:
+    """The most frequent causes, one line each."""
+    return list_causes([Group(task=each.task, trajectories=(each,)) for each in trajectories])

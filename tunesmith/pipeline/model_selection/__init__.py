@@ -1,0 +1,1 @@
+"""Selection of the best of several models for an agent."""

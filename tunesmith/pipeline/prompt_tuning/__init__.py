@@ -1,0 +1,1 @@
+"""Tuning of a system prompt with DSPy's MIPROv2."""
