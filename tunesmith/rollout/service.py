@@ -132,7 +132,7 @@ class ModelService:
         self._sampling = sampling
         self._build_model = build_model
         self._is_recorded = is_recorded
-        self._http_client = SharedClient(transport=InProcessTransport(self.app))
+        self._http_client = SharedClient(transport=InProcessTransport(self.app), timeout=None)
         self._clients = _InProcessClients(self.app)
         self._client = InProcessClient(
             endpoint=self.endpoint,
