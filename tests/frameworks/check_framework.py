@@ -76,16 +76,13 @@ def run_step(
             algorithm=AlgorithmConfig(algorithm_type="reinforce", group_size=2, batch_size=1, learning_rate=1e-3),
             overrides=(
                 f"rollout.chat_model={framework.chat_model}", "model.device=cpu", "engine.kv_cache_tokens=65536",
-                f"checkpoint_root_dir={folder / 'out'}", "rollout.max_failure_rate=1", "rollout.timeout_s=60",
+                f"checkpoint_root_dir={folder / 'out'}", "rollout.max_failure_rate=0", "rollout.timeout_s=60",
                 *(["rollout.http_port=0"] if framework.is_http else []),
             ),
         )  # fmt: skip
         (rollouts,) = (result.folder / "rollouts").glob("step*.parquet")
         groups = load_rollouts(rollouts)
     trajectories = [each for group in groups for each in group.trajectories]
-    failures = [each.failure for each in trajectories if each.failure]
-    if failures:
-        raise RuntimeError(f"{failures[0].where}: {failures[0].message}\n{failures[0].traceback or ''}")
     assert result.has_learned, "the step did not change the weights"
     return trajectories, merge_turns(groups)
 

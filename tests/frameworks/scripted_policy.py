@@ -45,8 +45,8 @@ class ScriptedPolicy:
     def __init__(self, replies: Sequence[Reply]) -> None:
         self.calls: list[EngineCall] = []
         self._replies = replies
-        self._tokens: dict[int, tuple[int, list[int]]] = {}
-        """Seed of a request -> length of its prompt, and the tokens to draw."""
+        self._requests: dict[int, _ScriptedRequest] = {}
+        """By the seed of a request."""
 
     @contextlib.contextmanager
     def replace_draws(self) -> Iterator[None]:
@@ -58,8 +58,7 @@ class ScriptedPolicy:
             return await policy._generate(generate, engine, prompt_ids, sampling, order, on_tokens)
 
         def sample_by_script(logits_NV, distributions, seeds, positions, **options):
-            drawn = [policy._draw(*pair) for pair in zip(seeds, positions, strict=True)]
-            sampler._choose_on_host = lambda weights_NV, *_: _choose(weights_NV, drawn)
+            sampler._choose_on_host = lambda weights_NV, *_: policy._choose(weights_NV, seeds, positions)
             return sample_tokens(logits_NV, distributions, seeds, positions, **options)
 
         LocalEngine.generate, model_runner.sample_tokens = generate_by_script, sample_by_script
@@ -68,16 +67,22 @@ class ScriptedPolicy:
         finally:
             LocalEngine.generate, model_runner.sample_tokens, sampler._choose_on_host = originals
 
-    def _draw(self, seed: int, position: int) -> int:
-        num_prompt, tokens = self._tokens[seed]
-        return tokens[min(position - num_prompt, len(tokens) - 1)]
+    def _choose(
+        self, weights_NV: torch.Tensor, seeds: Sequence[int], positions: Sequence[int]
+    ) -> sampler.SamplerOutput:
+        """The script's token of each row, with its logprob."""
+        rows = zip(weights_NV, seeds, positions, strict=True)
+        ids = [self._requests[seed].draw(position, weights_V) for weights_V, seed, position in rows]
+        totals_N = weights_NV.sum(dim=1, dtype=torch.float64)
+        logprobs_N = (weights_NV[range(len(ids)), ids].double() / totals_N).log()
+        return sampler.SamplerOutput(ids, logprobs_N.tolist(), totals_N.isfinite().tolist())
 
     async def _generate(self, generate, engine, prompt_ids, sampling, order, on_tokens) -> Any:
         call = EngineCall(order=order, prompt_ids=tuple(prompt_ids))
         self.calls.append(call)
         reply = self._replies[min(order[-2], len(self._replies) - 1)]
         text = reply.text if isinstance(reply, Hanging) else reply
-        self._tokens[sampling.seed] = len(prompt_ids), _encode_reply(engine, prompt_ids, text)
+        self._requests[sampling.seed] = _encode_reply(engine, prompt_ids, text)
 
         def add_tokens(token_ids, logprobs, *details):
             call.sampled_ids += token_ids
@@ -91,18 +96,35 @@ class ScriptedPolicy:
         return completion
 
 
-def _encode_reply(engine: LocalEngine, prompt_ids: Sequence[int], text: str) -> list[int]:
+@dataclass(slots=True, kw_only=True)
+class _ScriptedRequest:
+    """The tokens of one reply."""
+
+    tokenizer: Any
+    num_prompt: int
+    ids: list[int]
+
+    def draw(self, position: int, weights_V: torch.Tensor) -> int:
+        index = min(position - self.num_prompt, len(self.ids) - 1)
+        if weights_V[self.ids[index]] == 0:
+            self._encode_again(index, weights_V)
+        return self.ids[index]
+
+    def _encode_again(self, index: int, weights_V: torch.Tensor) -> None:
+        """Spell the rest of the text with a token that the request's grammar allows here."""
+        text = self.tokenizer.decode(self.ids[index:-1])
+        allowed = {each: self.tokenizer.decode([each]) for each in weights_V.nonzero()[:, 0].tolist()}
+        fitting = [each for each, part in allowed.items() if part and text.startswith(part)]
+        assert fitting, f"the request's grammar excludes {text!r}"
+        longest = max(fitting, key=lambda each: len(allowed[each]))
+        rest = self.tokenizer.encode(text[len(allowed[longest]) :], add_special_tokens=False)
+        self.ids[index:] = [longest, *rest, self.tokenizer.eos_token_id]
+
+
+def _encode_reply(engine: LocalEngine, prompt_ids: Sequence[int], text: str) -> _ScriptedRequest:
     """The tokens of a reply after the part that the prompt forces, such as the start of a tool call."""
     tokenizer = engine._tokenizer
     end = tokenizer.decode(prompt_ids[-60:])
     forced = next((size for size in range(len(text), 0, -1) if end.endswith(text[:size])), 0)
-    return [*tokenizer.encode(text[forced:], add_special_tokens=False), tokenizer.eos_token_id]
-
-
-def _choose(weights_NV: torch.Tensor, drawn: Sequence[int]) -> sampler.SamplerOutput:
-    """The script's tokens with their logprobs; a token that the distribution excludes is an error of the script."""
-    totals_N = weights_NV.sum(dim=1, dtype=torch.float64)
-    logprobs = (weights_NV[range(len(drawn)), list(drawn)].double() / totals_N).log().tolist()
-    for token_id, logprob in zip(drawn, logprobs, strict=True):
-        assert logprob > -float("inf"), f"the grammar of the request excludes token {token_id} of the scripted reply"
-    return sampler.SamplerOutput(list(drawn), logprobs, totals_N.isfinite().tolist())
+    ids = [*tokenizer.encode(text[forced:], add_special_tokens=False), tokenizer.eos_token_id]
+    return _ScriptedRequest(tokenizer=tokenizer, num_prompt=len(prompt_ids), ids=ids)
