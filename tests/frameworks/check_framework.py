@@ -33,6 +33,7 @@ from tunesmith.experience.store import load_rollouts  # noqa: E402
 from tunesmith.model.prepare import prepare_model  # noqa: E402
 from tunesmith.types import Group, Sample, Trajectory  # noqa: E402
 
+MAX_ERROR_CHARS = 600
 TASK = {"question": "What is 2 + 3?", "answer": "5"}
 FIELDS = {  # of a result -> how it is read
     "turns": lambda trajectories, samples: len(trajectories[0].turns),
@@ -140,7 +141,7 @@ def try_check(check: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str
         return {"ok": True, "error": None} | check(*arguments)
     except Exception as error:  # noqa: BLE001 - the outcome is the report
         traceback.print_exc()
-        return {"ok": False, "error": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
+        return {"ok": False, "error": " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR_CHARS]}
 
 
 def main() -> int:
