@@ -63,7 +63,7 @@ FRAMEWORKS = (
               function="code_workflow", cases="CODE_CASES", absent="CODE_ABSENT", packages=SMOLAGENTS,
               replies=(*3 * ("Thought: add\n<code>\nprint(add(2, 3))\n",), "Thought: done\n<code>\nfinal_answer(5)\n")),
     Framework(name="AgentScope 1, ReActAgent", environment="agentscope1", recipe="agentscope_react", features="agentscope1",
-              packages=("agentscope==1.0.21", "mcp<2"), chat_model="agentscope"),
+              packages=("agentscope==1.0.21", "mcp<2", "openai<3"), chat_model="agentscope"),
     Framework(name="AgentScope 2, Agent", environment="agentscope2", recipe="agentscope_agent", features="agentscope2",
               packages=("agentscope==2.0.10",), chat_model="agentscope"),
     Framework(name="DSPy, ReAct through LiteLLM", environment="dspy", recipe="dspy_react", features="dspy_programs",

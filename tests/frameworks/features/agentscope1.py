@@ -74,7 +74,7 @@ async def stream(task, model):
 
 async def summarize(task, model):
     config = ReActAgent.CompressionConfig(
-        enable=True, agent_token_counter=CharTokenCounter(), trigger_threshold=300, keep_recent=1
+        enable=True, agent_token_counter=CharTokenCounter(), trigger_threshold=20, keep_recent=1
     )
     return await run(build_agent(model, compression_config=config), task)
 

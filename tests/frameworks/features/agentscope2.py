@@ -82,7 +82,7 @@ async def retry(task, model):
 
 
 async def summarize(task, model):
-    agent = build_agent(model, context_config=ContextConfig(trigger_ratio=0.05, reserve_ratio=0.01))
+    agent = build_agent(model, context_config=ContextConfig(trigger_ratio=0.002, reserve_ratio=0.0001, context_buffer_ratio=0.001))
     await agent.reply(UserMsg("user", "long " * 200))
     return await run(agent, task)
 
@@ -92,8 +92,8 @@ CASES = (
     Case(feature="sub_agents", workflow=ask_helper, replies=(write_call("ask", question="2 + 3?"), ADD, "5", ANSWER),
          num_turns=4, num_branches=1),
     Case(feature="parallel_calls", workflow=call_twice, replies=(ADD_TWICE, ANSWER), num_turns=2, num_branches=0),
-    Case(feature="structured", workflow=parse, replies=(ADD, write_call("generate_response", answer=5), ANSWER),
-         num_turns=3, num_branches=0),
+    Case(feature="structured", workflow=parse, replies=(ADD, write_call("GenerateStructuredOutput", answer=5)),
+         num_turns=2, num_branches=0),
     Case(feature="streaming", workflow=stream, replies=(ADD, ANSWER), num_turns=2, num_branches=0),
     Case(feature="retries", workflow=retry, replies=(Hanging(text="The"), ADD, ANSWER), num_turns=3, num_branches=1),
     Case(feature="compaction", workflow=summarize, replies=("Noted.", SUMMARY, ADD, ANSWER), num_turns=4,

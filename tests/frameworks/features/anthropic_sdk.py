@@ -59,19 +59,10 @@ async def time_out(task, model):
     return WorkflowOutput(response=read_text(await client.messages.create(**build_fields(task, model))))
 
 
-async def compact(task, model):
-    client = model.as_anthropic_client()
-    control = {"enabled": True, "context_token_threshold": 100}
-    runner = client.beta.messages.tool_runner(**build_fields(task, model), tools=[add], compaction_control=control)
-    return WorkflowOutput(response=read_text(await runner.until_done()))
-
-
 CASES = (
     Case(feature="parallel_calls", workflow=call_twice, replies=(ADD_TWICE, ANSWER), num_turns=2, num_branches=0),
     Case(feature="structured", workflow=parse, replies=('{"answer": 5}',), num_turns=1, num_branches=0),
     Case(feature="streaming", workflow=stream, replies=(ADD, ANSWER), num_turns=2, num_branches=0),
     Case(feature="retries", workflow=time_out, replies=(Hanging(text="The"), ANSWER), num_turns=2, num_branches=1),
-    Case(feature="compaction", workflow=compact, replies=(ADD, "<summary>2 + 3 = 5</summary>", ANSWER),
-         num_turns=3, num_branches=2),
-)  # fmt: skip
-ABSENT = {"sub_agents": ""}
+)
+ABSENT = {"sub_agents": "", "compaction": "runs on Anthropic's servers; the endpoint refuses it"}
