@@ -158,6 +158,7 @@ class ModelService:
             api_key=session.key,
             model_name=self.endpoint.model_name,
             client=self._client.bind(session.key),
+            max_model_len=self.recorder.engine.max_model_len,
             http_client=self._http_client,
             in_process=self._clients,
         )
