@@ -1,8 +1,9 @@
 """Checks every framework in a virtual environment of its own: `python tests/frameworks/run.py FOLDER [NAME ...]`.
 
-The environments are made in FOLDER, again whenever their pinned packages change, and also import the packages of the
-interpreter that runs this script, after their own. The outcomes are written to `results/frameworks.json` and to the
-table of `docs/frameworks.md`; with NAMEs, those of the frameworks whose names contain one of them.
+The environments are made in FOLDER, two at a time, again whenever their pinned packages change, and also import the
+packages of the interpreter that runs this script, after their own. The outcomes are written to
+`results/frameworks.json` and to the tables of `docs/frameworks.md`; with NAMEs, those of the frameworks whose names
+contain one of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import outcome_table
@@ -21,36 +26,60 @@ import outcome_table
 from environments import FRAMEWORKS, Framework
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 600
-KEYS = ("version", "ok", "turns", "branches", "sampled_tokens", "trained_tokens", "error")
+TIMEOUT_S = 900
+NUM_BUILDERS = 2
+KEYS = (
+    "version", "ok", "turns", "branches", "sampled_tokens", "call_tokens", "merged_tokens", "features", "error",
+)  # fmt: skip
 
 
-def make_environment(framework: Framework, folder: Path) -> Path:
-    """The environment's interpreter; creates it unless it has these packages."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """A virtual environment, and what it took to make it."""
+
+    python: Path
+    build_s: float
+    num_mib: int
+
+
+def make_environment(framework: Framework, folder: Path) -> Environment:
+    """The environment of a framework; creates it unless it has these packages."""
     root = folder / framework.environment
     python = root / "bin" / "python"
     done = root / "packages.json"
-    packages = json.dumps(sorted(framework.packages))
-    if not done.exists() or done.read_text() != packages:
+    packages = sorted(framework.packages)
+    if not done.exists() or json.loads(done.read_text())["packages"] != packages:
+        started_at = time.monotonic()
         shutil.rmtree(root, ignore_errors=True)
         venv.create(root, with_pip=True)
         subprocess.run([python, "-m", "pip", "install", "-q", *framework.packages], check=True)
         (site,) = root.glob("lib/python*/site-packages")
         (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        done.write_text(packages)
-    return python
+        num_bytes = sum(path.lstat().st_size for path in root.rglob("*"))
+        built = {"build_s": round(time.monotonic() - started_at), "num_mib": num_bytes >> 20}
+        done.write_text(json.dumps({"packages": packages} | built))
+    built = json.loads(done.read_text())
+    return Environment(python=python, build_s=built["build_s"], num_mib=built["num_mib"])
 
 
-def check(index: int, framework: Framework, folder: Path) -> dict:
+def start_builds(chosen: Sequence[Framework], folder: Path) -> dict[str, Future[Environment]]:
+    """The environments by name, while threads make them."""
+    builders = ThreadPoolExecutor(NUM_BUILDERS)
+    environments = {framework.environment: framework for framework in chosen}
+    return {name: builders.submit(make_environment, framework, folder) for name, framework in environments.items()}
+
+
+def check(index: int, framework: Framework, build: Future[Environment], folder: Path) -> dict:
     """The outcome that the check prints."""
     outcome = {"name": framework.name, "packages": list(framework.packages)} | dict.fromkeys(KEYS) | {"ok": False}
     try:
-        python = make_environment(framework, folder)
+        environment = build.result()
     except subprocess.CalledProcessError as error:
         return outcome | {"error": f"the packages cannot be installed: {error}"}
+    outcome |= {"build_s": environment.build_s, "environment_mib": environment.num_mib}
     try:
         done = subprocess.run(
-            [python, HERE / "check_framework.py", str(index)],
+            [environment.python, HERE / "check_framework.py", str(index)],
             cwd=folder,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
@@ -67,20 +96,30 @@ def check(index: int, framework: Framework, folder: Path) -> dict:
     return outcome | {key: printed.get(key) for key in KEYS}
 
 
+def find_failures(outcome: dict) -> list[str]:
+    """What failed: the recipe, and features."""
+    features = outcome["features"] or {}
+    failures = [] if outcome["ok"] else [outcome["error"] or "no reason"]
+    return failures + [f"{name}: {each['error']}" for name, each in features.items() if each.get("ok") is False]
+
+
 def main() -> int:
     folder, names = Path(sys.argv[1]).resolve(), sys.argv[2:]
     folder.mkdir(parents=True, exist_ok=True)
+    chosen = [each for each in FRAMEWORKS if not names or any(name in each.name for name in names)]
+    builds = start_builds(chosen, folder)
     recorded = {each["name"]: each for each in json.loads(outcome_table.OUTCOMES.read_text())}
-    for index, framework in enumerate(FRAMEWORKS):
-        if names and not any(name in framework.name for name in names):
-            continue
-        outcome = recorded[framework.name] = check(index, framework, folder)
-        text = f"{'ok' if outcome['ok'] else 'FAILED':7} {outcome['name']}: {outcome['error'] or ''}"
-        print(text.rstrip(" :"), flush=True)
+    num_failed = 0
+    for framework in chosen:
+        outcome = check(FRAMEWORKS.index(framework), framework, builds[framework.environment], folder)
+        recorded[framework.name] = outcome
+        failures = find_failures(outcome)
+        num_failed += bool(failures)
+        print(f"{'FAILED' if failures else 'ok':7} {framework.name} {'; '.join(failures)}".rstrip(), flush=True)
     outcomes = [recorded[framework.name] for framework in FRAMEWORKS if framework.name in recorded]
     outcome_table.OUTCOMES.write_text(json.dumps(outcomes, indent=1) + "\n")
     outcome_table.main()
-    return 0 if all(outcome["ok"] for outcome in outcomes) else 1
+    return 1 if num_failed else 0
 
 
 if __name__ == "__main__":

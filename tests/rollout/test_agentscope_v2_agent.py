@@ -48,6 +48,7 @@ async def test_agent_calls_a_tool_and_answers(is_stream):
         ),
     )
     bound = service.open(seed=1)
+    assert bound.model.context_size == engine.max_model_len  # where its agents compress their context
     agent = Agent(
         name="friday",
         system_prompt="Help.",

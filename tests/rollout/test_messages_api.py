@@ -190,3 +190,22 @@ async def test_a_client_without_keys_uses_the_url():
         async with httpx.AsyncClient() as client:
             reply = await client.post(url.removesuffix("/v1") + path, json=body)
         assert reply.json()["content"] == [{"type": "text", "text": "fine"}]
+
+
+async def test_the_tool_runner_of_the_sdk_continues_without_a_thread():
+    if not hasattr(anthropic, "beta_async_tool"):
+        pytest.skip("this Anthropic SDK has no tool runner")
+
+    @anthropic.beta_async_tool
+    async def add(a: int) -> str:
+        """Add."""
+        return str(a + 1)
+
+    service = build_service(ADD, "fine")
+    bound = service.open(seed=1)
+    client = bound.model.as_anthropic_client()
+    runner = client.beta.messages.tool_runner(model="m", max_tokens=300, messages=USER, tools=[add])
+    message = await runner.until_done()
+    assert message.content[0].text == "fine"
+    first, second = service.close(bound)
+    assert second.prompt_ids[: len(first.prompt_ids + first.sampled_ids)] == first.prompt_ids + first.sampled_ids

@@ -75,6 +75,7 @@ def _build_v2(model_class: Any, endpoint: Endpoint, options: dict[str, Any], is_
         parameters=model_class.Parameters(**{key: value for key, value in options.items() if key in known}),
         stream=is_stream,
         max_retries=0,
+        **({} if endpoint.max_model_len is None else {"context_size": endpoint.max_model_len}),
         client_kwargs={"http_client": endpoint.http_client},
         extra_body=extra or None,
     )

@@ -33,6 +33,8 @@ class Endpoint:
     model_name: str
     client: openai.AsyncOpenAI
     """An OpenAI client bound to the URL and the key."""
+    max_model_len: int | None = None
+    """Tokens that prompt and reply may have together; None: unknown."""
     http_client: httpx.AsyncClient | None = None
     """The HTTP client inside `client`, if it is shared."""
     in_process: InProcessClients | None = None

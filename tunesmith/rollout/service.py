@@ -132,7 +132,7 @@ class ModelService:
         self._sampling = sampling
         self._build_model = build_model
         self._is_recorded = is_recorded
-        self._http_client = SharedClient(transport=InProcessTransport(self.app))
+        self._http_client = SharedClient(transport=InProcessTransport(self.app), timeout=None)
         self._clients = _InProcessClients(self.app)
         self._client = InProcessClient(
             endpoint=self.endpoint,
@@ -158,6 +158,7 @@ class ModelService:
             api_key=session.key,
             model_name=self.endpoint.model_name,
             client=self._client.bind(session.key),
+            max_model_len=self.recorder.engine.max_model_len,
             http_client=self._http_client,
             in_process=self._clients,
         )

@@ -1,7 +1,7 @@
 """An httpx transport that calls an ASGI app in the same event loop, without a socket.
 
 Unlike `httpx.ASGITransport`, it returns the response as soon as it starts and streams the body. Closing the response,
-or cancelling the caller, appears to the app as a client disconnect.
+cancelling the caller, or reaching the read timeout of the request appears to the app as a client disconnect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class InProcessTransport(httpx.AsyncBaseTransport):
         self._app = app
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        exchange = _Exchange(await request.aread())
+        timeout_s = request.extensions.get("timeout", {}).get("read")
+        exchange = _Exchange(await request.aread(), timeout_s=timeout_s)
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -38,8 +39,8 @@ class InProcessTransport(httpx.AsyncBaseTransport):
         task = asyncio.ensure_future(self._app(scope, exchange.receive, exchange.send))
         task.add_done_callback(exchange.end)
         try:
-            start = await exchange.messages.get()
-        except asyncio.CancelledError:
+            start = await exchange.get_message()
+        except (asyncio.CancelledError, httpx.ReadTimeout):
             await exchange.disconnect(task)
             raise
         if start is None:
@@ -64,10 +65,12 @@ class SharedClient(httpx.AsyncClient):
 class _Exchange:
     """The ASGI messages of one request, between transport and app."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, *, timeout_s: float | None) -> None:
+        """`timeout_s`: how long the client waits for each message; None: without limit."""
         self._request: Message | None = {"type": "http.request", "body": body, "more_body": False}
         self._disconnected = asyncio.Event()
-        self.messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        self._timeout_s = timeout_s
+        self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         """Messages sent by the app; None after it has returned."""
 
     async def receive(self) -> Message:
@@ -78,10 +81,17 @@ class _Exchange:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        self.messages.put_nowait(message)
+        self._messages.put_nowait(message)
 
     def end(self, task: asyncio.Future[None]) -> None:
-        self.messages.put_nowait(None)
+        self._messages.put_nowait(None)
+
+    async def get_message(self) -> Message | None:
+        """The app's next message; None after it has returned. Raises `httpx.ReadTimeout`."""
+        try:
+            return await asyncio.wait_for(self._messages.get(), self._timeout_s)
+        except TimeoutError as error:
+            raise httpx.ReadTimeout(f"nothing was received for {self._timeout_s} s") from error
 
     async def disconnect(self, task: asyncio.Future[None]) -> None:
         """Send the app a disconnect and wait until it has returned."""
@@ -97,7 +107,7 @@ class _Body(httpx.AsyncByteStream):
         self._task = task
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        while (message := await self._exchange.messages.get()) is not None:
+        while (message := await self._exchange.get_message()) is not None:
             if message.get("body"):
                 yield message["body"]
             if not message.get("more_body", False):

@@ -70,8 +70,11 @@ def build_async_client(app: ASGIApp, library: ModuleType) -> Any:
             self._stream = stream
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
-            async for part in self._stream:
-                yield part
+            try:
+                async for part in self._stream:
+                    yield part
+            except httpx.ReadTimeout as error:
+                raise library.ReadTimeout(str(error)) from error
 
         async def aclose(self) -> None:
             await self._stream.aclose()
@@ -79,8 +82,17 @@ def build_async_client(app: ASGIApp, library: ModuleType) -> Any:
     class Transport(library.AsyncBaseTransport):  # type: ignore[name-defined]
         async def handle_async_request(self, request: Any) -> Any:
             content = await request.aread()
-            copied = httpx.Request(request.method, str(request.url), headers=request.headers.raw, content=content)
-            response = await transport.handle_async_request(copied)
+            copied = httpx.Request(
+                request.method,
+                str(request.url),
+                headers=request.headers.raw,
+                content=content,
+                extensions={"timeout": request.extensions.get("timeout", {})},
+            )
+            try:
+                response = await transport.handle_async_request(copied)
+            except httpx.ReadTimeout as error:
+                raise library.ReadTimeout(str(error), request=request) from error
             headers = response.headers.raw
             return library.Response(response.status_code, headers=headers, stream=Body(response.stream))
 

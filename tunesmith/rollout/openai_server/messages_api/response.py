@@ -15,6 +15,9 @@ ERROR_TYPES = {
     413: "request_too_large",
 }
 
+UNSUPPORTED_THREAD = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""Details of a refused `thread`, a conversation that the server stores: the SDK then sends the whole conversation."""
+
 
 def build_message(
     message_id: str, *, model: str, content: list[dict[str, Any]], usage: Mapping[str, int], stop: Mapping[str, Any]
@@ -59,7 +62,10 @@ def build_usage(usage: Mapping[str, Any]) -> dict[str, int]:
 
 
 def build_error_body(error: ApiError) -> dict[str, Any]:
-    return build_error(str(error), ERROR_TYPES.get(error.status, "api_error"))
+    body = build_error(str(error), ERROR_TYPES.get(error.status, "api_error"))
+    if error.param == "thread":
+        body["error"]["details"] = UNSUPPORTED_THREAD
+    return body
 
 
 def build_error(message: str, kind: str = "api_error") -> dict[str, Any]:
