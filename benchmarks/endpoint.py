@@ -6,8 +6,9 @@ Three measurements, each in process (`model.client`) and over HTTP (agents in ot
   the process that serves, with the client's own in process and without it over HTTP.
 - `latency`: calls of 16 tokens to the model, next to the same requests given to the engine as token ids, and to the
   servers of vLLM (`--peers vllm`) and transformers (`--peers transformers`).
-- `rollouts`: conversations of several turns with a fixed number of tokens a turn. The same prompts and lengths are
-  given to the engine directly; the share that the endpoint costs is 1 - rate through the endpoint / rate of the engine.
+- `rollouts`: conversations of several turns; the number of tokens a turn is fixed and differs between turns. The same
+  prompts and lengths are given to the engine directly, and the share that the endpoint costs is what the rate through
+  the endpoint lacks to that of the engine.
 
     python benchmarks/endpoint.py --model models/smollm2-135m-instruct --device cuda --peers vllm transformers \\
         --out results/endpoint_cuda.json
@@ -24,11 +25,12 @@ import pstats
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from endpoint_load import GROUP_SIZE, Measured, build_question, run_load
+from endpoint_load import GROUP_SIZE, Measured, build_question, draw_length, run_load
 from endpoint_peers import MAX_MODEL_LEN, PeerError, build_peer, find_free_port, start_peer
 from report import publish
 from transformers import PreTrainedTokenizerBase
@@ -104,12 +106,18 @@ class Setup:
         self.prompts: Prompts = []
         """Those of the last agents in process."""
 
-    def run(self, work: Callable[[], Awaitable[Measured]]) -> Measured:
+    def run(self, work: Callable[..., Awaitable[Measured]], *arguments: int, **shape: int) -> Measured:
         """Run agents with an empty KV cache."""
         self._engine.pause()
         self._engine.resume(self._engine.policy_version + 1)
         gc.collect()
-        return run_lockstep(work(), RolloutSection(max_concurrency=512))
+
+        async def measure() -> Measured:
+            started = time.process_time()
+            measured = await work(*arguments, **shape)
+            return replace(measured, cpu_s=time.process_time() - started)
+
+        return run_lockstep(measure(), RolloutSection(max_concurrency=512))
 
     def _open(self, num_agents: int) -> list[BoundModel]:
         return [self._service.open(seed=index, order=(index,)) for index in range(num_agents)]
@@ -123,9 +131,10 @@ class Setup:
             messages: list[dict[str, str]] = []
             for call in range(num_calls):
                 messages.append({"role": "user", "content": build_question(index, call)})
+                length = draw_length(index, call, num_tokens, is_growing=is_growing)
                 started = time.perf_counter()
                 reply = await client.chat.completions.create(
-                    model=MODEL, messages=messages, max_tokens=num_tokens, extra_body={"ignore_eos": True}
+                    model=MODEL, messages=messages, max_tokens=length, extra_body={"ignore_eos": True}
                 )
                 latencies.append(time.perf_counter() - started)
                 messages.append({"role": "assistant", "content": reply.choices[0].message.content})
@@ -145,17 +154,18 @@ class Setup:
         async with self._service.serve() as url:
             bound = self._open(num_agents)
             keys = [each.model.api_key for each in bound]
-            fields = {"max_tokens": num_tokens, "ignore_eos": True}
+            fields = {"ignore_eos": True}
             port = urlsplit(url).port
             assert port is not None
             measured = await run_load(
-                port, keys, model=MODEL, num_calls=num_calls, is_growing=is_growing, fields=fields
-            )
+                port, keys, model=MODEL, num_calls=num_calls, num_tokens=num_tokens, is_growing=is_growing,
+                fields=fields,
+            )  # fmt: skip
             for each in bound:
                 self._service.close(each)
         return measured
 
-    async def run_direct(self, *, num_tokens: int) -> Measured:
+    async def run_direct(self, *, num_tokens: int, is_growing: bool) -> Measured:
         """The calls of the last agents in process, given to the engine as token ids."""
         latencies: list[float] = []
         num_sampled = 0
@@ -163,7 +173,8 @@ class Setup:
         async def act(index: int, prompts: list[tuple[int, ...]]) -> None:
             nonlocal num_sampled
             for call, prompt_ids in enumerate(prompts):
-                sampling = Sampling(max_tokens=num_tokens, ignore_eos=True, seed=1000 * index + call)
+                length = draw_length(index, call, num_tokens, is_growing=is_growing)
+                sampling = Sampling(max_tokens=length, ignore_eos=True, seed=1000 * index + call)
                 started = time.perf_counter()
                 completion = await self._engine.generate(prompt_ids, sampling, order=(index, call))
                 latencies.append(time.perf_counter() - started)
@@ -177,7 +188,8 @@ class Setup:
 def describe(measured: Measured) -> dict[str, float]:
     """Percentiles of the latency in milliseconds, and rates."""
     ordered = sorted(measured.latencies_s)
-    return {
+    cost = {} if measured.cpu_s is None else {"cpu_us_per_call": 1e6 * measured.cpu_s / len(ordered)}
+    return cost | {
         "p50_ms": 1e3 * statistics.median(ordered),
         "p99_ms": 1e3 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
         "calls_per_s": len(ordered) / measured.seconds,
@@ -194,16 +206,14 @@ def measure_cost(tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespa
         row: dict[str, Any] = {"agents": num_agents}
         shape["num_calls"] = min(shape["num_calls"], 20)
         for name, run in (("in process", setup.run_in_process), ("http", setup.run_over_http)):
-            setup.run(lambda run=run: run(num_agents, **shape))
-            started = time.process_time()
-            measured = setup.run(lambda run=run: run(num_agents, **shape))
-            cpu_s = time.process_time() - started
-            row[name] = describe(measured) | {"cpu_us_per_call": 1e6 * cpu_s / len(measured.latencies_s)}
+            setup.run(run, num_agents, **shape)
+            measured = setup.run(run, num_agents, **shape)
+            row[name] = describe(measured)
         rows.append(row)
     if arguments.profile:
         for run in (setup.run_in_process, setup.run_over_http):
             profiler = cProfile.Profile()
-            profiler.runcall(setup.run, lambda run=run: run(num_agents, **shape))
+            profiler.runcall(setup.run, run, num_agents, **shape)
             pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
     return rows
 
@@ -213,11 +223,11 @@ def measure_latency(setup: Setup, arguments: argparse.Namespace) -> list[dict[st
     rows = []
     for num_agents in arguments.agents:
         shape = {"num_calls": NUM_CALLS.get(num_agents, 10), "num_tokens": LATENCY_TOKENS, "is_growing": False}
-        setup.run(lambda: setup.run_in_process(num_agents, **shape | {"num_calls": 2}))  # noqa: B023
+        setup.run(setup.run_in_process, num_agents, **shape | {"num_calls": 2})
         row: dict[str, Any] = {"agents": num_agents}
-        row["in process"] = describe(setup.run(lambda: setup.run_in_process(num_agents, **shape)))  # noqa: B023
-        row["direct"] = describe(setup.run(lambda: setup.run_direct(num_tokens=LATENCY_TOKENS)))
-        row["http"] = describe(setup.run(lambda: setup.run_over_http(num_agents, **shape)))  # noqa: B023
+        row["in process"] = describe(setup.run(setup.run_in_process, num_agents, **shape))
+        row["direct"] = describe(setup.run(setup.run_direct, num_tokens=LATENCY_TOKENS, is_growing=False))
+        row["http"] = describe(setup.run(setup.run_over_http, num_agents, **shape))
         rows.append(row)
     return rows
 
@@ -228,18 +238,25 @@ def measure_rollouts(setup: Setup, arguments: argparse.Namespace) -> dict[str, A
     shape = {"num_calls": arguments.turns, "num_tokens": num_tokens, "is_growing": True}
     ways: dict[str, Callable[[], Awaitable[Measured]]] = {
         "in process": lambda: setup.run_in_process(num_agents, **shape),
-        "direct": lambda: setup.run_direct(num_tokens=num_tokens),
+        "direct": lambda: setup.run_direct(num_tokens=num_tokens, is_growing=True),
         "http": lambda: setup.run_over_http(num_agents, **shape),
     }
+    expected = sum(
+        draw_length(agent, call, num_tokens, is_growing=True)
+        for agent in range(num_agents)
+        for call in range(arguments.turns)
+    )
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(arguments.repeats + 1):
         for name, way in ways.items():
             measured = setup.run(way)
-            assert measured.num_tokens == num_agents * arguments.turns * num_tokens, "a reply ended early"
+            assert measured.num_tokens == expected, "a reply ended early"
             if repeat:
                 rates[name].append(measured.num_tokens / measured.seconds)
     medians = {name: statistics.median(each) for name, each in rates.items()}
-    shares = {f"share_{name.replace(' ', '_')}": 1 - medians[name] / medians["direct"] for name in ("in process", "http")}
+    shares = {
+        f"share_{name.replace(' ', '_')}": 1 - medians[name] / medians["direct"] for name in ("in process", "http")
+    }
     return {"agents": num_agents, "tokens_per_s": medians, "tokens_per_s_all": rates, **shares}
 
 
@@ -252,10 +269,12 @@ def measure_peer(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
     def run(num_agents: int, *, num_calls: int, num_tokens: int, is_growing: bool) -> Measured:
         keys = ["none"] * num_agents
-        fields = {"max_tokens": num_tokens, **peer.fields}
         return asyncio.run(
-            run_load(port, keys, model=peer.model, num_calls=num_calls, is_growing=is_growing, fields=fields)
-        )
+            run_load(
+                port, keys, model=peer.model, num_calls=num_calls, num_tokens=num_tokens, is_growing=is_growing,
+                fields=dict(peer.fields), limit_s=arguments.peer_limit_s,
+            )
+        )  # fmt: skip
 
     result: dict[str, Any] = {"latency": []}
     try:
@@ -302,18 +321,23 @@ def main() -> None:
     parser.add_argument("--device", type=resolve_device, default="auto")
     parser.add_argument("--agents", type=int, nargs="+", default=[1, 64, 512], help="concurrent agents")
     parser.add_argument("--turns", type=int, default=4, help="turns of a conversation")
-    parser.add_argument("--new-tokens", type=int, default=128, help="tokens a turn of conversations")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens a turn of conversations, on average")
     parser.add_argument("--repeats", type=int, default=3, help="measured repeats of the conversations")
     parser.add_argument("--peers", nargs="*", choices=["vllm", "transformers"], default=[])
     parser.add_argument("--peer-ready-s", type=float, default=150.0, help="time that a peer gets to start")
+    parser.add_argument("--peer-limit-s", type=float, default=30.0, help="longest time of one load on a peer")
     parser.add_argument("--parts", nargs="+", default=["cost", "latency", "rollouts"], help="what is measured")
-    parser.add_argument("--profile", action="store_true", help="print a profile of the cost at the last number of agents")
+    parser.add_argument(
+        "--profile", action="store_true", help="print a profile of the cost at the last number of agents"
+    )
     parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     arguments = parser.parse_args()
     if arguments.device.type == "cpu":
         torch.set_num_threads(1)
     tokenizer = load_tokenizer(arguments.model)
-    details: dict[str, Any] = {key: value for key, value in vars(arguments).items() if key not in ("device", "model", "out")}
+    details: dict[str, Any] = {
+        key: value for key, value in vars(arguments).items() if key not in ("device", "model", "out")
+    }
     if "cost" in arguments.parts:
         details["cost"] = measure_cost(tokenizer, arguments)
         print_table(f"the endpoint alone, {arguments.new_tokens} tokens a call", details["cost"])
@@ -331,7 +355,11 @@ def main() -> None:
         share = rollouts.get(f"share_{name.replace(' ', '_')}")
         print(f"rollouts of {rollouts['agents']} agents, {name:<11}{rate:>10,.0f} tok/s", end="")
         print("" if share is None else f", the endpoint costs {100 * share:.1f} %")
-    peers = {name: details[name]["rollout_tokens_per_s"] for name in arguments.peers if "rollout_tokens_per_s" in details[name]}
+    peers = {
+        name: details[name]["rollout_tokens_per_s"]
+        for name in arguments.peers
+        if "rollout_tokens_per_s" in details[name]
+    }
     publish(
         name="endpoint",
         unit="tokens per second of rollouts over HTTP",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 MAX_PROCESSES = 4
-MAX_LINE_BYTES = 2**26
+PIPES: dict[str, Any] = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE, "limit": 2**26}
+"""Streams of a process of agents, and the longest line of its output in bytes."""
 GROUP_SIZE = 8
 """Agents that ask the same questions, as the rollouts of a group."""
 
@@ -32,6 +34,8 @@ class Load:
     first: int
     """Index of the first agent."""
     num_calls: int
+    num_tokens: int
+    """Tokens a call; on average in conversations."""
     is_growing: bool
     """A call extends the conversation of the one before; else it is a new one."""
     fields: dict[str, Any]
@@ -46,15 +50,24 @@ class Measured:
     num_tokens: int
     """Sampled tokens."""
     seconds: float
+    cpu_s: float | None = None
+    """Processor seconds of the process that serves, if it is known."""
 
 
 def build_question(agent: int, call: int) -> str:
     """A question of about 50 tokens, equal within a group of agents."""
     group = agent // GROUP_SIZE
     return (
-        f"Question {call}: a farm has {group + 17} cows, {3 * group + call} goats and {7 + call} ponds. Every cow eats "
-        f"{group % 9 + 2} kg of hay a day and every goat half of that. How many kg of hay does the farm need for a week?"
+        f"Question {call}: a farm has {group + 17} cows, {3 * group + call} goats and {7 + call} ponds. A cow eats "
+        f"{group % 9 + 2} kg of hay a day and every goat half of that. How many kg of hay does the farm need a week?"
     )
+
+
+def draw_length(agent: int, call: int, num_tokens: int, *, is_growing: bool) -> int:
+    """Tokens of a call: those of conversations differ between a quarter and seven quarters of `num_tokens`."""
+    if not is_growing:
+        return num_tokens
+    return random.Random(1000 * agent + call).randint(num_tokens // 4, 7 * num_tokens // 4)
 
 
 def join_measured(parts: Sequence[Measured]) -> Measured:
@@ -67,42 +80,53 @@ def join_measured(parts: Sequence[Measured]) -> Measured:
 
 
 async def run_load(
-    port: int, keys: Sequence[str], *, model: str, num_calls: int, is_growing: bool, fields: dict[str, Any]
+    port: int,
+    keys: Sequence[str],
+    *,
+    model: str,
+    num_calls: int,
+    num_tokens: int,
+    is_growing: bool,
+    fields: dict[str, Any],
+    limit_s: float = 120.0,
 ) -> Measured:
-    """Run one agent for each key, spread over processes."""
+    """Run one agent for each key, spread over processes; raises TimeoutError after `limit_s`."""
     num_processes = min(len(keys), MAX_PROCESSES)
-    processes = [
-        await asyncio.create_subprocess_exec(
-            sys.executable, __file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=MAX_LINE_BYTES
-        )
-        for _ in range(num_processes)
-    ]
-    first = 0
-    for index, process in enumerate(processes):
+    processes, loads, first = [], [], 0
+    for index in range(num_processes):
         count = len(keys) // num_processes + (index < len(keys) % num_processes)
-        load = Load(
-            port=port, model=model, keys=list(keys[first : first + count]), first=first, num_calls=num_calls,
-            is_growing=is_growing, fields=fields,
+        own_keys = list(keys[first : first + count])
+        loads.append(
+            Load(
+                port=port, model=model, keys=own_keys, first=first, num_calls=num_calls, num_tokens=num_tokens,
+                is_growing=is_growing, fields=fields,
+            )
         )  # fmt: skip
         first += count
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(asdict(load)).encode() + b"\n")
-    for process in processes:
-        assert process.stdout is not None
-        if await process.stdout.readline() != b"ready\n":
-            raise RuntimeError("a process of the load generator ended")
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write(b"go\n")
-    parts = []
-    for process in processes:
-        assert process.stdout is not None
-        line = await process.stdout.readline()
-        if not line:
-            raise RuntimeError("a process of the load generator ended")
-        parts.append(Measured(**json.loads(line)))
-        await process.wait()
-    return join_measured(parts)
+    try:
+        for load in loads:
+            process = await asyncio.create_subprocess_exec(sys.executable, __file__, **PIPES)
+            processes.append(process)
+            await _exchange(process, json.dumps(asdict(load)))
+        async with asyncio.timeout(limit_s):
+            lines = await asyncio.gather(*(_exchange(process, "go") for process in processes))
+        return join_measured([Measured(**json.loads(line)) for line in lines])
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def _exchange(process: asyncio.subprocess.Process, line: str) -> bytes:
+    """Send a line and return the answer."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line.encode() + b"\n")
+    answer = await process.stdout.readline()
+    if not answer:
+        raise RuntimeError("a process of the load generator ended with an error, which stands above")
+    return answer
 
 
 class Connection:
@@ -133,8 +157,9 @@ async def run_agent(connection: Connection, load: Load, index: int) -> tuple[lis
     latencies, num_tokens = [], 0
     for call in range(load.num_calls):
         messages.append({"role": "user", "content": build_question(index, call)})
+        length = draw_length(index, call, load.num_tokens, is_growing=load.is_growing)
         started = time.perf_counter()
-        reply = await connection.post({"model": load.model, "messages": messages, **load.fields})
+        reply = await connection.post({"model": load.model, "messages": messages, "max_tokens": length, **load.fields})
         latencies.append(time.perf_counter() - started)
         num_tokens += reply["usage"]["completion_tokens"]
         messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"] or ""})
