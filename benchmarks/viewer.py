@@ -97,6 +97,8 @@ def measure(root: Path) -> dict[str, Any]:
                 times = [time_page(browser, url) for _ in range(NUM_PAGES)]
                 found |= {"first_page_s": times[0], "best_page_s": min(times)}
             found["cpu_per_page_s"] = (read_cpu(process.pid) - found["start_cpu_s"]) / NUM_PAGES
+        else:
+            found["first_page_requests_s"] = time_first_requests(url)
         found["rss_first_page_mib"] = read_rss(process.pid)
         with httpx.Client(base_url=f"{url}api/", timeout=600) as client:
             run = client.get("runs").json()["runs"][0]
@@ -122,6 +124,16 @@ def time_page(browser: Chromium, url: str) -> float:
     started = time.perf_counter()
     browser.call("Page.navigate", url=url)
     browser.wait("document.querySelector('.chart canvas')")
+    return time.perf_counter() - started
+
+
+def time_first_requests(url: str) -> float:
+    """Seconds of the requests of the first page, one after the other, for machines without a browser."""
+    started = time.perf_counter()
+    with httpx.Client(base_url=url, timeout=600) as client:
+        for path in ("", "bundle.js", "vendor/uplot.js", "style.css", "api/versions", "api/runs"):
+            client.get(path).raise_for_status()
+        client.get("api/metric", params={"name": "rollout/reward_mean"}).raise_for_status()
     return time.perf_counter() - started
 
 

@@ -24,17 +24,25 @@ class Zygote:
         assert self.process.stdout.readline().strip() == "ready"
 
     def run(self, arguments: list[str], *, kill_after_s: float | None = None) -> int:
-        self.process.stdin.write(json.dumps(arguments) + "\n")
-        self.process.stdin.flush()
-        pid = int(self.process.stdout.readline())
+        pid = self.start(arguments)
         timer = None
         if kill_after_s is not None:
             timer = threading.Timer(kill_after_s, os.kill, (pid, signal.SIGKILL))
             timer.start()
-        status = int(self.process.stdout.readline())
+        status = self.wait()
         if timer is not None:
             timer.cancel()
         return status
+
+    def start(self, arguments: list[str]) -> int:
+        """Start a command; returns its process id."""
+        self.process.stdin.write(json.dumps(arguments) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def wait(self) -> int:
+        """The exit status of the command that was started last."""
+        return int(self.process.stdout.readline())
 
     def close(self) -> None:
         self.process.stdin.close()

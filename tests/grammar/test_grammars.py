@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +20,9 @@ from tunesmith.grammar.grammars import (
     build_json_grammar,
     build_regex_grammar,
     build_rule_grammar,
-    write_tag,
 )
 from tunesmith.grammar.matcher import GrammarCompiler, TokenMatcher
+from tunesmith.grammar.terms import write_tag
 from tunesmith.model.pocket import build_pocket_tokenizer
 
 pytest.importorskip("llguidance")
@@ -130,6 +131,44 @@ def test_keywords_that_no_grammar_expresses_are_refused_unless_the_tool_is_not_s
     COMPILER.open(build_call_grammar([{"function": tool}], FORMAT, is_single=True))
     with pytest.raises(ValueError, match="propertyNames"):
         COMPILER.open(build_call_grammar([{"function": tool | {"strict": True}}], FORMAT, is_single=True))
+
+
+UNENFORCED: dict[str, object] = {
+    "not": {"const": 1}, "if": {"minLength": 1}, "then": {"const": 1}, "else": {"const": 1}, "uniqueItems": True,
+    "contains": {"const": 1}, "minContains": 1, "maxContains": 1, "propertyNames": {"pattern": "a"},
+    "dependentRequired": {"a": ["b"]}, "dependentSchemas": {"a": {"required": ["b"]}}, "dependencies": {"a": ["b"]},
+    "unevaluatedProperties": False, "unevaluatedItems": False, "$dynamicRef": "#a",
+    "oneOf": [{"type": "object"}, {"required": ["a"]}],
+}  # fmt: skip
+"""Keywords of JSON Schema that llguidance does not enforce."""
+
+
+@pytest.mark.parametrize("keyword", UNENFORCED)
+def test_the_documentation_lists_the_keywords_that_are_refused_or_not_enforced(keyword: str) -> None:
+    schema = {keyword: UNENFORCED[keyword]}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}, "required": ["a"]}}
+    with pytest.raises(ValueError, match=r"the grammar is invalid"):
+        COMPILER.open(build_call_grammar([{"function": tool | {"strict": True}}], FORMAT, is_single=True, after="f"))
+    lenient = build_call_grammar([{"function": tool}], FORMAT, is_single=True, after="f")
+    assert accepts(lenient, ' {"a": {"a": [1, 1]}}}</tool_call>')
+    assert f"`{keyword}`" in Path("docs/endpoint.md").read_text()
+
+
+def test_other_keywords_are_enforced_and_patterns_with_look_around_refused() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a(?=b)"}}}
+    with pytest.raises(ValueError, match="look-around"):
+        COMPILER.open(build_call_grammar([{"function": {"name": "f", "parameters": schema}}], FORMAT, is_single=True))
+    for schema, good, bad in (
+        ({"type": "object", "minProperties": 1, "maxProperties": 1}, '{"a": 1}', "{}"),
+        ({"type": "integer", "multipleOf": 3}, "6", "7"),
+        ({"type": "string", "format": "date"}, '"2025-01-31"', '"today"'),
+        ({"type": "array", "prefixItems": [{"const": 1}], "minItems": 1}, "[1]", "[2]"),
+        ({"type": "object", "patternProperties": {"^a": {"const": 1}}}, '{"ab": 1}', '{"ab": 2}'),
+        ({"type": "integer", "exclusiveMinimum": 2}, "3", "2"),
+        ({"allOf": [{"type": "integer"}, {"minimum": 2}]}, "2", "1"),
+    ):
+        assert accepts(build_json_grammar(schema), good), schema
+        assert not accepts(build_json_grammar(schema), bad), schema
 
 
 def test_a_rejected_token_and_a_missing_package_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

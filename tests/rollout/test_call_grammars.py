@@ -12,7 +12,6 @@ from chat_templates import LLAMA3, QWEN25
 from tunesmith.chat.renderer import Renderer
 from tunesmith.grammar.matcher import GrammarCompiler, TokenMatcher
 from tunesmith.rollout.openai_server.constraints import (
-    ConstraintError,
     constrain_call,
     constrain_reply,
     parse_constraint,
@@ -111,15 +110,3 @@ def test_only_formats_with_one_call_in_a_block_repeat_it() -> None:
         grammar = constrain_reply(constraint, family.renderer, (), TOOLS, is_single_call=False)
         repeats[name] = family.accepts(grammar, block + block)
     assert {name for name, is_repeated in repeats.items() if is_repeated} == {"hermes", "mistral args", "mistral name"}
-
-
-@pytest.mark.parametrize("template", [families.QWEN3_CODER, families.GLM])
-def test_calls_without_json_arguments_get_the_prefix_only_and_refuse_a_constraint(template: str) -> None:
-    renderer = Renderer(build_family_tokenizer(template))
-    assert constrain_call(TOOLS, renderer, name="f", is_single_call=True) == ""
-    constraint = parse_constraint({"response_format": {"type": "json_object"}})
-    assert constraint is not None
-    with pytest.raises(ConstraintError, match="response_format cannot be combined with tools") as caught:
-        constrain_reply(constraint, renderer, (), TOOLS, is_single_call=False)
-    assert caught.value.param == "response_format"
-    assert constrain_reply(constraint, renderer, (), (), is_single_call=False)

@@ -68,6 +68,31 @@ async def test_a_rollout_takes_the_calls_and_the_feedback_of_one_session():
     assert len(trajectory.turns) == 2
 
 
+async def test_calls_in_flight_end_before_a_rollout_takes_feedback_that_is_there():
+    async with serve() as served:
+        await served.call("scored")
+        await served.reward("scored")
+        started, finish = asyncio.Event(), asyncio.Event()
+        generate = served.service.recorder.engine.generate
+
+        async def generate_late(*arguments, **options):
+            started.set()
+            await finish.wait()
+            return await generate(*arguments, **options)
+
+        served.service.recorder.engine.generate = generate_late
+        call = asyncio.create_task(served.call("waiting"))
+        await started.wait()
+        rollout = asyncio.create_task(served.run())
+        done, _ = await asyncio.wait({rollout}, timeout=0.2)
+        assert not done
+        later = asyncio.create_task(served.call("later"))  # it does not delay the rollout
+        finish.set()
+        assert (await call).status_code == 200
+        assert (await rollout).reward == 1.0
+        assert (await later).status_code == 200
+
+
 async def test_feedback_ends_a_session_and_a_later_call_opens_a_new_one():
     async with serve() as served:
         await served.call()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import threading
 import time
 
@@ -143,13 +145,17 @@ def test_a_filter_is_part_of_the_link(browser, served):
 
 def test_a_running_run_is_followed(browser, served):
     url, root = served
-    browser.open(url + "#/step/0/latest")
-    browser.wait_for_text("of 4")
-    write_step(RunPaths(root), 5, num_groups=3)
-    with (root / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "kind": "train", "rollout/reward_mean": 0.9}\n')
-    browser.wait_for_text("3 groups, 9 rollouts")
-    browser.wait_for_text("of 5")
+    lock = RunPaths(root).lock
+    lock.write_text(str(os.getpid()))
+    with lock.open("rb") as held:  # a running run is asked for more often
+        fcntl.flock(held, fcntl.LOCK_EX)
+        browser.open(url + "#/step/0/latest")
+        browser.wait_for_text("of 4")
+        write_step(RunPaths(root), 5, num_groups=3)
+        with (root / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 5, "kind": "train", "rollout/reward_mean": 0.9}\n')
+        browser.wait_for_text("3 groups, 9 rollouts")
+        browser.wait_for_text("of 5")
 
 
 def test_a_report_works_as_a_file(browser, tmp_path, run):

@@ -42,6 +42,16 @@ def test_metrics_are_followed_line_by_line(tmp_path):
     assert list(log.columns["a/b"].values) == [9.0] and log.last_step == 1
 
 
+def test_metrics_may_differ_between_records_and_be_text(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    values = ['"b": "text"', '"b": 2', '"b": 3, "c": 4', '"c": 5', '"b": 6']
+    path.write_text("".join(f'{{"step": {step}, "kind": "train", {each}}}\n' for step, each in enumerate(values)))
+    log = MetricsLog(path)
+    log.refresh()
+    found = {name: (list(column.steps), list(column.values)) for name, column in log.columns.items()}
+    assert found == {"b": ([1, 2, 4], [2.0, 3.0, 6.0]), "c": ([2, 3], [4.0, 5.0])}
+
+
 def test_a_damaged_line_of_metrics_is_an_error(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("not json\n")

@@ -8,7 +8,10 @@ import socket
 import pytest
 from starlette.testclient import TestClient
 
+from tunesmith.errors import StorageError
+from tunesmith.viewer.answers.table import Answers
 from tunesmith.viewer.bundle import STATIC
+from tunesmith.viewer.reading.run import open_runs
 from tunesmith.viewer.server import build_app, open_socket
 from viewer_runs import HOSTILE
 
@@ -88,6 +91,7 @@ def test_the_server_listens_on_this_machine_only():
     with open_socket(0) as listener:
         host, port = listener.getsockname()
         assert host == "127.0.0.1"
+        assert listener.proto == socket.IPPROTO_TCP  # else the event loop leaves Nagle's algorithm on
         listener.listen()
         with pytest.raises(OSError, match="choose another --port"):
             open_socket(port)
@@ -117,3 +121,13 @@ def test_vendored_files_have_a_version_and_a_licence():
     for path in (STATIC / "vendor").iterdir():
         assert path.name == "LICENSES.md" or path.name in listed, path.name
     assert "Apache License" in listed and listed.count("The MIT License") == 2
+
+
+def test_what_the_first_page_needs_is_read_in_advance(run, tmp_path):
+    Answers([run]).preload()
+    assert run.metrics.last_step == 4
+    (tmp_path / "metrics.jsonl").write_text("damaged\n")
+    answers = Answers(open_runs([tmp_path]))
+    answers.preload()
+    with pytest.raises(StorageError):
+        answers.get_json("runs", {})

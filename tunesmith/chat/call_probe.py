@@ -20,7 +20,6 @@ PROBE = "probe_qzx"
 PROBE_CALL_ID = "call00000"
 JSON_END = '"}'
 """What follows the last argument if the arguments are JSON."""
-OPEN_ARGUMENTS = "{"
 NAME_EXAMPLE, ARGUMENTS_EXAMPLE = "<function-name>", "<args-json-object>"
 
 
@@ -34,17 +33,16 @@ class RenderedCall:
     middle: str
     """Text between the name and the arguments, without the space that the model may write differently; if there is
     none, the first character of the arguments, which ends the name."""
+    separator: str
+    """`middle` without a part of the arguments."""
+    argument: tuple[str, str, str] | None
+    """Texts before the name of an argument, between name and value, and after the value; None if they are JSON."""
     tail: str
     """Text from the end of the last string argument to the token that ends the turn."""
     example: str
     """A call with placeholders for the name and the arguments, to describe the format."""
     is_text: bool
     """The template reads arguments as JSON text, not as an object."""
-
-    @property
-    def separator(self) -> str:
-        """`middle` without a part of the arguments."""
-        return "" if self.middle == OPEN_ARGUMENTS else self.middle
 
 
 def find_rendered_call(
@@ -69,15 +67,28 @@ def find_rendered_call(
     if arguments is None:
         return None
     middle = text[position + len(PROBE) : position + arguments.start()]
+    first = text[position + arguments.start()]
     arguments_end = after + len(JSON_END) if text.startswith(JSON_END, after) else after
     return RenderedCall(
         call_format=call_format,
         start=text[start:position],
-        middle=middle.rstrip() or middle or OPEN_ARGUMENTS,
+        middle=middle.rstrip() or middle or first,
+        separator=middle.rstrip() or middle,
+        argument=_find_argument_texts(text[position + arguments.start() : end], text[after:reply_end], call_format),
         tail=text[after:reply_end],
         example=f"{text[start:position]}{NAME_EXAMPLE}{middle}{ARGUMENTS_EXAMPLE}{text[arguments_end:reply_end]}",
         is_text=is_text,
     )
+
+
+def _find_argument_texts(argument: str, tail: str, call_format: CallFormat) -> tuple[str, str, str] | None:
+    """The texts around the name `a` and the value of an argument that is followed by `tail`."""
+    if not call_format.argument_ends:
+        return None
+    found = re.fullmatch(r"(.*?)\ba\b(.*)", argument, re.DOTALL)
+    close = call_format.argument_ends[0]
+    assert found is not None
+    return found.group(1), found.group(2), tail[: tail.index(close) + len(close)]
 
 
 def _find_start(text: str, call_format: CallFormat) -> int | None:

@@ -29,6 +29,7 @@ from tunesmith.chat.parsers import (
     THINK,
     CallFormat,
     HarmonyParser,
+    IncrementalParser,
     ReasoningTags,
     ReplyParser,
     find_reasoning_parser,
@@ -194,7 +195,7 @@ class Renderer:
         stop: Sequence[str] = (),
         keeps_stop: bool = False,
         prefix: str = "",
-    ) -> ReplyParser | HarmonyParser:
+    ) -> IncrementalParser:
         """A parser for the reply to a prompt; without `has_tools`, nothing is parsed as a tool call, and without
         `has_reasoning` reasoning is content.
 

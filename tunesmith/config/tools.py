@@ -18,6 +18,8 @@ class PythonToolSection(Section):
     """Run code with limits but without isolation where none is available; only inside a container of your own."""
     num_workers: int | None = Field(default=None, ge=1, le=1024)
     """Calls that run at the same time; by default the CPUs of this process. Sessions have workers of their own."""
+    max_wait_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    """Seconds that a call waits for a worker and its start; then the rollout fails. Raise `num_workers` first."""
     packages: tuple[str, ...] = ()
     """Installed distributions that code may import besides the standard library, such as numpy and sympy; they are
     imported once per worker."""

@@ -9,25 +9,26 @@ from tunesmith.config.tools import PythonToolSection
 from tunesmith.tools.calculator import CALCULATOR_TOOL, calculate
 from tunesmith.tools.python.result import PythonResult
 from tunesmith.tools.python.tool import PythonTool
-from tunesmith.tools.tool import Run, Tool, ToolResult
+from tunesmith.tools.tool import Run, Tool, ToolResult, get_start
 
 
 def build_python_tool(settings: PythonToolSection | None = None, *, is_session: bool = False) -> Tool:
     """The sandboxed Python tool; with `is_session`, variables are kept during a rollout.
 
-    The sandbox has its own time limit, which does not count the time that a call waits for a worker.
+    The sandbox has its own time limit. Neither it nor a `timeout_s` of the tool counts the time that a call waits for a
+    worker, which `max_wait_s` bounds.
     """
     python = PythonTool(settings)
 
     async def run(code: str) -> ToolResult:
-        return convert_result(await python(code))
+        return convert_result(await python(code, on_start=get_start()))
 
     @asynccontextmanager
     async def open_session() -> AsyncIterator[Run]:
         async with python.session() as session:
 
             async def run_in_session(code: str) -> ToolResult:
-                return convert_result(await session(code))
+                return convert_result(await session(code, on_start=get_start()))
 
             yield run_in_session
 
@@ -39,6 +40,7 @@ def build_python_tool(settings: PythonToolSection | None = None, *, is_session: 
         text_argument="code",
         run=run,
         timeout_s=None,
+        has_own_start=True,
         max_result_chars=python.settings.max_result_chars,
         open_session=open_session if is_session else None,
     )

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tunesmith.grammar.llguidance_import import load_llguidance
+from tunesmith.grammar.tagged_arguments import ArgumentTexts, TaggedArguments
+from tunesmith.grammar.terms import SPACE, quote, write_json, write_tag
 
-JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,32}"}
-SPACE = r"/[ \n]{0,2}/"
-"""Whitespace between the parts of a tool call."""
 CALL_ID = "/[a-zA-Z0-9]{9}/"
 START = re.compile(r"^start\s*:", re.MULTILINE)
 """The first rule of a grammar."""
@@ -27,7 +26,7 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 def build_json_grammar(schema: Mapping[str, Any]) -> str:
     """A JSON value that is valid under a schema."""
-    return f"start: {_write_json(schema)}"
+    return f"start: {write_json(schema)}"
 
 
 def build_regex_grammar(pattern: str) -> str:
@@ -75,7 +74,7 @@ def add_channels(grammar: str, calls: str | None, *, write: Callable[[str], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTexts:
-    """Texts of a tool call with JSON arguments, such as `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
+    """Texts of a tool call, such as `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
 
     start: str
     """From the start of the block to the name."""
@@ -89,12 +88,36 @@ class CallTexts:
     """Part of these texts that stands for the id of the call: nine letters or digits."""
     is_repeatable: bool = True
     """A reply with several calls repeats the whole text."""
+    arguments: ArgumentTexts | None = None
+    """Texts of one argument; None: the arguments are a JSON object."""
 
     def write(self, text: str) -> str:
         """Terms for a part of a call."""
         marks = sorted((*self.tokens, *filter(None, [self.call_id])), key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
         return " ".join(self._write_part(part) for part in parts if part)
+
+    def write_name(self, name: str) -> str:
+        """Terms for the name of a tool and what separates it from the arguments."""
+        escaped = json.dumps(name, ensure_ascii=False)[1:-1] if self.arguments is None else name
+        return self.write(escaped + self.middle)
+
+    def split_text(self, text: str) -> tuple[str, str]:
+        """The text up to the first part that is one token, and the rest."""
+        first = min((index for index in map(text.find, self.tokens) if index >= 0), default=len(text))
+        return text[:first], text[first:]
+
+    def build_argument_rules(self, function: Mapping[str, Any], index: int) -> list[str]:
+        """Rules of a tool's arguments; keywords that no grammar expresses are refused for `strict` tools only."""
+        rule, schema = f"{CALL}_arguments{index}", function.get("parameters") or ANY_OBJECT
+        is_lenient = not function.get("strict")
+        if self.arguments is None:
+            return [f"{rule}: {write_json(schema, is_lenient=is_lenient)}"]
+        arguments = TaggedArguments(
+            label=f"{CALL.upper()}{index}", texts=self.arguments, write=self.write, split_text=self.split_text,
+            is_lenient=is_lenient,
+        )  # fmt: skip
+        return arguments.build_rules(schema, rule=rule)
 
     def _write_part(self, part: str) -> str:
         return CALL_ID if part == self.call_id else write_tag(part, self.tokens.get(part))
@@ -109,8 +132,8 @@ def build_call_grammar(
     to the name of the first call; None: it has not started.
     """
     functions = [tool["function"] for tool in tools]
-    rules = [f"{CALL}_arguments{index}: {_write_arguments(each)}" for index, each in enumerate(functions)]
-    names = [call.write(json.dumps(each["name"], ensure_ascii=False)[1:-1] + call.middle) for each in functions]
+    rules = [rule for index, each in enumerate(functions) for rule in call.build_argument_rules(each, index)]
+    names = [call.write_name(each["name"]) for each in functions]
     calls = " | ".join(f"{name} {SPACE} {CALL}_arguments{index}" for index, name in enumerate(names))
     parts = filter(None, re.split(r"(\s+)", call.end))
     end = " ".join([SPACE, *(SPACE if part.isspace() else call.write(part) for part in parts)])
@@ -121,24 +144,3 @@ def build_call_grammar(
         first = f"{SPACE} {CALL}_arguments{index} {end}"
     more = "" if is_single or not call.is_repeatable else f" ({SPACE} {whole})*"
     return "\n".join([f"start: {first}{more}", f"{CALL}: {calls}", *rules])
-
-
-def write_tag(text: str, token_id: int | None) -> str:
-    """A term for a tag: its token, if it is one, else its text."""
-    return quote(text) if token_id is None else f"<[{token_id}]>"
-
-
-def quote(text: str) -> str:
-    """A term for text."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _write_arguments(function: Mapping[str, Any]) -> str:
-    """A term for the arguments of a tool; keywords that no grammar expresses are refused for `strict` tools only."""
-    return _write_json(function.get("parameters") or ANY_OBJECT, is_lenient=not function.get("strict"))
-
-
-def _write_json(schema: Mapping[str, Any], *, is_lenient: bool = False) -> str:
-    """A term for a JSON value."""
-    options = JSON_OPTIONS | {"lenient": is_lenient}
-    return f"%json {json.dumps({**schema, 'x-guidance': options}, ensure_ascii=False)}"

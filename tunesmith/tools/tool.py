@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, overload
@@ -74,6 +75,8 @@ class Tool:
     """Calls of this tool per rollout; None leaves it to the environment."""
     max_result_chars: int | None = None
     """Characters of a result, of which the middle is left out; None leaves it to the environment."""
+    has_own_start: bool = False
+    """`timeout_s` counts from when the function calls what `get_start` returns, not from the call: it waits before."""
     open_session: OpenSession | None = field(default=None, repr=False)
     """Opens the state of one rollout: an async context manager whose value is called in place of `run`."""
 
@@ -133,7 +136,8 @@ class Tool:
         if wrong is not None:
             return ToolResult(text=f"Error: {wrong}.", ok=False, failure="arguments")
         given: str | ToolResult
-        limit = asyncio.timeout(self.timeout_s)
+        limit = asyncio.timeout(None if self.has_own_start else self.timeout_s)
+        _limit.set((limit, self.timeout_s if self.has_own_start else None))
         try:
             async with limit:
                 given = await (run or self.run)(**arguments)
@@ -149,6 +153,21 @@ class Tool:
         result = ToolResult(text=given) if isinstance(given, str) else given
         ms = 1000 * (time.perf_counter() - started)
         return ToolResult(text=result.text, ok=result.ok, failure=result.failure, ms=ms)
+
+
+def get_start() -> Callable[[], None]:
+    """Starts the time limit of the current call, for a tool with `has_own_start`; call it on the event loop."""
+    limit, timeout_s = _limit.get()
+
+    def start() -> None:
+        if limit is not None and timeout_s is not None:
+            limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
+
+    return start
+
+
+_limit: ContextVar[tuple[asyncio.Timeout | None, float | None]] = ContextVar("tool_time_limit", default=(None, None))
+"""The time limit of the current call, and the seconds that it gets once the tool has started."""
 
 
 @overload

@@ -40,9 +40,9 @@ SECURITY_HEADERS = {
 mimetypes.add_type("text/javascript", ".js")
 
 
-def build_app(runs: Sequence[Run]) -> ASGIApp:
+def build_app(runs: Sequence[Run], *, answers: Answers | None = None) -> ASGIApp:
     """The ASGI application that shows the runs."""
-    answers = Answers(runs)
+    answers = answers or Answers(runs)
 
     async def get_answer(request: Request) -> Response:
         path, params = request.path_params["path"], dict(request.query_params)
@@ -109,16 +109,20 @@ def serve(runs: Sequence[Run], *, port: int, has_browser: bool, announce: Callab
     """Serve on 127.0.0.1 until interrupted; port 0 takes a free one."""
     listener = open_socket(port)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    answers = Answers(runs)
     announce(url)
+    # what the first page asks for is read while the browser starts
+    threading.Thread(target=answers.preload, name="tunesmith-view-preload", daemon=True).start()
     if has_browser:
         threading.Timer(0.3, webbrowser.open, [url]).start()
-    config = uvicorn.Config(build_app(runs), log_level="warning", access_log=False, lifespan="off")
+    config = uvicorn.Config(build_app(runs, answers=answers), log_level="warning", access_log=False, lifespan="off")
     uvicorn.Server(config).run(sockets=[listener])
 
 
 def open_socket(port: int) -> socket.socket:
     """A listening socket on 127.0.0.1."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    # the event loop turns Nagle's algorithm off only for sockets of this protocol; it would delay answers by 40 ms
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))

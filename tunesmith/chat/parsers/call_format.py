@@ -16,6 +16,8 @@ from typing import Any, NoReturn, Protocol
 Tools = Sequence[Mapping[str, Any]]
 """Tools of the request, as `parse_tools` returns them; formats without JSON types read the types of arguments there."""
 
+MAX_REFERENCES = 16
+"""References that are followed to resolve one schema; a cycle ends there."""
 NAME_PATTERN = r"[^\s<>\[\]{}\"'=,;()|]+"
 """A function name in formats that write it without quotes."""
 
@@ -66,8 +68,9 @@ class CallFormat:
     """Tags of `markup` that may end an assistant message; the others are inside of one."""
     arguments_start: str
     """Pattern of the start of the arguments `{"a": 1}` in a rendered call."""
-    has_json_arguments: bool = True
-    """Arguments are one JSON object, so that a grammar can hold them to a tool's schema."""
+    argument_ends: tuple[str, ...] = ()
+    """In formats with a tag for each argument, the tag that ends one, and others that no value can contain; empty if
+    the arguments are one JSON object."""
     open_reader: Callable[[Tools], BlockReader]
 
     @property
@@ -102,9 +105,57 @@ def find_parameter(tools: Tools, function: str, parameter: str) -> Any:
         fields = tool.get("function", {})
         if fields.get("name") == function:
             schema = fields.get("parameters")
+            schema = resolve_schema(schema, schema)
             properties = schema.get("properties") if isinstance(schema, Mapping) else None
-            return properties.get(parameter) if isinstance(properties, Mapping) else None
+            return resolve_schema(properties.get(parameter), schema) if isinstance(properties, Mapping) else None
     return None
+
+
+def resolve_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool whose parameters have their references to definitions resolved, as `find_parameter` returns them."""
+    function = dict(tool["function"])
+    schema = resolve_schema(function.get("parameters"), function.get("parameters"))
+    if isinstance(schema, Mapping):
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping):
+            resolved = {name: resolve_schema(each, schema) for name, each in properties.items()}
+            schema = {**schema, "properties": resolved}
+        function["parameters"] = schema
+    return {**tool, "function": function}
+
+
+def resolve_schema(schema: Any, root: Any, *, depth: int = 0) -> Any:
+    """A schema with what decides its type: references of the schema itself and of its alternatives are resolved."""
+    if not isinstance(schema, Mapping) or not isinstance(root, Mapping) or depth > MAX_REFERENCES:
+        return schema
+    rest = {key: value for key, value in schema.items() if key not in ("$ref", "allOf")}
+    parts = [_find_definition(schema["$ref"], root)] if "$ref" in schema else []
+    whole = schema.get("allOf")
+    if isinstance(whole, list) and len(whole) == 1:
+        parts += whole
+    elif whole is not None:
+        rest["allOf"] = whole
+    if parts and not all(isinstance(part, Mapping) for part in parts):
+        return schema
+    for part in parts:
+        resolved = resolve_schema(part, root, depth=depth + 1)
+        if not isinstance(resolved, Mapping) or "$ref" in resolved:
+            return schema
+        rest = {**resolved, **rest}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(rest.get(key), list):
+            rest[key] = [resolve_schema(each, root, depth=depth + 1) for each in rest[key]]
+    return rest
+
+
+def _find_definition(reference: Any, root: Mapping[str, Any]) -> Any:
+    """The part of the root schema that `#/$defs/Name` names; None if there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    found: Any = root
+    for key in reference[2:].split("/"):
+        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
 
 
 class JsonEnd:

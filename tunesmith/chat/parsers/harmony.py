@@ -9,13 +9,11 @@ these stays in the content as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from typing import Any
 
-from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers.call_format import Block, CallFormat, ReadCall, Tools, build_call, load_json
-from tunesmith.chat.parsers.delta import Delta, join_deltas
-from tunesmith.chat.parsers.reply import build_tool_call
-from tunesmith.chat.parsers.stop_strings import StopStrings, count_overlap
+from tunesmith.chat.parsers.incremental import IncrementalParser
+from tunesmith.chat.parsers.stop_strings import count_overlap
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -27,66 +25,22 @@ _RECIPIENT = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-class HarmonyParser:
-    """Parses one reply, with the methods of `ReplyParser`.
+class HarmonyParser(IncrementalParser):
+    """Parses one reply of harmony.
 
     Whitespace around the reasoning is stripped; content is verbatim. Several messages of one kind are joined by a line
     break.
     """
 
-    def __init__(
-        self,
-        *,
-        new_call_id: Callable[[], str],
-        has_tool_calls: bool,
-        is_single_call: bool = False,
-        stop: Sequence[str] = (),
-        keeps_stop: bool = False,
-        prefix: str = "",
-    ) -> None:
-        self._new_call_id = new_call_id
+    def __init__(self, *, has_tool_calls: bool, **frame: Any) -> None:
+        """`frame`: arguments of `IncrementalParser`."""
+        super().__init__(**frame)
         self._has_tool_calls = has_tool_calls
-        self._is_single_call = is_single_call
-        self._used_ids: set[str] = set()
-        self._stop = StopStrings(stop, keeps_stop=keeps_stop)
-        self._buffer = prefix
-        self._parse_state: Callable[[bool], bool] = self._parse_start
         self._header = ""
         self._has_reasoning = self._has_content = self._is_new_message = False
-        self._held_space = ""
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._calls: list[ToolCall] = []
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string was found; later text is ignored."""
-        return self._stop.found is not None
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that was found."""
-        return self._stop.found
-
-    def feed(self, text: str) -> Delta:
-        """Parse more text; returns what can no longer change."""
-        return self._advance(text, is_end=False)
-
-    def finish(self) -> Delta:
-        """End of the text; returns what was held back."""
-        return self._advance("", is_end=True)
-
-    def parse(self, text: str) -> Message:
-        """The message of a complete reply; call it on a new parser only."""
-        return join_deltas([self._advance(text, is_end=True)])
-
-    def _advance(self, text: str, *, is_end: bool) -> Delta:
-        self._buffer += self._stop.cut(text, is_end=is_end)
-        while self._parse_state(is_end or self.is_stopped):
-            pass
-        delta = Delta(reasoning="".join(self._reasoning), content="".join(self._content), tool_calls=tuple(self._calls))
-        self._reasoning, self._content, self._calls = [], [], []
-        return delta
+    def _end_content(self) -> None:
+        """Only whitespace after reasoning is held back, and it is left out."""
 
     def _parse_start(self, is_end: bool) -> bool:
         """Initial state: does the reply have a header?"""
@@ -163,7 +117,7 @@ class HarmonyParser:
         if call is None:
             self._add_content(self._header.removeprefix(f"{START}assistant") + MESSAGE + text)
         else:
-            self._calls.append(build_tool_call(call, self._new_call_id, self._used_ids))
+            self._add_call(call)
             if self._is_single_call:
                 self._parse_state = self._parse_discarded
                 return True
@@ -183,11 +137,6 @@ class HarmonyParser:
         if has_ended:
             self._parse_state = self._parse_header
         return has_ended
-
-    def _parse_discarded(self, is_end: bool) -> bool:
-        """Final state of a single-call reply: drop what follows the call."""
-        self._buffer = ""
-        return False
 
 
 class _NoBlocks:

@@ -7,14 +7,13 @@ the content; it is the model's error and raises nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tunesmith.chat.messages import Message, ToolCall
-from tunesmith.chat.parsers.call_format import Block, BlockReader, CallFormat, ReadCall, Tools
-from tunesmith.chat.parsers.delta import Delta, join_deltas
+from tunesmith.chat.parsers.call_format import Block, BlockReader, CallFormat, Tools
 from tunesmith.chat.parsers.hermes import HERMES
-from tunesmith.chat.parsers.stop_strings import StopStrings, count_overlap
+from tunesmith.chat.parsers.incremental import IncrementalParser
+from tunesmith.chat.parsers.stop_strings import count_overlap
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
@@ -30,98 +29,45 @@ class ReasoningTags:
 THINK = ReasoningTags(opening=THINK_OPEN, closing=THINK_CLOSE)
 
 
-def build_tool_call(call: ReadCall, new_call_id: Callable[[], str], used_ids: set[str]) -> ToolCall:
-    """A tool call with the id that the model wrote, if it is valid and new, else with an own one."""
-    call_id = call.call_id
-    if call_id is None or len(call_id) != CALL_ID_LENGTH or not call_id.isalnum() or call_id in used_ids:
-        call_id = new_call_id()
-    used_ids.add(call_id)
-    return ToolCall(call_id=call_id, name=call.name, arguments=call.arguments)
+class ReplyParser(IncrementalParser):
+    """Parses one reply with tags around reasoning and calls.
 
-
-CALL_ID_LENGTH = 9
-"""Length of tool call ids, as the strictest templates require it."""
-
-
-class ReplyParser:
-    """Parses one reply: `feed` its text in any pieces, then `finish`; or `parse` the complete text.
-
-    `prefix` is the start of the reply that was not sampled; it is not searched for stop strings. Text from a stop
-    string on is dropped, with `keeps_stop` only what follows it. Whitespace around the reasoning is stripped, also
-    between it and the content; whitespace at the end of the content is dropped if there are tool calls. All other
-    content is verbatim.
+    Whitespace around the reasoning is stripped, also between it and the content; whitespace at the end of the content
+    is dropped if there are tool calls. All other content is verbatim.
     """
 
     def __init__(
         self,
         *,
-        new_call_id: Callable[[], str],
         has_reasoning: bool,
         is_reasoning_open: bool = False,
         has_tool_calls: bool,
-        is_single_call: bool = False,
-        stop: Sequence[str] = (),
-        keeps_stop: bool = False,
-        prefix: str = "",
         reasoning_tags: ReasoningTags = THINK,
         call_format: CallFormat = HERMES,
         tools: Tools = (),
+        **frame: Any,
     ) -> None:
-        self._new_call_id = new_call_id
+        """`frame`: arguments of `IncrementalParser`."""
+        super().__init__(**frame)
         self._tags = reasoning_tags
         self._format = call_format
         self._openers = call_format.openers if has_tool_calls else ()
         self._first_openers = call_format.first_openers if has_tool_calls else ()
         self._tools = tools
         self._reader: BlockReader | None = None
-        self._used_ids: set[str] = set()
-        self._is_single_call = is_single_call
-        self._stop = StopStrings(stop, keeps_stop=keeps_stop)
-        self._buffer = prefix
-        self._parse_state: Callable[[bool], bool] = self._parse_content
-        if has_reasoning:
-            self._parse_state = self._parse_reasoning if is_reasoning_open else self._parse_start
+        if not has_reasoning:
+            self._parse_state = self._parse_content
+        elif is_reasoning_open:
+            self._parse_state = self._parse_reasoning
         self._has_call = False
         self._strips_content_start = has_reasoning and is_reasoning_open
         self._is_content_empty = True
-        self._held_space = ""
         self._is_reasoning_empty = True
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._calls: list[ToolCall] = []
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string was found; later text is ignored."""
-        return self._stop.found is not None
-
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that was found."""
-        return self._stop.found
-
-    def feed(self, text: str) -> Delta:
-        """Parse more text; returns what can no longer change."""
-        return self._advance(text, is_end=False)
-
-    def finish(self) -> Delta:
-        """End of the text; returns what was held back."""
-        return self._advance("", is_end=True)
-
-    def parse(self, text: str) -> Message:
-        """The message of a complete reply; call it on a new parser only."""
-        return join_deltas([self._advance(text, is_end=True)])
-
-    def _advance(self, text: str, *, is_end: bool) -> Delta:
-        self._buffer += self._stop.cut(text, is_end=is_end)
-        while self._parse_state(is_end or self.is_stopped):
-            pass
-        if is_end and not self._has_call:
+    def _end_content(self) -> None:
+        if not self._has_call:
             self._content.append(self._held_space)
             self._held_space = ""
-        delta = Delta(reasoning="".join(self._reasoning), content="".join(self._content), tool_calls=tuple(self._calls))
-        self._reasoning, self._content, self._calls = [], [], []
-        return delta
 
     def _parse_start(self, is_end: bool) -> bool:
         """Initial state: does the reply start with reasoning?"""
@@ -200,11 +146,6 @@ class ReplyParser:
 
     def _add_calls(self, block: Block) -> None:
         for call in block.calls[: 1 if self._is_single_call else None]:
-            self._calls.append(build_tool_call(call, self._new_call_id, self._used_ids))
+            self._add_call(call)
             self._has_call = True
             self._is_content_empty = False
-
-    def _parse_discarded(self, is_end: bool) -> bool:
-        """Final state of a single-call reply: drop what the last token has after the call."""
-        self._buffer = ""
-        return False

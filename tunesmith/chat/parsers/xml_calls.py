@@ -134,7 +134,8 @@ def _list_types(schema: Any) -> set[str]:
     types = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
     for choice in [*(schema.get("anyOf") or []), *(schema.get("oneOf") or [])]:
         types |= _list_types(choice)
-    if not types and isinstance(schema.get("enum"), list) and all(isinstance(each, str) for each in schema["enum"]):
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not types and isinstance(values, list) and all(isinstance(each, str) for each in values):
         types = {"string"}
     return types & _KINDS.keys()
 
@@ -144,7 +145,7 @@ QWEN3_CODER = CallFormat(
     openers=(CALL_OPEN, FUNCTION_OPEN),
     close=CALL_CLOSE,
     arguments_start=r"<parameter=a>",
-    has_json_arguments=False,
+    argument_ends=("</parameter>", CALL_CLOSE),
     open_reader=_QwenReader,
 )
 GLM = CallFormat(
@@ -153,6 +154,6 @@ GLM = CallFormat(
     close=CALL_CLOSE,
     markup=GLM_TAGS,
     arguments_start=r"<arg_key>a</arg_key>",
-    has_json_arguments=False,
+    argument_ends=("</arg_value>", CALL_CLOSE),
     open_reader=_GlmReader,
 )

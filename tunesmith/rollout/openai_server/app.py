@@ -13,8 +13,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -30,6 +29,7 @@ from tunesmith.rollout.openai_server.response import build_error, encode_json
 from tunesmith.rollout.openai_server.responses_api.endpoint import ResponsesApi
 from tunesmith.rollout.recording.recorder import Session
 
+Answer = TypeVar("Answer")
 BuildErrorBody = Callable[[ApiError], dict[str, Any]]
 
 
@@ -168,20 +168,30 @@ def _parse_json(body: bytes) -> Any:
         raise ApiError(400, f"the request body is not JSON: {error}") from error
 
 
-async def _run_while_connected(receive: Receive, response: Awaitable[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Await the response; if the client disconnects first, cancel it and return None."""
-    work = asyncio.ensure_future(response)
+async def _run_while_connected(receive: Receive, response: Awaitable[Answer]) -> Answer | None:
+    """Await the response in this task; if the client disconnects first, cancel it and return None."""
+    task = asyncio.current_task()
+    assert task is not None
+    is_disconnected = False
+
+    def cancel(_: object) -> None:
+        nonlocal is_disconnected
+        is_disconnected = True
+        task.cancel()
+
     disconnect = asyncio.ensure_future(_wait_disconnect(receive))
+    disconnect.add_done_callback(cancel)
     try:
-        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return await response
+    except asyncio.CancelledError:
+        if not is_disconnected or task.cancelling() > 1:
+            raise
+        return None
     finally:
+        disconnect.remove_done_callback(cancel)
         disconnect.cancel()
-        if not work.done():
-            work.cancel()
-            await asyncio.wait({work})
-    with suppress(asyncio.CancelledError):
-        return work.result()
-    return None
+        if is_disconnected:
+            task.uncancel()
 
 
 async def _wait_disconnect(receive: Receive) -> None:

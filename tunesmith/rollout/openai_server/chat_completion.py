@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from starlette.types import Send
 
 from tunesmith.chat.messages import Message
-from tunesmith.chat.parsers import Delta, HarmonyParser, ReplyParser, join_deltas
+from tunesmith.chat.parsers import Delta, IncrementalParser, join_deltas
 from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import EngineError
 from tunesmith.rollout.openai_server.events import ChunkEvents, Events
@@ -115,7 +115,7 @@ class PendingChatCompletion:
             self.call, choice, sampling, seed=self.request.seed, prefix_ids=self._prefix_ids, on_tokens=on_tokens
         )
 
-    def build_parser(self) -> ReplyParser | HarmonyParser:
+    def build_parser(self) -> IncrementalParser:
         return self.renderer.build_parser(
             self.call.prompt_ids,
             new_call_id=self.session.build_call_id,

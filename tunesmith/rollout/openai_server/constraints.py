@@ -16,6 +16,8 @@ from typing import Any
 
 from tunesmith.chat.call_probe import PROBE_CALL_ID
 from tunesmith.chat.parsers import HERMES, MISTRAL
+from tunesmith.chat.parsers.call_format import resolve_tool
+from tunesmith.chat.parsers.xml_calls import convert_argument
 from tunesmith.chat.renderer import Renderer
 from tunesmith.grammar.grammars import (
     ANY_OBJECT,
@@ -28,9 +30,10 @@ from tunesmith.grammar.grammars import (
     build_json_grammar,
     build_regex_grammar,
     build_rule_grammar,
-    write_tag,
 )
 from tunesmith.grammar.llguidance_import import has_llguidance
+from tunesmith.grammar.tagged_arguments import ArgumentTexts
+from tunesmith.grammar.terms import write_tag
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 """Fields of `structured_outputs`, one of which may be set; `guided_<kind>` are the same."""
@@ -137,14 +140,8 @@ def constrain_reply(
     """
     with _errors_of(constraint):
         grammar = constraint.build_grammar()
-    if tools and not _has_call_grammar(renderer):
-        name = "none" if renderer.call_format is None else renderer.call_format.name
-        raise ConstraintError(
-            f"{constraint.param} cannot be combined with tools: no grammar describes calls in the format {name}, "
-            "whose arguments are not JSON; leave out the tools, or set tool_choice='none'", param=constraint.param,
-        )  # fmt: skip
     texts = _describe_calls(renderer)
-    calls = build_call_grammar(tools, texts, is_single=is_single_call) if tools else None
+    calls = _build_calls(tools, texts, is_single=is_single_call) if tools else None
     if renderer.is_harmony:
         return add_channels(grammar, calls, write=texts.write)
     if calls is not None:
@@ -169,29 +166,44 @@ def constrain_call(
 ) -> str:
     """The grammar of the rest of a reply whose tool call has been started.
 
-    Empty without llguidance, or if the format's arguments are not JSON: then only the prefix of the call is forced.
+    Empty without llguidance: then only the prefix of the call is forced.
     """
-    if not (has_llguidance() and _has_call_grammar(renderer)):
+    if not has_llguidance():
         return ""
-    return build_call_grammar(tools, _describe_calls(renderer), is_single=is_single_call, after=name or "")
+    return _build_calls(tools, _describe_calls(renderer), is_single=is_single_call, after=name or "")
 
 
-def _has_call_grammar(renderer: Renderer) -> bool:
-    return renderer.call_format is not None and renderer.call_format.has_json_arguments
+def _build_calls(
+    tools: Sequence[Mapping[str, Any]], texts: CallTexts, *, is_single: bool, after: str | None = None
+) -> str:
+    if texts.arguments is not None:
+        tools = [resolve_tool(tool) for tool in tools]
+    try:
+        return build_call_grammar(tools, texts, is_single=is_single, after=after)
+    except ValueError as error:
+        raise ConstraintError(str(error), param="tools") from error
 
 
 def _describe_calls(renderer: Renderer) -> CallTexts:
     """The texts of a call as the model's template writes it."""
     call = renderer.rendered_call
-    end = ARGUMENTS_END.sub("", call.tail, count=1)
+    end = ARGUMENTS_END.sub("", call.tail, count=1) if call.argument is None else call.tail
     is_block_per_call = call.call_format is MISTRAL and not end.strip()
+    arguments = None
+    if call.argument is not None:
+        start, middle, close = call.argument
+        end = call.tail.removeprefix(close)
+        arguments = ArgumentTexts(
+            start=start, middle=middle, end=close, excluded=call.call_format.argument_ends, read=convert_argument
+        )
     return CallTexts(
         start=call.start,
         middle=call.separator,
         end=end,
         tokens=renderer.added_tokens,
         call_id=PROBE_CALL_ID,
-        is_repeatable=call.call_format is HERMES or is_block_per_call,
+        is_repeatable=call.call_format is HERMES or is_block_per_call or arguments is not None,
+        arguments=arguments,
     )
 
 

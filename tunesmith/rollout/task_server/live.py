@@ -25,6 +25,8 @@ from tunesmith.rollout.time_limit import uncounted_time
 from tunesmith.types import Sampling, Turn, WorkflowOutput
 
 MAX_CHECK_S = 60.0
+MAX_CALL_WAIT_S = 60.0
+"""A client that does not read its stream delays training by this much at most."""
 NUM_CHECKS = 8
 """Checks for sessions to drop in `feedback_timeout_s`."""
 
@@ -35,6 +37,8 @@ class LiveSession:
 
     bound: BoundModel
     session: Session
+    calls: set[asyncio.Future[None]]
+    """The calls in flight of all conversations."""
     num_open_calls: int = 0
     last_call_at: float = field(default_factory=time.monotonic)
     feedback: WorkflowOutput | None = None
@@ -43,9 +47,13 @@ class LiveSession:
     def call(self) -> Iterator[None]:
         """A model call of the conversation."""
         self.num_open_calls += 1
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.calls.add(ended)
         try:
             yield
         finally:
+            self.calls.remove(ended)
+            ended.cancel()
             self.num_open_calls -= 1
             self.last_call_at = time.monotonic()
 
@@ -84,6 +92,7 @@ class LiveSessions:
         self._open: OrderedDict[str, LiveSession] = OrderedDict()
         """By session id, the one with the oldest call first."""
         self._scored: asyncio.Queue[LiveSession] = asyncio.Queue()
+        self._calls: set[asyncio.Future[None]] = set()
         self._rewarded: OrderedDict[str, None] = OrderedDict()
         """Ids of sessions that ended with feedback."""
 
@@ -116,7 +125,7 @@ class LiveSessions:
             seed = derive_seed(self._seed, "live", self._service.policy_version, self._num_opened)
             bound = self._service.open(seed=seed, order=(self._num_opened,))
             assert isinstance(bound.session, Session)
-            live = self._open[session_id] = LiveSession(bound=bound, session=bound.session)
+            live = self._open[session_id] = LiveSession(bound=bound, session=bound.session, calls=self._calls)
         self._open.move_to_end(session_id)
         return live
 
@@ -178,9 +187,15 @@ class LiveSessions:
             await asyncio.wait({checks})
 
     async def run_session(self, task: Mapping[str, Any], model: Any) -> WorkflowOutput:
-        """The workflow: take the next session with feedback; waiting for it does not count toward the time limit."""
+        """The workflow: take the next session with feedback; waiting for it does not count toward the time limit.
+
+        Calls that are in flight end first, so that a call waits for one update at most, also while feedback for many
+        updates is there.
+        """
         assert isinstance(model, Slot)
         with uncounted_time():
+            if self._calls:
+                await asyncio.wait(set(self._calls), timeout=MAX_CALL_WAIT_S)
             live = await self._scored.get()
         assert live.feedback is not None
         model.live = live

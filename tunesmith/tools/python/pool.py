@@ -9,12 +9,13 @@ next call starts another. A worker that is lost in a call is replaced and the ca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -25,8 +26,14 @@ from tunesmith.tools.python.worker_process import Launcher, WorkerLostError, Wor
 NUM_TRIES = 2
 
 T = TypeVar("T")
+OnStart = Callable[[], None]
+"""Called on the event loop when a worker takes a call."""
 
 logger = logging.getLogger(__name__)
+
+
+def ignore_start() -> None:
+    """The default of `on_start`."""
 
 
 class CancelledCallError(Exception):
@@ -34,18 +41,39 @@ class CancelledCallError(Exception):
 
 
 class PendingCall:
-    """A call in a thread, which another thread may cancel."""
+    """A call in a thread, which another thread may cancel; made on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_start: OnStart = ignore_start) -> None:
         self._lock = threading.Lock()
         self._worker: WorkerProcess | None = None
         self._is_cancelled = False
+        self._loop = asyncio.get_running_loop()
+        self._on_start = on_start
+        self._limit: asyncio.Timeout | None = None
+
+    @contextlib.contextmanager
+    def waiting(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """A block that waits for the call; the limit ends with the start of the call."""
+        self._limit = limit
+        try:
+            yield
+        finally:
+            self._limit = None
 
     def attach(self, worker: WorkerProcess) -> None:
+        """Start in a worker, from the thread of the call."""
         with self._lock:
             self._worker = worker
             if self._is_cancelled:
                 worker.kill()
+                return
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._start)
+
+    def _start(self) -> None:
+        if self._limit is not None and not self._is_cancelled:
+            self._limit.reschedule(None)
+            self._on_start()
 
     @property
     def is_cancelled(self) -> bool:
@@ -67,13 +95,25 @@ class WorkerPool:
         self._idle: deque[WorkerProcess] = deque()
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="tunesmith-python")
         self._num_workers = num_workers
+        self._max_wait_s = settings.max_wait_s
         self._is_closed = False
         weakref.finalize(self, _close_workers, self._idle)
 
-    async def run(self, code: str) -> dict[str, Any]:
-        """The answer of a worker to the code."""
-        call = PendingCall()
-        return await run_in_threads(self._threads, call, self._run, code, call)
+    async def run(self, code: str, on_start: OnStart = ignore_start) -> dict[str, Any]:
+        """The answer of a worker to the code; `on_start` is called when a worker takes it."""
+        call = PendingCall(on_start)
+        limit = asyncio.timeout(self._max_wait_s)
+        try:
+            async with limit:
+                with call.waiting(limit):
+                    return await run_in_threads(self._threads, call, self._run, code, call)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise SandboxError(
+                f"a call of the Python tool waited {self._max_wait_s:g} s for one of {self._num_workers} workers: "
+                "raise num_workers of the tool, or max_wait_s"
+            ) from None
 
     async def start(self) -> None:
         """Start all workers, so that no call waits for one."""

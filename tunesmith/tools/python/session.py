@@ -7,13 +7,14 @@ by running the code of the first again, and refuses if the results differ.
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
 from tunesmith.config.tools import PythonToolSection
 from tunesmith.errors import SandboxError
-from tunesmith.tools.python.pool import CancelledCallError, PendingCall, run_in_threads
+from tunesmith.tools.python.pool import CancelledCallError, OnStart, PendingCall, ignore_start, run_in_threads
 from tunesmith.tools.python.result import PythonResult, build_result
 from tunesmith.tools.python.worker_process import Launcher, WorkerLostError, WorkerProcess
 
@@ -30,13 +31,15 @@ class PythonSession:
         self.history: list[tuple[str, PythonResult]] = []
         """Code and result of each call since the session started or lost its variables."""
 
-    async def __call__(self, code: str) -> PythonResult:
-        """Run code; `SandboxError` if the worker is lost, and with it the state."""
+    async def __call__(self, code: str, *, on_start: OnStart = ignore_start) -> PythonResult:
+        """Run code; `SandboxError` if the worker is lost, and with it the state. `on_start`: the worker takes it."""
         if self._is_closed:
             raise SandboxError("this Python session is closed, or a call of it was cancelled")
-        call = PendingCall()
+        call = PendingCall(on_start)
         try:
-            answer = await run_in_threads(self._threads, call, self._run, code, call)
+            async with asyncio.timeout(None) as limit:
+                with call.waiting(limit):
+                    answer = await run_in_threads(self._threads, call, self._run, code, call)
         except BaseException:
             self.close()
             raise

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from tunesmith.config.tools import PythonToolSection
-from tunesmith.tools.python.pool import WorkerPool
+from tunesmith.tools.python.pool import OnStart, WorkerPool, ignore_start
 from tunesmith.tools.python.result import PythonResult, build_error, build_result
 from tunesmith.tools.python.session import PythonSession
 
@@ -36,11 +36,11 @@ class PythonTool:
         self.settings = settings or PythonToolSection()
         self._pool = WorkerPool(self.settings)
 
-    async def __call__(self, code: str) -> PythonResult:
-        """Run code in a process that ends with the call."""
+    async def __call__(self, code: str, *, on_start: OnStart = ignore_start) -> PythonResult:
+        """Run code in a process that ends with the call; `on_start` is called when a worker takes it."""
         if len(code) > MAX_CODE_CHARS:
             return build_error(f"the code is longer than {MAX_CODE_CHARS} characters")
-        return build_result(await self._pool.run(code), self.settings)
+        return build_result(await self._pool.run(code, on_start), self.settings)
 
     async def answer_call(self, name: str, arguments: str, *, session: PythonSession | None = None) -> PythonResult:
         """The result of a model's tool call; `arguments` is the JSON text of the call, which may be malformed."""

@@ -13,7 +13,7 @@ from itertools import count
 from statistics import fmean
 from typing import Any
 
-from tunesmith.chat.parsers import HARMONY, HarmonyParser, ReplyParser
+from tunesmith.chat.parsers import HARMONY, HarmonyParser, IncrementalParser, ReplyParser
 from tunesmith.experience.samples import chain_turns
 from tunesmith.types import Turn
 from tunesmith.viewer.reading.reply_format import ReplyFormat
@@ -101,7 +101,7 @@ def parse_reply(content: str, reply_format: ReplyFormat, *, is_reasoning_open: b
     def build_id() -> str:
         return f"call{next(numbers)}"
 
-    parser: HarmonyParser | ReplyParser
+    parser: IncrementalParser
     if reply_format.call_format is HARMONY:
         parser = HarmonyParser(new_call_id=build_id, has_tool_calls=True)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -40,6 +41,11 @@ class Answers:
         with self._lock:
             answer = self.get(path, params)
         return json.dumps(clean(answer), allow_nan=False, separators=(",", ":")).encode()
+
+    def preload(self) -> None:
+        """Read what every page asks for; errors are left to the requests."""
+        with contextlib.suppress(TunesmithError, ValueError, KeyError, OSError):
+            self.get_json("runs", {})
 
     def get(self, path: str, params: Mapping[str, str]) -> Any:
         """The answer for a path such as `step/0/40`; ValueError or UnknownAnswerError for a wrong one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,6 +48,10 @@ class MetricsLog:
         """Bytes read so far; it changes when the file does."""
         self._path = path
         self._inode = -1
+        self._names: tuple[str, ...] = ()
+        """Names in the last record; most records have the same."""
+        self._named: list[Column | None] = []
+        """Their columns."""
 
     def refresh(self) -> None:
         """Read complete lines that were appended; all lines if the file was replaced, as a resumed run does."""
@@ -56,6 +61,7 @@ class MetricsLog:
             stat = self._path.stat()
             if stat.st_ino != self._inode or stat.st_size < self.size:
                 self.columns, self.last_step, self.size, self._inode = {}, 0, 0, stat.st_ino
+                self._names = ()
             file.seek(self.size)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -70,8 +76,14 @@ class MetricsLog:
         step, kind = record["step"], record["kind"]
         if kind == "train":
             self.last_step = max(self.last_step, step)
-        for name, value in record.items():
-            if name not in ("step", "kind") and not isinstance(value, str):
-                column = self.columns.setdefault(name, Column())
-                column.steps.append(step)
-                column.values.append(float("nan") if value is None else float(value))
+        names = tuple(record)
+        if names != self._names:
+            self._names, self._named = names, [self.columns.get(name) for name in names]
+        for index, (name, value) in enumerate(record.items()):
+            if isinstance(value, str) or name in ("step", "kind"):
+                continue
+            column = self._named[index]
+            if column is None:
+                column = self._named[index] = self.columns.setdefault(name, Column())
+            column.steps.append(step)
+            column.values.append(math.nan if value is None else value)

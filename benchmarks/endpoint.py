@@ -1,0 +1,375 @@
+"""What the OpenAI-compatible endpoint costs: latency of a call, and the share of rollout throughput.
+
+Three measurements, each in process (`model.client`) and over HTTP (agents in other processes, see `endpoint_load.py`):
+
+- `cost`: calls to an engine that answers at once, so all that is left is the endpoint. Processor time a call is that of
+  the process that serves, with the client's own in process and without it over HTTP.
+- `latency`: calls of 16 tokens to the model, next to the same requests given to the engine as token ids, and to the
+  servers of vLLM (`--peers vllm`) and transformers (`--peers transformers`).
+- `rollouts`: conversations of several turns; the number of tokens a turn is fixed and differs between turns. The same
+  prompts and lengths are given to the engine directly, and the share that the endpoint costs is what the rate through
+  the endpoint lacks to that of the engine.
+
+    python benchmarks/endpoint.py --model models/smollm2-135m-instruct --device cuda --peers vllm transformers \\
+        --out results/endpoint_cuda.json
+    python benchmarks/endpoint.py --model models/pocket --device cpu --agents 1 64 --out results/endpoint_cpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import gc
+import pstats
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from endpoint_load import GROUP_SIZE, Measured, build_question, draw_length, run_load
+from endpoint_peers import MAX_MODEL_LEN, PeerError, build_peer, find_free_port, start_peer
+from report import publish
+from transformers import PreTrainedTokenizerBase
+
+from tunesmith.chat.renderer import Renderer
+from tunesmith.config import EngineSection, ModelSection, RolloutSection
+from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.event_loop.clock import run_lockstep
+from tunesmith.model.load import load_model, load_tokenizer, resolve_device, resolve_dtype
+from tunesmith.rollout.chat_model import ChatModel
+from tunesmith.rollout.service import BoundModel, ModelService
+from tunesmith.types import Completion, OnTokens, Sampling
+
+NUM_CALLS = {1: 100, 64: 20, 512: 8}
+"""Agents -> calls of each in the measurements of latency."""
+LATENCY_TOKENS = 16
+MODEL = "policy"
+Prompts = list[list[tuple[int, ...]]]
+"""For each agent the prompt ids of its calls."""
+
+
+class InstantEngine:
+    """Implements `tunesmith.types.Engine`: every completion is the same text, at once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._text_ids = tokenizer.encode(" ".join(build_question(agent, 0) for agent in range(0, 80, GROUP_SIZE)))
+        self.eos_ids = frozenset({tokenizer.eos_token_id})
+        self.max_model_len = 10**6
+        self.policy_version = 0
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        order: tuple[int, ...] = (),
+        on_tokens: OnTokens | None = None,
+    ) -> Completion:
+        await asyncio.sleep(0)
+        ids = tuple(self._text_ids[: sampling.max_tokens])
+        logprobs = (-1.0,) * len(ids)
+        if on_tokens is not None:
+            on_tokens(ids, logprobs)
+        return Completion(
+            sampled_ids=ids, logprobs=logprobs, policy_versions=(self.policy_version,) * len(ids), stop_reason="length"
+        )
+
+    def pause(self) -> None:
+        pass
+
+    def resume(self, policy_version: int) -> None:
+        self.policy_version = policy_version
+
+    def compute_stats(self) -> dict[str, float]:
+        return {}
+
+
+class Setup:
+    """An engine behind the endpoint, and the agents that call it."""
+
+    def __init__(self, engine: Any, tokenizer: PreTrainedTokenizerBase, *, model: str) -> None:
+        section = ModelSection(path=model)
+        renderer = Renderer(
+            tokenizer,
+            tool_call_parser=section.tool_call_parser,
+            reasoning_parser=section.reasoning_parser,
+            enable_thinking=section.enable_thinking,
+        )
+        self._engine = engine
+        self._service = ModelService(
+            engine, renderer, model_name=MODEL, sampling=Sampling(max_tokens=LATENCY_TOKENS), build_model=ChatModel
+        )
+        self.prompts: Prompts = []
+        """Those of the last agents in process."""
+
+    def run(self, work: Callable[..., Awaitable[Measured]], *arguments: int, **shape: int) -> Measured:
+        """Run agents with an empty KV cache."""
+        self._engine.pause()
+        self._engine.resume(self._engine.policy_version + 1)
+        gc.collect()
+
+        async def measure() -> Measured:
+            started = time.process_time()
+            measured = await work(*arguments, **shape)
+            return replace(measured, cpu_s=time.process_time() - started)
+
+        return run_lockstep(measure(), RolloutSection(max_concurrency=512))
+
+    def _open(self, num_agents: int) -> list[BoundModel]:
+        return [self._service.open(seed=index, order=(index,)) for index in range(num_agents)]
+
+    async def run_in_process(self, num_agents: int, *, num_calls: int, num_tokens: int, is_growing: bool) -> Measured:
+        """Agents that call `model.client`."""
+        latencies: list[float] = []
+        bound = self._open(num_agents)
+
+        async def act(index: int, client: Any) -> None:
+            messages: list[dict[str, str]] = []
+            for call in range(num_calls):
+                messages.append({"role": "user", "content": build_question(index, call)})
+                length = draw_length(index, call, num_tokens, is_growing=is_growing)
+                started = time.perf_counter()
+                reply = await client.chat.completions.create(
+                    model=MODEL, messages=messages, max_tokens=length, extra_body={"ignore_eos": True}
+                )
+                latencies.append(time.perf_counter() - started)
+                messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+                if not is_growing:
+                    messages.clear()
+
+        started = time.perf_counter()
+        await asyncio.gather(*(act(index, each.model.client) for index, each in enumerate(bound)))
+        seconds = time.perf_counter() - started
+        turns = [self._service.close(each) for each in bound]
+        self.prompts = [[turn.prompt_ids for turn in each] for each in turns]
+        num_sampled = sum(len(turn.sampled_ids) for each in turns for turn in each)
+        return Measured(latencies_s=latencies, num_tokens=num_sampled, seconds=seconds)
+
+    async def run_over_http(self, num_agents: int, *, num_calls: int, num_tokens: int, is_growing: bool) -> Measured:
+        """Agents in other processes."""
+        async with self._service.serve() as url:
+            bound = self._open(num_agents)
+            keys = [each.model.api_key for each in bound]
+            fields = {"ignore_eos": True}
+            port = urlsplit(url).port
+            assert port is not None
+            measured = await run_load(
+                port, keys, model=MODEL, num_calls=num_calls, num_tokens=num_tokens, is_growing=is_growing,
+                fields=fields,
+            )  # fmt: skip
+            for each in bound:
+                self._service.close(each)
+        return measured
+
+    async def run_direct(self, *, num_tokens: int, is_growing: bool) -> Measured:
+        """The calls of the last agents in process, given to the engine as token ids."""
+        latencies: list[float] = []
+        num_sampled = 0
+
+        async def act(index: int, prompts: list[tuple[int, ...]]) -> None:
+            nonlocal num_sampled
+            for call, prompt_ids in enumerate(prompts):
+                length = draw_length(index, call, num_tokens, is_growing=is_growing)
+                sampling = Sampling(max_tokens=length, ignore_eos=True, seed=1000 * index + call)
+                started = time.perf_counter()
+                completion = await self._engine.generate(prompt_ids, sampling, order=(index, call))
+                latencies.append(time.perf_counter() - started)
+                num_sampled += len(completion.sampled_ids)
+
+        started = time.perf_counter()
+        await asyncio.gather(*(act(*each) for each in enumerate(self.prompts)))
+        return Measured(latencies_s=latencies, num_tokens=num_sampled, seconds=time.perf_counter() - started)
+
+
+def describe(measured: Measured) -> dict[str, float]:
+    """Percentiles of the latency in milliseconds, and rates."""
+    ordered = sorted(measured.latencies_s)
+    cost = {} if measured.cpu_s is None else {"cpu_us_per_call": 1e6 * measured.cpu_s / len(ordered)}
+    return cost | {
+        "p50_ms": 1e3 * statistics.median(ordered),
+        "p99_ms": 1e3 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
+        "calls_per_s": len(ordered) / measured.seconds,
+        "tokens_per_s": measured.num_tokens / measured.seconds,
+    }
+
+
+def measure_cost(tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The endpoint alone: one row for each number of agents."""
+    setup = Setup(InstantEngine(tokenizer), tokenizer, model=arguments.model)
+    rows = []
+    for num_agents in arguments.agents:
+        shape = {"num_calls": NUM_CALLS.get(num_agents, 10), "num_tokens": arguments.new_tokens, "is_growing": True}
+        row: dict[str, Any] = {"agents": num_agents}
+        shape["num_calls"] = min(shape["num_calls"], 20)
+        for name, run in (("in process", setup.run_in_process), ("http", setup.run_over_http)):
+            setup.run(run, num_agents, **shape)
+            measured = setup.run(run, num_agents, **shape)
+            row[name] = describe(measured)
+        rows.append(row)
+    if arguments.profile:
+        for run in (setup.run_in_process, setup.run_over_http):
+            profiler = cProfile.Profile()
+            profiler.runcall(setup.run, run, num_agents, **shape)
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
+    return rows
+
+
+def measure_latency(setup: Setup, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Calls of few tokens to the model."""
+    rows = []
+    for num_agents in arguments.agents:
+        shape = {"num_calls": NUM_CALLS.get(num_agents, 10), "num_tokens": LATENCY_TOKENS, "is_growing": False}
+        setup.run(setup.run_in_process, num_agents, **shape | {"num_calls": 2})
+        row: dict[str, Any] = {"agents": num_agents}
+        row["in process"] = describe(setup.run(setup.run_in_process, num_agents, **shape))
+        row["direct"] = describe(setup.run(setup.run_direct, num_tokens=LATENCY_TOKENS, is_growing=False))
+        row["http"] = describe(setup.run(setup.run_over_http, num_agents, **shape))
+        rows.append(row)
+    return rows
+
+
+def measure_rollouts(setup: Setup, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Conversations: tokens per second directly and through the endpoint, in turn, `--repeats` times."""
+    num_agents, num_tokens = max(arguments.agents), arguments.new_tokens
+    shape = {"num_calls": arguments.turns, "num_tokens": num_tokens, "is_growing": True}
+    ways: dict[str, Callable[[], Awaitable[Measured]]] = {
+        "in process": lambda: setup.run_in_process(num_agents, **shape),
+        "direct": lambda: setup.run_direct(num_tokens=num_tokens, is_growing=True),
+        "http": lambda: setup.run_over_http(num_agents, **shape),
+    }
+    expected = sum(
+        draw_length(agent, call, num_tokens, is_growing=True)
+        for agent in range(num_agents)
+        for call in range(arguments.turns)
+    )
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(arguments.repeats + 1):
+        for name, way in ways.items():
+            measured = setup.run(way)
+            assert measured.num_tokens == expected, "a reply ended early"
+            if repeat:
+                rates[name].append(measured.num_tokens / measured.seconds)
+    medians = {name: statistics.median(each) for name, each in rates.items()}
+    shares = {
+        f"share_{name.replace(' ', '_')}": 1 - medians[name] / medians["direct"] for name in ("in process", "http")
+    }
+    return {"agents": num_agents, "tokens_per_s": medians, "tokens_per_s_all": rates, **shares}
+
+
+def measure_peer(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same load on another server; what happened instead, if it does not run."""
+    port = find_free_port()
+    peer = build_peer(
+        name, model=arguments.model, port=port, device=arguments.device.type, num_agents=max(arguments.agents)
+    )
+
+    def run(num_agents: int, *, num_calls: int, num_tokens: int, is_growing: bool) -> Measured:
+        keys = ["none"] * num_agents
+        return asyncio.run(
+            run_load(
+                port, keys, model=peer.model, num_calls=num_calls, num_tokens=num_tokens, is_growing=is_growing,
+                fields=dict(peer.fields), limit_s=arguments.peer_limit_s,
+            )
+        )  # fmt: skip
+
+    result: dict[str, Any] = {"latency": []}
+    try:
+        with start_peer(peer, port=port, ready_s=arguments.peer_ready_s) as ready_s:
+            result["ready_s"] = ready_s
+            for num_agents in arguments.agents:
+                shape = {"num_tokens": LATENCY_TOKENS, "is_growing": False}
+                run(num_agents, num_calls=2, **shape)
+                measured = run(num_agents, num_calls=NUM_CALLS.get(num_agents, 10), **shape)
+                result["latency"].append({"agents": num_agents, name: describe(measured)})
+                print(f"{name}: {num_agents} agents {describe(measured)}", flush=True)
+            if name == "vllm":
+                shape = {"num_tokens": arguments.new_tokens, "is_growing": True}
+                measured = [run(max(arguments.agents), num_calls=arguments.turns, **shape) for _ in range(2)][1]
+                result["rollout_tokens_per_s"] = measured.num_tokens / measured.seconds
+    except (PeerError, RuntimeError, asyncio.IncompleteReadError, OSError) as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+        print(f"{name}: {result['error']}", flush=True)
+    return result
+
+
+def build_setup(tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> Setup:
+    model = load_model(arguments.model, dtype=resolve_dtype("auto", arguments.device), device=arguments.device)
+    num_agents = max(arguments.agents)
+    settings = EngineSection(max_num_seqs=num_agents, kv_cache_tokens=max(num_agents, 2) * MAX_MODEL_LEN)
+    return Setup(LocalEngine(model, tokenizer, settings, max_model_len=MAX_MODEL_LEN), tokenizer, model=arguments.model)
+
+
+def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    print(f"\n{title}\n{'agents':>8}{'':>14}{'p50 ms':>10}{'p99 ms':>10}{'calls/s':>10}{'cpu us/call':>13}")
+    for row in rows:
+        for name, cell in row.items():
+            if name != "agents":
+                cpu = f"{cell['cpu_us_per_call']:>13.0f}" if "cpu_us_per_call" in cell else ""
+                print(
+                    f"{row['agents']:>8}{name:>14}{cell['p50_ms']:>10.2f}{cell['p99_ms']:>10.2f}"
+                    f"{cell['calls_per_s']:>10.0f}{cpu}"
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of the model")
+    parser.add_argument("--device", type=resolve_device, default="auto")
+    parser.add_argument("--agents", type=int, nargs="+", default=[1, 64, 512], help="concurrent agents")
+    parser.add_argument("--turns", type=int, default=4, help="turns of a conversation")
+    parser.add_argument("--new-tokens", type=int, default=128, help="tokens a turn of conversations, on average")
+    parser.add_argument("--repeats", type=int, default=3, help="measured repeats of the conversations")
+    parser.add_argument("--peers", nargs="*", choices=["vllm", "transformers"], default=[])
+    parser.add_argument("--peer-ready-s", type=float, default=150.0, help="time that a peer gets to start")
+    parser.add_argument("--peer-limit-s", type=float, default=30.0, help="longest time of one load on a peer")
+    parser.add_argument("--parts", nargs="+", default=["cost", "latency", "rollouts"], help="what is measured")
+    parser.add_argument(
+        "--profile", action="store_true", help="print a profile of the cost at the last number of agents"
+    )
+    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    arguments = parser.parse_args()
+    if arguments.device.type == "cpu":
+        torch.set_num_threads(1)
+    tokenizer = load_tokenizer(arguments.model)
+    details: dict[str, Any] = {
+        key: value for key, value in vars(arguments).items() if key not in ("device", "model", "out")
+    }
+    if "cost" in arguments.parts:
+        details["cost"] = measure_cost(tokenizer, arguments)
+        print_table(f"the endpoint alone, {arguments.new_tokens} tokens a call", details["cost"])
+    rollouts: dict[str, Any] = {"tokens_per_s": {}}
+    if {"latency", "rollouts"} & set(arguments.parts):
+        setup = build_setup(tokenizer, arguments)
+        details["latency"] = measure_latency(setup, arguments) if "latency" in arguments.parts else []
+        print_table(f"the model, {LATENCY_TOKENS} tokens a call", details["latency"])
+        if "rollouts" in arguments.parts:
+            rollouts = details["rollouts"] = measure_rollouts(setup, arguments)
+    for name in arguments.peers:
+        details[name] = measure_peer(name, arguments)
+        print_table(f"{name}, {LATENCY_TOKENS} tokens a call", details[name]["latency"])
+    for name, rate in rollouts["tokens_per_s"].items():
+        share = rollouts.get(f"share_{name.replace(' ', '_')}")
+        print(f"rollouts of {rollouts['agents']} agents, {name:<11}{rate:>10,.0f} tok/s", end="")
+        print("" if share is None else f", the endpoint costs {100 * share:.1f} %")
+    peers = {
+        name: details[name]["rollout_tokens_per_s"]
+        for name in arguments.peers
+        if "rollout_tokens_per_s" in details[name]
+    }
+    publish(
+        name="endpoint",
+        unit="tokens per second of rollouts over HTTP",
+        ours=rollouts["tokens_per_s"].get("http", 0.0),
+        peers=peers,
+        device=arguments.device.type,
+        details=details,
+        out=arguments.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
