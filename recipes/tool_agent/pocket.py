@@ -134,7 +134,7 @@ class Demonstrator:
             call = self._write_call(transcript, learned, PYTHON, f"print({plan.computation})")
             transcript = await self.environment.execute(call)
             learned = "That is it."
-        answer = rng.choice(names) if is_guess else plan.answer
+        answer = rng.choice(find_guesses(plan) or names) if is_guess else plan.answer
         written = self.environment.protocol.write_answer(learned or "I know it.", answer)
         return replace(transcript.append(*written), finish="answered")
 
@@ -159,3 +159,10 @@ class Demonstrator:
         return transcript.append(
             *self.environment.protocol.write_call(thought, self.environment.tools[tool], text, number=number)
         )
+
+
+def find_guesses(plan: Plan) -> list[str]:
+    """The possible answers of a comparison."""
+    if plan.answer in ("yes", "no"):
+        return ["yes", "no"]
+    return [lookup.query for lookup in plan.lookups] if plan.question.kind == "comparison" else []
