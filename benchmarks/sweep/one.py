@@ -3,7 +3,7 @@ from tunesmith.tasks.world import World, WorldConfig
 from tunesmith.tasks.world.expert import iter_plans, build_plan
 def convs_long(num_docs, num, seed, kinds=None, min_hops=1, max_hops=1, split="train", num_test=0):
     cfg = WorldConfig(num_documents=num_docs, num_train=num if split=="train" else 100, num_test=num_test if split=="train" else num, seed=seed, max_hops=max_hops,min_hops=min_hops,
-        distractors_per_entity=0, kind_shares=kinds or {"multi_hop":1.0})
+        distractors_per_entity=0, num_wordings=int(__import__("os").environ.get("WORDINGS","1")), kind_shares=kinds or {"multi_hop":1.0})
     w = World(config=cfg)
     out=[]
     cache={}
@@ -28,11 +28,12 @@ def convs_long(num_docs, num, seed, kinds=None, min_hops=1, max_hops=1, split="t
     return out
 
 from tunesmith.tasks.world.schema import RELATIONS
+
 def short(f):
     t=RELATIONS[f.relation].statements[0].format(s="it",v=f.value); return t[0].upper()+t[1:]
 def convs(num_docs, num, seed, kinds=None, min_hops=1, max_hops=1, split="train", pairs=0):
     cfg = WorldConfig(num_documents=num_docs, num_train=num if split=="train" else 100, num_test=0, seed=seed, max_hops=max_hops,min_hops=min_hops,
-        distractors_per_entity=0, kind_shares=kinds or {"multi_hop":1.0})
+        distractors_per_entity=0, num_wordings=int(__import__("os").environ.get("WORDINGS","1")), kind_shares=kinds or {"multi_hop":1.0})
     w = World(config=cfg); out=[]; cache={}
     for region, q in w.iter_questions_by_region(split):
         if region.number not in cache: cache={region.number: w.build_passages(region)}
