@@ -38,7 +38,7 @@ from tunesmith.pipeline.eval.statistics import compare_paired
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "tool_agent" / "pocket.yaml"
-SHARED = ("world", "index", "demonstrations", "base", "first_calls", "sft")
+SHARED = ("world", "pretraining", "base", "pretrained", "habits", "sft")
 """Stages before reinforcement learning."""
 
 
