@@ -51,7 +51,9 @@ def prepare_world(out_dir: Path, *, world: Mapping[str, Any]) -> dict[str, int]:
         for entity in region.originals:
             rows["records"].append({"id": entity.entity_id, "title": entity.name, "text": write_record(entity)})
         for plan in iter_plans(region, seed=f"{built.config.seed}/{number}", num_questions=sizes[split]):
-            rows[split].append(build_row(plan.question, number=len(rows[split])) | {"split": split})
+            number_of_split = len(rows[split])
+            names = {"id": f"{split}-{number_of_split}", "split": split}
+            rows[split].append(build_row(plan.question, number=number_of_split) | names)
     for split, size in sizes.items():
         random.Random(f"{built.config.seed}/{split}").shuffle(rows[split])
         rows[split] = rows[split][:size]
