@@ -1,6 +1,6 @@
 """GRPO, ARPO and the efficiency reward: a search agent on the questions of a fictional world, pocket model, CPU.
 
-Each seed runs the stages of recipes/tool_agent/pocket.yaml up to SFT, then reinforcement learning from the same
+Each seed runs the stages of recipes/tool_agent/search_agent.yaml up to SFT, then reinforcement learning from the same
 fine-tuned model with each method, with the same number of rollouts a step. Held-out questions, about entities that no
 training question has, are evaluated at intervals.
 
@@ -37,7 +37,7 @@ from report import publish
 from tunesmith.pipeline.eval.statistics import compare_paired
 
 ROOT = Path(__file__).parent.parent
-RECIPE = ROOT / "recipes" / "tool_agent" / "pocket.yaml"
+RECIPE = ROOT / "recipes" / "tool_agent" / "search_agent.yaml"
 SHARED = ("world", "pretraining", "base", "pretrained", "habits", "sft")
 """Stages before reinforcement learning."""
 

@@ -37,9 +37,7 @@ class Document:
     """What the text states; empty for an irrelevant passage."""
 
 
-def write_passages(
-    region: Region, *, seed: int, num_wordings: int
-) -> Iterator[tuple[Entity, list[Fact], str]]:
+def write_passages(region: Region, *, seed: int, num_wordings: int) -> Iterator[tuple[Entity, list[Fact], str]]:
     """All passages of a region with their entity and facts, in a random order."""
     rng = random.Random(f"{seed}/wording/{region.number}")
     passages = [
