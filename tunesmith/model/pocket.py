@@ -29,8 +29,8 @@ MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 WORDS = r'\{"[^\d\n]*| [-+*/] \(?| ?\p{L}+(?: $|\n)?|,? $|\n+|[^\s\p{L}]+|\s+'
 """Pre-tokenizer units, which BPE merges never cross: JSON up to a digit, a spaced operator, a word, others."""
 NAME_WORDS = (
-    r'\{"[^\d\n]*| [-+*/] \(?|\p{Lu}\p{Ll}*(?: (?=\p{Lu}))?| ?\p{Ll}+(?: $| (?=\p{Lu})|\n)?|[,.:]? (?=\p{Lu})|,? $|\n+'
-    r"|[^\s\p{L}]+|\s+"
+    r'\{"[^\d\n]*| [-+*/] \(?|\p{Lu}\p{Ll}*(?: (?=\p{Lu}))?| ?\p{Ll}+(?: $| (?=\p{Lu})|\n)?|[,.:]? (?=\p{Lu})'
+    r"|,? $|\n+|[^\s\p{L}]+|\s+"
 )
 """The same, but the space before a capital letter belongs to what precedes it: a name is the same tokens everywhere."""
 GGUF_WORDS = r'\{"[^\d\n]*| [-+*/] \(?| ?\p{L}+|\n+|[^\s\p{L}]+|\s+'

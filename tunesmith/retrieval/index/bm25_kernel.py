@@ -2,8 +2,8 @@
 
 Words are added from the largest possible score to the smallest, as in `bm25.add_up`, and their float32 sums in the same
 order, so scores are the same too. Long lists of passages are left out where look-ups alone can complete the ranking
-(MaxScore). The functions run without the GIL, so that threads search at the same time. Their machine code is kept beside
-this file, or in the cache folder of the user. Without numba (`IS_COMPILED`) they would be slower than NumPy.
+(MaxScore). The functions run without the GIL, so that threads search at the same time. Their machine code is kept
+beside this file, or in the cache folder of the user. Without numba (`IS_COMPILED`) they would be slower than NumPy.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def add_up_words(
     """Passages, ascending, among them the `top_n` best and all that tie with the last of these, with their full scores.
 
     Args:
-        all_positions, all_gains: The passages that contain a word, and what it adds to the score of each, for all words.
+        all_positions, all_gains: The passages that contain a word and what it adds to the score of each, for all words.
         words: [N, 2] where those of each word of the query begin and end.
         counts: [N] how often the query has the word.
         bounds: [N] limits on what a word and those after it add.
