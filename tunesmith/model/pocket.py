@@ -48,8 +48,8 @@ def build_pocket_tokenizer(
 
     For another agent pass its conversations, without control tokens and markup: their words then take few tokens.
     llama.cpp does not support this pre-tokenizer, so a model for GGUF export needs a tokenizer that is trained on its
-    units but then splits only digits (`is_for_gguf`), which gives some 10 % more tokens. Where an agent has to copy names
-    that no training text has, `has_names` makes that much easier to learn.
+    units but then splits only digits (`is_for_gguf`), which gives some 10 % more tokens. Where an agent has to copy
+    names that no training text has, `has_names` makes that easier to learn.
     """
     resources = files("tunesmith.model")
     if text is None:
