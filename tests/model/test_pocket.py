@@ -70,6 +70,18 @@ def test_every_word_of_the_generator_is_one_token(tokenizer):
     assert len(TEMPLATES) > 5
 
 
+def test_a_name_is_the_same_tokens_wherever_it_stands():
+    text = "".join(f"Who taught {first} {last}?\n{first} {last}\n" for first in ("Almin", "Tila") for last in NAMES)
+    tokenizer = build_pocket_tokenizer(text * 3, has_names=True, vocabulary_size=290)
+    name = tokenizer.encode("Tila Braitrair")
+    places = ("<search>Tila Braitrair</search>", "taught Tila Braitrair, ", "\nTila Braitrair\n", "of: Tila Braitrair.")
+    for place in places:
+        ids = tokenizer.encode(place)
+        assert any(ids[start : start + len(name)] == name for start in range(len(ids))), place
+        assert tokenizer.decode(ids) == place
+    assert len(tokenizer) == 290
+
+
 def test_any_text_round_trips(tokenizer):
     text = 'Gr\u00fc\u00dfe 12,5 %\n\t<b> {"a": 1} \u4f60\u597d'
     assert tokenizer.decode(tokenizer.encode(text)) == text

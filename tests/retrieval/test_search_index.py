@@ -119,6 +119,21 @@ def test_a_data_set_with_fields_of_other_names(tmp_path):
     assert find_ids(SearchIndex(tmp_path / "index"), "2") == ["n2"]
 
 
+def test_the_files_of_a_hub_repository_are_a_data_set(tmp_path, monkeypatch):
+    folder = tmp_path / "owner" / "name"
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text("A data set.")
+    rows = Dataset.from_list([{"id": f"n{number}", "text": f"number {number}"} for number in range(3)])
+    rows.to_parquet(str(folder / "data" / "train-00000-of-00001.parquet"))
+    rows.select([0]).to_parquet(str(folder / "data" / "test-00000-of-00001.parquet"))
+    monkeypatch.chdir(tmp_path)
+    assert build_index("owner/name", tmp_path / "index").num_passages == 3
+    assert find_ids(SearchIndex(tmp_path / "index"), "2") == ["n2"]
+    assert build_index("owner/name", tmp_path / "other", split="test").num_passages == 1
+    with pytest.raises(DataError, match=r"'owner/name' \(split 'dev'\): Bad split"):
+        build_index("owner/name", tmp_path / "third", split="dev")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

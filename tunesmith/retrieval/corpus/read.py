@@ -14,12 +14,15 @@ from tunesmith.retrieval.settings import IndexSettings
 
 TEXT_SUFFIXES = {".txt", ".md", ".rst"}
 LINES_SUFFIXES = {".jsonl", ".json"}
+TABLE_SUFFIXES = {*LINES_SUFFIXES, ".parquet", ".arrow", ".csv"}
+"""Files of a data set as the hub stores it."""
 
 
 def iter_passages(
     source: str | Path, settings: IndexSettings, *, name: str | None = None, split: str | None = None
 ) -> Iterator[Passage]:
-    """Passages of a JSON Lines file, a folder of text files, a folder of `save_to_disk`, or a hub id.
+    """Passages of a JSON Lines file, a folder of text files, a data set in a folder (of `save_to_disk`, or with the
+    files of a hub repository), or a hub id.
 
     Raises:
         DataError: the source does not exist, has another form, or a row has no text.
@@ -34,7 +37,10 @@ def iter_passages(
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             return _iter_data_set(str(path), settings, name=name, split=split, is_saved=True)
-        return _iter_folder(path, settings)
+        paths = sorted(each for each in path.rglob("*") if each.is_file())
+        if any(each.suffix.lower() in TABLE_SUFFIXES for each in paths) and not _find_texts(paths, but="README.md"):
+            return _iter_data_set(str(path), settings, name=name, split=split, is_saved=False)
+        return _iter_folder(path, paths, settings)
     if is_path_like(str(source)):
         raise MissingDataError(f"the corpus {str(source)!r} does not exist; give a file, a folder or a hub id")
     return _iter_data_set(str(source), settings, name=name, split=split, is_saved=False)
@@ -55,9 +61,13 @@ def _iter_lines(path: Path, settings: IndexSettings) -> Iterator[Passage]:
             yield from iter_row_passages(row, number, settings, where=where)
 
 
-def _iter_folder(folder: Path, settings: IndexSettings) -> Iterator[Passage]:
+def _find_texts(paths: list[Path], *, but: str | None = None) -> list[Path]:
+    return [path for path in paths if path.suffix.lower() in TEXT_SUFFIXES and path.name != but]
+
+
+def _iter_folder(folder: Path, files: list[Path], settings: IndexSettings) -> Iterator[Passage]:
     """Text files below a folder in the order of their paths; the path is the id, the file name the title."""
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in TEXT_SUFFIXES and path.is_file())
+    paths = _find_texts(files)
     if not paths:
         raise DataError(f"the folder {folder} has no files that end in {', '.join(sorted(TEXT_SUFFIXES))}")
     for number, path in enumerate(paths):
@@ -87,7 +97,7 @@ def _iter_data_set(
     except KeyError as error:
         raise DataError(f"the data set {path!r} has no split {split or 'train'!r}; set --split") from error
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if is_saved else describe_hub_failure()
+        reason = str(error).splitlines()[0] if Path(path).is_dir() else describe_hub_failure()
         raise DataError(f"cannot load the data set {path!r} (split {split or 'train'!r}): {reason}") from error
     for number, row in enumerate(rows):
         yield from iter_row_passages(row, number, settings, where=f"row {number} of {path!r}")

@@ -29,8 +29,9 @@ def build_index(
     """Build a search index.
 
     Args:
-        source: a JSON Lines file of `{"id", "contents"}` or `{"id", "title", "text"}`, a folder of text files, a folder
-            of `save_to_disk`, or the hub id of a data set, whose configuration and split are `name` and `split`.
+        source: a JSON Lines file of `{"id", "contents"}` or `{"id", "title", "text"}`, a folder of text files, a data
+            set in a folder (of `save_to_disk`, or a hub repository), or its hub id; `name` and `split` are its
+            configuration and split.
         out: a new folder. It appears when the index is complete.
         settings: kind of index and its knobs; BM25 by default.
 

@@ -36,6 +36,9 @@ class WorldConfig(Section):
     distractors_per_entity: int = Field(default=1, ge=0, le=5)
     """Entities with a nearly identical name and other values for each entity that questions are about; raise it where
     search by name alone is too easy."""
+    num_wordings: int = Field(default=3, ge=1, le=3)
+    """Different sentences of documents for the same relation; with 1 a model that has seen little text learns to read
+    them sooner."""
     irrelevant_share: float = Field(default=0.1, ge=0, le=0.9)
     """Share of documents that no question is about and that name no entity of the facts."""
 

@@ -37,7 +37,7 @@ class Document:
     """What the text states; empty for an irrelevant passage."""
 
 
-def write_passages(region: Region, *, seed: int) -> Iterator[tuple[Entity, list[Fact], str]]:
+def write_passages(region: Region, *, seed: int, num_wordings: int) -> Iterator[tuple[Entity, list[Fact], str]]:
     """All passages of a region with their entity and facts, in a random order."""
     rng = random.Random(f"{seed}/wording/{region.number}")
     passages = [
@@ -48,16 +48,16 @@ def write_passages(region: Region, *, seed: int) -> Iterator[tuple[Entity, list[
     rng.shuffle(passages)
     for entity, facts in passages:
         rng.shuffle(facts)
-        yield entity, facts, write_passage(entity, facts, rng=rng)
+        yield entity, facts, write_passage(entity, facts, num_wordings=num_wordings, rng=rng)
 
 
-def write_passage(entity: Entity, facts: list[Fact], *, rng: random.Random) -> str:
+def write_passage(entity: Entity, facts: list[Fact], *, num_wordings: int, rng: random.Random) -> str:
     """An opening with the name, then a sentence for each fact."""
     alias = entity.aliases[0]
     sentences = [choose(rng, OPENINGS[entity.kind]).format(name=entity.name, alias=alias)]
     for fact in facts:
         subject = choose(rng, REFERENCES[entity.kind]).format(name=entity.name, alias=alias)
-        text = choose(rng, RELATIONS[fact.relation].statements).format(s=subject, v=fact.value)
+        text = choose(rng, RELATIONS[fact.relation].statements[:num_wordings]).format(s=subject, v=fact.value)
         sentences.append(text[0].upper() + text[1:])
     return " ".join(sentences)
 

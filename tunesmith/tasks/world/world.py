@@ -82,9 +82,10 @@ class World:
     def build_passages(self, region: Region) -> list[Document]:
         """The passages of a region; all but the last documents of the world are such passages."""
         first = region.number * self.passages_per_region
+        written = write_passages(region, seed=self.config.seed, num_wordings=self.config.num_wordings)
         return [
             Document(document_id=f"d{first + offset}", title=entity.name, text=text, facts=tuple(facts))
-            for offset, (entity, facts, text) in enumerate(write_passages(region, seed=self.config.seed))
+            for offset, (entity, facts, text) in enumerate(written)
         ]
 
     def build_document(self, number: int) -> Document:
