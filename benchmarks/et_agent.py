@@ -196,7 +196,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time; a later call resumes")
     parser.add_argument("--folder", type=Path, default=Path("checkpoints/et_agent_benchmark"))
     parser.add_argument("--num-samples", type=int, default=4, help="rollouts of each test question")
-    parser.add_argument("--set", nargs="*", default=[], dest="overrides", metavar="KEY=VALUE", help="keys of the recipe")
+    parser.add_argument(
+        "--set", nargs="*", default=[], dest="overrides", metavar="KEY=VALUE", help="keys of the recipe"
+    )
     parser.add_argument("--table", type=Path, help="print the tables of a result file, draw the figure, and end")
     parser.add_argument("--out", default="results/et_agent/pocket.json", help="JSON file for the result")
     arguments = parser.parse_args()

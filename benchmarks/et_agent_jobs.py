@@ -104,13 +104,19 @@ class Plan:
         return [*jobs, plain, self.make("prompted", [], needs=["shared"], evaluates="prompted")]
 
     def make(
-        self, name: str, stages: Sequence[str], *, needs: Sequence[str] = (), evaluates: str = "", arm: Arm | None = None
+        self,
+        name: str,
+        stages: Sequence[str],
+        *,
+        needs: Sequence[str] = (),
+        evaluates: str = "",
+        arm: Arm | None = None,
     ) -> Job:
         def build() -> dict[str, Any]:
             recipe = self.recipe
             chosen = {each: recipe["stages"][each] for each in stages}
             if arm is not None:
-                chosen = build_arm(recipe, arm)
+                chosen = build_arm(recipe, arm, num_questions=self.count_questions)
             if "rollouts" in chosen:
                 num_rollouts = self.match_tokens(recipe)
                 chosen["rollouts"] |= {"num_rollouts": num_rollouts, "max_per_question": num_rollouts}
@@ -142,6 +148,11 @@ class Plan:
             return str(folder / stage / file)
         return str(folder / read_done(folder, stage)["model"])
 
+    def count_questions(self) -> int:
+        """Training questions, whose pass rates are measured in each round."""
+        path = self.job_folder("shared") / "questions" / "train.jsonl"
+        return len(path.read_text(encoding="utf-8").splitlines())
+
     def match_tokens(self, recipe: Mapping[str, Any]) -> int:
         """Rollouts of each question that sample at least as many tokens as the flywheel did."""
         folder = self.job_folder("flywheel")
@@ -157,8 +168,8 @@ def read_done(folder: Path, stage: str) -> dict[str, Any]:
     return record
 
 
-def build_arm(recipe: Mapping[str, Any], arm: Arm) -> Stages:
-    """The curriculum of an arm."""
+def build_arm(recipe: Mapping[str, Any], arm: Arm, *, num_questions: Callable[[], int]) -> Stages:
+    """The curriculum of an arm; `num_questions` counts the training questions."""
     rounds = copy.deepcopy(recipe["stages"][CURRICULUM])
     stages, rl = rounds["stages"], rounds["stages"]["rl"]
     rounds["start"] = f"{STAGE}{arm.start}"
@@ -185,12 +196,7 @@ def build_arm(recipe: Mapping[str, Any], arm: Arm) -> Stages:
         if arm.has_total_budget:
             rl = rounds["stages"]["rl"]
             per_step = rl["algorithm"]["batch_size"] * rl["algorithm"]["group_size"]
-            measured = count_train_questions(recipe) * stages["pass_rate"]["num_runs"]
+            measured = num_questions() * stages["pass_rate"]["num_runs"]
             rl["total_steps"] += round(measured / per_step)
             rl["save_interval_steps"] = rl["total_steps"]
     return {CURRICULUM: rounds}
-
-
-def count_train_questions(recipe: Mapping[str, Any]) -> int:
-    demonstrated = recipe["stages"]["questions"]["args"]["num_demonstrated"]
-    return int(recipe["variables"]["world"]["num_train"]) - int(demonstrated)

@@ -40,7 +40,9 @@ def index_documents(out_dir: Path, *, documents: str, merges_entities: bool = Fa
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             texts[row["title"]].append(row["text"])
-        rows = [{"id": f"e{at}", "title": title, "text": " ".join(all)} for at, (title, all) in enumerate(texts.items())]
+        rows = [
+            {"id": f"e{at}", "title": title, "text": " ".join(found)} for at, (title, found) in enumerate(texts.items())
+        ]
         path = out_dir / "entities.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     info = build_index(str(path), str(out_dir / "index"))

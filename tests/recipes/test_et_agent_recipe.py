@@ -15,7 +15,8 @@ from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
 FOLDER = Path(__file__).parents[2] / "recipes" / "et_agent"
 SMALL = (
     "variables.world.num_train=60", "variables.world.num_documents=80", "stages.pretrained.max_steps=10",
-    "stages.prompted.max_steps=1", "stages.habits.args.guess_shares={}", "stages.flywheel.num_iterations=1", "stages.rollouts.num_rollouts=1",
+    "stages.prompted.max_steps=1", "stages.habits.args.guess_shares={}",
+    "stages.flywheel.num_iterations=1", "stages.rollouts.num_rollouts=1",
     "stages.questions.args.num_train=20", "stages.questions.args.num_test=4",
     "stages.rft_filter.has_format_check=false", "stages.rollouts_filter.has_format_check=false",
     "stages.rft_filter.max_failed_calls=null", "stages.rollouts_filter.max_failed_calls=null",
