@@ -55,7 +55,9 @@ ORDERINGS = (
     Ordering(claim="shrinking above constant sigma 0.2", low="rl_sigma_0.2", high="rl", quantity="accuracy"),
     Ordering(claim="shrinking above constant sigma 3", low="rl_sigma_3", high="rl", quantity="accuracy"),
     Ordering(claim="RL after RFT above RL from prompted", low="rl_from_prompted", high="rl", quantity="accuracy"),
-    Ordering(claim="flywheel raises the spread of the data", low="data_rollouts", high="data_flywheel", quantity="spread"),
+    Ordering(
+        claim="flywheel raises the spread of the data", low="data_rollouts", high="data_flywheel", quantity="spread"
+    ),
     Ordering(claim="RFT raises the spread of rollouts", low="prompted", high="rft", quantity="spread"),
     Ordering(claim="RL lowers the spread of rollouts", low="rl", high="rft", quantity="spread"),
 )  # fmt: skip
