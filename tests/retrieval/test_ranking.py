@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tunesmith.retrieval.index import bm25
-from tunesmith.retrieval.index.bm25 import Postings, add_up
+from tunesmith.retrieval.index.bm25 import Postings, add_up, compute_bounds
+from tunesmith.retrieval.index.bm25_kernel import Scratch, add_up_words
 from tunesmith.retrieval.index.ranking import Ranking, fuse, rank
 
 
@@ -50,6 +51,38 @@ words = st.lists(
     small=st.sampled_from([0, 300]),
 )
 def test_the_best_sums_are_those_of_adding_up_everything(words, top_n, seed, share, small):
+    postings, totals = draw_postings(words, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bm25, "DENSE_SHARE", share)
+        patch.setattr(bm25, "SMALL_CORPUS", small)
+        patch.setattr(bm25, "BLOCK", 4)
+        patch.setattr(bm25, "LOOK_UP_COST", 0)
+        positions, scores = add_up(postings, top_n, 300)
+    check_best(positions, scores, totals, top_n)
+
+
+@given(words=words, top_n=st.integers(1, 40), seed=st.integers(0, 9), cost=st.sampled_from([1, 4, 10**6]))
+def test_the_compiled_sums_are_those_of_adding_up_everything(words, top_n, seed, cost):
+    postings, totals = draw_postings(words, seed)
+    ordered = sorted(postings, key=lambda each: -each.max_gain)
+    ends = np.cumsum([len(each.positions) for each in ordered])
+    scratch = Scratch(300)
+    positions, scores = add_up_words(
+        np.concatenate([each.positions for each in ordered]),
+        np.concatenate([each.gains for each in ordered]),
+        np.stack([ends - [len(each.positions) for each in ordered], ends], axis=1),
+        np.ones(len(ordered), dtype=np.float32),
+        compute_bounds(np.array([each.max_gain for each in ordered])),
+        top_n,
+        scratch.totals,
+        cost,
+    )
+    assert not scratch.totals.any()
+    check_best(positions, scores, totals, top_n)
+
+
+def draw_postings(words, seed):
+    """Postings of words given as (positions, largest gain), and the sums over all of them."""
     rng = np.random.default_rng(seed)
     postings, totals = [], np.zeros(300)
     for positions, scale in words:
@@ -57,12 +90,10 @@ def test_the_best_sums_are_those_of_adding_up_everything(words, top_n, seed, sha
         gains = (scale * rng.uniform(0.1, 1, len(each))).astype(np.float32)
         postings.append(Postings(positions=each, gains=gains, max_gain=float(gains.max())))
         totals[each] += gains
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bm25, "DENSE_SHARE", share)
-        patch.setattr(bm25, "SMALL_CORPUS", small)
-        patch.setattr(bm25, "BLOCK", 4)
-        patch.setattr(bm25, "LOOK_UP_COST", 0)
-        positions, scores = add_up(postings, top_n, 300)
+    return postings, totals
+
+
+def check_best(positions, scores, totals, top_n):
     ranking = rank(positions, scores, top_n, np.arange(300, dtype=np.int32))
     expected = np.sort(totals[totals > 0])[::-1][:top_n]
     assert ranking.scores.tolist() == pytest.approx(expected.tolist(), rel=1e-5)

@@ -4,7 +4,7 @@ bm25s stores, for each word, the passages that contain it and the score that the
 columns. bm25s adds the columns of a query into one array over all passages and selects from it. `find` returns the same
 ranking and reads less. Words are processed from the largest possible score to the smallest; once no passage without one
 of the words so far can enter the ranking, the remaining columns are only looked up for the candidates (MaxScore, Turtle
-and Flood 1995).
+and Flood 1995). `bm25_kernel` does the same in compiled code, for corpora where this matters.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tunesmith.errors import DataError
+from tunesmith.retrieval.index.bm25_kernel import IS_COMPILED, Scratch, add_up_words
 from tunesmith.retrieval.index.bm25s_import import import_bm25s
 from tunesmith.retrieval.index.ranking import Ranking, rank
 from tunesmith.retrieval.index.words import WordSplitter
@@ -73,18 +74,19 @@ class Bm25Index:
         self._vocabulary: dict[str, int] = model.vocab_dict
         self._splitter = WordSplitter(stemmer=settings.stemmer, stopwords=settings.stopwords)
         self._id_ranks = id_ranks
+        self._scratch = Scratch(len(id_ranks)) if IS_COMPILED and len(id_ranks) > SMALL_CORPUS else None
+        if self._scratch is not None:
+            self._add_up_compiled([], 1, self._scratch)  # compiles before the first search
 
     def find(self, query: str, top_n: int) -> Ranking:
         """The best passages that share a word with the query."""
-        postings = self._collect_postings(query)
-        positions, scores = add_up(postings, top_n, len(self._id_ranks))
-        return rank(positions, scores, top_n, self._id_ranks)
-
-    def _collect_postings(self, query: str) -> list[Postings]:
-        """Postings of the query's words; a word that is repeated counts as often."""
         counts = Counter(self._splitter.split(query))
-        known = [(self._vocabulary[word], count) for word, count in counts.items() if word in self._vocabulary]
-        return [self._read_postings(word_id, count) for word_id, count in sorted(known)]
+        words = sorted((self._vocabulary[word], count) for word, count in counts.items() if word in self._vocabulary)
+        if self._scratch is None:
+            found = add_up([self._read_postings(*word) for word in words], top_n, len(self._id_ranks))
+        else:
+            found = self._add_up_compiled(words, top_n, self._scratch)
+        return rank(*found, top_n, self._id_ranks)
 
     def _read_postings(self, word_id: int, count: int) -> Postings:
         start, end = self._starts[word_id : word_id + 2].tolist()
@@ -95,14 +97,32 @@ class Bm25Index:
             max_gain=float(self._max_gains[word_id]) * count,
         )
 
+    def _add_up_compiled(
+        self, words: list[tuple[int, int]], top_n: int, scratch: Scratch
+    ) -> tuple[NDArray[np.integer], NDArray[np.float32]]:
+        """`add_up` of the postings of pairs of a word id and how often the query has it."""
+        ids = np.array([word_id for word_id, _ in words], dtype=np.int64)
+        counts = np.array([count for _, count in words], dtype=np.float32)
+        max_gains = self._max_gains[ids] * counts.astype(np.float64)
+        order = np.argsort(-max_gains, kind="stable")
+        ids = ids[order]
+        return add_up_words(
+            self._positions,
+            self._gains,
+            np.stack([self._starts[ids], self._starts[ids + 1]], axis=1).astype(np.int64),
+            counts[order],
+            compute_bounds(max_gains[order]),
+            min(top_n, len(self._id_ranks)),
+            scratch.totals,
+        )
+
 
 def add_up(postings: list[Postings], top_n: int, num_passages: int) -> tuple[NDArray[np.integer], NDArray[np.float32]]:
     """Candidates, among them the `top_n` best and all that tie with the last of these, with their full scores."""
     if num_passages <= SMALL_CORPUS:
         return _add_up_all(postings, num_passages)
     ordered = sorted(postings, key=lambda each: -each.max_gain)
-    # bounds[i] limits what word i and the later ones can add
-    bounds = np.cumsum([0.0, *(each.max_gain for each in reversed(ordered))])[::-1] * (1 + ROUNDING)
+    bounds = compute_bounds(np.array([each.max_gain for each in ordered]))
     totals = _Totals(num_passages)
     for number, (each, bound) in enumerate(zip(ordered, bounds, strict=False)):
         threshold = totals.find_threshold(top_n)
@@ -112,6 +132,11 @@ def add_up(postings: list[Postings], top_n: int, num_passages: int) -> tuple[NDA
             return _finish(candidates, scores, ordered[number:], bounds[number:], top_n)
         totals.add(each)
     return totals.extract(totals.find_threshold(top_n))
+
+
+def compute_bounds(max_gains: NDArray[np.float64]) -> NDArray[np.float64]:
+    """bounds[i] limits what word i and the later ones can add to a score."""
+    return np.cumsum(max_gains[::-1])[::-1] * (1 + ROUNDING)
 
 
 def _add_up_all(postings: list[Postings], num_passages: int) -> tuple[NDArray[np.integer], NDArray[np.float32]]:
