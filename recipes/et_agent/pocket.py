@@ -20,22 +20,14 @@ from typing import Any
 from tunesmith.config import EnvironmentSection
 from tunesmith.engine.event_loop.notebook import run_outside_of_loops
 from tunesmith.environments import Environment, Transcript
-from tunesmith.model.checkpoint import save_model_files
-from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.pipeline.session.load_config import build_section
 from tunesmith.pipeline.session.load_function import load_environment
 from tunesmith.retrieval.index.build import build_index
 from tunesmith.tasks.world import World
 from tunesmith.tasks.world.config import build_config
 from tunesmith.tasks.world.expert import Plan, iter_plans
-from tunesmith.tasks.world.region import Fact
 
 SEARCH = "search"
-LABELS = {"birth_year": "born", "city_founded": "founded", "firm_founded": "opened", "work_year": "appeared"}
-"""First words of records where the name of the relation is no single word."""
-VOCABULARY_SIZE, NUM_HEADS = 768, 6
-TAGS = ("<think>", "</think>")
-"""Tags that are tokens of the pocket tokenizer already."""
 Queries = Sequence[tuple[str, str]]
 """Pairs of a thought and what to search for."""
 
@@ -44,43 +36,6 @@ def index_documents(out_dir: Path, *, documents: str) -> dict[str, int]:
     """Build the index that the tool `search` opens."""
     info = build_index(documents, str(out_dir / "index"))
     return {"passages": info.num_passages}
-
-
-def index_records(out_dir: Path, *, world: Mapping[str, Any]) -> dict[str, int]:
-    """Build an index with one passage for each entity of the world, a line for its name, so that a search for the
-    name finds it first, and for each of its facts: `birthplace Old Leamoup`. A pocket-size model learns to read such records, but hardly prose, in minutes."""
-    built = World(config=build_config(dict(world)))
-    path = out_dir / "records.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for number in range(built.num_regions):
-            for entity in built.build_region(number).entities.values():
-                facts = list(entity.facts.values())
-                random.Random(entity.entity_id).shuffle(facts)
-                text = "\n".join([f"name {entity.name}", *map(state_record, facts)])
-                file.write(json.dumps({"id": entity.entity_id, "title": entity.name, "text": text}) + "\n")
-    return index_documents(out_dir, documents=str(path))
-
-
-def state_record(fact: Fact) -> str:
-    """A fact as a line of a record."""
-    return f"{LABELS.get(fact.relation, fact.relation)} {fact.value}"
-
-
-def make_model(out_dir: Path, *, conversations: str, seed: int) -> dict[str, int]:
-    """Write an untrained model to `out_dir/model`; its tokenizer is trained on the conversations."""
-    lines = Path(conversations).read_text(encoding="utf-8").splitlines()
-    text = "\n".join(read_text(message["content"]) for line in lines for message in json.loads(line)["messages"])
-    for tag in TAGS:
-        text = text.replace(tag, "")
-    tokenizer = build_pocket_tokenizer(text, has_names=True, vocabulary_size=VOCABULARY_SIZE)
-    model = build_pocket_model(tokenizer, seed=seed, num_kv_heads=NUM_HEADS)
-    (out_dir / "model").mkdir()
-    save_model_files(out_dir / "model", model, tokenizer)
-    return {"parameters": model.num_parameters(), "tokens of the vocabulary": len(tokenizer)}
-
-
-def read_text(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def split_questions(
@@ -123,25 +78,25 @@ def write_demonstrations(
     environment: Mapping[str, Any],
     questions: str,
     seed: int,
-    count: int | None = None,
+    num_copies: int = 1,
     repeat_share: float = 0.0,
     detour_share: float = 0.0,
     guess_shares: Mapping[str, float] | None = None,
     misread_share: float = 0.0,
-    has_records: bool = False,
+    answers_with_lines: bool = False,
 ) -> dict[str, int]:
-    """Write conversations.jsonl: answers to the first `count` questions, with real results of calls.
+    """Write conversations.jsonl: `num_copies` answers to each question, with real results of calls.
 
     `repeat_share` of the demonstrations repeat the last search, `detour_share` search for something else first.
     `guess_shares` says, by the relation that a question asks for, how many answer wrongly without any search;
     `misread_share` answer with another line of the record. Where the expert's own searches do not find the facts there
-    is no demonstration: it would teach to make them up. With `has_records` the results are those of `index_records`,
-    and the last thought quotes the line with the answer.
+    is no demonstration: it would teach to make them up. With `answers_with_lines` the results are records
+    (records.py), and the last thought quotes the line with the answer.
     """
     built = load_environment(build_section(EnvironmentSection, environment))
     plans = list(iter_plans(World(config=build_config(dict(world))), "train"))
     numbers = [json.loads(line)["number"] for line in Path(questions).read_text(encoding="utf-8").splitlines()]
-    chosen = [plans[number] for number in numbers[:count]]
+    chosen = [plans[number] for number in numbers for _ in range(num_copies)]
     names = [lookup.query for plan in plans for lookup in plan.lookups]
     answers: defaultdict[str, list[str]] = defaultdict(list)
     for plan in plans:
@@ -163,10 +118,11 @@ def write_demonstrations(
             if not has_evidence(plan, transcript):
                 continue
             thought, answer = plan.conclusion, plan.answer
-            if has_records:
-                thought = state_record(plan.question.facts[-1])
+            if answers_with_lines:
+                lines = read_record(transcript)
+                thought = next(line for line in lines if line.partition(" ")[2] == plan.answer)
                 if rng.random() < misread_share:
-                    thought = rng.choice([line for line in read_record(transcript) if line != thought])
+                    thought = rng.choice([line for line in lines if line != thought])
                 answer = thought.partition(" ")[2]
             transcripts.append(finish(transcript, thought, answer, built))
         return transcripts
@@ -209,10 +165,9 @@ def finish(transcript: Transcript, thought: str, answer: str, environment: Envir
 
 
 def read_record(transcript: Transcript) -> list[str]:
-    """The lines of the last result that state a fact."""
-    results = [each.text for each in transcript.segments if each.kind == "result"]
-    lines = [line for line in results[-1].splitlines() if line and not line.startswith("<")]
-    return lines[2:]  # the first two have the name
+    """The lines of the last result that state a fact; the first two have the name."""
+    results = [each.result for each in transcript.segments if each.kind == "result"]
+    return results[-1].splitlines()[2:]
 
 
 def has_evidence(plan: Plan, transcript: Transcript) -> bool:

@@ -1,0 +1,129 @@
+"""What the pocket model needs of the world: records in place of prose, and pretraining on other editions of the world.
+
+A record has a line for each fact of an entity: `birthplace Old Leamoup`. A pocket-size model learns to read records in
+minutes, but hardly prose. An edition is the same world with the same invented words, but other names, facts and
+references: what the model learns from editions 1, 2, ... is the format, the words and how to read, and no fact of
+edition 0, which the agent searches.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tunesmith.config import EnvironmentSection
+from tunesmith.environments import Environment, Transcript
+from tunesmith.environments.transcript import Segment
+from tunesmith.model.checkpoint import save_model_files
+from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
+from tunesmith.pipeline.session.load_config import build_section
+from tunesmith.pipeline.session.load_function import load_environment
+from tunesmith.retrieval.index.build import build_index
+from tunesmith.tasks.world import World
+from tunesmith.tasks.world.config import build_config
+from tunesmith.tasks.world.expert import Plan, build_plan
+from tunesmith.tasks.world.questions import QuestionWriter
+from tunesmith.tasks.world.region import Entity, Fact, Region, build_region
+
+LABELS = {"birth_year": "born", "city_founded": "founded", "firm_founded": "opened", "work_year": "appeared"}
+"""First words of lines where the name of the relation is not one word."""
+VOCABULARY_SIZE, NUM_HEADS = 1024, 6
+TAGS = ("<think>", "</think>")
+"""Tags that are tokens of the pocket tokenizer already."""
+QUESTIONS_PER_REGION = 60
+
+
+def index_records(out_dir: Path, *, world: Mapping[str, Any]) -> dict[str, int]:
+    """Build the index of the records of edition 0. A record begins with its name, so that it is the first result of a
+    search for the name."""
+    built = World(config=build_config(dict(world)))
+    path = out_dir / "records.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(built.num_regions):
+            for entity in built.build_region(number).entities.values():
+                row = {"id": entity.entity_id, "title": entity.name, "text": write_record(entity)}
+                file.write(json.dumps(row) + "\n")
+    info = build_index(str(path), str(out_dir / "index"))
+    return {"passages": info.num_passages}
+
+
+def write_record(entity: Entity) -> str:
+    facts = list(entity.facts.values())
+    random.Random(f"{entity.entity_id} {entity.name}").shuffle(facts)
+    return "\n".join([f"name {entity.name}", *map(state_fact, facts)])
+
+
+def state_fact(fact: Fact) -> str:
+    """A fact as a line of a record."""
+    return f"{LABELS.get(fact.relation, fact.relation)} {fact.value}"
+
+
+def write_pretraining(
+    out_dir: Path, *, world: Mapping[str, Any], environment: Mapping[str, Any], num_conversations: int, seed: int
+) -> dict[str, int]:
+    """Write conversations.jsonl: questions about other editions, each answered by one search for the name in it."""
+    built = load_environment(build_section(EnvironmentSection, environment))
+    rows: list[str] = []
+    edition = 0
+    while len(rows) < num_conversations:
+        edition += 1
+        for plan, region in iter_edition(World(config=build_config(dict(world))), edition):
+            rows.append(json.dumps(built.build_conversation(demonstrate(plan, region, built))))
+    random.Random(f"{seed}/pretraining").shuffle(rows)
+    (out_dir / "conversations.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return {"conversations": len(rows), "editions": edition}
+
+
+def iter_edition(world: World, edition: int) -> Iterator[tuple[Plan, Region]]:
+    """Plans of questions that name what they ask about, with their region."""
+    for number in range(world.num_regions):
+        seed = (edition << 32) + world.config.seed
+        region = build_region(number, seed=seed, names=world.names, num_distractors=0)
+        facts = [fact for entity in region.entities.values() for fact in entity.facts.values()]
+        writer = QuestionWriter(
+            region,
+            passage_ids=dict.fromkeys(facts, ""),
+            split="train",
+            min_hops=1,
+            max_hops=1,
+            rng=random.Random(f"{seed}/{number}"),
+        )
+        for _ in range(QUESTIONS_PER_REGION):
+            question = writer.draw("multi_hop")
+            if question is not None and region.entities[question.facts[0].subject].name in question.question:
+                yield build_plan(question, region), region
+
+
+def demonstrate(plan: Plan, region: Region, environment: Environment) -> Transcript:
+    """One search, whose result is the record in that edition, and the answer."""
+    fact = plan.question.facts[0]
+    entity = region.entities[fact.subject]
+    tool = environment.tools["search"]
+    call = environment.protocol.write_call(f"I look up {entity.name}.", tool, entity.name, number=0)
+    transcript = environment.begin(plan.question.question).append(*call)
+    record = f"{entity.name}\n{write_record(entity)}"
+    result = Segment(kind="result", text="", tool=tool.name, result=record, call_id=transcript.open_calls[0].call_id)
+    transcript = transcript.append(environment.protocol.wrap(result))
+    answer = environment.protocol.write_answer(state_fact(fact), str(fact.value))
+    return replace(transcript.append(*answer), finish="answered")
+
+
+def make_model(out_dir: Path, *, conversations: str, seed: int) -> dict[str, int]:
+    """Write an untrained model to `out_dir/model`; its tokenizer is trained on the conversations."""
+    lines = Path(conversations).read_text(encoding="utf-8").splitlines()
+    text = "\n".join(read_text(message["content"]) for line in lines for message in json.loads(line)["messages"])
+    for tag in TAGS:
+        text = text.replace(tag, "")
+    tokenizer = build_pocket_tokenizer(text, has_names=True, vocabulary_size=VOCABULARY_SIZE)
+    model = build_pocket_model(tokenizer, seed=seed, num_kv_heads=NUM_HEADS)
+    (out_dir / "model").mkdir()
+    save_model_files(out_dir / "model", model, tokenizer)
+    return {"parameters": model.num_parameters(), "tokens of the vocabulary": len(tokenizer)}
+
+
+def read_text(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
