@@ -1,10 +1,5 @@
-"""What the recipes need besides stages: an index, questions, and demonstrations of an agent that wastes calls.
-
-The pocket model has seen no text, so it cannot be prompted. Demonstrations take the place of its pretraining. Those
-without habits have the format and the skill: search for the name in the question, read the fact in the result. The
-others have the habits that ET-Agent finds in prompted models: the same search twice, a search that does not help, an
-answer without a search, which is wrong.
-"""
+"""What the recipes need besides stages: an index, questions, and demonstrations of an agent that wastes calls: the same
+search twice, and searches that do not help, as ET-Agent finds in prompted models."""
 
 from __future__ import annotations
 
@@ -81,50 +76,27 @@ def write_demonstrations(
     num_copies: int = 1,
     repeat_share: float = 0.0,
     detour_share: float = 0.0,
-    guess_shares: Mapping[str, float] | None = None,
-    misread_share: float = 0.0,
-    answers_with_lines: bool = False,
 ) -> dict[str, int]:
     """Write conversations.jsonl: `num_copies` answers to each question, with real results of calls.
 
     `repeat_share` of the demonstrations repeat the last search, `detour_share` search for something else first.
-    `guess_shares` says, by the relation that a question asks for, how many answer wrongly without any search;
-    `misread_share` answer with another line of the record. Where the expert's own searches do not find the facts there
-    is no demonstration: it would teach to make them up. With `answers_with_lines` the results are records
-    (records.py), and the last thought quotes the line with the answer.
+    Where the expert's own searches do not find the facts there is no demonstration: it would teach to make them up.
     """
     built = load_environment(build_section(EnvironmentSection, environment))
     plans = list(iter_plans(World(config=build_config(dict(world))), "train"))
     numbers = [json.loads(line)["number"] for line in Path(questions).read_text(encoding="utf-8").splitlines()]
     chosen = [plans[number] for number in numbers for _ in range(num_copies)]
     names = [lookup.query for plan in plans for lookup in plan.lookups]
-    answers: defaultdict[str, list[str]] = defaultdict(list)
-    for plan in plans:
-        answers[plan.question.facts[-1].relation].append(plan.answer)
 
     async def demonstrate() -> list[Transcript]:
         transcripts = []
         for place, plan in enumerate(chosen):
             rng = random.Random(f"{seed}/demonstration/{place}")
-            relation = plan.question.facts[-1].relation
-            if rng.random() < (guess_shares or {}).get(relation, 0.0):
-                others = sorted(set(answers[relation]) - set(plan.question.answer))
-                answer = rng.choice(others)
-                begun = built.begin(plan.question.question)
-                transcripts.append(finish(begun, f"The answer is {answer}.", answer, built))
-                continue
             queries = choose_queries(plan, names, rng, repeat_share=repeat_share, detour_share=detour_share)
             transcript = await search(plan, queries, built)
-            if not has_evidence(plan, transcript):
-                continue
-            thought, answer = plan.conclusion, plan.answer
-            if answers_with_lines:
-                lines = read_record(transcript)
-                thought = next(line for line in lines if line.partition(" ")[2] == plan.answer)
-                if rng.random() < misread_share:
-                    thought = rng.choice([line for line in lines if line != thought])
-                answer = thought.partition(" ")[2]
-            transcripts.append(finish(transcript, thought, answer, built))
+            if has_evidence(plan, transcript):
+                answer = built.protocol.write_answer(plan.conclusion, plan.answer)
+                transcripts.append(replace(transcript.append(*answer), finish="answered"))
         return transcripts
 
     transcripts = run_outside_of_loops(lambda: asyncio.run(demonstrate()))
@@ -158,16 +130,6 @@ async def search(plan: Plan, queries: Queries, environment: Environment) -> Tran
         call = environment.protocol.write_call(thought, environment.tools[SEARCH], query, number=len(transcript.calls))
         transcript = await environment.execute(transcript.append(*call))
     return transcript
-
-
-def finish(transcript: Transcript, thought: str, answer: str, environment: Environment) -> Transcript:
-    return replace(transcript.append(*environment.protocol.write_answer(thought, answer)), finish="answered")
-
-
-def read_record(transcript: Transcript) -> list[str]:
-    """The lines of the last result that state a fact; the first two have the name."""
-    results = [each.result for each in transcript.segments if each.kind == "result"]
-    return results[-1].splitlines()[2:]
 
 
 def has_evidence(plan: Plan, transcript: Transcript) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,20 +62,50 @@ def state_fact(fact: Fact) -> str:
     return f"{LABELS.get(fact.relation, fact.relation)} {fact.value}"
 
 
-def write_pretraining(
-    out_dir: Path, *, world: Mapping[str, Any], environment: Mapping[str, Any], num_conversations: int, seed: int
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """Shares of demonstrations with what ET-Agent finds in prompted models."""
+
+    repeat_share: float = 0.0
+    """The same search twice."""
+    detour_share: float = 0.0
+    """A search for something else first."""
+    guess_share: float = 0.0
+    """A wrong answer without a search."""
+    guessed_relations: tuple[str, ...] = ()
+    """Relations that are guessed; others are always searched for."""
+    misread_share: float = 0.0
+    """A wrong answer from another line of the record."""
+
+
+def write_demonstrations(
+    out_dir: Path,
+    *,
+    world: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    num_conversations: int,
+    seed: int,
+    habits: Mapping[str, Any] | None = None,
+    first_edition: int = 1,
 ) -> dict[str, int]:
-    """Write conversations.jsonl: questions about other editions, each answered by one search for the name in it."""
+    """Write conversations.jsonl: questions about other editions with searches and answers."""
     built = load_environment(build_section(EnvironmentSection, environment))
-    rows: list[str] = []
-    edition = 0
-    while len(rows) < num_conversations:
+    chosen = Habits(**(habits or {}))
+    transcripts: list[Transcript] = []
+    edition = first_edition
+    while len(transcripts) < num_conversations:
+        for place, (plan, region) in enumerate(iter_edition(World(config=build_config(dict(world))), edition)):
+            rng = random.Random(f"{seed}/demonstration/{edition}/{place}")
+            transcripts.append(demonstrate(plan, region, built, habits=chosen, rng=rng))
         edition += 1
-        for plan, region in iter_edition(World(config=build_config(dict(world))), edition):
-            rows.append(json.dumps(built.build_conversation(demonstrate(plan, region, built))))
-    random.Random(f"{seed}/pretraining").shuffle(rows)
+    rows = [json.dumps(built.build_conversation(each)) for each in transcripts]
+    random.Random(f"{seed}/order").shuffle(rows)
     (out_dir / "conversations.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-    return {"conversations": len(rows), "editions": edition}
+    return {
+        "conversations": len(rows),
+        "calls": sum(len(each.calls) for each in transcripts),
+        "editions": edition - first_edition,
+    }
 
 
 def iter_edition(world: World, edition: int) -> Iterator[tuple[Plan, Region]]:
@@ -98,18 +128,45 @@ def iter_edition(world: World, edition: int) -> Iterator[tuple[Plan, Region]]:
                 yield build_plan(question, region), region
 
 
-def demonstrate(plan: Plan, region: Region, environment: Environment) -> Transcript:
-    """One search, whose result is the record in that edition, and the answer."""
+def demonstrate(
+    plan: Plan, region: Region, environment: Environment, *, habits: Habits, rng: random.Random
+) -> Transcript:
+    """A search, whose result is the record in that edition, and the answer; with the habits drawn from `rng`."""
     fact = plan.question.facts[0]
-    entity = region.entities[fact.subject]
+    subject = region.entities[fact.subject]
+    others = [each.facts[fact.relation] for each in region.entities.values() if fact.relation in each.facts]
+    wrong = [each for each in others if each.value != fact.value]
+    transcript = environment.begin(plan.question.question)
+    if fact.relation in habits.guessed_relations and wrong and rng.random() < habits.guess_share:
+        return answer(transcript, rng.choice(wrong), environment)
+    searched = [subject]
+    if rng.random() < habits.detour_share:
+        searched.insert(0, rng.choice(list(region.entities.values())))
+    if rng.random() < habits.repeat_share:
+        searched.append(subject)
+    for entity in searched:
+        transcript = look_up(transcript, entity, environment)
+    stated = fact
+    if rng.random() < habits.misread_share:
+        stated = rng.choice([each for each in subject.facts.values() if each != fact])
+    return answer(transcript, stated, environment)
+
+
+def look_up(transcript: Transcript, entity: Entity, environment: Environment) -> Transcript:
+    """The transcript with a search for an entity and its record."""
     tool = environment.tools["search"]
-    call = environment.protocol.write_call(f"I look up {entity.name}.", tool, entity.name, number=0)
-    transcript = environment.begin(plan.question.question).append(*call)
+    number = len(transcript.calls)
+    call = environment.protocol.write_call(f"I look up {entity.name}.", tool, entity.name, number=number)
+    transcript = transcript.append(*call)
     record = f"{entity.name}\n{write_record(entity)}"
     result = Segment(kind="result", text="", tool=tool.name, result=record, call_id=transcript.open_calls[0].call_id)
-    transcript = transcript.append(environment.protocol.wrap(result))
-    answer = environment.protocol.write_answer(state_fact(fact), str(fact.value))
-    return replace(transcript.append(*answer), finish="answered")
+    return transcript.append(environment.protocol.wrap(result))
+
+
+def answer(transcript: Transcript, fact: Fact, environment: Environment) -> Transcript:
+    """The transcript with the line of a fact as the thought, and its value as the answer."""
+    segments = environment.protocol.write_answer(state_fact(fact), str(fact.value))
+    return replace(transcript.append(*segments), finish="answered")
 
 
 def make_model(out_dir: Path, *, conversations: str, seed: int) -> dict[str, int]:
