@@ -1,4 +1,4 @@
-"""What the pocket model needs of the world: records in place of prose, and pretraining on other editions of the world.
+"""What the pocket model needs of the world: records in place of prose, and demonstrations on other editions of it.
 
 A record has a line for each fact of an entity: `birthplace Old Leamoup`. A pocket-size model learns to read records in
 minutes, but hardly prose. An edition is the same world with the same invented words, but other names, facts and
@@ -69,13 +69,11 @@ class Habits:
     repeat_share: float = 0.0
     """The same search twice."""
     detour_share: float = 0.0
-    """A search for something else first."""
-    guess_share: float = 0.0
-    """A wrong answer without a search."""
-    guessed_relations: tuple[str, ...] = ()
-    """Relations that are guessed; others are always searched for."""
-    misread_share: float = 0.0
-    """A wrong answer from another line of the record."""
+    """A search for the attribute without the name first, which finds some other entity."""
+    unsearched_share: float = 0.0
+    """The answer "unknown", without a search."""
+    unsearched_relations: tuple[str, ...] = ()
+    """Relations that are answered so; others are always searched for."""
 
 
 def write_demonstrations(
@@ -134,39 +132,31 @@ def demonstrate(
     """A search, whose result is the record in that edition, and the answer; with the habits drawn from `rng`."""
     fact = plan.question.facts[0]
     subject = region.entities[fact.subject]
-    others = [each.facts[fact.relation] for each in region.entities.values() if fact.relation in each.facts]
-    wrong = [each for each in others if each.value != fact.value]
     transcript = environment.begin(plan.question.question)
-    if fact.relation in habits.guessed_relations and wrong and rng.random() < habits.guess_share:
-        return answer(transcript, rng.choice(wrong), environment)
-    searched = [subject]
+    if fact.relation in habits.unsearched_relations and rng.random() < habits.unsearched_share:
+        return answer(transcript, "I do not look it up.", "unknown", environment)
     if rng.random() < habits.detour_share:
-        searched.insert(0, rng.choice(list(region.entities.values())))
-    if rng.random() < habits.repeat_share:
-        searched.append(subject)
-    for entity in searched:
-        transcript = look_up(transcript, entity, environment)
-    stated = fact
-    if rng.random() < habits.misread_share:
-        stated = rng.choice([each for each in subject.facts.values() if each != fact])
-    return answer(transcript, stated, environment)
+        others = [each for each in region.entities.values() if fact.relation in each.facts and each != subject]
+        query = state_fact(fact).partition(" ")[0]
+        transcript = look_up(transcript, query, rng.choice(others), environment)
+    for _ in range(1 + (rng.random() < habits.repeat_share)):
+        transcript = look_up(transcript, subject.name, subject, environment)
+    return answer(transcript, state_fact(fact), str(fact.value), environment)
 
 
-def look_up(transcript: Transcript, entity: Entity, environment: Environment) -> Transcript:
-    """The transcript with a search for an entity and its record."""
+def look_up(transcript: Transcript, query: str, entity: Entity, environment: Environment) -> Transcript:
+    """The transcript with a search, whose result is the record of an entity."""
     tool = environment.tools["search"]
     number = len(transcript.calls)
-    call = environment.protocol.write_call(f"I look up {entity.name}.", tool, entity.name, number=number)
+    call = environment.protocol.write_call(f"I look up {query}.", tool, query, number=number)
     transcript = transcript.append(*call)
     record = f"{entity.name}\n{write_record(entity)}"
     result = Segment(kind="result", text="", tool=tool.name, result=record, call_id=transcript.open_calls[0].call_id)
     return transcript.append(environment.protocol.wrap(result))
 
 
-def answer(transcript: Transcript, fact: Fact, environment: Environment) -> Transcript:
-    """The transcript with the line of a fact as the thought, and its value as the answer."""
-    segments = environment.protocol.write_answer(state_fact(fact), str(fact.value))
-    return replace(transcript.append(*segments), finish="answered")
+def answer(transcript: Transcript, thought: str, text: str, environment: Environment) -> Transcript:
+    return replace(transcript.append(*environment.protocol.write_answer(thought, text)), finish="answered")
 
 
 def make_model(out_dir: Path, *, conversations: str, seed: int) -> dict[str, int]:

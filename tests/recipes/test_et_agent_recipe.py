@@ -21,9 +21,8 @@ from tunesmith.tasks.world.expert import iter_plans
 FOLDER = Path(__file__).parents[2] / "recipes" / "et_agent"
 SMALL = (
     "variables.world.num_train=120", "variables.world.num_documents=40",
-    "stages.pretraining.args.num_conversations=60", "stages.habits.args.num_conversations=60",
-    "stages.pretrained.max_steps=10",
-    "stages.prompted.max_steps=1",
+    "stages.demonstrations.args.num_conversations=60",
+    "stages.prompted.max_steps=10",
     "stages.flywheel.num_iterations=1", "stages.rollouts.num_rollouts=1",
     "stages.questions.args.num_train=24", "stages.questions.args.num_test=4",
     "stages.rft_filter.has_format_check=false", "stages.rollouts_filter.has_format_check=false",
@@ -90,21 +89,20 @@ def test_no_two_parts_of_the_questions_ask_for_the_same_fact(folder):
 
 
 def test_demonstrations_waste_calls_and_guess(folder):
-    calls = {len(find_results(row)) for row in read(folder / "habits" / "conversations.jsonl")}
+    calls = {len(find_results(row)) for row in read(folder / "demonstrations" / "conversations.jsonl")}
     assert calls >= {0, 1, 2}
 
 
-@pytest.mark.parametrize("stage", ["pretraining", "habits"])
-def test_a_demonstrated_answer_is_in_a_result_unless_nothing_was_searched(folder, stage):
-    for row in read(folder / stage / "conversations.jsonl"):
+def test_a_demonstrated_answer_is_in_a_result_unless_nothing_was_searched(folder):
+    for row in read(folder / "demonstrations" / "conversations.jsonl"):
         results = find_results(row)
         answer = BOXED.search(row["messages"][-1]["content"][-1]["text"])[1]
         assert not results or answer in results[-1]
 
 
-def test_pretraining_has_no_record_of_the_world_that_is_searched(folder):
+def test_demonstrations_have_no_record_of_the_world_that_is_searched(folder):
     records = {row["text"] for row in read(folder / "index" / "records.jsonl")}
-    rows = read(folder / "pretraining" / "conversations.jsonl")
+    rows = read(folder / "demonstrations" / "conversations.jsonl")
     assert rows and not any(record in results for row in rows for results in find_results(row) for record in records)
 
 
