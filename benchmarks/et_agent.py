@@ -50,6 +50,8 @@ FROM_EVALUATION = {
 DATA = {"data_flywheel": ("flywheel", "rft_filter"), "data_rollouts": ("rft_rollouts", "rollouts_filter")}
 """Label -> job and stage of the filter whose kept trajectories are compared."""
 ENDED = {"done", "failed"}
+PATIENCE_S = 20.0
+"""Seconds that interrupted jobs have to save their state."""
 
 
 def run_jobs(jobs: dict[str, Job], folder: Path, *, num_processes: int, until: float) -> dict[str, str]:
@@ -83,7 +85,10 @@ def run_jobs(jobs: dict[str, Job], folder: Path, *, num_processes: int, until: f
     for process in running.values():
         process.terminate()
     for process in running.values():
-        process.wait()
+        try:
+            process.wait(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # stages resume after a kill, too
     return states
 
 
