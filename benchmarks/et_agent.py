@@ -121,7 +121,7 @@ def digest(path: Path) -> str:
 def read_model(folder: Path, label: str) -> dict[str, list[float | None]]:
     """The quantities of an evaluated model, one number for each question."""
     comparison = json.loads((folder / "eval" / "comparison.json").read_text(encoding="utf-8"))
-    tasks = comparison["sets"]["test"]["models"][label]["tasks"]
+    tasks = comparison["test"]["models"][label]["tasks"]
     values: defaultdict[str, list[float | None]] = defaultdict(list)
     for task in tasks:
         scored = [each for each in task["attempts"] if each["reward"] is not None]
