@@ -1,15 +1,12 @@
-"""What the recipe needs besides stages: questions, an index, and demonstrations of an agent that wastes calls.
-
-The pocket model has seen no text, so it cannot be prompted. Demonstrations take the place of its pretraining: they
-have the format, and the habits that ET-Agent finds in prompted models: the same search twice, a search that does not
-help, an answer without a search.
-"""
+"""What the recipes need besides stages: an index, questions, and demonstrations of an agent that wastes calls: the same
+search twice, and searches that do not help, as ET-Agent finds in prompted models."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +23,8 @@ from tunesmith.tasks.world.config import build_config
 from tunesmith.tasks.world.expert import Plan, iter_plans
 
 SEARCH = "search"
+Queries = Sequence[tuple[str, str]]
+"""Pairs of a thought and what to search for."""
 
 
 def index_documents(out_dir: Path, *, documents: str) -> dict[str, int]:
@@ -35,25 +34,36 @@ def index_documents(out_dir: Path, *, documents: str) -> dict[str, int]:
 
 
 def split_questions(
-    out_dir: Path, *, world: Mapping[str, Any], num_demonstrated: int, num_test: int, seed: int
+    out_dir: Path, *, world: Mapping[str, Any], num_train: int, num_test: int, seed: int, needs_name: bool = False
 ) -> dict[str, int]:
-    """Split the training questions of the world into `test.jsonl` and `train.jsonl`, of which `demonstrated.jsonl` has
-    the first ones.
+    """Split the training questions of the world into `train.jsonl`, `test.jsonl`, and `demonstrated.jsonl`, the rest.
 
-    Test questions are in no other part, but their entities are: a model of this size cannot copy names that it never
-    saw.
+    No two parts ask for the same fact, but they name the same entities. `num_train` and `num_test` are reached with the
+    last fact's questions. `needs_name` leaves out questions that do not name what they ask about ("which work did X
+    write?"), for which the name alone is no good search.
     """
     plans = list(iter_plans(World(config=build_config(dict(world))), "train"))
-    rows = [
-        {"question": plan.question.question, "answer": list(plan.question.answer), "number": number}
-        for number, plan in enumerate(plans)
-    ]
-    random.Random(f"{seed}/split").shuffle(rows)
-    test, train = rows[:num_test], rows[num_test:]
-    parts = {"test": test, "train": train, "demonstrated": train[:num_demonstrated]}
-    for name, part in parts.items():
-        (out_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
-    return {f"{name} questions": len(part) for name, part in parts.items()}
+    by_fact: defaultdict[str, list[int]] = defaultdict(list)
+    for number, plan in enumerate(plans):
+        asked = plan.question.facts[-1]
+        if needs_name and plan.lookups[-1].query not in plan.question.question:
+            continue
+        by_fact[f"{asked.subject} {asked.relation}"].append(number)
+    facts = list(by_fact.values())
+    random.Random(f"{seed}/split").shuffle(facts)
+    parts: dict[str, list[int]] = {"test": [], "train": [], "demonstrated": []}
+    sizes = {"test": num_test, "train": num_train, "demonstrated": len(plans)}
+    for numbers in facts:
+        part = next(name for name, found in parts.items() if len(found) < sizes[name])
+        parts[part] += numbers
+    for name, numbers in parts.items():
+        random.Random(f"{seed}/{name}").shuffle(numbers)
+        rows = (
+            {"question": plans[at].question.question, "answer": list(plans[at].question.answer), "number": at}
+            for at in numbers
+        )
+        (out_dir / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return {f"{name} questions": len(numbers) for name, numbers in parts.items()}
 
 
 def write_demonstrations(
@@ -62,14 +72,15 @@ def write_demonstrations(
     world: Mapping[str, Any],
     environment: Mapping[str, Any],
     questions: str,
-    repeat_share: float,
-    detour_share: float,
     seed: int,
     num_copies: int = 1,
+    repeat_share: float = 0.0,
+    detour_share: float = 0.0,
 ) -> dict[str, int]:
-    """Write conversations.jsonl: the expert's answers with calls that are not needed, all really executed.
+    """Write conversations.jsonl: `num_copies` answers to each question, with real results of calls.
 
-    `repeat_share` of the demonstrations repeat the search, `detour_share` search for something else first.
+    `repeat_share` of the demonstrations repeat the last search, `detour_share` search for something else first.
+    Where the expert's own searches do not find the facts there is no demonstration: it would teach to make them up.
     """
     built = load_environment(build_section(EnvironmentSection, environment))
     plans = list(iter_plans(World(config=build_config(dict(world))), "train"))
@@ -77,24 +88,31 @@ def write_demonstrations(
     chosen = [plans[number] for number in numbers for _ in range(num_copies)]
     names = [lookup.query for plan in plans for lookup in plan.lookups]
 
-    async def follow_all() -> list[Transcript]:
+    async def demonstrate() -> list[Transcript]:
         transcripts = []
         for place, plan in enumerate(chosen):
             rng = random.Random(f"{seed}/demonstration/{place}")
             queries = choose_queries(plan, names, rng, repeat_share=repeat_share, detour_share=detour_share)
-            transcripts.append(await follow(plan, queries, built))
+            transcript = await search(plan, queries, built)
+            if has_evidence(plan, transcript):
+                answer = built.protocol.write_answer(plan.conclusion, plan.answer)
+                transcripts.append(replace(transcript.append(*answer), finish="answered"))
         return transcripts
 
-    transcripts = run_outside_of_loops(lambda: asyncio.run(follow_all()))
+    transcripts = run_outside_of_loops(lambda: asyncio.run(demonstrate()))
     rows = [json.dumps(built.build_conversation(each)) for each in transcripts]
     (out_dir / "conversations.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-    return {"conversations": len(rows), "calls": sum(len(each.calls) for each in transcripts)}
+    return {
+        "conversations": len(rows),
+        "without evidence, left out": len(chosen) - len(rows),
+        "calls": sum(len(each.calls) for each in transcripts),
+    }
 
 
 def choose_queries(
     plan: Plan, names: Sequence[str], rng: random.Random, *, repeat_share: float, detour_share: float
-) -> list[tuple[str, str]]:
-    """Pairs of thought and query, with the wasted ones."""
+) -> Queries:
+    """The expert's searches with the wasted ones."""
     queries = [(lookup.thought, lookup.query) for lookup in plan.lookups]
     if rng.random() < detour_share:
         other = rng.choice(names)
@@ -105,11 +123,16 @@ def choose_queries(
     return queries
 
 
-async def follow(plan: Plan, queries: Sequence[tuple[str, str]], environment: Environment) -> Transcript:
-    """The transcript with real results."""
+async def search(plan: Plan, queries: Queries, environment: Environment) -> Transcript:
+    """The calls with their real results."""
     transcript = environment.begin(plan.question.question)
     for thought, query in queries:
         call = environment.protocol.write_call(thought, environment.tools[SEARCH], query, number=len(transcript.calls))
         transcript = await environment.execute(transcript.append(*call))
-    answer = environment.protocol.write_answer(plan.conclusion, plan.answer)
-    return replace(transcript.append(*answer), finish="answered")
+    return transcript
+
+
+def has_evidence(plan: Plan, transcript: Transcript) -> bool:
+    """Whether the results state every fact that the expert looked for."""
+    found = " ".join(each.text for each in transcript.segments if each.kind == "result")
+    return all(value in found for lookup in plan.lookups for value in lookup.evidence)

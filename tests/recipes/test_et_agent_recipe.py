@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tunesmith import run_pipeline
 from tunesmith.config import FlywheelConfig
 from tunesmith.pipeline.stages.check import check_settings
 from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
+from tunesmith.tasks.world import World
+from tunesmith.tasks.world.config import build_config
+from tunesmith.tasks.world.expert import iter_plans
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "et_agent"
 SMALL = (
-    "variables.world.num_train=40", "variables.num_epochs=1", "stages.prompted.max_steps=10",
-    "stages.demonstrations.args.num_copies=1", "stages.flywheel.num_iterations=1", "stages.rollouts.num_rollouts=1",
-    "stages.questions.args.num_demonstrated=30", "stages.questions.args.num_test=4",
+    "variables.world.num_train=120", "variables.world.num_documents=40",
+    "stages.demonstrations.args.num_conversations=60",
+    "stages.prompted.max_steps=10",
+    "stages.flywheel.num_iterations=1", "stages.rollouts.num_rollouts=1",
+    "stages.questions.args.num_train=24", "stages.questions.args.num_test=4",
     "stages.rft_filter.has_format_check=false", "stages.rollouts_filter.has_format_check=false",
     "stages.rft_filter.max_failed_calls=null", "stages.rollouts_filter.max_failed_calls=null",
     "stages.rft.max_steps=2", "stages.rft_rollouts.max_steps=2", "stages.curriculum.stages.rl.total_steps=1",
@@ -26,6 +34,7 @@ SMALL = (
     "variables.environment.max_tokens=48", "stages.flywheel.extra_tokens=16", "stages.flywheel.max_per_question=4",
     "stages.flywheel.num_rollouts=1",
 )  # fmt: skip
+BOXED = re.compile(r"boxed\{(.*?)\}</answer>")
 JUDGES = "stages.flywheel", "stages.rollouts", "stages.curriculum.stages.pass_rate", "stages.curriculum.stages.rl"
 SOURCE = """
 from tunesmith.types import JudgeOutput
@@ -68,17 +77,37 @@ def test_what_was_repaired_is_fine_tuned(folder):
     assert all(part["weight"] == 0 for part in conversation if part["text"].startswith("\n<result>"))
 
 
-def test_parts_of_the_questions_have_nothing_in_common(folder):
-    parts = [{row["question"] for row in read(folder / "questions" / f"{name}.jsonl")} for name in ("train", "test")]
-    assert parts[0] and len(parts[1]) == 4 and not parts[0] & parts[1]
+def test_no_two_parts_of_the_questions_ask_for_the_same_fact(folder):
+    stages = yaml.safe_load((folder / "pipeline.yaml").read_text())["stages"]
+    world = World(config=build_config(stages["questions"]["args"]["world"]))
+    facts = [plan.question.facts[-1] for plan in iter_plans(world, "train")]
+    parts = [
+        {facts[row["number"]] for row in read(folder / "questions" / f"{name}.jsonl")}
+        for name in ("train", "test", "demonstrated")
+    ]
+    assert all(parts) and not any(one & other for one, other in combinations(parts, 2))
 
 
-def test_demonstrations_waste_calls(folder):
-    report = json.loads((folder / "report.json").read_text())
-    assert "demonstrations" in json.dumps(report)
+def test_demonstrations_waste_calls_and_guess(folder):
+    calls = {len(find_results(row)) for row in read(folder / "demonstrations" / "conversations.jsonl")}
+    assert calls >= {0, 1, 2}
+
+
+def test_a_demonstrated_answer_is_in_a_result_unless_nothing_was_searched(folder):
+    for row in read(folder / "demonstrations" / "conversations.jsonl"):
+        results = find_results(row)
+        answer = BOXED.search(row["messages"][-1]["content"][-1]["text"])[1]
+        assert not results or answer in results[-1]
+
+
+def test_demonstrations_have_no_record_of_the_world_that_is_searched(folder):
+    records = {row["text"] for row in read(folder / "index" / "records.jsonl")}
     rows = read(folder / "demonstrations" / "conversations.jsonl")
-    calls = [sum(part["text"].count("<search>") for part in row["messages"][-1]["content"]) for row in rows]
-    assert set(calls) >= {1, 2, 3}
+    assert rows and not any(record in results for row in rows for results in find_results(row) for record in records)
+
+
+def find_results(row: dict) -> list[str]:
+    return [part["text"] for part in row["messages"][-1]["content"] if part["weight"] == 0]
 
 
 def test_the_pipeline_for_a_gpu_is_valid(monkeypatch):
