@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from cases import ADD, ANSWER, write_call
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """One agent under test."""

@@ -13,20 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from cases import Hanging, Reply
 
 from tunesmith.engine.batch import sampler
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.worker import model_runner
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hanging:
-    """A reply whose tokens are sampled, but whose end the caller never sees."""
-
-    text: str
-
-
-Reply = str | Hanging
 
 
 @dataclass(slots=True, kw_only=True)
