@@ -1,7 +1,7 @@
 """A policy that replies by a script: the engine runs as it is, and each draw of its sampler is the script's next token.
 
-So logprobs, grammars, stop conditions and the KV cache are real, and the tokens can be trained. What the engine delivers
-is listed, to compare it with the recorded turns.
+So logprobs, grammars, stop conditions and the KV cache are real, and the tokens can be trained. What the engine
+delivers is listed, to compare it with the recorded turns.
 """
 
 from __future__ import annotations
