@@ -45,7 +45,7 @@ async def stream(task, model):
 
 
 async def retry(task, model):
-    def check(output) -> tuple[bool, object]:
+    def check(output):
         return ("5" in output.raw, output.raw if "5" in output.raw else "Try again.")
 
     agent = build_agent(model, tools=[])
