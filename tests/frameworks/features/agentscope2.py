@@ -80,7 +80,7 @@ async def retry(task, model):
 
 async def summarize(task, model):
     agent = build_agent(model)
-    await agent.reply(UserMsg("user", "long " * 2000))
+    await agent.reply(UserMsg("user", "long " * 1500))
     agent.context_config = ContextConfig(trigger_ratio=0.2, reserve_ratio=0.01, context_buffer_ratio=0.1)
     return await run(agent, task)
 
