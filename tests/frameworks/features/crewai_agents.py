@@ -58,7 +58,7 @@ CASES = (
     Case(feature="sub_agents", workflow=delegate, replies=(DELEGATE, "It is 5.", ANSWER), num_turns=3, num_branches=1),
     Case(feature="parallel_calls", workflow=call_twice, replies=(ADD_TWICE, ANSWER), num_turns=2, num_branches=0),
     Case(feature="streaming", workflow=stream, replies=(ANSWER,), num_turns=1, num_branches=0),
-    Case(feature="retries", workflow=retry, replies=("It is 6.", ANSWER), num_turns=2, num_branches=0),
+    Case(feature="retries", workflow=retry, replies=("It is 6.", ANSWER), num_turns=2, num_branches=1),
 )  # fmt: skip
 ABSENT = {
     "structured": "fails in CrewAI 1.15.30, which calls LiteLLM without the agent's key",
