@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from scripted_policy import Reply
-
 FEATURES = {
     "sub_agents": "handoffs, sub-agents",
     "parallel_calls": "parallel tool calls",
@@ -18,6 +16,16 @@ FEATURES = {
     "compaction": "compaction",
 }
 """Feature -> its name in the table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hanging:
+    """A reply whose tokens are sampled, but whose end the caller never sees."""
+
+    text: str
+
+
+Reply = str | Hanging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

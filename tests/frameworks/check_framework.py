@@ -25,8 +25,9 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 from cases import FEATURES, Case  # noqa: E402
-from environments import FRAMEWORKS, Framework  # noqa: E402
 from scripted_policy import ScriptedPolicy  # noqa: E402
+
+from environments import FRAMEWORKS, Framework  # noqa: E402
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, tune  # noqa: E402
 from tunesmith.experience.samples import build_samples  # noqa: E402
 from tunesmith.experience.store import load_rollouts  # noqa: E402
@@ -58,6 +59,7 @@ def run_step(
     framework: Framework, workflow: Callable[..., Any], *, is_answer_checked: bool, max_tokens: int
 ) -> tuple[list[Trajectory], list[Sample]]:
     """The rollouts of one training step and their samples."""
+
     async def judge(task, response):
         text = str(getattr(response, "get_text_content", lambda: response)())
         assert not is_answer_checked or task["answer"] in text, f"the agent answered {text!r}"
@@ -77,7 +79,7 @@ def run_step(
             algorithm=AlgorithmConfig(algorithm_type="reinforce", group_size=2, batch_size=1, learning_rate=1e-3),
             overrides=(
                 f"rollout.chat_model={framework.chat_model}", "model.device=cpu", "engine.kv_cache_tokens=65536",
-                f"checkpoint_root_dir={folder / 'out'}", "rollout.max_failure_rate=0", "rollout.timeout_s=60",
+                f"checkpoint_root_dir={folder / 'out'}", "rollout.max_failure_rate=0", "rollout.timeout_s=300",
                 *(["rollout.http_port=0"] if framework.is_http else []),
             ),
         )  # fmt: skip

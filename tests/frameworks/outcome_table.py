@@ -14,7 +14,16 @@ PAGE = ROOT / "docs" / "frameworks.md"
 OUTCOMES_START = "<!-- outcomes, written by tests/frameworks/outcome_table.py -->\n"
 FEATURES_START = "<!-- features, written by tests/frameworks/outcome_table.py -->\n"
 END = "<!-- end of the table -->\n"
-COLUMNS = ("framework", "package", "turns", "branches", "tokens, one sample a call", "tokens, merged", "saved", "outcome")
+COLUMNS = (
+    "framework",
+    "package",
+    "turns",
+    "branches",
+    "tokens, one sample a call",
+    "tokens, merged",
+    "saved",
+    "outcome",
+)
 MAX_ERROR_CHARS = 160
 
 
@@ -26,7 +35,7 @@ def format_outcomes(outcomes: list[dict]) -> str:
 def format_features(outcomes: list[dict]) -> str:
     """The table of features in Markdown: branches of a trajectory where an agent passed, or why there is none."""
     rows = (
-        [outcome["name"], *(_describe_case((outcome["features"] or {}).get(feature)) for feature in FEATURES)]
+        [outcome["name"], *(_describe_case((outcome.get("features") or {}).get(feature)) for feature in FEATURES)]
         for outcome in outcomes
     )
     return _format_header(("framework", *FEATURES.values())) + "".join(map(_format_row, rows))
@@ -44,7 +53,13 @@ def _list_cells(outcome: dict) -> list[str]:
     numbers = [outcome.get(key) for key in ("turns", "branches", "call_tokens", "merged_tokens")]
     saved = f"{1 - numbers[3] / numbers[2]:.0%}" if numbers[2] else ""
     cells = ["" if each is None else f"{each:,}" for each in numbers]
-    return [outcome["name"], outcome["packages"][0], *cells, saved, "passed" if outcome["ok"] else _describe_error(outcome)]
+    return [
+        outcome["name"],
+        outcome["packages"][0],
+        *cells,
+        saved,
+        "passed" if outcome["ok"] else _describe_error(outcome),
+    ]
 
 
 def _describe_error(outcome: dict) -> str:

@@ -1,7 +1,7 @@
 """A policy that replies by a script: the engine runs as it is, and each draw of its sampler is the script's next token.
 
-So logprobs, grammars, stop conditions and the KV cache are real, and the tokens can be trained. What the engine delivers
-is listed, to compare it with the recorded turns.
+So logprobs, grammars, stop conditions and the KV cache are real, and the tokens can be trained. What the engine
+delivers is listed, to compare it with the recorded turns.
 """
 
 from __future__ import annotations
@@ -13,20 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from cases import Hanging, Reply
 
 from tunesmith.engine.batch import sampler
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.worker import model_runner
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hanging:
-    """A reply whose tokens are sampled, but whose end the caller never sees."""
-
-    text: str
-
-
-Reply = str | Hanging
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
-from outcome_table import OUTCOMES, PAGE, ROOT, format_outcomes, read_table
+from outcome_table import (
+    FEATURES_START,
+    OUTCOMES,
+    OUTCOMES_START,
+    PAGE,
+    ROOT,
+    format_features,
+    format_outcomes,
+    read_table,
+)
 
 from environments import FRAMEWORKS
 
@@ -13,7 +22,9 @@ RECIPES = sorted((ROOT / "recipes" / "frameworks").glob("*.py"))
 
 
 def test_the_page_shows_the_recorded_outcomes():
-    assert read_table(PAGE.read_text()) == format_outcomes(json.loads(OUTCOMES.read_text()))
+    page, outcomes = PAGE.read_text(), json.loads(OUTCOMES.read_text())
+    assert read_table(page, OUTCOMES_START) == format_outcomes(outcomes)
+    assert read_table(page, FEATURES_START) == format_features(outcomes)
 
 
 def test_every_framework_has_an_outcome_with_its_pinned_packages():
@@ -23,7 +34,24 @@ def test_every_framework_has_an_outcome_with_its_pinned_packages():
 
 def test_a_failed_check_shows_its_reason():
     outcome = {"name": "A", "packages": ["a==1"], "ok": False, "error": "Traceback\nValueError: a|b"}
-    assert format_outcomes([outcome]).splitlines()[-1] == "| A | a==1 |  |  |  |  | failed: ValueError: a b |"
+    assert format_outcomes([outcome]).splitlines()[-1] == "| A | a==1 |  |  |  |  |  | failed: ValueError: a b |"
+
+
+def test_a_cell_of_the_features_is_a_pass_a_failure_or_the_reason_why_there_is_none():
+    cases = {
+        "sub_agents": {"ok": True, "branches": 2},
+        "parallel_calls": {"ok": False, "error": "AssertionError: a"},
+        "structured": {"absent": "for a reason"},
+        "streaming": {"absent": ""},
+    }
+    row = format_features([{"name": "A", "features": cases}]).splitlines()[-1]
+    assert row == "| A | pass, 2 | failed: AssertionError: a | for a reason | - | not run | not run |"
+
+
+def test_merged_tokens_are_shown_as_the_share_that_they_save():
+    numbers = {"turns": 4, "branches": 0, "call_tokens": 1056, "merged_tokens": 264}
+    outcome = {"name": "A", "packages": ["a==1"], "ok": True, "error": None} | numbers
+    assert format_outcomes([outcome]).splitlines()[-1] == "| A | a==1 | 4 | 0 | 1,056 | 264 | 75% | passed |"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -7,9 +7,8 @@ from agentscope.message import UserMsg
 from agentscope.permission import PermissionContext, PermissionMode
 from agentscope.state import AgentState
 from agentscope.tool import FunctionTool, Toolkit
-from cases import ADD, ADD_TWICE, ANSWER, Case, write_call
+from cases import ADD, ADD_TWICE, ANSWER, Case, Hanging, write_call
 from pydantic import BaseModel
-from scripted_policy import Hanging
 
 from tunesmith import WorkflowOutput
 
@@ -81,7 +80,7 @@ async def retry(task, model):
 
 async def summarize(task, model):
     agent = build_agent(model)
-    await agent.reply(UserMsg("user", "long " * 1000))
+    await agent.reply(UserMsg("user", "long " * 1500))
     agent.context_config = ContextConfig(trigger_ratio=0.2, reserve_ratio=0.01, context_buffer_ratio=0.1)
     return await run(agent, task)
 

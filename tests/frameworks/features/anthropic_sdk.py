@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from anthropic import beta_async_tool
-from cases import ADD, ADD_TWICE, ANSWER, Case
+from cases import ADD, ADD_TWICE, ANSWER, Case, Hanging
 from pydantic import BaseModel
-from scripted_policy import Hanging
 
 from tunesmith import WorkflowOutput
 

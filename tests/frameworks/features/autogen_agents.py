@@ -9,9 +9,8 @@ from autogen_agentchat.teams import Swarm
 from autogen_core.model_context import BufferedChatCompletionContext
 from autogen_core.models import ModelInfo
 from autogen_ext.models.openai import BaseOpenAIChatCompletionClient
-from cases import ADD, ADD_TWICE, ANSWER, Case, write_call
+from cases import ADD, ADD_TWICE, ANSWER, Case, Hanging, write_call
 from pydantic import BaseModel
-from scripted_policy import Hanging
 
 from tunesmith import WorkflowOutput
 

@@ -91,7 +91,7 @@ CASES = (
     Case(feature="streaming", workflow=stream, replies=("[[ ## answer ## ]]\nIt is the 5.\n\n[[ ## completed ## ]]",),
          num_turns=1, num_branches=0),
     Case(feature="retries", workflow=retry, replies=("Five.", '{"answer": 5}'), num_turns=2, num_branches=1),
-    Case(feature="compaction", workflow=truncate, replies=(READ, READ, READ, READ, FINISH, REASONED),
-         num_turns=5, num_branches=4),
+    Case(feature="compaction", workflow=truncate, replies=(*4 * (READ,), FINISH, FINISH, REASONED),
+         num_turns=6, num_branches=5),  # the fifth call is refused: the context is full
 )  # fmt: skip
 ABSENT: dict[str, str] = {}

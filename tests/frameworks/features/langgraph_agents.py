@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from cases import ADD, ADD_TWICE, ANSWER, Case, write_call
+from cases import ADD, ADD_TWICE, ANSWER, Case, Hanging, write_call
 from langchain.agents import create_agent
 from langchain.agents.middleware import ModelRetryMiddleware, SummarizationMiddleware
 from langchain.agents.structured_output import ProviderStrategy
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
-from scripted_policy import Hanging
 
 from tunesmith import WorkflowOutput
 

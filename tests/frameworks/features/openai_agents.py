@@ -18,9 +18,8 @@ from agents import (
     set_tracing_disabled,
 )
 from agents.extensions.tool_output_trimmer import ToolOutputTrimmer
-from cases import ADD, ADD_TWICE, ANSWER, Case, write_call
+from cases import ADD, ADD_TWICE, ANSWER, Case, Hanging, write_call
 from pydantic import BaseModel
-from scripted_policy import Hanging
 
 from tunesmith import WorkflowOutput
 

@@ -79,7 +79,8 @@ CASES = (
          num_turns=3, num_branches=2),
     Case(feature="parallel_calls", workflow=call_tools, replies=(ADD_TWICE, FINAL), num_turns=2, num_branches=1),
     Case(feature="streaming", workflow=stream, replies=(ADD, FINAL), num_turns=2, num_branches=1),
-    Case(feature="retries", workflow=call_tools, replies=(write_call("add", a=-2, b=3), FINAL), num_turns=2, num_branches=1),
+    Case(feature="retries", workflow=call_tools, replies=(write_call("add", a=-2, b=3), FINAL),
+         num_turns=2, num_branches=1),
 )  # fmt: skip
 ABSENT = {"structured": "", "compaction": ""}
 
