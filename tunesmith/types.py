@@ -232,6 +232,24 @@ before `generate` returns. A third argument, `TokenDetails`, is passed for reque
 logprobs, and only for these."""
 
 
+class DeferredTokens:
+    """An `on_tokens` callback of a caller who needs the tokens only if the completion does not return.
+
+    An engine that keeps the tokens of its requests sets `read` and never calls it, which saves a call for each request
+    and burst; every other engine calls it as any callback.
+    """
+
+    __slots__ = ("_add", "read")
+
+    def __init__(self, add: OnTokens) -> None:
+        self._add = add
+        self.read: Callable[[], Completion] | None = None
+        """The tokens so far, as a completion with stop reason `cancelled`."""
+
+    def __call__(self, *tokens: Any) -> None:
+        self._add(*tokens)
+
+
 class Engine(Protocol):
     """Interface of the sampling engine for rollouts."""
 
