@@ -221,8 +221,7 @@ class Session:
             if on_tokens is not None:
                 on_tokens(token_ids, logprobs, *(() if details is None else (details,)))
 
-        if on_tokens is None:
-            in_flight.deferred = DeferredTokens(add_tokens)
+        in_flight.deferred = DeferredTokens(add_tokens) if on_tokens is None else None
         report = in_flight.deferred or add_tokens
         in_flight.task = asyncio.ensure_future(
             self._engine.generate(in_flight.prompt_ids, sampling, order=(*self._order, *choice_id), on_tokens=report)
