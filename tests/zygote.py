@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 
@@ -18,6 +19,7 @@ def run_command(arguments: list[str]) -> None:
     log = os.open("zygote.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # programs in the background ignore it
     status = 0
     try:
         app(arguments, standalone_mode=True)

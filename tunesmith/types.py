@@ -193,8 +193,7 @@ class Sampling:
 
 
 TopLogprobs = tuple[tuple[int, float], ...]
-"""Token ids and logprobs of the most likely tokens, most likely first, in the distribution that a token was sampled
-from; tokens that the distribution excludes are not among them."""
+"""Ids and logprobs of the most likely tokens of a distribution, most likely first; excluded tokens are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,15 +220,24 @@ class Completion:
     """With `Sampling.top_logprobs`."""
 
     def __post_init__(self) -> None:
-        assert len(self.sampled_ids) == len(self.logprobs) == len(self.policy_versions)
-        assert self.entropies is None or len(self.entropies) == len(self.sampled_ids)
-        assert self.top_logprobs is None or len(self.top_logprobs) == len(self.sampled_ids)
+        for each in (self.logprobs, self.policy_versions, self.entropies, self.top_logprobs):
+            assert each is None or len(each) == len(self.sampled_ids)
 
 
 OnTokens = Callable[..., None]
-"""Called in the event loop with the ids and logprobs of tokens as they are sampled, one or several at a time, in order,
-before `generate` returns. A third argument, `TokenDetails`, is passed for requests that ask for entropies or top
-logprobs, and only for these."""
+"""Called in the event loop with ids and logprobs of tokens as they are sampled, one or several at a time, before
+`generate` returns. Requests that ask for entropies or top logprobs get a third argument, `TokenDetails`."""
+
+
+@dataclass(slots=True)
+class DeferredTokens:
+    """An `on_tokens` callback that an engine which keeps tokens never calls: it sets `read`, all tokens so far."""
+
+    add: OnTokens
+    read: Callable[[], Completion] | None = None
+
+    def __call__(self, *tokens: Any) -> None:
+        self.add(*tokens)
 
 
 class Engine(Protocol):
@@ -245,8 +253,7 @@ class Engine(Protocol):
     ) -> Completion:
         """Sample one completion. Queued requests are admitted in ascending `order`.
 
-        Cancelling the awaiting task cancels the request. A prompt that fills the model's context returns no token and
-        stop reason `context`.
+        Cancelling the awaiting task cancels the request. A prompt that fills the context returns no token (`context`).
         """
         ...
 
@@ -358,8 +365,7 @@ class DistributionSpan:
     end: int
     distribution: Distribution
     token_masks: tuple[bytes, ...] | None = None
-    """For each token the bits of the ids that the grammar allows, lowest bit first; the trainer computes them. None:
-    there is no grammar."""
+    """For each token the bits of the ids that the grammar allows, lowest first; the trainer computes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,7 +31,7 @@ from tunesmith.engine.worker.sync_step import SyncStepper
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.device_errors import explain_device_error
 from tunesmith.model.torch_modes import default_modes
-from tunesmith.types import Completion, OnTokens, Sampling
+from tunesmith.types import Completion, DeferredTokens, OnTokens, Sampling
 
 MEMORY_ADVICE = "lower engine.kv_cache_gib, engine.max_num_seqs or engine.max_batched_tokens"
 
@@ -128,6 +129,8 @@ class LocalEngine:
         self._num_requests += 1
         future = asyncio.get_running_loop().create_future()
         matcher = StopMatcher(self._tokenizer, sampling.stop) if sampling.stop and self._tokenizer else None
+        if isinstance(on_tokens, DeferredTokens):
+            on_tokens.read, on_tokens = partial(self._copy_tokens, request), None
         self._inbox.append(RequestState(request=request, future=future, on_tokens=on_tokens, matcher=matcher))
         self._end_idle()
         self._notify()
@@ -137,6 +140,10 @@ class LocalEngine:
             if future.cancelled():
                 self._cancelled.append(request.request_id)
                 self._notify()
+
+    def _copy_tokens(self, request: Request) -> Completion:
+        with self._lock:
+            return self._output_processor.copy_tokens(request)
 
     def pause(self) -> None:
         """Stop sampling after the current step; requests stay queued, and no work is left in the device's queue."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +145,24 @@ class OutputProcessor:
         if token_ids:
             request.extend(token_ids, logprobs, self.policy_version, details)
             request.num_computed = len(request.token_ids) - 1
+
+    def copy_tokens(self, request: Request) -> Completion:
+        """The tokens of a request so far, those in the buffer included."""
+        copied = request.complete("cancelled")
+        if request.slot is None or request.request_id not in self.states:
+            return copied
+        token_ids, logprobs = self._token_buffer.read(request.slot)
+        entropies = copied.entropies
+        if entropies is not None:
+            entropies += self._token_buffer.read_entropies(request.slot)
+        return replace(
+            copied,
+            sampled_ids=(*copied.sampled_ids, *token_ids),
+            logprobs=(*copied.logprobs, *logprobs),
+            policy_versions=(*copied.policy_versions, *[self.policy_version] * len(token_ids)),
+            entropies=entropies,
+            top_logprobs=None,
+        )
 
     def finish(self, state: RequestState, stop_reason: StopReason) -> None:
         """Remove a request from the scheduler and complete it."""

@@ -49,6 +49,11 @@ class TokenBuffer:
         """The entropies of a slot's tokens, which `take` removes; empty if no burst had any."""
         return () if self._entropies_SW is None else tuple(self._entropies_SW[slot, : self._counts_S[slot]].tolist())
 
+    def read(self, slot: int) -> tuple[list[int], list[float]]:
+        """A slot's token ids and logprobs."""
+        count = self._counts_S[slot]
+        return self._token_ids_SW[slot, :count].tolist(), self._logprobs_SW[slot, :count].tolist()
+
     def take(self, slot: int) -> tuple[list[int], list[float]]:
         """Remove and return a slot's token ids and logprobs."""
         count = self._counts_S[slot]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tunesmith.types import Completion, Sampling, TokenDetails, Turn
+from tunesmith.types import Completion, DeferredTokens, Sampling, TokenDetails, Turn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,6 +16,8 @@ class InFlightTurn:
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     task: asyncio.Future[Completion] | None = None
+    deferred: DeferredTokens | None = None
+    """The engine's callback, if nobody reads the tokens while they are sampled."""
     sampled_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
@@ -36,8 +38,16 @@ class InFlightTurn:
         if details is not None:
             self.entropies += details.entropies or ()
 
+    def collect(self) -> None:
+        """Copy the tokens that the engine has kept."""
+        if self.deferred is not None and self.deferred.read is not None:
+            kept = self.deferred.read()
+            self.sampled_ids, self.logprobs = list(kept.sampled_ids), list(kept.logprobs)
+            self.policy_versions, self.entropies = list(kept.policy_versions), list(kept.entropies or ())
+
     def to_turn(self) -> Turn:
         """The turn of a choice that was cancelled."""
+        self.collect()
         return Turn(
             prompt_ids=self.prompt_ids,
             sampled_ids=tuple(self.sampled_ids),
@@ -50,7 +60,8 @@ class InFlightTurn:
 
     def finish(self, completion: Completion) -> Turn:
         """The turn of a choice that was sampled to its end."""
-        assert completion.sampled_ids == tuple(self.sampled_ids), "the engine reports each token it samples"
+        is_kept = self.deferred is not None and self.deferred.read is not None
+        assert is_kept or completion.sampled_ids == tuple(self.sampled_ids), "the engine reports each token it samples"
         return Turn(
             prompt_ids=self.prompt_ids,
             sampled_ids=completion.sampled_ids,

@@ -22,7 +22,7 @@ from tunesmith.rollout.recording.replay import RolloutRecord, deliver_recorded, 
 from tunesmith.rollout.recording.reply_texts import ReplyText, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.tokenizer_thread import run_tokenizer
-from tunesmith.types import Completion, Engine, OnTokens, Sampling, TokenDetails, Turn
+from tunesmith.types import Completion, DeferredTokens, Engine, OnTokens, Sampling, TokenDetails, Turn
 
 TEXT_SCOPE = "text"
 """Scope of text prompts (/v1/completions), which are not conversations."""
@@ -221,10 +221,10 @@ class Session:
             if on_tokens is not None:
                 on_tokens(token_ids, logprobs, *(() if details is None else (details,)))
 
+        in_flight.deferred = DeferredTokens(add_tokens) if on_tokens is None else None
+        report = in_flight.deferred or add_tokens
         in_flight.task = asyncio.ensure_future(
-            self._engine.generate(
-                in_flight.prompt_ids, sampling, order=(*self._order, *choice_id), on_tokens=add_tokens
-            )
+            self._engine.generate(in_flight.prompt_ids, sampling, order=(*self._order, *choice_id), on_tokens=report)
         )
         self._in_flight[choice_id] = in_flight
         try:
@@ -247,6 +247,7 @@ class Session:
 
     def _translate_error(self, error: Exception, in_flight: InFlightTurn) -> Exception:
         """An error of the engine fails the trajectory, except a rejected request."""
+        in_flight.collect()
         if isinstance(error, ValueError) and not in_flight.sampled_ids:
             return SamplingRefusedError(str(error))
         message = f"{type(error).__name__}: {error}"
