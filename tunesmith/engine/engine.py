@@ -3,7 +3,8 @@
 `generate` appends a request to an inbox. Each step moves the inbox to the scheduler, schedules, runs the model once and
 passes tokens and completions to the event loop. Only `step`, `pause` and `resume` use the scheduler, under a lock, so
 the clock may be the event loop or a thread. `resume` drops all keys and values, so none of another version of the
-weights is read; unfinished requests are recomputed, and tokens sampled so far keep their policy version.
+weights is read; unfinished requests are recomputed, and tokens sampled so far keep their policy version. With
+`keeps_cache` they keep theirs, and their tokens the version of the oldest keys and values that they depend on.
 """
 
 from __future__ import annotations
@@ -144,19 +145,36 @@ class LocalEngine:
             self._is_paused = True
             self._end_idle()
             self._run_guarded(self._stepper.drain)
-        self._schedule_delivery()
+        self._schedule_delivery(is_immediate=self._is_lockstep)
 
-    def resume(self, policy_version: int) -> None:
-        """Continue sampling with the current weights; all cached keys and values are dropped."""
+    def resume(self, policy_version: int, *, keeps_cache: bool = False) -> None:
+        """Continue sampling with the current weights; cached keys and values are dropped.
+
+        With `keeps_cache` running requests keep theirs, which no other request reads.
+        """
         with self._lock:
             self._run_guarded(self._stepper.drain)
+            self._schedule_delivery(is_immediate=self._is_lockstep)
+            scheduler = self._output_processor.scheduler
             self._output_processor.policy_version = policy_version
-            self._output_processor.scheduler.reset_cache(policy_version)
+            (scheduler.keep_cache if keeps_cache else scheduler.reset_cache)(policy_version)
             self._runner.mark_weights_updated()
             self._is_paused = False
             self._begin_idle()
-        self._schedule_delivery()
         self._notify()
+
+    def hold(self) -> None:
+        """Pause, and set all unfinished requests aside: until `release`, `resume` samples later ones only."""
+        self.pause()
+        with self._lock:
+            self._receive_requests()
+            self._output_processor.scheduler.hold()
+
+    def release(self) -> None:
+        """Pause, and put the requests of `hold` back; they are computed again from their start."""
+        self.pause()
+        with self._lock:
+            self._output_processor.scheduler.release_held()
 
     def compute_stats(self) -> dict[str, float]:
         """Metrics since the last call."""
@@ -274,12 +292,15 @@ class LocalEngine:
             if state.request.deadline_at is not None and state.request.deadline_at < now:
                 self._output_processor.finish(state, "deadline")
 
-    def _schedule_delivery(self) -> None:
-        """Let the event loop deliver the output since the last call."""
+    def _schedule_delivery(self, *, is_immediate: bool = False) -> None:
+        """Let the event loop deliver the output since the last call, or deliver it now, in the loop's thread, so that
+        callers receive tokens while `policy_version` is still theirs."""
         output = self._output_processor.take_output()
         if not output or self._loop is None or self._loop.is_closed():
             return
-        if self._is_lockstep:
+        if is_immediate:
+            self._deliver(output)
+        elif self._is_lockstep:
             self._loop.call_soon(self._deliver, output)
         else:
             self._loop.call_soon_threadsafe(self._deliver, output)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tunesmith.config import ReplaySection
+from tunesmith.experience.staleness import find_oldest_version
 from tunesmith.types import Group
 
 LoadGroups = Callable[[int], list[Group]]
@@ -49,7 +50,7 @@ class ReplayBuffer:
         if not self._settings.num_groups:
             return
         self._entries += [
-            Entry(step=step, position=position, policy_version=policy_version, group=group)
+            Entry(step=step, position=position, policy_version=_find_version(group, policy_version), group=group)
             for group, position in zip(groups, positions, strict=True)
         ]
         self._sort()
@@ -85,6 +86,12 @@ class ReplayBuffer:
             return priority
         rng = np.random.default_rng((self._seed, entry.step, entry.position, entry.num_uses))
         return priority + self._settings.sigma * float(rng.standard_normal())
+
+
+def _find_version(group: Group, policy_version: int) -> int:
+    """The version of the group's oldest token, at most that of the step which trained it."""
+    oldest = find_oldest_version(group.trajectories)
+    return policy_version if oldest is None else min(oldest, policy_version)
 
 
 def describe_entry(entry: Entry) -> dict[str, Any]:

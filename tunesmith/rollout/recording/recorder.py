@@ -84,6 +84,10 @@ class Session:
         """Calls refused because they arrived after the session ended."""
         self.record: RolloutRecord | None = None
         """The calls as branches replay them; None if the rollout cannot branch."""
+        self.gate: asyncio.Event | None = None
+        """Calls wait while it is not set; None: they never wait."""
+        self.keeps_cache = False
+        """Calls go on over keys and values of older weights (`rollout.stale_cache=keep`)."""
         self.engine_error: str | None = None
         """Type and message of the first engine error."""
         self.num_calls = 0
@@ -199,6 +203,8 @@ class Session:
         A `seed` in the request is combined with the session's: equal seeds repeat within a trajectory, but not across
         a group. `prefix_ids` are the start of the reply that is not sampled (a forced tool call).
         """
+        if self.gate is not None:
+            await self.gate.wait()
         if self.is_closed:
             raise SessionClosedError
         choice_id = (call.index, choice)
@@ -217,7 +223,10 @@ class Session:
         def add_tokens(
             token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
         ) -> None:
-            in_flight.add(token_ids, logprobs, details, policy_version=self._engine.policy_version)
+            version = self._engine.policy_version
+            if self.keeps_cache and in_flight.policy_versions:
+                version = in_flight.policy_versions[0]
+            in_flight.add(token_ids, logprobs, details, policy_version=version)
             if on_tokens is not None:
                 on_tokens(token_ids, logprobs, *(() if details is None else (details,)))
 
@@ -278,6 +287,11 @@ class Session:
     def list_conversations(self) -> list[tuple[int, str, tuple[MatchKey, ...]]]:
         """Index of the call, scope and match keys of each recorded conversation; the last key is that of the reply."""
         return [(reply.choice_id[0], reply.scope, reply.keys) for reply in self._replies.values()]
+
+    def find_oldest_version(self) -> int | None:
+        """Policy version of the oldest sampled token, of calls in flight too; None: nothing is sampled yet."""
+        calls = (*self._turns.values(), *self._in_flight.values())
+        return min((min(call.policy_versions) for call in calls if call.policy_versions), default=None)
 
     def build_call_id(self) -> str:
         """Id of the next tool call: nine alphanumeric characters, as the strictest templates require."""
