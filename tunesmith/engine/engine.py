@@ -67,6 +67,7 @@ class LocalEngine:
         self._lock = threading.RLock()
         self._inbox: deque[RequestState] = deque()
         self._cancelled: deque[int] = deque()
+        self._undelivered: deque[StepOutput] = deque()
         self._num_requests = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock: Clock | None = None
@@ -145,7 +146,8 @@ class LocalEngine:
             self._is_paused = True
             self._end_idle()
             self._run_guarded(self._stepper.drain)
-        self._schedule_delivery(is_immediate=self._is_lockstep)
+        self._schedule_delivery()
+        self._deliver_own()
 
     def resume(self, policy_version: int, *, keeps_cache: bool = False) -> None:
         """Continue sampling with the current weights; cached keys and values are dropped.
@@ -154,7 +156,8 @@ class LocalEngine:
         """
         with self._lock:
             self._run_guarded(self._stepper.drain)
-            self._schedule_delivery(is_immediate=self._is_lockstep)
+            self._schedule_delivery()
+            self._deliver_own()
             scheduler = self._output_processor.scheduler
             self._output_processor.policy_version = policy_version
             (scheduler.keep_cache if keeps_cache else scheduler.reset_cache)(policy_version)
@@ -218,6 +221,7 @@ class LocalEngine:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._abandon_loop()
+            self._undelivered.clear()
             self._loop = loop
             self._clock = build_clock(self, is_lockstep=self._is_lockstep)
             self._reported_wait_s = self._clock.waited_s or 0.0
@@ -292,24 +296,30 @@ class LocalEngine:
             if state.request.deadline_at is not None and state.request.deadline_at < now:
                 self._output_processor.finish(state, "deadline")
 
-    def _schedule_delivery(self, *, is_immediate: bool = False) -> None:
-        """Let the event loop deliver the output since the last call, or deliver it now, in the loop's thread, so that
-        callers receive tokens while `policy_version` is still theirs."""
+    def _schedule_delivery(self) -> None:
+        """Let the event loop deliver the output since the last call."""
         output = self._output_processor.take_output()
         if not output or self._loop is None or self._loop.is_closed():
             return
-        if is_immediate:
-            self._deliver(output)
-        elif self._is_lockstep:
-            self._loop.call_soon(self._deliver, output)
+        self._undelivered.append(output)
+        if self._is_lockstep:
+            self._loop.call_soon(self._deliver)
         else:
-            self._loop.call_soon_threadsafe(self._deliver, output)
+            self._loop.call_soon_threadsafe(self._deliver)
 
-    def _deliver(self, output: StepOutput) -> None:
+    def _deliver_own(self) -> None:
+        """In lockstep, whose calls are made in the event loop's thread, deliver at once: callers then receive tokens
+        while `policy_version` is theirs."""
+        if self._is_lockstep and self._loop is not None and not self._loop.is_closed():
+            self._deliver()
+
+    def _deliver(self) -> None:
         """Runs in the event loop: deliver output, and admit one waiting caller per freed queue place."""
-        self._cancelled.extend(deliver_output(output))
-        for _ in range(output.num_dequeued):
-            self._queue_places.release()
+        while self._undelivered:
+            output = self._undelivered.popleft()
+            self._cancelled.extend(deliver_output(output))
+            for _ in range(output.num_dequeued):
+                self._queue_places.release()
 
 
 def collect_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
