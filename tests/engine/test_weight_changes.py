@@ -148,9 +148,7 @@ def test_held_requests_wait_while_others_are_sampled():
         first = asyncio.Event()
 
         async def sample(index: int) -> Completion:
-            done = await engine.generate(
-                PROMPTS[index], SAMPLING, order=(index,), on_tokens=lambda ids, _: first.set()
-            )
+            done = await engine.generate(PROMPTS[index], SAMPLING, order=(index,), on_tokens=lambda ids, _: first.set())
             order.append(f"held {index}")
             return done
 

@@ -39,10 +39,8 @@ def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
     except StorageError as error:
         raise StorageError(f"{error}; {describe_recovery(folder.paths, before=folder.checkpoint)}") from error
     parts.tasks.selector.load_state_dict(run_state["selector"])
-    in_flight = run_state.get("in_flight", {"num_started": 0, "tasks": []})
-    parts.tasks.requeue(in_flight["tasks"])
     if parts.in_flight is not None:
-        parts.in_flight.load_state_dict(in_flight)
+        parts.in_flight.load_state_dict(run_state["in_flight"])
     parts.replay.load_state_dict(run_state["replay"], lambda step: load_rollouts(folder.paths.rollouts(step)))
     return int(run_state["step"])
 

@@ -10,6 +10,7 @@ import torch
 
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.table import ON_POLICY_ONLY
+from tunesmith.cluster.place import find_place
 from tunesmith.config import RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.policy import Policy
@@ -30,6 +31,7 @@ def check_staleness(config: RunConfig, algorithm: Algorithm) -> None:
                 "leave out stale_cache"
             )
         return
+    num_ranks = max(config.cluster.num_workers or 1, find_place().world_size)
     reasons = {
         f"algorithm.algorithm_type={algorithm.name!r}": (
             algorithm.name in ON_POLICY_ONLY or "baselines" in algorithm.needs,
@@ -40,9 +42,9 @@ def check_staleness(config: RunConfig, algorithm: Algorithm) -> None:
             "a branch would continue a rollout of other weights; leave one of them out",
         ),
         "serve": (config.serve is not None, "workers run each task to its end; leave max_staleness out"),
-        f"cluster.num_workers={config.cluster.num_workers}": (
-            (config.cluster.num_workers or 1) > 1,
-            "rollouts stay in flight on one rank only; leave one of them out",
+        f"{num_ranks} ranks": (
+            num_ranks > 1,
+            "rollouts stay in flight on one rank only; leave max_staleness out, or set cluster.num_workers=1",
         ),
         f"experience.replay.max_staleness={replay.max_staleness}": (
             replay.num_groups > 0 and replay.max_staleness > rollout.max_staleness,
@@ -91,8 +93,6 @@ async def end_in_flight(
             show_line(f"{num_cancelled} groups in flight were cancelled; a resumed run starts their tasks again")
 
 
-def describe_in_flight(in_flight: InFlightGroups | None, feed: TaskFeed) -> dict[str, Any]:
-    """What a checkpoint holds of rollouts in flight; nothing if there are none."""
-    if in_flight is not None:
-        return {"in_flight": in_flight.state_dict()}
-    return {"in_flight": {"num_started": 0, "tasks": feed.requeued}} if feed.requeued else {}
+def describe_in_flight(in_flight: InFlightGroups | None) -> dict[str, Any]:
+    """What a checkpoint holds of rollouts in flight; nothing without them."""
+    return {} if in_flight is None else {"in_flight": in_flight.state_dict()}

@@ -310,7 +310,7 @@ async def train(
             found = await evaluate(config, plan, parts, folder, monitor, control, step=step)
             evaluations = found or evaluations
         if control.is_saved(step) or is_due(step, config.save_interval_steps):
-            in_flight = describe_in_flight(parts.in_flight, parts.tasks)
+            in_flight = describe_in_flight(parts.in_flight)
             saving = partial(commit, config, policy, parts, folder, control, step=step, in_flight=in_flight)
             await run_beside_rollouts(parts.in_flight, saving)
             await control.end_checkpoint(step)

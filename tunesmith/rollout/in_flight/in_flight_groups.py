@@ -202,6 +202,7 @@ class InFlightGroups:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._num_started = state["num_started"]
         self._num_requeued = len(state["tasks"])
+        self._feed.requeue(state["tasks"])
 
     async def _open(self) -> None:
         if self._watchdog is not None:
