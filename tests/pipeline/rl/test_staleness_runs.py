@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 
 import pytest
@@ -114,19 +115,22 @@ def stop_after_three(record):
     return Stop("enough") if record.step == 3 else None
 
 
-def test_a_resumed_run_names_what_was_in_flight_and_loses_no_task(run, data, capsys):
-    """Each epoch has every task once, so 6 steps of 2 tasks without a drop train all 12."""
+def test_a_resumed_run_names_what_was_in_flight_and_loses_no_task(run, data, capsys, tmp_path):
+    """Each epoch has every task once, so 6 steps of 2 tasks train all 12. Resuming twice gives the same run."""
     total = {"train_dataset": DatasetConfig(path=data, total_steps=6)}
     stopped = run(on_step_end=stop_after_three, **total)
     assert stopped.num_steps == 3
     assert "2 groups in flight were cancelled" in capsys.readouterr().err
     state = json.loads((stopped.folder / "global_step_3" / RUN_STATE).read_text())["in_flight"]
     assert len(state["tasks"]) == 2 and state["num_started"] >= 8
+    shutil.copytree(tmp_path / "runs", tmp_path / "copy")
     resumed = run(continue_from_checkpoint=True, **total)
     names = ", ".join(f"train/{index}" for index in state["tasks"])
     printed = " ".join(capsys.readouterr().err.split())
     assert f"2 groups in flight were dropped; their tasks run again: {names}" in printed
+    again = run(f"checkpoint_root_dir={tmp_path / 'copy'}", continue_from_checkpoint=True, **total)
     rows = read_metrics(resumed)
+    assert read_metrics(again) == rows
     assert [row["staleness/num_requeued_tasks"] for row in rows] == [0, 0, 0, 2, 0, 0]
     trained = [group.task.index for step in range(1, 7) for group in read_groups(resumed, step)]
     assert sorted(trained) == list(range(12))
@@ -208,8 +212,8 @@ def test_what_cannot_be_stale_is_refused_before_a_model_loads(run, tmp_path, ove
 
 
 def test_several_ranks_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
     config = build_config({"model": {"path": "m"}, "rollout": {"max_staleness": 1}})
     with pytest.raises(ConfigError, match="does not work with 2 ranks: rollouts stay in flight on one rank only"):
         check_staleness(config, resolve_algorithm(config.algorithm))
