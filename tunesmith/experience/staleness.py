@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from statistics import fmean
 
 from tunesmith.types import Group, RunAdvantage, Trajectory
 
@@ -19,11 +19,16 @@ def compute_staleness(
 ) -> dict[str, float]:
     """Mean and maximum staleness of the trained tokens in policy versions, and the turns of several versions."""
     turns = list(_iter_trained_versions(groups, advantages))
-    lags = [policy_version - version for versions in turns for version in versions]
     metrics = {"staleness/num_mixed_turns": float(sum(len(set(versions)) > 1 for versions in turns))}
-    if lags:
-        metrics |= {"staleness/mean": fmean(lags), "staleness/max": float(max(lags))}
-        metrics["staleness/stale_frac"] = sum(lag > 0 for lag in lags) / len(lags)
+    counts: Counter[int] = Counter()
+    for versions in turns:
+        counts.update(versions)
+    if counts:
+        lags = {policy_version - version: number for version, number in counts.items()}
+        num_tokens = counts.total()
+        metrics["staleness/mean"] = sum(lag * number for lag, number in lags.items()) / num_tokens
+        metrics["staleness/max"] = float(max(lags))
+        metrics["staleness/stale_frac"] = 1 - lags.get(0, 0) / num_tokens
     return metrics
 
 

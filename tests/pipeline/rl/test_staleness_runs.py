@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 
+import openai
 import pytest
 
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, Stop, TunerModelConfig, WorkflowOutput, tune
@@ -140,7 +141,7 @@ def test_a_resumed_run_names_what_was_in_flight_and_loses_no_task(run, data, cap
 def test_evaluations_see_the_weights_of_their_step_and_nothing_in_flight(run, data):
     """An evaluation during the run equals that of its checkpoint before the first step of another run."""
     held_out = {"eval_dataset": DatasetConfig(path=data, split="test")}
-    result = run("evaluation.interval_steps=2", "save_interval_steps=2", "rollout.max_staleness=2", **held_out)
+    result = run("evaluation.interval_steps=2", "save_interval_steps=2", "total_steps=3", **held_out)
     model = TunerModelConfig(model_path=str(result.folder / "global_step_2"), max_model_len=256, max_tokens=6)
     alone = run("evaluation.at_start=true", "total_steps=1", model=model, experiment_name="alone", **held_out)
     (during,) = [row for row in read_metrics(result, kind="eval") if row["step"] == 2]
@@ -193,6 +194,26 @@ def test_timers_of_agents_fire_while_the_run_trains(run, monkeypatch):
     monkeypatch.setattr(Trainer, "step", step_slowly)
     run(workflow_func=count)
     assert max(during) > 5, during
+
+
+def test_agents_over_http_keep_their_server_over_steps_and_evaluations(run, data):
+    urls = set()
+
+    async def ask_over_http(task, model):
+        urls.add(model.base_url)
+        async with openai.AsyncOpenAI(base_url=model.base_url, api_key=model.api_key, max_retries=0) as client:
+            messages = [{"role": "user", "content": task["question"]}]
+            for _ in range(1 + task["number"] % 2):
+                reply = await client.chat.completions.create(model=model.model_name, messages=messages)
+        return WorkflowOutput(response=reply.choices[0].message.content)
+
+    held_out = {"eval_dataset": DatasetConfig(path=data, split="test")}
+    result = run(
+        "rollout.http_port=0", "evaluation.interval_steps=1", "total_steps=3", workflow_func=ask_over_http, **held_out
+    )
+    assert all(row["rollout/num_failed"] == 0 for row in read_metrics(result))
+    assert all(row["eval/eval_taskset/num_failures"] == 0 for row in read_metrics(result, kind="eval"))
+    assert len(urls) == 1 and urls.pop().startswith("http://127.0.0.1:")
 
 
 @pytest.mark.parametrize(
