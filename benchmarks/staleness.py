@@ -4,7 +4,7 @@
 with max_staleness 0, 1, 4 in one process, and prints trained tokens per second. A step with 0 waits for its slowest
 agent. Sleeps are stratified: every 1024 of them have the quantiles of the distribution, shuffled.
 
-`curve` trains the demo's agent on the pocket model, on a CPU, with a calculator that sleeps, and prints held-out
+`curve` trains an agent on the pocket model, on a CPU, with a calculator that sleeps, and prints held-out
 accuracy over sampled tokens. Each seed and staleness is a process of its own, `--jobs` at a time.
 
     python benchmarks/staleness.py speed --device cuda
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -36,19 +36,26 @@ from report import describe_environment
 from shapes import SHAPES
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
-from tunesmith.config import RunConfig
+from tunesmith.config import EvaluationSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.replay import ReplayBuffer
+from tunesmith.judges.numeric import judge_number
 from tunesmith.loop import StepParts, run_step
+from tunesmith.pipeline.demo.run import DemoAgent, DemoSettings, finetune, save_base
+from tunesmith.pipeline.demo.run import build_config as build_run
+from tunesmith.pipeline.prepare.calculator_agent import build_reply, run_tool_calls
+from tunesmith.pipeline.rl.tune import run_tuning
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.load_config import build_config
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups, InFlightLimits
+from tunesmith.tasks.arithmetic import Problem
 from tunesmith.tasks.selector import build_sequential
 from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.tools.calculator import CALCULATOR_TOOL
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import WorkflowOutput
 
@@ -214,58 +221,74 @@ def save(path: str, result: Mapping[str, Any]) -> None:
     print(f"raw: {path}")
 
 
-async def solve_slowly(task: Mapping[str, Any], model: Any) -> WorkflowOutput:
-    """The demo's agent with a calculator that sleeps."""
-    from agentscope.agent import ReActAgent  # needed by `curve` only
-    from agentscope.formatter import OpenAIChatFormatter
-    from agentscope.message import Msg
-    from agentscope.tool import Toolkit, ToolResponse
+SYSTEM_PROMPT = "Use the tool."
+SHARE_WITHOUT_TOOL = {1: 0.75, 2: 0.35, 3: 0.1}
+"""Number of operations -> fraction of the demonstrations that answer without the tool, as in `tunesmith demo`."""
+MAX_CALLS = 3
 
-    from tunesmith.pipeline.demo import agent as demo
 
-    async def calculate(expression: str) -> ToolResponse:
+async def solve_slowly(task: Mapping[str, Any], model: ChatModel) -> WorkflowOutput:
+    """The agent of `curve`: a calculator that sleeps."""
+    messages: list[dict[str, Any]] = build_messages(task["question"])
+    text = ""
+    for _ in range(MAX_CALLS):
+        message = (await model(messages, tools=[CALCULATOR_TOOL])).choices[0].message
+        text = message.content or ""
+        messages.append(build_reply(message))
+        if not message.tool_calls:
+            break
         await asyncio.sleep(SLEEPS.draw())
-        return demo.calculate(expression)
+        messages += run_tool_calls(message, max_parallel_calls=1)
+    return WorkflowOutput(response=text)
 
-    calculate.__doc__ = demo.calculate.__doc__
-    toolkit = Toolkit()
-    toolkit.register_tool_function(calculate)
-    solver = ReActAgent(
-        name="solver",
-        sys_prompt=demo.SYSTEM_PROMPT,
-        model=model,
-        formatter=OpenAIChatFormatter(),
-        toolkit=toolkit,
-        max_iters=demo.MAX_ITERATIONS,
-    )
-    solver.set_console_output_enabled(False)
-    return WorkflowOutput(response=await solver.reply(Msg("user", task["question"], role="user")))
+
+def build_messages(question: str) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+
+
+def build_demonstrations(problems: Sequence[Problem], *, seed: int) -> list[dict[str, Any]]:
+    """Rows for fine-tuning; the easier a problem, the more often it is answered without the tool."""
+    rng = random.Random(f"demonstrations-{seed}")
+    rows = []
+    for problem in problems:
+        messages = build_messages(problem.question)
+        if rng.random() >= SHARE_WITHOUT_TOOL[problem.num_operations]:
+            arguments = {"expression": problem.expression}
+            call = {"id": "call_1", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+            messages += [
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_1", "content": problem.answer},
+            ]
+        messages.append({"role": "assistant", "content": f"The answer is {problem.answer}."})
+        rows.append({"messages": messages, "tools": [CALCULATOR_TOOL]})
+    return rows
 
 
 def run_worker(arguments: argparse.Namespace) -> None:
     """One run of `curve`: fine-tune unless the seed's model is there, train, write the curve."""
     global SLEEPS
-    from tunesmith.compat.chat_models import choose_chat_model
-    from tunesmith.config import EvaluationSection
-    from tunesmith.pipeline.demo.run import DemoSettings, build_config, finetune, load_agent, save_base
-    from tunesmith.pipeline.rl.tune import run_tuning
-
     torch.set_num_threads(1)
-    root, agent = Path(arguments.folder), load_agent()
-    settings = DemoSettings(num_test_tasks=100, num_steps=arguments.steps, batch_size=16, num_minibatches=1)
+    agent = DemoAgent(workflow=solve_slowly, judge=judge_number, build_demonstrations=build_demonstrations)
+    root = Path(arguments.folder)
+    settings = DemoSettings(
+        num_demonstrations=arguments.demonstrations, num_test_tasks=100, num_steps=arguments.steps, batch_size=16,
+        num_minibatches=1,
+    )  # fmt: skip
     if arguments.worker == "finetune":
         finetune(
             save_base(root, seed=arguments.seed, settings=settings), agent, root, seed=arguments.seed, settings=settings
         )
         return
     SLEEPS = Sleeps(median_s=arguments.median_s, p99_s=arguments.p99_s, seed=arguments.seed)
-    config = build_config(root / "sft", root, seed=arguments.seed, settings=settings)
+    config = build_run(Path((root / "finetuned").read_text()), root, seed=arguments.seed, settings=settings)
     rollout = config.rollout.model_copy(update={"max_staleness": int(arguments.worker)})
     evaluation = EvaluationSection(interval_steps=arguments.interval, at_start=True)
     name = f"staleness-{arguments.worker}"
     config = config.model_copy(update={"rollout": rollout, "evaluation": evaluation, "name": name})
     started = time.perf_counter()
-    result = run_tuning(config, workflow=solve_slowly, judge=agent.judge, build_model=choose_chat_model(config))
+    result = run_tuning(
+        config, workflow=agent.workflow, judge=agent.judge, build_model=lambda e, o: ChatModel(e, options=o)
+    )
     rows = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
     curve = read_curve(rows) | {"seconds": time.perf_counter() - started}
     (root / f"{name}.json").write_text(json.dumps(curve))
@@ -292,7 +315,8 @@ def run_curve(arguments: argparse.Namespace) -> None:
         def start(worker: str, seed: int) -> None:
             given = [
                 "curve", "--worker", worker, "--folder", f"{folder}/{seed}", "--seed", str(seed),
-                "--steps", str(arguments.steps), "--interval", str(arguments.interval),
+                "--demonstrations", str(arguments.demonstrations), "--steps", str(arguments.steps),
+                "--interval", str(arguments.interval),
                 "--median-s", str(arguments.median_s), "--p99-s", str(arguments.p99_s),
             ]  # fmt: skip
             with (Path(folder) / f"{worker}-{seed}.log").open("w") as log:
@@ -357,6 +381,7 @@ def main() -> None:
     speed.set_defaults(run=run_speed)
     curve.add_argument("--seeds", type=int, default=3, help="number of seeds")
     curve.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    curve.add_argument("--demonstrations", type=int, default=2500, help="of the fine-tuning before")
     curve.add_argument("--steps", type=int, default=40, help="steps of a run")
     curve.add_argument("--interval", type=int, default=8, help="steps between evaluations")
     curve.add_argument("--worker", help=argparse.SUPPRESS)

@@ -290,8 +290,9 @@ class Session:
 
     def find_oldest_version(self) -> int | None:
         """Policy version of the oldest sampled token, of calls in flight too; None: nothing is sampled yet."""
-        calls = (*self._turns.values(), *self._in_flight.values())
-        return min((min(call.policy_versions) for call in calls if call.policy_versions), default=None)
+        recorded = [turn.policy_versions for turn in self._turns.values()]
+        in_flight = [call.policy_versions for call in self._in_flight.values()]
+        return min((min(versions) for versions in (*recorded, *in_flight) if versions), default=None)
 
     def build_call_id(self) -> str:
         """Id of the next tool call: nine alphanumeric characters, as the strictest templates require."""
