@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from engines import build_engine, build_prompts, compute_reference_logits
+from host_bursts import build_burst_engine
 from tiny_models import build_tiny
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -21,7 +22,12 @@ PROMPTS = build_prompts(9, 4, 21)
 SAMPLING = Sampling(max_tokens=12)
 
 
-def build_pair() -> tuple[LocalEngine, list[nn.Module]]:
+@pytest.fixture(params=["one token a step", "bursts of three"])
+def pair(request: pytest.FixtureRequest) -> tuple[LocalEngine, list[nn.Module]]:
+    return build_pair(has_bursts=request.param == "bursts of three")
+
+
+def build_pair(*, has_bursts: bool = False) -> tuple[LocalEngine, list[nn.Module]]:
     """An engine of a tiny model, and the model with its first and its second weights."""
     old = build_tiny("llama")
     new = copy.deepcopy(old)
@@ -31,7 +37,8 @@ def build_pair() -> tuple[LocalEngine, list[nn.Module]]:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     sampled = copy.deepcopy(old)
     use_plan_attention(sampled)
-    return build_engine(sampled), [old, new]
+    engine = build_burst_engine(sampled, decode_block=3) if has_bursts else build_engine(sampled)
+    return engine, [old, new]
 
 
 def change_weights(engine: LocalEngine, new: nn.Module, *, keeps_cache: bool = False) -> None:
@@ -76,8 +83,8 @@ def compute_logprobs(model: nn.Module, prompt: list[int], completion: Completion
     return logits.log_softmax(-1).gather(1, torch.tensor(completion.sampled_ids)[:, None])[:, 0]
 
 
-def test_each_token_has_the_logprob_of_the_weights_of_its_version():
-    engine, models = build_pair()
+def test_each_token_has_the_logprob_of_the_weights_of_its_version(pair):
+    engine, models = pair
     for prompt, completion in zip(PROMPTS, run_changed(engine, lambda: change_weights(engine, models[1])), strict=True):
         versions = torch.tensor(completion.policy_versions)
         assert versions.tolist() == sorted(versions.tolist()) and set(versions.tolist()) == {0, 1}
@@ -87,8 +94,8 @@ def test_each_token_has_the_logprob_of_the_weights_of_its_version():
         assert (both[0] - both[1]).abs().max() > 0.05, "the weights of the versions differ"
 
 
-def test_recomputed_requests_continue_as_a_fresh_prefill_does():
-    engine, models = build_pair()
+def test_recomputed_requests_continue_as_a_fresh_prefill_does(pair):
+    engine, models = pair
     changed = run_changed(engine, lambda: change_weights(engine, models[1]))
     fresh = copy.deepcopy(models[1])
     use_plan_attention(fresh)
@@ -100,8 +107,8 @@ def test_recomputed_requests_continue_as_a_fresh_prefill_does():
         assert rest.logprobs == pytest.approx(completion.logprobs[num_old:], abs=1e-5)
 
 
-def test_a_kept_cache_is_marked_with_its_version_and_no_other_request_reads_it():
-    engine, models = build_pair()
+def test_a_kept_cache_is_marked_with_its_version_and_no_other_request_reads_it(pair):
+    engine, models = pair
     found: list[Completion] = []
 
     async def run() -> None:
@@ -123,8 +130,8 @@ def test_a_kept_cache_is_marked_with_its_version_and_no_other_request_reads_it()
     assert all((mixed - compute_logprobs(model, PROMPTS[2], kept)).abs().max() > 1e-3 for model in models)
 
 
-def test_a_kept_request_that_is_preempted_is_computed_again():
-    engine, models = build_pair()
+def test_a_kept_request_that_is_preempted_is_computed_again(pair):
+    engine, models = pair
 
     def change() -> None:
         change_weights(engine, models[1], keeps_cache=True)
@@ -139,8 +146,8 @@ def test_a_kept_request_that_is_preempted_is_computed_again():
     torch.testing.assert_close(torch.tensor(preempted.logprobs), both.gather(0, versions[None])[0], atol=1e-5, rtol=0)
 
 
-def test_held_requests_wait_while_others_are_sampled():
-    engine, _ = build_pair()
+def test_held_requests_wait_while_others_are_sampled(pair):
+    engine, _ = pair
     expected = run_changed(build_pair()[0], lambda: None)
     order: list[str] = []
 
@@ -167,8 +174,8 @@ def test_held_requests_wait_while_others_are_sampled():
     assert [c.sampled_ids for c in completions] == [c.sampled_ids for c in expected]
 
 
-def test_a_held_request_can_be_cancelled():
-    engine, _ = build_pair()
+def test_a_held_request_can_be_cancelled(pair):
+    engine, _ = pair
 
     async def run() -> None:
         first = asyncio.Event()
@@ -188,9 +195,9 @@ def test_a_held_request_can_be_cancelled():
     assert not engine.has_work
 
 
-def test_tokens_arrive_while_the_engine_has_the_version_that_sampled_them():
+def test_tokens_arrive_while_the_engine_has_the_version_that_sampled_them(pair):
     """A cancelled call is recorded from what arrived, so the version at arrival must be the token's."""
-    engine, models = build_pair()
+    engine, models = pair
     seen: list[int] = []
 
     async def run() -> Completion:
