@@ -117,7 +117,12 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     metrics |= parts.tasks.give_feedback(compute_pass_rates(batch.collected, parts.outcome_key), batch.collected)
     if parts.baseline_sampling is not None:
         metrics |= compute_baseline_metrics(batch.collected)
-    parts.replay.add(*batch.with_advantage, step=step, policy_version=policy_version)
+    parts.replay.add(
+        *batch.with_advantage,
+        step=step,
+        policy_version=policy_version,
+        has_older_tokens=parts.in_flight is not None,
+    )
     metrics |= parts.actors.compute_recorder_stats()
     metrics |= parts.trainer.take_times()
     metrics["perf/step_s"] = time.perf_counter() - started

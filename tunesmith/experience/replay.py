@@ -45,12 +45,28 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, groups: Sequence[Group], positions: Sequence[int], *, step: int, policy_version: int) -> None:
-        """Add the groups that a step trained; beyond `capacity`, the lowest priorities are evicted."""
+    def add(
+        self,
+        groups: Sequence[Group],
+        positions: Sequence[int],
+        *,
+        step: int,
+        policy_version: int,
+        has_older_tokens: bool = False,
+    ) -> None:
+        """Add the groups that a step trained; beyond `capacity`, the lowest priorities are evicted.
+
+        With `has_older_tokens` the version of a group is that of its oldest token.
+        """
         if not self._settings.num_groups:
             return
         self._entries += [
-            Entry(step=step, position=position, policy_version=_find_version(group, policy_version), group=group)
+            Entry(
+                step=step,
+                position=position,
+                policy_version=_find_version(group, policy_version) if has_older_tokens else policy_version,
+                group=group,
+            )
             for group, position in zip(groups, positions, strict=True)
         ]
         self._sort()
