@@ -203,10 +203,7 @@ class Session:
         A `seed` in the request is combined with the session's: equal seeds repeat within a trajectory, but not across
         a group. `prefix_ids` are the start of the reply that is not sampled (a forced tool call).
         """
-        if self.gate is not None:
-            await self.gate.wait()
-        if self.is_closed:
-            raise SessionClosedError
+        await self._enter()
         choice_id = (call.index, choice)
         parts = (call.index, choice) if seed is None else ("request", seed, choice)
         sampling = replace(sampling, seed=derive_seed(self._seed, *parts))
@@ -223,10 +220,7 @@ class Session:
         def add_tokens(
             token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
         ) -> None:
-            version = self._engine.policy_version
-            if self.keeps_cache and in_flight.policy_versions:
-                version = in_flight.policy_versions[0]
-            in_flight.add(token_ids, logprobs, details, policy_version=version)
+            in_flight.add(token_ids, logprobs, details, policy_version=self._find_version(in_flight))
             if on_tokens is not None:
                 on_tokens(token_ids, logprobs, *(() if details is None else (details,)))
 
@@ -253,6 +247,19 @@ class Session:
         if self.record is not None:
             self.record.finish(choice_id, turn, completion)
         return completion
+
+    async def _enter(self) -> None:
+        """Wait at the gate; raise if the session is closed."""
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.is_closed:
+            raise SessionClosedError
+
+    def _find_version(self, in_flight: InFlightTurn) -> int:
+        """Policy version of tokens that arrive now."""
+        if self.keeps_cache and in_flight.policy_versions:
+            return in_flight.policy_versions[0]
+        return self._engine.policy_version
 
     def _translate_error(self, error: Exception, in_flight: InFlightTurn) -> Exception:
         """An error of the engine fails the trajectory, except a rejected request."""
