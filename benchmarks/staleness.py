@@ -60,6 +60,8 @@ from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import WorkflowOutput
 
 DECK_SIZE = 1024
+MAX_FILLING_STEPS = 3
+"""Steps that are not measured while groups in flight have no age yet; the first with older tokens compiles its loss."""
 COUNTS = ("num_dropped_groups", "num_overtaking_groups", "num_mixed_turns")
 
 
@@ -145,7 +147,7 @@ async def run_steps(
     *,
     staleness: int | None,
 ) -> list[dict[str, float]]:
-    """Steps until `--seconds` have passed, after a first one that fills the groups in flight; two for the warm-up."""
+    """Steps until `--seconds` have passed, after those that fill the groups in flight; `--warmup` for the warm-up."""
     tasks = list_tasks(64 * arguments.tasks)
     feed = TaskFeed(tasks, build_sequential(np.zeros((len(tasks), 0)), seed=0))
     limits = InFlightLimits(
@@ -175,7 +177,7 @@ async def run_steps(
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-        is_filling = bool(staleness) and not history
+        is_filling = len(history) < min((staleness or -1) + 1, MAX_FILLING_STEPS)
         measured_s += 0.0 if is_filling else seconds
         history.append(metrics | {"seconds": seconds, "is_filling": float(is_filling)})
         print(f"staleness {staleness}, step {len(history)}: {seconds:.2f} s", file=sys.stderr, flush=True)
@@ -375,7 +377,7 @@ def main() -> None:
     speed.add_argument("--group", type=int, default=8, help="rollouts per task")
     speed.add_argument("--calls", type=int, default=2, help="tool calls per rollout")
     speed.add_argument("--max-new-tokens", type=int, default=96, help="most tokens per model call")
-    speed.add_argument("--seconds", type=float, default=45.0, help="least time measured for each staleness")
+    speed.add_argument("--seconds", type=float, default=30.0, help="least time measured for each staleness")
     speed.add_argument("--warmup", type=int, default=2, help="steps without sleeps before: compilation, CUDA graphs")
     speed.add_argument("--stale-cache", default="recompute", choices=["recompute", "keep"], help="as in rollout")
     speed.set_defaults(run=run_speed)
