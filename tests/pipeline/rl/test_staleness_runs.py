@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import time
 
 import openai
@@ -170,6 +172,26 @@ async def fail_sometimes(task, model):
     if task["number"] == 4:
         raise ValueError("four")
     return output
+
+
+def test_a_signal_during_the_update_ends_the_run_after_it(run, monkeypatch, capsys):
+    """The update is made in a thread; the run waits for it, cancels what is in flight, and names its checkpoint."""
+    step, made = Trainer.step, []
+
+    def interrupt(self, *arguments, **options):
+        if len(made) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+        metrics = step(self, *arguments, **options)
+        made.append(self.num_steps)
+        return metrics
+
+    monkeypatch.setattr(Trainer, "step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run("save_interval_steps=1")
+    printed = capsys.readouterr().err
+    assert made == [1, 2, 3] and "groups in flight were cancelled" in printed
+    assert "the last checkpoint is" in printed and "global_step_2" in printed
 
 
 def test_timers_of_agents_fire_while_the_run_trains(run, monkeypatch):
