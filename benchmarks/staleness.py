@@ -383,7 +383,7 @@ def main() -> None:
     speed.set_defaults(run=run_speed)
     curve.add_argument("--seeds", type=int, default=3, help="number of seeds")
     curve.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    curve.add_argument("--demonstrations", type=int, default=2500, help="of the fine-tuning before")
+    curve.add_argument("--demonstrations", type=int, default=1500, help="of the fine-tuning before")
     curve.add_argument("--steps", type=int, default=40, help="steps of a run")
     curve.add_argument("--interval", type=int, default=8, help="steps between evaluations")
     curve.add_argument("--worker", help=argparse.SUPPRESS)
