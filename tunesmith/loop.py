@@ -3,7 +3,8 @@
     select tasks -> run agents -> operators -> advantages -> samples -> new weights -> feedback to the selector
 
 Sampler and trainer hold the same parameters. Policy version v is the weights after v steps: tokens sampled between
-`resume(v)` and `pause()` have version v, and the trainer changes the weights only after `pause()`.
+`resume(v)` and `pause()` have version v, and the trainer changes the weights only after `pause()`. With
+`rollout.max_staleness` rollouts stay in flight over several steps.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tunesmith.algorithms.algorithm import Algorithm, compute_group_advantages, has_advantage
 from tunesmith.experience.batch import Batch, BatchSize
 from tunesmith.experience.expert_feed import ExpertFeed
 from tunesmith.experience.outcomes import compute_pass_rates
 from tunesmith.experience.replay import ReplayBuffer
+from tunesmith.experience.staleness import compute_staleness
 from tunesmith.experience.table import BoundOperator, apply_operators
 from tunesmith.rollout.actors import Actors, RolloutProgress, run_tasks
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.groups import check_failures, compute_baseline_metrics, compute_rollout_metrics
+from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
 from tunesmith.rollout.seeds import derive_round_seed
 from tunesmith.shared_step import train_groups
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import RunAdvantage, Sampling
+from tunesmith.types import Group, RunAdvantage, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ class StepParts:
     """Sampling of one more rollout of each task, whose reward is the group's baseline; None makes no such rollout."""
     branching: Branching | None = None
     """How rollouts branch; None runs all of them from the task."""
+    in_flight: InFlightGroups | None = None
+    """Rollouts that continue while the weights change; None: a step waits for all of its rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,25 +72,16 @@ class StepResult:
 
 async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | None = None) -> StepResult:
     """Make step 1, 2, ...: sample with policy version `step - 1`, make one update, report pass rates."""
-    started, policy_version, engine = time.perf_counter(), step - 1, parts.actors.engine
+    started, policy_version, sampler = time.perf_counter(), step - 1, parts.in_flight or parts.actors.engine
     batch = Batch(size=parts.size)
-    engine.resume(policy_version)
+    sampler.resume(policy_version)
     while batch.num_missing:
-        groups = await run_tasks(
-            parts.actors,
-            parts.tasks.select(batch.num_missing),
-            group_size=parts.group_size,
-            seed=derive_round_seed(parts.seed, batch.num_rounds),
-            step=step,
-            baseline_sampling=parts.baseline_sampling,
-            progress=progress,
-            branching=parts.branching,
-        )
+        groups = await run_round(parts, batch, step=step, progress=progress)
         kept, operator_metrics = apply_operators(groups, parts.operators, step=step, total_steps=parts.total_steps)
         batch.add_round(
             groups, kept, operator_metrics, has_advantage=[has_advantage(parts.algorithm, each) for each in kept]
         )
-    engine.pause()
+    sampler.pause()
     check_failures(batch.collected, max_failure_rate=parts.max_failure_rate)
     sampled = time.perf_counter()
 
@@ -93,7 +90,8 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     advantages, advantage_metrics = compute_group_advantages(parts.algorithm, groups)
     has_hard_credit = parts.branching is not None and parts.branching.section.credit == "hard"
     experts = [] if parts.experts is None else parts.experts.select(step)
-    train_metrics = train_groups(
+    train = partial(
+        train_groups,
         parts.actors,
         parts.trainer,
         groups,
@@ -102,6 +100,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
         policy_version=policy_version,
         has_hard_credit=has_hard_credit,
     )
+    train_metrics = train() if parts.in_flight is None else await parts.in_flight.run_beside(train)
     trained = time.perf_counter()
 
     metrics = compute_rollout_metrics(batch.collected) | parts.actors.compute_engine_stats() | batch.compute_metrics()
@@ -110,13 +109,37 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     metrics["perf/rollout_s"] = sampled - started
     metrics["perf/train_s"] = trained - sampled
     metrics |= {} if parts.branching is None else parts.branching.stats.compute()
+    if parts.in_flight is not None:
+        metrics |= compute_staleness(groups, advantages, policy_version=policy_version)
+        metrics |= parts.in_flight.compute_metrics()
     num_sampled = metrics["rollout/num_sampled_tokens"] - metrics.get("rollout/num_inherited_tokens", 0.0)
     metrics["perf/sampled_tokens_per_s"] = num_sampled / (sampled - started)
     metrics |= parts.tasks.give_feedback(compute_pass_rates(batch.collected, parts.outcome_key), batch.collected)
     if parts.baseline_sampling is not None:
         metrics |= compute_baseline_metrics(batch.collected)
-    parts.replay.add(*batch.with_advantage, step=step, policy_version=policy_version)
+    parts.replay.add(
+        *batch.with_advantage,
+        step=step,
+        policy_version=policy_version,
+        has_older_tokens=parts.in_flight is not None,
+    )
     metrics |= parts.actors.compute_recorder_stats()
     metrics |= parts.trainer.take_times()
     metrics["perf/step_s"] = time.perf_counter() - started
     return StepResult(batch=batch, advantages=advantages[: len(batch.groups)], metrics=metrics)
+
+
+async def run_round(parts: StepParts, batch: Batch, *, step: int, progress: RolloutProgress | None) -> list[Group]:
+    """Run the tasks that the batch lacks, or take as many groups from those in flight."""
+    if parts.in_flight is not None:
+        return await parts.in_flight.take(batch.num_missing, step=step, progress=progress)
+    return await run_tasks(
+        parts.actors,
+        parts.tasks.select(batch.num_missing),
+        group_size=parts.group_size,
+        seed=derive_round_seed(parts.seed, batch.num_rounds),
+        step=step,
+        baseline_sampling=parts.baseline_sampling,
+        progress=progress,
+        branching=parts.branching,
+    )

@@ -14,7 +14,7 @@ from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelCon
 PAGE = ROOT / "docs" / "guides" / "metrics.md"
 PREFIXES = (
     "algorithm", "cluster", "correction", "critic", "distillation", "engine", "eval", "experience", "expert",
-    "mismatch", "perf", "preference", "rollout", "selector", "train",
+    "mismatch", "perf", "preference", "rollout", "selector", "staleness", "train",
 )  # fmt: skip
 METRIC = re.compile(rf"(?:{'|'.join(PREFIXES)})(?:/[\w@<>]*[^\W_]>?)+")
 

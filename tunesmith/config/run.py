@@ -18,6 +18,7 @@ from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
 from tunesmith.config.rollout.branching import BranchingSection, check_branching
+from tunesmith.config.rollout.staleness import StalenessKnobs
 from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature
 from tunesmith.config.serve.serve import ServeSection, check_serve
 
@@ -100,7 +101,7 @@ class EngineSection(Section):
         return self
 
 
-class RolloutSection(Section):
+class RolloutSection(StalenessKnobs):
     """Execution of workflows and judges."""
 
     timeout_s: float = Field(default=600.0, gt=0)
@@ -362,12 +363,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_correction(self) -> RunConfig:
-        correction, default = self.algorithm.correction, CorrectionSection().cap
-        is_off_policy = self.experience.replay.num_groups > 0 or self.engine.weight_format == "fp8"
-        if correction.importance == "auto" and correction.cap != default and not is_off_policy:
+        correction, replay = self.algorithm.correction, self.experience.replay
+        is_off_policy = replay.num_groups or self.rollout.max_staleness or self.engine.weight_format == "fp8"
+        if correction.importance == "auto" and correction.cap != CorrectionSection().cap and not is_off_policy:
             raise ValueError(
                 f"algorithm.correction.cap={correction.cap} has no effect: with importance=auto only steps that train "
-                "groups of earlier steps truncate weights; set experience.replay.num_groups, or importance=token"
+                "tokens of older weights truncate weights; set experience.replay.num_groups, or importance=token"
             )
         return self
 

@@ -3,7 +3,8 @@
 `generate` appends a request to an inbox. Each step moves the inbox to the scheduler, schedules, runs the model once and
 passes tokens and completions to the event loop. Only `step`, `pause` and `resume` use the scheduler, under a lock, so
 the clock may be the event loop or a thread. `resume` drops all keys and values, so none of another version of the
-weights is read; unfinished requests are recomputed, and tokens sampled so far keep their policy version.
+weights is read; unfinished requests are recomputed, and tokens sampled so far keep their policy version. With
+`keeps_cache` they keep theirs, and their tokens the version of the oldest keys and values that they depend on.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class LocalEngine:
         self._lock = threading.RLock()
         self._inbox: deque[RequestState] = deque()
         self._cancelled: deque[int] = deque()
+        self._undelivered: deque[StepOutput] = deque()
         self._num_requests = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clock: Clock | None = None
@@ -152,18 +154,37 @@ class LocalEngine:
             self._end_idle()
             self._run_guarded(self._stepper.drain)
         self._schedule_delivery()
+        self._deliver_own()
 
-    def resume(self, policy_version: int) -> None:
-        """Continue sampling with the current weights; all cached keys and values are dropped."""
+    def resume(self, policy_version: int, *, keeps_cache: bool = False) -> None:
+        """Continue sampling with the current weights; cached keys and values are dropped.
+
+        With `keeps_cache` running requests keep theirs, which no other request reads.
+        """
         with self._lock:
             self._run_guarded(self._stepper.drain)
+            self._schedule_delivery()
+            self._deliver_own()
+            scheduler = self._output_processor.scheduler
             self._output_processor.policy_version = policy_version
-            self._output_processor.scheduler.reset_cache(policy_version)
+            (scheduler.keep_cache if keeps_cache else scheduler.reset_cache)(policy_version)
             self._runner.mark_weights_updated()
             self._is_paused = False
             self._begin_idle()
-        self._schedule_delivery()
         self._notify()
+
+    def hold(self) -> None:
+        """Pause, and set all unfinished requests aside: until `release`, `resume` samples later ones only."""
+        self.pause()
+        with self._lock:
+            self._receive_requests()
+            self._output_processor.scheduler.hold()
+
+    def release(self) -> None:
+        """Pause, and put the requests of `hold` back; they are computed again from their start."""
+        self.pause()
+        with self._lock:
+            self._output_processor.scheduler.release_held()
 
     def compute_stats(self) -> dict[str, float]:
         """Metrics since the last call."""
@@ -207,6 +228,7 @@ class LocalEngine:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._abandon_loop()
+            self._undelivered.clear()
             self._loop = loop
             self._clock = build_clock(self, is_lockstep=self._is_lockstep)
             self._reported_wait_s = self._clock.waited_s or 0.0
@@ -286,16 +308,25 @@ class LocalEngine:
         output = self._output_processor.take_output()
         if not output or self._loop is None or self._loop.is_closed():
             return
+        self._undelivered.append(output)
         if self._is_lockstep:
-            self._loop.call_soon(self._deliver, output)
+            self._loop.call_soon(self._deliver)
         else:
-            self._loop.call_soon_threadsafe(self._deliver, output)
+            self._loop.call_soon_threadsafe(self._deliver)
 
-    def _deliver(self, output: StepOutput) -> None:
+    def _deliver_own(self) -> None:
+        """In lockstep, whose calls are made in the event loop's thread, deliver at once: callers then receive tokens
+        while `policy_version` is theirs."""
+        if self._is_lockstep and self._loop is not None and not self._loop.is_closed():
+            self._deliver()
+
+    def _deliver(self) -> None:
         """Runs in the event loop: deliver output, and admit one waiting caller per freed queue place."""
-        self._cancelled.extend(deliver_output(output))
-        for _ in range(output.num_dequeued):
-            self._queue_places.release()
+        while self._undelivered:
+            output = self._undelivered.popleft()
+            self._cancelled.extend(deliver_output(output))
+            for _ in range(output.num_dequeued):
+                self._queue_places.release()
 
 
 def collect_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tunesmith.config import ReplaySection
+from tunesmith.experience.staleness import find_oldest_version
 from tunesmith.types import Group
 
 LoadGroups = Callable[[int], list[Group]]
@@ -44,12 +45,28 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, groups: Sequence[Group], positions: Sequence[int], *, step: int, policy_version: int) -> None:
-        """Add the groups that a step trained; beyond `capacity`, the lowest priorities are evicted."""
+    def add(
+        self,
+        groups: Sequence[Group],
+        positions: Sequence[int],
+        *,
+        step: int,
+        policy_version: int,
+        has_older_tokens: bool = False,
+    ) -> None:
+        """Add the groups that a step trained; beyond `capacity`, the lowest priorities are evicted.
+
+        With `has_older_tokens` the version of a group is that of its oldest token.
+        """
         if not self._settings.num_groups:
             return
         self._entries += [
-            Entry(step=step, position=position, policy_version=policy_version, group=group)
+            Entry(
+                step=step,
+                position=position,
+                policy_version=_find_version(group, policy_version) if has_older_tokens else policy_version,
+                group=group,
+            )
             for group, position in zip(groups, positions, strict=True)
         ]
         self._sort()
@@ -85,6 +102,12 @@ class ReplayBuffer:
             return priority
         rng = np.random.default_rng((self._seed, entry.step, entry.position, entry.num_uses))
         return priority + self._settings.sigma * float(rng.standard_normal())
+
+
+def _find_version(group: Group, policy_version: int) -> int:
+    """The version of the group's oldest token, at most that of the step which trained it."""
+    oldest = find_oldest_version(group.trajectories)
+    return policy_version if oldest is None else min(oldest, policy_version)
 
 
 def describe_entry(entry: Entry) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -152,13 +152,7 @@ async def run_own_tasks(
         engine.resume(0)  # an empty prefix cache makes a phase a function of its seed
     tasks = [order.tasks[position] for position in positions]
     num_expected = progress.num_done + len(tasks) * (order.group_size + (order.baseline_sampling is not None))
-    async with AsyncExitStack() as serving:
-        if actors.http_port is not None:
-            local_services = [each for each in actors.auxiliary_models.values() if isinstance(each, ModelService)]
-            ports = {actors.service: actors.http_port} | dict.fromkeys(local_services, 0)
-            for service, port in ports.items():
-                served = service.serve(port=port, max_body_bytes=actors.max_body_bytes)
-                await serving.enter_async_context(served)
+    async with serve_models(actors):
         run = partial(
             run_groups,
             tasks,
@@ -185,3 +179,16 @@ async def run_own_tasks(
             on_progress=partial(progress.add, num_expected=num_expected, is_kept=False),
         )
         return attach_baselines(groups, baselines)
+
+
+@asynccontextmanager
+async def serve_models(actors: Actors) -> AsyncIterator[None]:
+    """Serve the models over HTTP, if the run does and they are not served already."""
+    async with AsyncExitStack() as serving:
+        if actors.http_port is not None and not actors.service.is_served:
+            local_services = [each for each in actors.auxiliary_models.values() if isinstance(each, ModelService)]
+            ports = {actors.service: actors.http_port} | dict.fromkeys(local_services, 0)
+            for service, port in ports.items():
+                served = service.serve(port=port, max_body_bytes=actors.max_body_bytes)
+                await serving.enter_async_context(served)
+        yield

@@ -147,6 +147,11 @@ class ModelService:
     def policy_version(self) -> int:
         return self.recorder.engine.policy_version
 
+    @property
+    def is_served(self) -> bool:
+        """Whether the endpoint is served over HTTP now."""
+        return self._is_served
+
     def open(self, *, seed: int, order: tuple[int, ...] = (), sampling: Sampling | None = None) -> BoundModel:
         """A model bound to a new session; `sampling` overrides the service's defaults."""
         self._clients.note_loop()

@@ -68,15 +68,29 @@ class EventLoopWatchdog:
         self._blocking_line: str | None = None
         self._warned: set[str | None] = set()
         self._num_overruns = 0
-        self.blocked_s = 0.0
-        """Seconds for which user code blocked the loop, over all rollouts."""
+        self._blocked_s = 0.0
+        self._paused_at: float | None = None
         self.is_stopped = threading.Event()
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds for which user code blocked the loop, over all rollouts, or the rollouts were paused."""
+        return self._blocked_s + (0.0 if self._paused_at is None else time.monotonic() - self._paused_at)
+
+    def pause(self) -> None:
+        """Until `resume` rollouts wait for training: no rollout's time counts, and a blocked loop is not reported."""
+        self._paused_at = time.monotonic()
+
+    def resume(self) -> None:
+        """Count time, and rollouts that block past their timeout, from here."""
+        self._blocked_s, self._paused_at = self.blocked_s, None
+        self._last_alive, self._num_overruns = time.monotonic(), 0
 
     def record_step(self, run: BlockedTime, seconds: float) -> None:
         """Record how long a rollout's code ran between two awaits."""
         if seconds < MIN_BLOCKED_S:
             return
-        self.blocked_s += seconds
+        self._blocked_s += seconds
         run.blocked_s += seconds
         if seconds > run.longest_s:
             run.longest_s = seconds
@@ -96,7 +110,7 @@ class EventLoopWatchdog:
     def watch(self) -> None:
         """Main function of the watchdog thread."""
         while not self.is_stopped.wait(self._limit_s / 4):
-            if time.monotonic() - self._last_alive > self._limit_s:
+            if self._paused_at is None and time.monotonic() - self._last_alive > self._limit_s:
                 self._report_blocking_line()
             try:
                 self._loop.call_soon_threadsafe(self._mark_alive)

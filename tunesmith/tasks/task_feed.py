@@ -1,7 +1,8 @@
 """The training tasks of a run and the selector that chooses among them.
 
 Within a step tasks are selected once or in several rounds. After the step the selector receives the pass rates of all
-of them, before it chooses the tasks of the next step.
+of them, before it chooses the tasks of the next step. With `rollout.max_staleness` tasks are drawn ahead, and a step
+reports those that it trains.
 """
 
 from __future__ import annotations
@@ -21,16 +22,34 @@ class TaskFeed:
     def __init__(self, tasks: Sequence[Task], selector: Selector) -> None:
         self.tasks = tasks
         self.selector = selector
+        self.requeued: list[int] = []
+        """Tasks that run again, before the selector's next ones: their rollouts were dropped."""
         self._selected: list[int] = []
         self._selections: list[Selection] = []
 
     def select(self, num_tasks: int) -> list[Task]:
-        """The next tasks."""
-        indices = select_indices(self.selector, num_tasks, num_tasks=len(self.tasks))
-        self._selected += indices
+        """The next tasks, run in this step."""
+        indices = self.draw(num_tasks)
+        self.add_selected(indices)
+        return [self.tasks[index] for index in indices]
+
+    def draw(self, num_tasks: int) -> list[int]:
+        """Indices of the next tasks, which a step may train later: `add_selected` names those that it does."""
+        again, self.requeued = self.requeued[:num_tasks], self.requeued[num_tasks:]
+        if len(again) == num_tasks:
+            return again
+        indices = select_indices(self.selector, num_tasks - len(again), num_tasks=len(self.tasks))
         if isinstance(self.selector, ExplainingSelector):
             self._selections.append(self.selector.explain())
-        return [self.tasks[index] for index in indices]
+        return again + indices
+
+    def add_selected(self, indices: Sequence[int]) -> None:
+        """Tasks of this step, whose pass rates come next."""
+        self._selected += indices
+
+    def requeue(self, indices: Sequence[int]) -> None:
+        """Let tasks run again, before others."""
+        self.requeued += indices
 
     def give_feedback(
         self, pass_rates: Sequence[float | None], groups: Sequence[Group] | None = None

@@ -92,6 +92,27 @@ def test_killed_runs_end_like_an_uninterrupted_one(workplace):
     assert_same_run(folder / "runs/AgentScope/whole", folder / "runs/AgentScope/killed")
 
 
+def test_a_killed_run_with_rollouts_in_flight_ends_and_trains_nothing_too_old(workplace):
+    """Rollouts in flight are lost with the process and run again, so the resumed run is another one."""
+    folder, zygote = workplace
+    arguments = ["tune", "run.yaml", "--resume", "--set", "name=stale", "--set", "experience.replay.max_staleness=2"]
+    arguments += ["--set", "rollout.max_staleness=2", "--set", "save_interval_steps=1"]
+    rng, status, num_killed = random.Random(2), None, 0
+    while status != 0:
+        status = zygote.run(arguments, kill_after_s=rng.uniform(0.5, 3.0) if num_killed < 3 else None)
+        assert status in (0, -signal.SIGKILL), (folder / "zygote.log").read_text()
+        num_killed += 1
+    run = folder / "runs/AgentScope/stale"
+    steps = [row for row in read_metrics(run) if row["kind"] == "train"]
+    assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
+    assert max(row.get("staleness/max", 0) for row in steps) <= 2
+    for step in range(1, NUM_STEPS + 1):
+        groups = load_rollouts(run / f"rollouts/step_{step:06d}.parquet")
+        turns = [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+        lags = {step - 1 - version for turn in turns for version in turn.policy_versions}
+        assert lags <= {0, 1, 2}
+
+
 def assert_same_run(whole: Path, killed: Path) -> None:
     assert read_metrics(killed) == read_metrics(whole)
     last = f"global_step_{NUM_STEPS}"

@@ -150,6 +150,15 @@ class BlockPool:
         self._free = self._all_free.copy()  # several times faster than building it, at hundreds of thousands of blocks
         self._is_free = bytearray(b"\1") * self.num_blocks
 
+    def clear_prefixes(self) -> None:
+        """Clear the prefix cache; blocks that requests hold stay theirs, but no other request finds them."""
+        self._hash_of = [None] * self.num_blocks
+        self._block_of.clear()
+        self._deferred_by.clear()
+        for block in self._cached:
+            self._free_block(block)
+        self._cached.clear()
+
     def _find_free_run(self, num_blocks: int, after: int | None, headroom: int) -> int | None:
         """The first of `num_blocks` adjacent free blocks; None where there are none."""
         if after is not None and self._is_free.startswith(b"\1" * num_blocks, after + 1):

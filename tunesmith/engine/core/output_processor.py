@@ -108,7 +108,7 @@ class OutputProcessor:
         details: TokenDetails | None = None,
     ) -> None:
         """Append sampled tokens to a request."""
-        state.request.extend(token_ids, logprobs, self.policy_version, details)
+        state.request.extend(token_ids, logprobs, state.request.cache_version, details)
         self.counts["sampled_tokens"] += len(token_ids)
         if state.on_tokens is not None:
             self.stream_tokens(state, token_ids, logprobs, details)
@@ -143,7 +143,7 @@ class OutputProcessor:
             details = TokenDetails(entropies=self._token_buffer.read_entropies(request.slot))
         token_ids, logprobs = self._token_buffer.take(request.slot)
         if token_ids:
-            request.extend(token_ids, logprobs, self.policy_version, details)
+            request.extend(token_ids, logprobs, request.cache_version, details)
             request.num_computed = len(request.token_ids) - 1
 
     def copy_tokens(self, request: Request) -> Completion:
@@ -159,7 +159,7 @@ class OutputProcessor:
             copied,
             sampled_ids=(*copied.sampled_ids, *token_ids),
             logprobs=(*copied.logprobs, *logprobs),
-            policy_versions=(*copied.policy_versions, *[self.policy_version] * len(token_ids)),
+            policy_versions=(*copied.policy_versions, *[request.cache_version] * len(token_ids)),
             entropies=entropies,
             top_logprobs=None,
         )

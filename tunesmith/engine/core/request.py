@@ -55,6 +55,8 @@ class Request:
     """Index in the arrays of running requests; None while the request waits, and after it ended."""
     num_computed: int = 0
     """Tokens whose keys and values are in the cache."""
+    cache_version: int = 0
+    """Policy version of the oldest keys and values that the request holds, set when it starts to run."""
     is_inflight: bool = False
     """Part of a burst that is not read yet; the scheduler does not schedule it meanwhile."""
     block_hashes: list[bytes] = field(default_factory=list)

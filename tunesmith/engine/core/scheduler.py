@@ -88,6 +88,9 @@ class Scheduler:
         self.prefers_runs = prefers_runs
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.held: list[Request] = []
+        """Requests that wait until `release_held`."""
+        self.policy_version = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._deferred: list[_DeferredBlocks] = []
         self._salt = compute_salt(0)
@@ -102,7 +105,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Remove a request that ended, waiting or running."""
         if request.slot is None:
-            self.waiting.remove(request)
+            (self.held if request in self.held else self.waiting).remove(request)
         else:
             self.running.remove(request)
             self._release(request)
@@ -148,18 +151,44 @@ class Scheduler:
         for chunk in chunks:
             request = chunk.request
             request.num_computed = chunk.stop
-            if self.has_prefix_cache and chunk.stop // self.block_size > request.num_published:
+            if self._shares_blocks(request) and chunk.stop // self.block_size > request.num_published:
                 self._publish(request)
 
     def reset_cache(self, policy_version: int) -> None:
         """Preempt all running requests and clear the prefix cache; later hashes are salted with this policy version."""
         for request in list(self.running):
             self._preempt(request)
-        for request in self.waiting:
+        self._begin_version(policy_version)
+        self.pool.reset()
+
+    def keep_cache(self, policy_version: int) -> None:
+        """As `reset_cache`, but running requests keep their keys and values, which no other request may read."""
+        self._begin_version(policy_version)
+        self.pool.clear_prefixes()
+
+    def hold(self) -> None:
+        """Set all requests aside until `release_held`; they release their blocks."""
+        for request in list(self.running):
+            self._preempt(request)
+        self.held += self.waiting
+        self.waiting = []
+
+    def release_held(self) -> None:
+        """Let the requests wait for admission again."""
+        held, self.held = self.held, []
+        for request in held:
+            self.add(request)
+
+    def _begin_version(self, policy_version: int) -> None:
+        for request in (*self.running, *self.waiting, *self.held):
             request.block_hashes.clear()
         self._deferred.clear()
-        self.pool.reset()
         self._salt = compute_salt(policy_version)
+        self.policy_version = policy_version
+
+    def _shares_blocks(self, request: Request) -> bool:
+        """Whether other requests may read the keys and values of this one: they are of the current weights."""
+        return self.has_prefix_cache and request.cache_version == self.policy_version
 
     def _continue_running(self, step: SchedulerOutput, is_included: Callable[[Request], bool] = lambda _: True) -> None:
         """Schedule the next tokens of running requests, by priority."""
@@ -232,6 +261,7 @@ class Scheduler:
         request.blocks = found + blocks
         request.num_computed = len(found) * self.block_size
         request.num_published = len(found)
+        request.cache_version = self.policy_version
         request.slot = self._free_slots.pop()
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
@@ -255,7 +285,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         assert request.slot is not None
         blocks = request.blocks[request.num_published : request.num_computed // self.block_size]
-        if blocks and self.has_prefix_cache:
+        if blocks and self._shares_blocks(request):
             self._deferred.append(
                 _DeferredBlocks(request.token_ids, request.block_hashes, request.num_published, blocks)
             )

@@ -7,7 +7,7 @@ reproduces the same metrics.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
     except StorageError as error:
         raise StorageError(f"{error}; {describe_recovery(folder.paths, before=folder.checkpoint)}") from error
     parts.tasks.selector.load_state_dict(run_state["selector"])
+    if parts.in_flight is not None:
+        parts.in_flight.load_state_dict(run_state["in_flight"])
     parts.replay.load_state_dict(run_state["replay"], lambda step: load_rollouts(folder.paths.rollouts(step)))
     return int(run_state["step"])
 
@@ -51,9 +53,19 @@ def restore_models(checkpoint: Path, policy: Policy, trainer: Trainer) -> dict[s
 
 
 def commit(
-    config: RunConfig, policy: Policy, parts: StepParts, folder: RunFolder, control: RunControl, *, step: int
+    config: RunConfig,
+    policy: Policy,
+    parts: StepParts,
+    folder: RunFolder,
+    control: RunControl,
+    *,
+    step: int,
+    in_flight: Mapping[str, Any],
 ) -> None:
-    """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints."""
+    """Save the step's checkpoint, then merge files of committed steps and remove old checkpoints.
+
+    `in_flight` is what the checkpoint holds of rollouts in flight.
+    """
     save_checkpoint(
         folder.paths.checkpoint(step),
         policy.model,
@@ -63,6 +75,7 @@ def commit(
             "step": step,
             "selector": parts.tasks.selector.state_dict(),
             "replay": parts.replay.state_dict(),
+            **in_flight,
         },
     )
     save_json(folder.paths.last_commit, {"step": step})

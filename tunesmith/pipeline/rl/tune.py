@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from tunesmith.pipeline.rl.learning_check import UpdateLog, check_reply_fits
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition, load_own_functions
 from tunesmith.pipeline.rl.run_control import RunControl
+from tunesmith.pipeline.rl.staleness import build_in_flight, describe_in_flight, end_in_flight, run_beside_rollouts
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.extra_models import load_extra_models
 from tunesmith.pipeline.session.placement import place_config
@@ -47,6 +48,7 @@ from tunesmith.pipeline.session.run_folder import RunFolder, open_run_folder
 from tunesmith.rollout.actors import Actors, RolloutProgress
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.failures import list_causes
+from tunesmith.rollout.in_flight.in_flight_groups import describe_requeued
 from tunesmith.rollout.service import ModelProvider, ModelService
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.shared_step import end_run, follow
@@ -178,6 +180,7 @@ def run_leader(
         check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer, ranks))
         try:
             training = partial(train, config, plan, policy, parts, folder, monitor)
+            training = partial(end_in_flight, training, parts.in_flight, monitor.show_line)
             if server is not None:
                 training = partial(train_while_serving, training, server, policy.service, monitor)
             result = run_lockstep(training(), config.rollout)
@@ -228,6 +231,7 @@ def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -
         outcome_key=config.experience.outcome_key,
         baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
         branching=build_branching(config, policy),
+        in_flight=build_in_flight(config, policy, actors, plan.feed, total_steps=plan.total_steps),
     )
 
 
@@ -290,7 +294,7 @@ async def train(
     control.replay(committed_step=first_step)
     evaluations: dict[str, EvaluationResult] = {}
     if first_step == 0 and config.evaluation.at_start:
-        evaluations = await evaluate(config, plan, parts.actors, folder, monitor, control, step=0)
+        evaluations = await evaluate(config, plan, parts, folder, monitor, control, step=0)
         control.raise_error()
     metrics: dict[str, float] = {}
     updates = UpdateLog(monitor.show_line)
@@ -303,10 +307,12 @@ async def train(
         show_failures(monitor, result.batch.collected)
         await control.end_step(step, result)
         if control.is_last(step) or is_due(step, config.evaluation.interval_steps):
-            found = await evaluate(config, plan, parts.actors, folder, monitor, control, step=step)
+            found = await evaluate(config, plan, parts, folder, monitor, control, step=step)
             evaluations = found or evaluations
         if control.is_saved(step) or is_due(step, config.save_interval_steps):
-            commit(config, policy, parts, folder, control, step=step)
+            in_flight = describe_in_flight(parts.in_flight)
+            saving = partial(commit, config, policy, parts, folder, control, step=step, in_flight=in_flight)
+            await run_beside_rollouts(parts.in_flight, saving)
             await control.end_checkpoint(step)
         control.raise_error()
     updates.close()
@@ -331,6 +337,8 @@ def show_notes(config: RunConfig, plan: Plan, folder: RunFolder, monitor: Monito
         monitor.show_line(repetition)
     if folder.archive is not None:
         monitor.show_line(f"resumed from step {first_step}; files of later steps were moved to {folder.archive}")
+    if (requeued := describe_requeued(plan.feed)) is not None:
+        monitor.show_line(requeued)
     for name, number in plan.task_counts.items():
         monitor.show_line(f"{name} {number:g}")
 
@@ -358,7 +366,7 @@ def show_failures(monitor: Monitor, groups: Sequence[Group]) -> None:
 async def evaluate(
     config: RunConfig,
     plan: Plan,
-    actors: Actors,
+    parts: StepParts,
     folder: RunFolder,
     monitor: Monitor,
     control: RunControl,
@@ -369,7 +377,8 @@ async def evaluate(
     if not plan.eval_tasks:
         return {}
     started = time.perf_counter()
-    results = await evaluate_all(config, actors, plan.eval_tasks, policy_version=step, status=monitor)
+    async with nullcontext() if parts.in_flight is None else parts.in_flight.held():
+        results = await evaluate_all(config, parts.actors, plan.eval_tasks, policy_version=step, status=monitor)
     save_json(folder.paths.evaluation(step), {name: result.to_json() for name, result in results.items()})
     merged: dict[str, float] = {}
     for result in results.values():

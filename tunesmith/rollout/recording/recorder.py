@@ -84,6 +84,10 @@ class Session:
         """Calls refused because they arrived after the session ended."""
         self.record: RolloutRecord | None = None
         """The calls as branches replay them; None if the rollout cannot branch."""
+        self.gate: asyncio.Event | None = None
+        """Calls wait while it is not set; None: they never wait."""
+        self.keeps_cache = False
+        """Calls go on over keys and values of older weights (`rollout.stale_cache=keep`)."""
         self.engine_error: str | None = None
         """Type and message of the first engine error."""
         self.num_calls = 0
@@ -199,8 +203,7 @@ class Session:
         A `seed` in the request is combined with the session's: equal seeds repeat within a trajectory, but not across
         a group. `prefix_ids` are the start of the reply that is not sampled (a forced tool call).
         """
-        if self.is_closed:
-            raise SessionClosedError
+        await self._enter()
         choice_id = (call.index, choice)
         parts = (call.index, choice) if seed is None else ("request", seed, choice)
         sampling = replace(sampling, seed=derive_seed(self._seed, *parts))
@@ -217,7 +220,7 @@ class Session:
         def add_tokens(
             token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
         ) -> None:
-            in_flight.add(token_ids, logprobs, details, policy_version=self._engine.policy_version)
+            in_flight.add(token_ids, logprobs, details, policy_version=self._find_version(in_flight))
             if on_tokens is not None:
                 on_tokens(token_ids, logprobs, *(() if details is None else (details,)))
 
@@ -244,6 +247,19 @@ class Session:
         if self.record is not None:
             self.record.finish(choice_id, turn, completion)
         return completion
+
+    async def _enter(self) -> None:
+        """Wait at the gate; raise if the session is closed."""
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.is_closed:
+            raise SessionClosedError
+
+    def _find_version(self, in_flight: InFlightTurn) -> int:
+        """Policy version of tokens that arrive now."""
+        if self.keeps_cache and in_flight.policy_versions:
+            return in_flight.policy_versions[0]
+        return self._engine.policy_version
 
     def _translate_error(self, error: Exception, in_flight: InFlightTurn) -> Exception:
         """An error of the engine fails the trajectory, except a rejected request."""
@@ -285,6 +301,13 @@ class Session:
         turns = self._turns.values()
         return sum(len(turn.prompt_ids) for turn in turns), sum(len(turn.sampled_ids) for turn in turns)
 
+    def find_oldest_version(self) -> int | None:
+        """Policy version of the oldest sampled token, of calls in flight too; None: nothing is sampled yet."""
+        recorded = [turn.policy_versions for turn in self._turns.values()]
+        for call in self._in_flight.values():
+            call.collect()
+        in_flight = [call.policy_versions for call in self._in_flight.values()]
+        return min((min(versions) for versions in (*recorded, *in_flight) if versions), default=None)
     def build_call_id(self) -> str:
         """Id of the next tool call: nine alphanumeric characters, as the strictest templates require."""
         self._num_tool_calls += 1

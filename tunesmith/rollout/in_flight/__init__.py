@@ -1,0 +1,1 @@
+"""Rollouts that continue while the weights change (`rollout.max_staleness`)."""
