@@ -7,7 +7,6 @@ some fields silently (temperature, top_p, enable_thinking).
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tunesmith.compat.trinity_draft import ONE_AUXILIARY_ENGINE
 from tunesmith.errors import ConfigError
 from tunesmith.tasks.load import load_preview
-
-logger = logging.getLogger(__name__)
 
 LENGTHS = {"total_epochs", "total_steps"}
 """Fields of a training set that set the length of the run."""
@@ -95,8 +92,8 @@ class TunerModelConfig(BaseModel):
     def _only_one(cls, value: int) -> int:
         if value != 1:
             raise ConfigError(
-                f"{value} is not supported: a model is not split over GPUs; set 1, and to use N GPUs start this "
-                "program with torchrun --nproc-per-node N"
+                f"{value} is not supported: a model is not split over GPUs; set 1, and to use N GPUs set "
+                "inference_engine_num=N"
             )
         return value
 
@@ -114,12 +111,6 @@ class AlgorithmConfig(BaseModel):
     eval_interval_steps: int = 100
 
 
-ENGINES = (
-    "each process has one engine, which serves its workflows; to sample and train on N GPUs start this program with "
-    "torchrun --nproc-per-node N"
-)
-
-
 def translate_model(model: TunerModelConfig) -> dict[str, Any]:
     """Fields of our `model` section; fields that the caller did not set are omitted."""
     for key in ("base_url", "api_key_env"):
@@ -128,21 +119,24 @@ def translate_model(model: TunerModelConfig) -> dict[str, Any]:
                 f"model.{key}={getattr(model, key)!r} is not supported: the trained model runs in this process; set "
                 f"{key} of a model in auxiliary_models"
             )
-    return translate_model_fields(model, key="model", engine_note=ENGINES)
+    return translate_model_fields(model)
 
 
 def translate_auxiliary_model(name: str, model: TunerModelConfig) -> dict[str, Any]:
     """As `translate_model`, for an auxiliary model, in this process or on a server."""
-    return translate_model_fields(model, key=f"auxiliary_models.{name}", engine_note=ONE_AUXILIARY_ENGINE)
+    if model.inference_engine_num != 1:
+        raise ConfigError(
+            f"auxiliary_models.{name}.inference_engine_num={model.inference_engine_num} is not supported: "
+            f"{ONE_AUXILIARY_ENGINE}; set 1"
+        )
+    return translate_model_fields(model)
 
 
-def translate_model_fields(model: TunerModelConfig, *, key: str, engine_note: str) -> dict[str, Any]:
-    """Fields of both kinds of models; the number of engines has no effect and is noted."""
+def translate_model_fields(model: TunerModelConfig) -> dict[str, Any]:
+    """Fields of both kinds of models."""
     given = model.model_dump(include=model.model_fields_set)
     given.pop("tensor_parallel_size", None)
-    num_engines = given.pop("inference_engine_num", 1)
-    if num_engines != 1:
-        logger.warning("%s.inference_engine_num=%d has no effect: %s", key, num_engines, engine_note)
+    given.pop("inference_engine_num", None)
     given["path"] = given.pop("model_path")
     if "reasoning_parser" in given and given["reasoning_parser"] is None:
         given["reasoning_parser"] = "none"
@@ -249,6 +243,8 @@ def translate_tune_arguments(
         overrides["eval_datasets"] = translate_held_out_sets(eval_dataset)
     if model is not None:
         overrides["model"] = translate_model(model)
+        if "inference_engine_num" in model.model_fields_set:  # each rank has one engine
+            overrides["cluster"] = {"num_workers": model.inference_engine_num}
     if auxiliary_models:
         overrides["auxiliary_models"] = {
             name: translate_auxiliary_model(name, each) for name, each in auxiliary_models.items()

@@ -32,7 +32,8 @@ def check_workers(config: RunConfig, place: Place) -> None:
         found = "one process" if num_ranks == 1 else f"{num_ranks} ranks"
         raise ConfigError(
             f"cluster.num_workers={num_workers}, but this run has {found}: start it with `tunesmith tune RUN.yaml`, or "
-            f"this program with `torchrun --nproc-per-node {num_workers}`, or leave cluster.num_workers out"
+            f"this program with `torchrun --nproc-per-node {num_workers}`, set cluster.launcher=ray, or leave "
+            "cluster.num_workers (AgentScope's inference_engine_num) out"
         )
     if num_ranks > config.algorithm.batch_size:
         raise ConfigError(
