@@ -69,8 +69,11 @@ def assert_same_run(found: Path, expected: Path) -> None:
 def list_descendants(pid: int) -> list[int]:
     """Processes that a process has started, directly or not."""
     children = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        children += [int(child) for child in (task / "children").read_text().split()]
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            children += [int(child) for child in (task / "children").read_text().split()]
+    except OSError:  # a thread or the process has ended meanwhile
+        pass
     return [each for child in children for each in (child, *list_descendants(child))]
 
 
