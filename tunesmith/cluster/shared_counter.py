@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,7 +17,8 @@ from tunesmith.cluster.ranks import Ranks, rank_errors
 class SharedCounters:
     """Counters by name, each from 0."""
 
-    store: dist.TCPStore
+    store: Any
+    """Of torch's type TCPStore."""
 
     def take(self, name: str) -> int:
         """The counter's value, which no other call gets; it is increased by one."""
@@ -28,11 +31,10 @@ def open_counters(ranks: Ranks, *, timeout_s: float) -> SharedCounters | None:
     if ranks.is_alone:
         return None
     host, timeout = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=timeout_s)
+    build = partial(dist.TCPStore, host, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
     with rank_errors():
-        store = None
-        if ranks.is_first:
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = build(port=0, is_master=True) if ranks.is_first else None
         port: int = ranks.broadcast_object(None if store is None else store.port)
         if store is None:
-            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            store = build(port=port, is_master=False)
     return SharedCounters(store=store)
