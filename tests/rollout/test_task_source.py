@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from itertools import count
 
+import pytest
+
+from tunesmith.config.rollout.branching import BranchingSection, check_branching
 from tunesmith.rollout.task_source import PlannedTasks, TasksOnDemand, take_all
 
 
@@ -65,3 +68,9 @@ def test_a_rank_with_room_for_all_tasks_leaves_the_others_their_share():
         return [len(source.taken) for source in sources]
 
     assert asyncio.run(run()) == [4, 4]
+
+
+def test_trees_are_not_handed_out_on_demand():
+    with pytest.raises(ValueError, match=r"rollout\.assignment=balanced with rollout\.branching: set plan"):
+        check_branching(BranchingSection(), "balanced", group_size=4, temperature=1.0)
+    check_branching(None, "balanced", group_size=4, temperature=1.0)

@@ -169,17 +169,17 @@ def build_trainer(job: RayJob, launch: RayLaunch, *, has_gpus: bool) -> Any:
     from ray.train.v2.api.callback import UserCallback
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-    class SharedDevices(Backend):  # type: ignore[misc]
+    class SharedDevices(Backend):
         """The ranks of a host see all of its GPUs, as under torchrun."""
 
         share_cuda_visible_devices = True
 
-    class RankBackend(BackendConfig):  # type: ignore[misc]
+    class RankBackend(BackendConfig):
         @property
         def backend_cls(self) -> type:
             return SharedDevices
 
-    class StopOnFinalErrors(UserCallback):  # type: ignore[misc]
+    class StopOnFinalErrors(UserCallback):
         """Ends the run without a restart; shows why it restarts after other errors."""
 
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:

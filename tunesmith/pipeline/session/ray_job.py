@@ -25,10 +25,10 @@ def is_ray_driver(config: RunConfig) -> bool:
 
 def tune_on_ray(config: RunConfig, paths: Sequence[str], tune: Callable[[RunConfig], T]) -> T:
     """Run `tune` with the config on every rank; `paths` that exist here are needed on every host."""
-    assert config.cluster.num_workers is not None, "cluster.launcher=ray was checked to have num_workers"
-    config = name_run(config)
+    config, num_workers = name_run(config), config.cluster.num_workers
+    assert num_workers is not None, "cluster.launcher=ray was checked to have num_workers"
     launch = RayLaunch(
-        num_workers=config.cluster.num_workers,
+        num_workers=num_workers,
         max_restarts=config.cluster.num_restarts,
         namespace=config.cluster.ray_namespace,
         device=config.model.device,
@@ -39,8 +39,10 @@ def tune_on_ray(config: RunConfig, paths: Sequence[str], tune: Callable[[RunConf
         return launch_on_ray(launch, partial(run_attempt, config, tune))
     except (KeyboardInterrupt, SystemExit):
         checkpoint = find_last_checkpoint(resolve_run_root(config))
-        where = "before the first checkpoint" if checkpoint is None else f"; the last checkpoint is {checkpoint}"
-        print(f"interrupted {where}; resume with --resume and name={config.name}", file=sys.stderr, flush=True)
+        where = "interrupted before the first checkpoint"
+        if checkpoint is not None:
+            where = f"interrupted; the last checkpoint is {checkpoint}: to resume, use --resume and name={config.name}"
+        print(where, file=sys.stderr, flush=True)
         raise
 
 
