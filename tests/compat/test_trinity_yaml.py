@@ -102,6 +102,11 @@ def test_the_math_agents_file_is_translated(tmp_path, caplog):
     assert "rollout_model.engine_num=4" in caplog.text
 
 
+def test_a_cluster_section_of_ours_is_not_trinitys():
+    assert not is_trinity_file({"cluster": {"launcher": "ray", "num_workers": 16}})
+    assert is_trinity_file({"cluster": {"gpu_per_node": 8}})
+
+
 def test_several_hosts_are_a_run_under_ray():
     config = translate(("cluster", {"node_num": 2, "gpu_per_node": 8}), ("ray_namespace", "x"))
     cluster = config.cluster

@@ -54,9 +54,7 @@ from tunesmith.compat.trinity_sections import (
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError
 
-TRINITY_KEYS = frozenset(
-    {"buffer", "explorer", "synchronizer", "data_processor", "cluster", "mode", "stages", "service"}
-)
+TRINITY_KEYS = frozenset({"buffer", "explorer", "synchronizer", "data_processor", "mode", "stages", "service"})
 """Top-level keys that only Trinity-RFT's files have."""
 
 
@@ -71,8 +69,10 @@ class Translation:
 
 
 def is_trinity_file(values: Mapping[str, Any]) -> bool:
-    """Whether a run file has keys of Trinity-RFT."""
-    return not TRINITY_KEYS.isdisjoint(values)
+    """Whether a run file has keys of Trinity-RFT; both kinds of files have a section `cluster`."""
+    cluster = values.get("cluster")
+    names = {f"cluster.{name}" for name in cluster} if isinstance(cluster, Mapping) else set()
+    return not (TRINITY_KEYS.isdisjoint(values) and names.isdisjoint(CLUSTER_KEYS))
 
 
 def translate_trinity_file(values: Mapping[str, Any]) -> Translation:
