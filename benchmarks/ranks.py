@@ -195,22 +195,43 @@ async def run_steps(
     return history
 
 
-def measure(arguments: argparse.Namespace, num_ranks: int, model: str) -> dict[str, Any]:
-    """Start the ranks and read what the first has written."""
+def measure(
+    arguments: argparse.Namespace, num_ranks: int, model: str, *, is_independent: bool = False
+) -> dict[str, Any]:
+    """Start the ranks, or as many independent processes, and read what they have written."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
         given = [
-            "--worker", str(out), "--model", model, "--device", arguments.device, "--tasks", str(arguments.tasks),
+            "--model", model, "--device", arguments.device, "--tasks", str(arguments.tasks),
             "--group", str(arguments.group), "--max-new-tokens", str(arguments.max_new_tokens),
             "--max-model-len", str(arguments.max_model_len), "--steps", str(arguments.steps),
             "--warmup", str(arguments.warmup), *(["--checkpointing"] if arguments.checkpointing else []),
             *(["--sharded-gradients"] if arguments.sharded_gradients else []),
             *([] if arguments.kv_cache_gib is None else ["--kv-cache-gib", str(arguments.kv_cache_gib)]),
         ]  # fmt: skip
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        command = [sys.executable, *(launcher if num_ranks > 1 else []), __file__, *given]
-        subprocess.run(command, env={"GLOO_SOCKET_IFNAME": "lo"} | os.environ, check=True)
-        return json.loads(out.read_text())
+        num_threads = max((os.cpu_count() or 1) // max(map(int, arguments.gpus.split(","))), 1)
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(num_threads)} | os.environ
+        outs = [Path(folder) / f"result-{index}.json" for index in range(num_ranks if is_independent else 1)]
+        if is_independent:
+            processes = [
+                subprocess.Popen(
+                    [sys.executable, __file__, "--worker", str(out), *given],
+                    env=environment | {"CUDA_VISIBLE_DEVICES": str(index)},
+                )
+                for index, out in enumerate(outs)
+            ]
+            statuses = [process.wait() for process in processes]
+            if any(statuses):
+                raise SystemExit("an independent process failed")
+        else:
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+            command = [sys.executable, *(launcher if num_ranks > 1 else []), __file__, "--worker", str(outs[0]), *given]
+            subprocess.run(command, env=environment, check=True)
+        results = [json.loads(out.read_text()) for out in outs]
+    slowest = max(results, key=lambda result: sum(row["seconds"] for row in result["steps"][arguments.warmup :]))
+    if not is_independent:
+        return slowest
+    ranks = [rank | {"steps": result["steps"]} for result in results for rank in result["ranks"]]
+    return slowest | {"num_ranks": num_ranks, "is_independent": True, "ranks": ranks}
 
 
 def show(results: list[dict[str, Any]], *, warmup: int) -> None:
@@ -223,9 +244,13 @@ def show(results: list[dict[str, Any]], *, warmup: int) -> None:
         seconds = statistics.median(row["seconds"] for row in rows)
         base = base or seconds
         tokens = statistics.fmean(row["rollout/num_sampled_tokens"] for row in rows)
+        tokens *= result["num_ranks"] if result.get("is_independent") else 1
         memory = max(rank["memory_gib"] for rank in result["ranks"])
-        line = f"{result['num_ranks']:>5}{seconds:>9.3f}{base / seconds:>9.1%}{tokens / seconds:>10.0f}{memory:>7.1f}"
-        print(line + "".join(f"{statistics.median(row.get(name, 0.0) for row in rows):>15.3f}" for name in PARTS))
+        name = f"{result['num_ranks']}{'*' if result.get('is_independent') else ''}"
+        line = f"{name:>5}{seconds:>9.3f}{base / seconds:>9.1%}{tokens / seconds:>10.0f}{memory:>7.1f}"
+        print(line + "".join(f"{statistics.median(row.get(part, 0.0) for row in rows):>15.3f}" for part in PARTS))
+    if any(result.get("is_independent") for result in results):
+        print("*: independent processes; the slowest one's times")
 
 
 def main() -> None:
@@ -245,6 +270,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="as trainer.has_gradient_checkpointing")
     parser.add_argument("--sharded-gradients", action="store_true", help="as cluster.has_sharded_gradients=true")
     parser.add_argument("--kv-cache-gib", type=float, help="as engine.kv_cache_gib")
+    parser.add_argument("--independent", action="store_true", help="also as many processes that share nothing")
     parser.add_argument("--out", help="JSON file; default: results/ranks_DEVICE/SHAPE.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -253,7 +279,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(arguments, Path(folder))
-        results = [measure(arguments, int(number), model) for number in arguments.gpus.split(",")]
+        results = []
+        for number in map(int, arguments.gpus.split(",")):
+            if arguments.independent and number > 1:
+                results.append(measure(arguments, number, model, is_independent=True))
+            results.append(measure(arguments, number, model))
     out = Path(arguments.out or f"results/ranks_{arguments.device}/{arguments.shape}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "worker", "model")}

@@ -71,6 +71,8 @@ def tune(
         chosen += run_files.collect_resuming(resume=resume, step=resume_from)
         chosen += run_files.collect_ranks(gpus=gpus, ranks=ranks)
         settings = run_files.load_run_file(config, chosen)
+        if gpus is not None and settings.cluster.launcher == "ray":
+            raise ValueError(f"--gpus {gpus} counts GPUs of this host: with cluster.launcher=ray use --ranks {gpus}")
         run_files.check_and_announce("tune", settings, f"{config} is valid, loading libraries")
         if run_files.is_launcher(settings):
             from tunesmith.pipeline.session.launch import launch_tuning

@@ -125,7 +125,9 @@ def is_first_rank() -> bool:
 
 
 def is_launcher(config: RunConfig) -> bool:
-    """Whether this process is to start the ranks of the run: it is none of them itself."""
+    """Whether this process is to start the ranks of the run on this host: it is none of them itself."""
+    if config.cluster.launcher != "torchrun":
+        return False
     return find_place().world_size == 1 and (config.cluster.num_workers or 1) > 1
 
 
@@ -167,6 +169,18 @@ def check_paths(config: Section, *, has_models: bool = True) -> None:
     if isinstance(config, RunConfig | EvalConfig):
         for knob, spec in list_function_knobs(config):
             check_function(spec, knob=knob)
+
+
+def list_paths(config: RunConfig) -> list[str]:
+    """Paths of models, data and files of functions that the config names; some may be hub ids."""
+    paths: list[str] = []
+    for section in iter_sections(config):
+        match section:
+            case ModelSection():
+                paths += [path for path in (section.path, section.base_path) if path is not None]
+            case AuxiliaryModelSection(base_url=None) | DatasetSection() | SourceSection() | ExpertSection():
+                paths.append(section.path)
+    return paths + [spec.rpartition(":")[0] for _, spec in list_function_knobs(config) if ".py:" in spec]
 
 
 def list_function_knobs(config: RunConfig | EvalConfig) -> list[tuple[str, str]]:

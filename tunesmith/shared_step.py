@@ -20,6 +20,7 @@ from tunesmith.cluster.ranks import Ranks
 from tunesmith.experience.path_cost import measure_group
 from tunesmith.experience.samples import add_experts, build_samples
 from tunesmith.rollout.actors import Actors, run_share
+from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.rank_shares import RolloutOrder
 from tunesmith.trainer.packing import combine_cost
 from tunesmith.trainer.trainer import Trainer
@@ -56,6 +57,7 @@ class TrainShare:
     experts: Sequence[Sample]
     """Demonstrations, with their indices in the batch."""
     policy_version: int
+    has_hard_credit: bool = False
 
 
 def train_groups(
@@ -70,8 +72,7 @@ def train_groups(
 ) -> dict[str, float]:
     """Train the groups and demonstrations of a step on all ranks; metrics of the samples and of the trainer.
 
-    On several ranks only the first calls this, and no rollout has branched. `has_hard_credit`: as
-    `rollout.branching.credit: hard`.
+    On several ranks only the first calls this. `has_hard_credit`: as `rollout.branching.credit: hard`.
     """
     if actors.ranks.is_alone:
         samples, metrics = build_samples(groups, advantages, has_hard_credit=has_hard_credit)
@@ -87,7 +88,12 @@ def train_groups(
     actors.ranks.broadcast_object("train")
     share = actors.ranks.scatter_objects(
         [
-            TrainShare(groups=own, experts=demonstrations, policy_version=policy_version)
+            TrainShare(
+                groups=own,
+                experts=demonstrations,
+                policy_version=policy_version,
+                has_hard_credit=has_hard_credit,
+            )
             for own, demonstrations in zip(shares, split, strict=True)
         ]
     )
@@ -125,6 +131,7 @@ def train_share(actors: Actors, trainer: Trainer, share: TrainShare) -> dict[str
     samples, metrics = build_samples(
         [group for group in groups if group is not None],
         [each.advantages for each in share.groups],
+        has_hard_credit=share.has_hard_credit,
         places=[each.place for each in share.groups],
     )
     actors.ledger.clear()
@@ -193,15 +200,18 @@ def end_run(ranks: Ranks, result: object) -> None:
     ranks.broadcast_object(RunEnd(result=result))
 
 
-async def follow(actors: Actors, trainer: Trainer) -> Any:
-    """Carry out the orders of the first rank until the run ends; returns its result."""
+async def follow(actors: Actors, trainer: Trainer, branching: Branching | None = None) -> Any:
+    """Carry out the orders of the first rank until the run ends; returns its result.
+
+    `branching`: how rollouts of training steps branch.
+    """
     ranks = actors.ranks
     while True:
         order: RolloutOrder | RunEnd | Order = ranks.broadcast_object()
         match order:
             case RolloutOrder():
                 actors.engine.resume(order.policy_version)
-                await run_share(actors, order)
+                await run_share(actors, order, branching=branching)
                 actors.engine.pause()
             case "train":
                 train_share(actors, trainer, ranks.scatter_objects())

@@ -162,17 +162,17 @@ def test_preview_raises_the_same_errors_as_agentscope(tmp_path):
         DatasetConfig(path=str(tmp_path), split="no_such_split").preview()
 
 
-def test_several_engines_are_noted(caplog):
+def test_several_engines_are_ranks():
     trained = translate(model=TunerModelConfig(model_path="m", max_model_len=9, inference_engine_num=4))
     assert trained["model"] == {"path": "m", "max_model_len": 9}
-    assert "model.inference_engine_num=4 has no effect: each process has one engine" in caplog.text
-    assert "start this program with torchrun --nproc-per-node N" in caplog.text
+    assert trained["cluster"] == {"num_workers": 4}
+    assert "cluster" not in translate(model=TunerModelConfig(model_path="m", max_model_len=9))
+
+
+def test_an_auxiliary_model_has_one_engine():
     auxiliary = TunerModelConfig(model_path="h", max_model_len=9, inference_engine_num=2)
-    translate(auxiliary_models={"judge": auxiliary})
-    assert "auxiliary_models.judge.inference_engine_num=2 has no effect: an auxiliary model runs on one" in caplog.text
-    caplog.clear()
-    translate(model=TunerModelConfig(model_path="m", max_model_len=9, inference_engine_num=1))
-    assert not caplog.text
+    with pytest.raises(ValueError, match=r"auxiliary_models\.judge\.inference_engine_num=2 is not supported.*set 1"):
+        translate(auxiliary_models={"judge": auxiliary})
 
 
 def test_only_an_auxiliary_model_may_be_on_a_server():

@@ -102,6 +102,22 @@ def test_the_math_agents_file_is_translated(tmp_path, caplog):
     assert "rollout_model.engine_num=4" in caplog.text
 
 
+def test_a_cluster_section_of_ours_is_not_trinitys():
+    assert not is_trinity_file({"cluster": {"launcher": "ray", "num_workers": 16}})
+    assert is_trinity_file({"cluster": {"gpu_per_node": 8}})
+
+
+def test_several_hosts_are_a_run_under_ray():
+    config = translate(("cluster", {"node_num": 2, "gpu_per_node": 8}), ("ray_namespace", "x"))
+    cluster = config.cluster
+    assert (cluster.launcher, cluster.num_workers, cluster.ray_namespace) == ("ray", 16, "x")
+
+
+def test_more_engines_than_gpus_are_refused():
+    with pytest.raises(ConfigError, match=r"engine_num=4 is not supported on 2 GPUs"):
+        translate(("cluster.gpu_per_node", 2), ("explorer.rollout_model.engine_num", 4))
+
+
 def test_a_tunesmith_file_is_not_a_trinity_file():
     assert not is_trinity_file({"model": {"path": "m"}, "trainer": {}, "algorithm": {}, "monitor": {}})
     assert is_trinity_file({"buffer": {}})
@@ -109,6 +125,7 @@ def test_a_tunesmith_file_is_not_a_trinity_file():
 
 MOVED = [
     ("cluster.gpu_per_node", 4, "cluster.num_workers", 4),
+    ("explorer.rollout_model.engine_num", 4, "cluster.num_workers", 4),
     ("project", "p", "project", "p"),
     ("name", "n", "name", "n"),
     ("checkpoint_root_dir", "c", "checkpoint_root_dir", "c"),
@@ -231,7 +248,7 @@ MOVED = [
     ("explorer.rollout_model.enable_thinking", True, "model.enable_thinking", True),
     ("explorer.rollout_model.max_model_len", 77, "model.max_model_len", 77),
     (
-        "explorer.auxiliary_models", [{"name": "grader", "model_path": "h", "max_model_len": 64, "engine_num": 2}],
+        "explorer.auxiliary_models", [{"name": "grader", "model_path": "h", "max_model_len": 64, "engine_num": 1}],
         "auxiliary_models.grader.path", "h",
     ),
     ("trainer.save_interval", 50, "save_interval_steps", 50),
@@ -258,7 +275,7 @@ def test_a_key_sets_ours(key, value, ours, expected):
 
 
 ACCEPTED = [
-    ("mode", "both"), ("mode", "colocate"), ("group", ""), ("ray_namespace", "x"), ("stages", []),
+    ("mode", "both"), ("mode", "colocate"), ("group", ""), ("ray_namespace", ""), ("stages", []),
     ("cluster.node_num", 1), ("cluster.gpu_per_node", 0), ("cluster.ray_address", "auto"),
     ("algorithm.policy_loss_fn", "ppo"), ("algorithm.kl_penalty_fn", "none"), ("algorithm.entropy_loss_fn", "default"),
     ("algorithm.sample_strategy", "default"), ("algorithm.bypass_old_logprobs", True),
@@ -273,7 +290,7 @@ ACCEPTED = [
     ("data_processor.experience_pipeline.save_input", True),
     ("explorer.max_retry_times", 0), ("explorer.max_repeat_times_per_runner", 1), ("explorer.over_rollout.ratio", 0),
     ("explorer.dynamic_timeout", {"enable": False, "ratio": 3}),
-    ("explorer.rollout_model", {"engine_num": 2, "tensor_parallel_size": 1, "gpu_memory_utilization": 0.9}),
+    ("explorer.rollout_model", {"engine_num": 1, "tensor_parallel_size": 1, "gpu_memory_utilization": 0.9}),
     ("explorer.rollout_model", {"enforce_eager": False, "enable_openai_api": True, "enable_history": True}),
     ("synchronizer", {"sync_style": "fixed", "sync_method": "checkpoint", "sync_interval": 4, "sync_timeout": 9}),
     ("trainer", {"use_dynamic_bsz": True, "ulysses_sequence_parallel_size": 1, "trainer_type": "verl"}),
@@ -291,7 +308,10 @@ REFUSED = [
     ("mode", "bench", r"mode='bench'.*tunesmith eval"),
     ("group", "g", r"group='g'.*put the group into name"),
     ("stages", [{"stage_name": "a"}], r"stages=.*one file per stage"),
-    ("cluster.node_num", 4, r"cluster\.node_num=4.*one device"),
+    ("cluster.node_num", 4, r"cluster\.node_num=4 needs cluster\.gpu_per_node"),
+    ("cluster.ray_address", "h:1", r"ray_address='h:1'.*RAY_ADDRESS"),
+    ("ray_namespace", "x", r"ray_namespace='x'.*on one host"),
+    ("explorer.auxiliary_models", [{"name": "h", "model_path": "h", "engine_num": 2}], r"engine_num=2.*set 1"),
     ("algorithm.policy_loss_fn", "gspo", r"algorithm\.policy_loss_fn='gspo'.*choose another algorithm_type"),
     ("algorithm.kl_loss_fn", "sideways", r"algorithm\.kl_estimator must be"),
     ("algorithm.kl_penalty_fn", "k1", r"kl_penalty_fn='k1'.*kl_loss_fn"),

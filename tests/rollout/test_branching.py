@@ -9,6 +9,7 @@ import pytest
 from branched import NUM_ROUNDS, TASKS, TOKENIZER, ToolAgent, build_branching, build_service, run_branched
 
 from tunesmith.errors import EngineError
+from tunesmith.rollout.task_source import PlannedTasks
 from tunesmith.types import WorkflowOutput
 
 pytestmark = pytest.mark.anyio
@@ -266,3 +267,25 @@ async def test_what_a_request_asks_for_is_replayed_too():
     assert group.trajectories[1].parent == 0
     assert seen[True][0] == seen[True][1] and len(seen[True][0]) == 4
     assert all(len(each) == 4 for each in seen[False])
+
+
+def test_the_tree_of_a_task_does_not_depend_on_which_rank_runs_it():
+    """Seeds follow from the position of a task in its round."""
+
+    def run(source):
+        branching = build_branching(base_probability=0.7)
+        groups = asyncio.run(run_branched(ToolAgent(), branching, tasks=TASKS, source=source))
+        return groups, branching.stats
+
+    whole, stats = run(None)
+    (first, third), own = run(PlannedTasks(range(0, 3, 2)))
+    (second,), other = run(PlannedTasks([1]))
+    assert [strip(group) for group in (first, second, third)] == [strip(group) for group in whole]
+    own.add(other.take())
+    assert own.compute() == pytest.approx(stats.compute())
+    assert other.compute()["rollout/num_branch_points"] == 0
+
+
+def strip(group):
+    """What a group sampled, without times."""
+    return [(run.turns, run.reward, run.parent, run.branch_at) for run in group.trajectories]

@@ -9,6 +9,7 @@ the work.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ from tunesmith.pipeline.serve.run import run_serving
 from tunesmith.pipeline.session.load_config import change_section
 from tunesmith.pipeline.session.load_function import load_functions
 from tunesmith.pipeline.session.policy import BuildModel
+from tunesmith.pipeline.session.ray_job import is_ray_driver, tune_on_ray
 from tunesmith.pipeline.sft.preference import run_preference
 from tunesmith.pipeline.sft.train import OfflineResult, run_sft
 from tunesmith.pipeline.stages.plan import StageSelection, load_pipeline, plan_stages
@@ -78,6 +80,7 @@ from tunesmith.pipeline.stages.run import run_pipeline as run_stages
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.signature import check_judge_function, check_workflow_function
 from tunesmith.run_files import (
+    list_paths,
     load_eval_file,
     load_export_settings,
     load_preference_file,
@@ -205,6 +208,9 @@ def run_tune(
         check_workflow_function(workflow_func, allows_sync=True)
     if judge_func is not None:
         check_judge_function(judge_func)
+    if is_ray_driver(settings):
+        tune_rank = partial(run_tune, workflow_func=workflow_func, judge_func=judge_func, custom=custom)
+        return tune_on_ray(settings, list_paths(settings), tune_rank)
     workflow, judge = load_functions(settings, workflow_func, judge_func)
     build_model = choose_chat_model(settings)
     with agent_output(is_shown=settings.rollout.has_agent_output):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from tunesmith.cluster.loopback import use_loopback
 from tunesmith.cluster.rank_errors import LAUNCHED
 from tunesmith.errors import RankError
 
@@ -42,8 +42,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> None:
     )
     os.environ[LAUNCHED] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # errors are described here
-    if (loopback := find_loopback()) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # the ranks of one host need no other network
+    use_loopback()
     try:
         elastic_launch(config, sys.executable)("-m", "tunesmith", *arguments)
     except ChildFailedError as error:
@@ -78,9 +77,3 @@ def read_kind(failure: ProcessFailure) -> str:
     message = failure.error_file_data.get("message", {})
     extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     return str(extra.get("py_callstack", ""))
-
-
-def find_loopback() -> str | None:
-    """Name of the loopback interface, None if it has an uncommon one."""
-    names = {name for _, name in socket.if_nameindex()}
-    return next((name for name in ("lo", "lo0") if name in names), None)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from tunesmith.errors import ConfigError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+RAY_WORKER = "TUNESMITH_RAY_WORKER"
+"""Variable that is set in the workers of a run that Ray has started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +51,8 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
         local_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
         address=f"{environment.get('MASTER_ADDR', '')}:{environment.get('MASTER_PORT', '')}",
     )
+
+
+def is_ray_worker() -> bool:
+    """Whether this process is a rank that Ray has started."""
+    return RAY_WORKER in os.environ

@@ -7,7 +7,6 @@ some fields silently (temperature, top_p, enable_thinking).
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tunesmith.compat.trinity_draft import ONE_AUXILIARY_ENGINE
 from tunesmith.errors import ConfigError
 from tunesmith.tasks.load import load_preview
-
-logger = logging.getLogger(__name__)
 
 LENGTHS = {"total_epochs", "total_steps"}
 """Fields of a training set that set the length of the run."""
@@ -119,8 +116,8 @@ class TunerModelConfig(BaseModel):
     def _only_one(cls, value: int) -> int:
         if value != 1:
             raise ConfigError(
-                f"{value} is not supported: a model is not split over GPUs; set 1, and to use N GPUs start this "
-                "program with torchrun --nproc-per-node N"
+                f"{value} is not supported: a model is not split over GPUs; set 1, and to use N GPUs set "
+                "inference_engine_num=N"
             )
         return value
 
@@ -152,10 +149,6 @@ class AlgorithmConfig(BaseModel):
 
 
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
-ENGINES = (
-    "each process has one engine, which serves its workflows; to sample and train on N GPUs start this program with "
-    "torchrun --nproc-per-node N"
-)
 
 
 def translate_model(model: TunerModelConfig) -> dict[str, Any]:
@@ -166,7 +159,7 @@ def translate_model(model: TunerModelConfig) -> dict[str, Any]:
                 f"model.{key}={getattr(model, key)!r} is not supported: the trained model runs in this process; set "
                 f"{key} of a model in auxiliary_models"
             )
-    section = translate_model_fields(model, key="model", engine_note=ENGINES)
+    section = translate_model_fields(model)
     return section if model.tinker_config is None else section | {"lora": translate_adapter(model.tinker_config)}
 
 
@@ -188,16 +181,19 @@ def translate_auxiliary_model(name: str, model: TunerModelConfig) -> dict[str, A
     """As `translate_model`, for an auxiliary model, in this process or on a server."""
     if model.tinker_config is not None:
         raise ConfigError(f"auxiliary_models.{name}.tinker_config has no effect: auxiliary models are not trained")
-    return translate_model_fields(model, key=f"auxiliary_models.{name}", engine_note=ONE_AUXILIARY_ENGINE)
+    if model.inference_engine_num != 1:
+        raise ConfigError(
+            f"auxiliary_models.{name}.inference_engine_num={model.inference_engine_num} is not supported: "
+            f"{ONE_AUXILIARY_ENGINE}; set 1"
+        )
+    return translate_model_fields(model)
 
 
-def translate_model_fields(model: TunerModelConfig, *, key: str, engine_note: str) -> dict[str, Any]:
-    """Fields of both kinds of models; the number of engines has no effect and is noted."""
+def translate_model_fields(model: TunerModelConfig) -> dict[str, Any]:
+    """Fields of both kinds of models."""
     given = model.model_dump(include=model.model_fields_set - {"tinker_config"})
     given.pop("tensor_parallel_size", None)
-    num_engines = given.pop("inference_engine_num", 1)
-    if num_engines != 1:
-        logger.warning("%s.inference_engine_num=%d has no effect: %s", key, num_engines, engine_note)
+    given.pop("inference_engine_num", None)
     given["path"] = given.pop("model_path")
     if "reasoning_parser" in given and given["reasoning_parser"] is None:
         given["reasoning_parser"] = "none"
@@ -304,6 +300,8 @@ def translate_tune_arguments(
         overrides["eval_datasets"] = translate_held_out_sets(eval_dataset)
     if model is not None:
         overrides["model"] = translate_model(model)
+        if "inference_engine_num" in model.model_fields_set:  # each rank has one engine
+            overrides["cluster"] = {"num_workers": model.inference_engine_num}
     if auxiliary_models:
         overrides["auxiliary_models"] = {
             name: translate_auxiliary_model(name, each) for name, each in auxiliary_models.items()

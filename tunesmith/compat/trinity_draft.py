@@ -14,11 +14,7 @@ from tunesmith.arguments import suggest_name
 from tunesmith.errors import ConfigError
 
 SHARED_WEIGHTS = "sampler and trainer share one set of weights, so every step samples with the newest policy"
-ONE_ENGINE = (
-    "one engine in this process serves all workflows; to sample and train on N GPUs, set cluster.num_workers=N "
-    "(--gpus N)"
-)
-ONE_AUXILIARY_ENGINE = "an auxiliary model runs on one engine in this process, or on the server at base_url"
+ONE_AUXILIARY_ENGINE = "each rank runs an auxiliary model on one engine of its own, or asks the server at base_url"
 
 
 @dataclass(slots=True)

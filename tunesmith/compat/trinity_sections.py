@@ -227,7 +227,7 @@ def read_auxiliary(draft: Draft, key: str, given: Mapping[str, Any]) -> dict[str
     rules |= {name: accept() for name in ("name", "enable_openai_api", "enable_history", "enable_auto_tool_choice")}
     rules |= {name: accept() for name in ("enforce_eager", "enable_prefix_caching", "seed", "gpu_memory_utilization")}
     rules |= {
-        "engine_num": accept(ONE_AUXILIARY_ENGINE, silent=(1,)),
+        "engine_num": allow(1, reason=f"{ONE_AUXILIARY_ENGINE}; set 1"),
         "tensor_parallel_size": allow(
             1, reason=f"{ONE_AUXILIARY_ENGINE}; for a large model start a server and set base_url"
         ),

@@ -22,9 +22,10 @@ from tunesmith.compat.trinity_algorithms import (
     read_penalty_args,
     read_penalty_name,
 )
+from tunesmith.compat.trinity_cluster import KEYS as CLUSTER_KEYS
+from tunesmith.compat.trinity_cluster import count_ranks, resolve_cluster
 from tunesmith.compat.trinity_differences import resolve_differences
 from tunesmith.compat.trinity_draft import (
-    ONE_ENGINE,
     SHARED_WEIGHTS,
     Draft,
     Rule,
@@ -53,9 +54,7 @@ from tunesmith.compat.trinity_sections import (
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError
 
-TRINITY_KEYS = frozenset(
-    {"buffer", "explorer", "synchronizer", "data_processor", "cluster", "mode", "stages", "service"}
-)
+TRINITY_KEYS = frozenset({"buffer", "explorer", "synchronizer", "data_processor", "mode", "stages", "service"})
 """Top-level keys that only Trinity-RFT's files have."""
 
 
@@ -70,8 +69,10 @@ class Translation:
 
 
 def is_trinity_file(values: Mapping[str, Any]) -> bool:
-    """Whether a run file has keys of Trinity-RFT."""
-    return not TRINITY_KEYS.isdisjoint(values)
+    """Whether a run file has keys of Trinity-RFT; both kinds of files have a section `cluster`."""
+    cluster = values.get("cluster")
+    names = {f"cluster.{name}" for name in cluster} if isinstance(cluster, Mapping) else set()
+    return not (TRINITY_KEYS.isdisjoint(values) and names.isdisjoint(CLUSTER_KEYS))
 
 
 def translate_trinity_file(values: Mapping[str, Any]) -> Translation:
@@ -79,6 +80,7 @@ def translate_trinity_file(values: Mapping[str, Any]) -> Translation:
     draft = Draft(values)
     walk(draft, RULES, values, parent="")
     resolve_lengths(draft)
+    resolve_cluster(draft)
     resolve_concurrency(draft)
     resolve_differences(draft)
     return Translation(values=draft.values, notes=tuple(draft.notes))
@@ -173,20 +175,17 @@ def resolve_concurrency(draft: Draft) -> None:
     runners = draft.find("explorer.runner_per_model")
     if runners is not None:
         engines = draft.find("explorer.rollout_model.engine_num", 1)
-        num_ranks = max(draft.find("cluster.gpu_per_node", 1), 1)
-        draft.set("rollout.max_concurrency", -(-runners * engines // num_ranks), source="explorer.runner_per_model")
+        draft.set(
+            "rollout.max_concurrency", -(-runners * engines // count_ranks(draft)), source="explorer.runner_per_model"
+        )
 
 
 ONE_DEVICE = (
-    "a rank samples and trains on one device, with the whole weights; to use N GPUs of this host, set "
-    "cluster.num_workers=N (--gpus N)"
-)
-SEVERAL_HOSTS = (
-    "`tunesmith tune` starts ranks on this host, one device each; for several hosts start the run on each of them with "
-    "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m tunesmith tune RUN.yaml"
+    "a rank samples and trains on one device, with the whole weights; to use N GPUs, set cluster.num_workers=N "
+    "(--gpus N), and on several hosts cluster.launcher=ray"
 )
 PROXY = "it is for Trinity-RFT's serve mode; Tunesmith has no proxy that collects feedback"
-NO_RAY = "Tunesmith runs without Ray"
+NO_TIMELINE = "`ray timeline` writes one of a run with cluster.launcher=ray"
 NO_DATA_JUICER = "Tunesmith has no Data-Juicer service; nearest is train_dataset.operators"
 SEQUENTIAL_STYLES = ("fixed", "explorer_driven", "dynamic_by_explorer")
 """The sampler gets the newest weights before it samples, as it does here."""
@@ -203,18 +202,15 @@ RUN_RULES: dict[str, Rule] = {
     "checkpoint_root_dir": move("checkpoint_root_dir"),
     "mode": refuse_mode,
     "continue_from_checkpoint": move("continue_from_checkpoint"),
-    "ray_namespace": accept(NO_RAY),
+    **dict.fromkeys(CLUSTER_KEYS, accept()),  # read by resolve_cluster
     "ignore_validator_suggestions": accept(),
     "stages": allow_neutral("a file is one run; write one file per stage, each with the last checkpoint as model_path"),
-    "cluster.node_num": allow(0, 1, reason=SEVERAL_HOSTS),
-    "cluster.gpu_per_node": move("cluster.num_workers", lambda number: None if number in (0, 1) else number),
-    "cluster.ray_address": accept(NO_RAY, silent=("auto",)),
     "service": allow_neutral(NO_DATA_JUICER),
     "log": accept("the log is written to the console"),
     "monitor.monitor_type": move("monitor.trackers", lambda tracker: [tracker]),
     "monitor.monitor_args": allow_neutral("trackers have no arguments; use their environment variables"),
     "monitor.detailed_stats": accept(),
-    "monitor.enable_ray_timeline": allow_neutral(NO_RAY),
+    "monitor.enable_ray_timeline": allow_neutral(NO_TIMELINE),
 }
 ALGORITHM_RULES: dict[str, Rule] = {
     "algorithm_type": read_algorithm,
@@ -321,7 +317,7 @@ EXPLORER_RULES: dict[str, Rule] = {
 }
 ROLLOUT_MODEL_RULES: dict[str, Rule] = {
     "engine_type": allow("vllm", "sglang", reason="Tunesmith uses its own engine in this process"),
-    "engine_num": accept(ONE_ENGINE, silent=(1,)),
+    "engine_num": accept(),  # read by resolve_cluster
     "tensor_parallel_size": allow(1, reason=ONE_DEVICE),
     "data_parallel_size": allow(1, reason=ONE_DEVICE),
     "pipeline_parallel_size": allow(1, reason=ONE_DEVICE),

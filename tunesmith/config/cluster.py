@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from tunesmith.config.section import Section
+
+DEFAULT_RESTARTS = 3
+"""Restarts under Ray if `cluster.max_restarts` is null."""
 
 
 class ClusterSection(Section):
@@ -12,6 +17,14 @@ class ClusterSection(Section):
 
     num_workers: int | None = Field(default=None, ge=1)
     """Number of ranks. `tunesmith tune` starts them on this host; null is one, or as many as torchrun has started."""
+    launcher: Literal["torchrun", "ray"] = "torchrun"
+    """What starts the ranks. `ray` (the extra `ray`) runs one worker for each rank in a Ray cluster, on any of its
+    hosts, and needs `num_workers`; use it for several hosts, or for restarts."""
+    max_restarts: int | None = Field(default=None, ge=0)
+    """With `launcher: ray`, how often the run may be restarted from its last checkpoint after a worker or a host has
+    died; null is 3."""
+    ray_namespace: str | None = Field(default=None, min_length=1)
+    """With `launcher: ray`, the namespace of the run's actors; null is an anonymous one."""
     timeout_s: float = Field(default=3600.0, gt=0)
     """Seconds that a rank waits for the others before the run stops. Raise it if rollouts of one rank may take that
     much longer than those of another."""
@@ -19,3 +32,19 @@ class ClusterSection(Section):
     """On several ranks, sum gradients while the backward pass makes them, so that no GPU holds those of all weights in
     float32, at the price of more communication. null does it where they would take more than a tenth of the GPU's
     memory."""
+
+    @model_validator(mode="after")
+    def _check_launcher(self) -> ClusterSection:
+        if self.launcher == "ray":
+            if self.num_workers is None:
+                raise ValueError("cluster.launcher=ray needs cluster.num_workers, the number of workers (one a GPU)")
+            return self
+        for name in ("max_restarts", "ray_namespace"):
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(f"cluster.{name}={value!r} has an effect with cluster.launcher=ray only: set both")
+        return self
+
+    @property
+    def num_restarts(self) -> int:
+        """How often Ray restarts the run."""
+        return DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts

@@ -125,6 +125,9 @@ class RolloutSection(StalenessKnobs):
     run."""
     max_failure_rate: float = Field(default=0.5, ge=0, le=1)
     """Maximum share of failed trajectories in a step; above it the run stops and reports the first causes."""
+    assignment: Literal["plan", "balanced"] = "plan"
+    """Which of several ranks runs a task: one by its position, so that CPU runs are reproducible, or the next one with
+    room; `balanced` helps if `max_concurrency` is below the rollouts of a rank's share, which leaves tasks to take."""
     branching: BranchingSection | None = None
     """Let rollouts of training steps branch after tool results (ARPO, AEPO); null runs each from the task."""
 
@@ -374,11 +377,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_branching(self) -> RunConfig:
-        num_workers, branching = self.cluster.num_workers or 1, self.rollout.branching
-        check_serve(self.serve, num_workers=num_workers, has_branching=branching is not None)
-        if branching is not None:
-            group_size, temperature = self.algorithm.group_size, self.model.temperature
-            check_branching(branching, group_size=group_size, temperature=temperature, num_workers=num_workers)
+        branching, group_size, temperature = self.rollout.branching, self.algorithm.group_size, self.model.temperature
+        check_serve(self.serve, num_workers=self.cluster.num_workers or 1, has_branching=branching is not None)
+        check_branching(branching, self.rollout.assignment, group_size=group_size, temperature=temperature)
         return self
 
     @model_validator(mode="after")

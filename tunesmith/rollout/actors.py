@@ -10,6 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from tunesmith.cluster.ranks import Ranks
+from tunesmith.cluster.shared_counter import SharedCounters
 from tunesmith.experience.path_cost import measure_group
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.groups import attach_baselines, run_groups
@@ -17,6 +18,7 @@ from tunesmith.rollout.rank_shares import RankLedger, RankShare, RolloutOrder, m
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import ModelProvider, ModelService
+from tunesmith.rollout.task_source import PlannedTasks, TaskSource
 from tunesmith.types import Engine, Group, Sampling, Task, Trajectory
 
 
@@ -47,6 +49,8 @@ class Actors:
     """Size limit of an HTTP request body."""
     ranks: Ranks = field(default_factory=Ranks)
     """The ranks that share the tasks."""
+    counters: SharedCounters | None = None
+    """Hand out tasks on demand on several ranks; None: by plan."""
     ledger: RankLedger = field(default_factory=RankLedger)
     """Where the groups of the current step were run."""
 
@@ -94,7 +98,7 @@ async def run_tasks(
     The policy's engine must be sampling. With `baseline_sampling`, one additional rollout of each task gives its
     group's baseline reward. With `branching`, rollouts of a group branch. `progress` collects finished trajectories, so
     that they can be saved if the phase is aborted. On several ranks the first calls this, and the others run
-    `run_share` with the order that it sends; rollouts do not branch there.
+    `run_share` with the order that it sends.
     """
     order = RolloutOrder(
         tasks=tasks,
@@ -105,37 +109,50 @@ async def run_tasks(
         baseline_sampling=baseline_sampling,
         policy_version=actors.engine.policy_version,
         number=actors.ledger.num_rounds,
+        has_branches=branching is not None,
     )
     progress = RolloutProgress() if progress is None else progress
     if actors.ranks.is_alone:
-        return await run_own_tasks(actors, order, range(len(tasks)), progress, branching)
-    assert branching is None, "the run file was checked: rollouts on several ranks do not branch"
+        source = order.build_source(actors.ranks, None)
+        return await run_own_tasks(actors, order, source, progress, branching)
     started = time.perf_counter()
     actors.ranks.broadcast_object(order)
-    shares = await run_share(actors, order, progress)
+    shares = await run_share(actors, order, progress, branching)
     assert shares is not None, "only the first rank starts a round"
     actors.ledger.exchange_s += time.perf_counter() - started - max(share.rollout_s for share in shares)
     progress.finished += [run for share in shares[1:] for group in share.groups for run in group.trajectories]
+    for share in shares[1:]:
+        if branching is not None and share.branching is not None:
+            branching.stats.add(share.branching)
     return actors.ledger.add_round(order, shares)
 
 
 async def run_share(
-    actors: Actors, order: RolloutOrder, progress: RolloutProgress | None = None
+    actors: Actors,
+    order: RolloutOrder,
+    progress: RolloutProgress | None = None,
+    branching: Branching | None = None,
 ) -> list[RankShare] | None:
-    """Run this rank's tasks of a round; returns the shares of all ranks on the first rank, None on the others."""
+    """Run this rank's tasks of a round; returns the shares of all ranks on the first rank, None on the others.
+
+    `branching`: how rollouts branch if the order says that they do.
+    """
     started = time.perf_counter()
-    positions = order.list_positions(actors.ranks)
-    groups = await run_own_tasks(actors, order, positions, progress or RolloutProgress())
+    branching = branching if order.has_branches else None
+    source = order.build_source(actors.ranks, actors.counters)
+    groups = await run_own_tasks(actors, order, source, progress or RolloutProgress(), branching)
     rollout_s = time.perf_counter() - started
-    actors.ledger.keep(order, positions, groups)
+    actors.ledger.keep(order, source.taken, groups)
     is_first = actors.ranks.is_first
     return actors.ranks.gather_objects(
         RankShare(
             groups=[] if is_first else groups,
+            positions=source.taken,
             costs=[measure_group(group) for group in groups],
             engine_stats={} if is_first else actors.engine.compute_stats(),
             recorder_stats={} if is_first else actors.service.recorder.compute_stats(),
             rollout_s=rollout_s,
+            branching=None if is_first or branching is None else branching.stats.take(),
         )
     )
 
@@ -143,27 +160,27 @@ async def run_share(
 async def run_own_tasks(
     actors: Actors,
     order: RolloutOrder,
-    positions: range,
+    source: TaskSource,
     progress: RolloutProgress,
     branching: Branching | None = None,
 ) -> list[Group]:
-    """Run the tasks at these positions of the round in this process."""
+    """Run the tasks of the round that the source hands out in this process."""
     for engine in actors.auxiliary_engines:
         engine.resume(0)  # an empty prefix cache makes a phase a function of its seed
-    tasks = [order.tasks[position] for position in positions]
-    num_expected = progress.num_done + len(tasks) * (order.group_size + (order.baseline_sampling is not None))
+    num_tasks = -(-len(order.tasks) // actors.ranks.world_size)
+    num_expected = progress.num_done + num_tasks * (order.group_size + (order.baseline_sampling is not None))
     async with serve_models(actors):
         run = partial(
             run_groups,
-            tasks,
+            order.tasks,
             agent=actors.agent,
             model=actors.model or actors.service,
             auxiliary_models=actors.auxiliary_models,
             step=order.step,
             max_concurrency=actors.max_concurrency,
-            positions=positions,
         )
         groups = await run(
+            source=source,
             group_size=order.group_size,
             seed=order.seed,
             sampling=order.sampling,
@@ -173,6 +190,7 @@ async def run_own_tasks(
         if order.baseline_sampling is None:
             return groups
         baselines = await run(
+            source=PlannedTasks(source.taken),
             group_size=1,
             seed=derive_seed(order.seed, "baseline"),
             sampling=order.baseline_sampling,

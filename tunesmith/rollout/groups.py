@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 from tunesmith.errors import RolloutError
@@ -20,6 +21,7 @@ from tunesmith.rollout.recording.replay import RolloutRecord
 from tunesmith.rollout.runner import Agent, run_trajectory
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import ModelProvider
+from tunesmith.rollout.task_source import PlannedTasks, TaskSource, take_all
 from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, watch_event_loop
 from tunesmith.types import FailureWhere, Group, Sampling, StopReason, Task, Trajectory
 
@@ -40,14 +42,14 @@ async def run_groups(
     max_concurrency: int,
     on_progress: OnProgress | None = None,
     branching: Branching | None = None,
-    positions: Sequence[int] | None = None,
+    source: TaskSource | None = None,
 ) -> list[Group]:
-    """Run the agent `group_size` times on each task; returns groups in the order of the tasks.
+    """Run the agent `group_size` times on each task that `source` hands out, None: all; groups in the order of taking.
 
-    With `branching`, some rollouts of a group continue others from a branch point. `positions` are those of the tasks
-    in their round, from which seeds are derived; None: all tasks of it are given.
+    Seeds are derived from a task's position. With `branching`, rollouts of a group continue others from branch points.
     """
-    places = range(len(tasks)) if positions is None else positions
+    source = PlannedTasks(range(len(tasks))) if source is None else source
+    num_running: Counter[int] = Counter()
     slots = asyncio.Semaphore(max_concurrency)
 
     async def run_one(position: int, run_index: int, record: RolloutRecord | None = None) -> Trajectory:
@@ -59,14 +61,17 @@ async def run_groups(
                 agent=agent,
                 model=model,
                 auxiliary_models=auxiliary_models or {},
-                seed=derive_seed(seed, step, places[position], task.task_id, run_index),
-                order=(places[position], run_index),
+                seed=derive_seed(seed, step, position, task.task_id, run_index),
+                order=(position, run_index),
                 sampling=sampling,
                 watchdog=watchdog,
                 record=record,
             )
         finally:
             slots.release()
+            num_running[position] -= 1
+            if num_running[position] == 0:
+                source.end_group()
         if on_progress is not None:
             on_progress(trajectory)
         return trajectory
@@ -75,18 +80,36 @@ async def run_groups(
     with watch_event_loop(agent.logger, limit_s=min(BLOCKED_LIMIT_S, agent.timeout_s / 4)) as watchdog:
         try:
             if branching is not None:
-                tree_seed = derive_seed(seed, step, "branching")
-                trees = build_trees(branching, tasks, group_size=group_size, seed=tree_seed, slots=slots, run=run_one)
-                running += [asyncio.create_task(each.run()) for each in trees]
+                tree_seed, positions = derive_seed(seed, step, "branching"), await take_all(source)
+                build = partial(build_trees, branching, tasks, positions, group_size=group_size, seed=tree_seed)
+                running += [asyncio.create_task(each.run()) for each in build(slots=slots, run=run_one)]
                 return list(await asyncio.gather(*running))
-            for position in range(len(tasks)):
-                for run_index in range(group_size):
-                    await slots.acquire()
-                    running.append(asyncio.create_task(run_one(position, run_index)))
+            await start_tasks(source, running, num_running, group_size=group_size, slots=slots, run=run_one)
             trajectories = await asyncio.gather(*running)
         finally:
             await _cancel_all(running)
-    return _form_groups(tasks, trajectories, group_size)
+    return _form_groups([tasks[position] for position in source.taken], trajectories, group_size)
+
+
+async def start_tasks(
+    source: TaskSource,
+    running: list[asyncio.Task[Any]],
+    num_running: Counter[int],
+    *,
+    group_size: int,
+    slots: asyncio.Semaphore,
+    run: Callable[[int, int], Coroutine[Any, Any, Trajectory]],
+) -> None:
+    """Add the rollouts of the source's tasks to `running`, each as soon as a slot is free, which `run` releases."""
+    await slots.acquire()
+    while (position := await source.take()) is not None:
+        num_running[position] = group_size
+        for run_index in range(group_size):
+            if run_index:
+                await slots.acquire()
+            running.append(asyncio.create_task(run(position, run_index)))
+        await slots.acquire()
+    slots.release()
 
 
 def _form_groups(tasks: Sequence[Task], trajectories: Sequence[Trajectory], group_size: int) -> list[Group]:

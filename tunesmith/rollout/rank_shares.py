@@ -1,16 +1,21 @@
 """Rounds of tasks on several ranks: who runs which task, and what comes back.
 
-Task p of a round is run by rank p modulo the number of ranks, all rollouts of it, so a group is on one rank. Seeds
-depend on the position of a task in its round, never on the rank.
+By plan, task p of a round is run by rank p modulo the number of ranks, all rollouts of it, so a group is on one rank;
+on demand (`rollout.assignment: balanced`), by the rank that takes it from a counter. Seeds depend on the position of a
+task in its round, never on the rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from tunesmith.cluster.ranks import Ranks
+from tunesmith.cluster.shared_counter import SharedCounters
 from tunesmith.experience.path_cost import PathCost
+from tunesmith.rollout.branching.stats import BranchingCounts
+from tunesmith.rollout.task_source import PlannedTasks, TasksOnDemand, TaskSource
 from tunesmith.types import Group, Sampling, Task
 
 
@@ -27,10 +32,15 @@ class RolloutOrder:
     policy_version: int
     number: int
     """Number of rounds of this process before it."""
+    has_branches: bool = False
+    """Whether rollouts branch, as `rollout.branching`."""
 
-    def list_positions(self, ranks: Ranks) -> range:
-        """Positions of the tasks that a rank runs."""
-        return range(ranks.rank, len(self.tasks), ranks.world_size)
+    def build_source(self, ranks: Ranks, counters: SharedCounters | None) -> TaskSource:
+        """What hands a rank its tasks: the counters, or without them a plan."""
+        if counters is None:
+            return PlannedTasks(range(ranks.rank, len(self.tasks), ranks.world_size))
+        take_next = partial(counters.take, f"round {self.number}")
+        return TasksOnDemand(take_next, num_tasks=len(self.tasks), num_ranks=ranks.world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +48,13 @@ class RankShare:
     """What a rank hands to the first rank after a round."""
 
     groups: Sequence[Group]
+    positions: Sequence[int]
+    """Of the groups, in their round."""
     costs: Sequence[PathCost]
     engine_stats: Mapping[str, float]
     recorder_stats: Mapping[str, float]
     rollout_s: float
+    branching: BranchingCounts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +92,8 @@ class RankLedger:
         """Add the shares of all ranks on the first one, which kept its own; return the groups in task order."""
         groups: dict[int, Group] = {}
         for rank, share in enumerate(shares):
-            positions = range(rank, len(order.tasks), len(shares))
-            own = [self.kept[order.number, position] for position in positions] if rank == 0 else share.groups
-            for position, group, cost in zip(positions, own, share.costs, strict=True):
+            own = [self.kept[order.number, position] for position in share.positions] if rank == 0 else share.groups
+            for position, group, cost in zip(share.positions, own, share.costs, strict=True):
                 groups[position] = group
                 self._origins[id(group)] = (group, GroupOrigin(rank=rank, key=(order.number, position), cost=cost))
         self._engine_stats += [share.engine_stats for share in shares[1:]]

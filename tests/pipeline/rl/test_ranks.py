@@ -1,7 +1,7 @@
 """`tune --ranks` on CPU processes: equal to one rank, resumed on any number of ranks, stopped when one is killed.
 
 `TUNESMITH_ALL_RANKS=1` adds launches: a run that is resumed on 3, and on 2, 3 and 1 ranks, the kill of the first rank,
-an error of one rank, and a missing model.
+an error of one rank, a missing model, branching rollouts, and tasks that are handed out on demand.
 """
 
 from __future__ import annotations
@@ -189,6 +189,77 @@ def test_bad_input_is_one_sentence(folder, arguments, message, monkeypatch):
     errors = [line for line in result.output.splitlines() if line.startswith("tunesmith: ")]
     assert len(errors) == 1 and message in errors[0], result.output
     assert not (folder / "runs/AgentScope/bad").exists()
+
+
+SEARCHER = """
+from tunesmith import WorkflowOutput, replayable
+
+@replayable
+async def search(query: str) -> str:
+    return f"There are {len(query)} letters and {sum(map(ord, query)) % 10} apples."
+
+async def workflow(task, model):
+    messages = [{"role": "user", "content": task["question"]}]
+    for number in range(3):
+        text = (await model(messages)).choices[0].message.content
+        messages.append({"role": "assistant", "content": text})
+        if number < 2:
+            messages.append({"role": "user", "content": await search(text)})
+    return WorkflowOutput(reward=float(sum(map(ord, text)) % 5))
+"""
+
+
+@NEEDS_ALL
+@pytest.mark.parametrize("credit", ["soft", "hard"])
+def test_rollouts_branch_on_two_ranks_as_on_one(folder, credit):
+    (folder / "searcher.py").write_text(SEARCHER)
+    settings = [
+        "workflow=searcher.py:workflow",
+        "judge=null",
+        "model.max_model_len=256",
+        f"rollout.branching.credit={credit}",
+    ]
+    settings += ["rollout.branching.initial_rollouts=2"]
+    settings += ["rollout.branching.base_probability=0.7"]
+    overrides = [part for each in settings for part in ("--set", each)]
+    alone = run(folder, f"branching-{credit}", *overrides)
+    pair = run(folder, f"branching-{credit}-2", "--ranks", "2", *overrides)
+    assert_equal_runs(pair, alone)
+    assert any(row.get("rollout/num_branched_rollouts", 0) > 0 for row in read_metrics(pair))
+
+
+SLEEPER = """
+import asyncio, os
+from tunesmith import WorkflowOutput
+
+async def workflow(task, model):
+    reply = await model([{"role": "user", "content": task["question"]}])
+    await asyncio.sleep(0.4 if os.environ.get("RANK") == "1" else 0.0)
+    text = reply.choices[0].message.content
+    rank = float(os.environ.get("RANK", 0))
+    return WorkflowOutput(reward=float(sum(map(ord, text)) % 5), metrics={"rank": rank})
+"""
+
+
+@NEEDS_ALL
+def test_a_rank_whose_tools_are_slow_runs_fewer_tasks_on_demand(folder):
+    """Every task is run once, with the tokens that it has on one rank."""
+    (folder / "sleeper.py").write_text(SLEEPER)
+    settings = ["workflow=sleeper.py:workflow", "judge=null", "algorithm.batch_size=8", "total_steps=2"]
+    settings += ["rollout.max_concurrency=4", "rollout.assignment=balanced", "experience.refill_budget=1"]
+    overrides = [part for each in settings for part in ("--set", each)]
+    alone, pair = run(folder, "demand", *overrides), run(folder, "demand-2", "--ranks", "2", *overrides)
+    groups, theirs = (load_rollouts(each / "rollouts/step_000001.parquet") for each in (pair, alone))
+    assert [group.task for group in groups] == [group.task for group in theirs]
+    sampled, expected = (
+        [[turn.sampled_ids for run in group.trajectories for turn in run.turns] for group in each]
+        for each in (groups, theirs)
+    )
+    assert sampled == expected
+    ranks = [{run.metrics["rank"] for run in group.trajectories} for group in groups]
+    assert all(len(each) == 1 for each in ranks), "a group is run by one rank"
+    numbers = [each.pop() for each in ranks]
+    assert 1 <= numbers.count(1.0) < numbers.count(0.0)
 
 
 @NEEDS_ALL

@@ -37,10 +37,12 @@ class BranchingSection(Section):
     hard trains them once, with the mean advantage."""
 
 
-def check_branching(section: BranchingSection, *, group_size: int, temperature: float, num_workers: int) -> None:
-    """Raise a ValueError if a run with these settings cannot branch."""
-    if num_workers > 1:
-        raise ValueError("rollout.branching runs on one rank only: leave it out, or set cluster.num_workers=1")
+def check_branching(section: BranchingSection | None, assignment: str, *, group_size: int, temperature: float) -> None:
+    """Raise a ValueError if a run with these settings cannot branch as the section says; `assignment` of tasks."""
+    if section is None:
+        return
+    if assignment == "balanced":
+        raise ValueError("rollout.assignment=balanced with rollout.branching: set plan, or leave branching out")
     if group_size < 2:
         raise ValueError(f"rollout.branching needs algorithm.group_size of at least 2; it is {group_size}")
     if section.initial_rollouts is not None and section.initial_rollouts >= group_size:

@@ -200,7 +200,7 @@ def run_follower(config: RunConfig, load: LoadActors, ranks: Ranks, custom: Cust
     trainer = build_trainer(config, algorithm, functions, policy, ranks, total_steps=start.total_steps)
     if start.checkpoint is not None:
         restore_models(start.checkpoint, policy, trainer)
-    result: TuneResult = run_lockstep(follow(actors, trainer), config.rollout)
+    result: TuneResult = run_lockstep(follow(actors, trainer, build_branching(config, policy)), config.rollout)
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.cluster.ranks import Ranks
+from tunesmith.cluster.shared_counter import open_counters
 from tunesmith.config import RunConfig
 from tunesmith.model.cpu_threads import set_num_threads
 from tunesmith.pipeline.session.policy import BuildModel, Policy, load_auxiliary, load_policy
@@ -21,6 +22,7 @@ def load_actors(
 ) -> tuple[Policy, Actors]:
     """Load the models of a run; the policy and the actors share one engine and one endpoint."""
     set_num_threads(config.num_cpu_threads)
+    is_balanced = config.rollout.assignment == "balanced"
     policy = load_policy(config.model, config.engine, build_model=build_model)
     auxiliaries = {
         name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
@@ -41,5 +43,6 @@ def load_actors(
         http_port=config.rollout.http_port,
         max_body_bytes=int(config.rollout.max_body_mib * 2**20),
         ranks=ranks,
+        counters=open_counters(ranks, timeout_s=config.cluster.timeout_s) if is_balanced else None,
     )
     return policy, actors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunesmith.cluster.place import Place
+from tunesmith.cluster.place import Place, is_ray_worker
 from tunesmith.config import ModelSection, RolloutSection, RunConfig
 from tunesmith.errors import ConfigError
 from tunesmith.model.load import resolve_device
@@ -24,11 +24,16 @@ def place_config(config: RunConfig, place: Place, *, num_gpus: int) -> RunConfig
 def check_workers(config: RunConfig, place: Place) -> None:
     """Raise unless as many ranks run as the config says, and each gets a task."""
     num_workers, num_ranks = config.cluster.num_workers, place.world_size
+    if config.cluster.launcher == "ray" and not is_ray_worker():
+        raise ConfigError(
+            "cluster.launcher=ray starts runs of `tunesmith tune` and tune() only: leave it out here, or set torchrun"
+        )
     if num_workers is not None and num_workers != num_ranks:
         found = "one process" if num_ranks == 1 else f"{num_ranks} ranks"
         raise ConfigError(
             f"cluster.num_workers={num_workers}, but this run has {found}: start it with `tunesmith tune RUN.yaml`, or "
-            f"this program with `torchrun --nproc-per-node {num_workers}`, or leave cluster.num_workers out"
+            f"this program with `torchrun --nproc-per-node {num_workers}`, set cluster.launcher=ray, or leave "
+            "cluster.num_workers (AgentScope's inference_engine_num) out"
         )
     if num_ranks > config.algorithm.batch_size:
         raise ConfigError(

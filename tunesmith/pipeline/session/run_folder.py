@@ -50,6 +50,7 @@ MUTABLE_KEYS = (
     "evaluation.at_start",
     "monitor",
     "cluster",
+    "rollout.assignment",
     "rollout.timeout_s",
     "rollout.thread_patience_s",
     "rollout.max_failure_rate",

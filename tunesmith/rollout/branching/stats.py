@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from statistics import fmean
 
 from tunesmith.rollout.recording.replay import RolloutRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchingCounts:
+    """What a rank has counted in a round."""
+
+    counts: Counter[str]
+    probabilities: list[float]
+    changes: list[float]
+    initial: list[int]
 
 
 class BranchingStats:
@@ -42,6 +53,21 @@ class BranchingStats:
         self._counts["inherited_tool_calls"] += record.tools.num_inherited
         self._counts["repeated_tool_calls"] += record.tools.num_repeated
         self._counts["branch_prefill_tokens"] += record.num_prefill_tokens
+
+    def take(self) -> BranchingCounts:
+        """What was counted since the last call, for `add`."""
+        counts = BranchingCounts(
+            counts=self._counts, probabilities=self._probabilities, changes=self._changes, initial=self._initial
+        )
+        self._clear()
+        return counts
+
+    def add(self, taken: BranchingCounts) -> None:
+        """Add what another rank has counted."""
+        self._counts.update(taken.counts)
+        self._probabilities += taken.probabilities
+        self._changes += taken.changes
+        self._initial += taken.initial
 
     def compute(self) -> dict[str, float]:
         """Metrics since the last call."""

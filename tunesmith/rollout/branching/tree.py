@@ -202,20 +202,21 @@ class GroupTrees:
 def build_trees(
     branching: Branching,
     tasks: Sequence[Task],
+    positions: Sequence[int],
     *,
     group_size: int,
     seed: int,
     slots: asyncio.Semaphore,
     run: Callable[[int, int, RolloutRecord], Awaitable[Trajectory]],
 ) -> list[GroupTrees]:
-    """The trees of each task; `run` takes the task's position, the `run_index` and the record."""
+    """The trees of the tasks at these positions; `run` takes the position, the `run_index` and the record."""
     return [
         GroupTrees(
             branching,
             group_size=group_size,
-            seed=derive_seed(seed, position, task.task_id),
+            seed=derive_seed(seed, position, tasks[position].task_id),
             slots=slots,
             run=partial(run, position),
         )
-        for position, task in enumerate(tasks)
+        for position in positions
     ]

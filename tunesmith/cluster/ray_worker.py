@@ -1,0 +1,131 @@
+"""What a worker of Ray Train runs: it takes its place among the ranks, then does the work of the launcher.
+
+The launcher's function arrives pickled, and is read after the environment is set, because libraries read their
+variables when they are imported. Torch is not needed here.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from tunesmith.cluster.loopback import use_loopback
+from tunesmith.cluster.place import RAY_WORKER
+from tunesmith.cluster.ray_console import copied_console
+from tunesmith.errors import LOST_DEVICE_ADVICE, RankError, TunesmithError
+
+CAUSE_FIRST_S = 1.0
+"""Seconds that a rank which lost another one waits before it fails, so that the cause is seen first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayJob:
+    """What every worker receives."""
+
+    work: bytes
+    """The pickled function; it takes whether the run was restarted."""
+    directory: str
+    environment: Mapping[str, str]
+    """Variables of the launcher, for workers that do not have them."""
+    import_paths: Sequence[str]
+    shared_folder: str
+    """A folder of this launch that all hosts see."""
+    is_one_host: bool
+    has_console: bool
+    """Whether the launcher shows the console of the first rank, instead of Ray."""
+
+
+class FinalError(Exception):
+    """An error that a restart would meet again: a wrong setting, failing agents, an update that cannot be trusted."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(kind, message)
+        self.kind = kind
+        """Name of the error's class."""
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where ranks meet, and whether they met before: chosen by the first."""
+
+    address: str
+    port: int
+    is_restart: bool
+
+
+def run_worker(job: RayJob) -> bytes | None:
+    """Do the launcher's work as one rank; the first rank returns its pickled result."""
+    set_surroundings(job)
+    join_ranks(job)
+    meeting = meet(job)
+    os.environ.update(MASTER_ADDR=meeting.address, MASTER_PORT=str(meeting.port))
+    is_first = os.environ["RANK"] == "0"
+    console = copied_console(Path(job.shared_folder)) if is_first and job.has_console else nullcontext()
+    try:
+        with console:
+            result = pickle.loads(job.work)(meeting.is_restart)
+        return pickle.dumps(result) if is_first else None
+    except RankError:
+        time.sleep(CAUSE_FIRST_S)
+        raise
+    except (TunesmithError, ValueError, ImportError) as error:
+        message = " ".join(str(error).split())
+        if LOST_DEVICE_ADVICE in message:
+            raise
+        raise FinalError(type(error).__name__, message) from error
+
+
+def set_surroundings(job: RayJob) -> None:
+    """The launcher's working directory, import paths and variables."""
+    for name, value in job.environment.items():
+        os.environ.setdefault(name, value)
+    sys.path += [path for path in job.import_paths if path not in sys.path]
+    try:
+        os.chdir(job.directory)
+    except OSError as error:
+        raise FinalError("ConfigError", f"{socket.gethostname()} cannot enter {job.directory}: {error}") from error
+
+
+def join_ranks(job: RayJob) -> None:
+    """Set torchrun's variables from Ray's."""
+    import ray.train  # optional
+
+    context = ray.train.get_context()
+    os.environ.update(
+        {
+            RAY_WORKER: "1",
+            "RANK": str(context.get_world_rank()),
+            "WORLD_SIZE": str(context.get_world_size()),
+            "LOCAL_RANK": str(context.get_local_rank()),
+            "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        }
+    )
+    if job.is_one_host:
+        use_loopback()
+
+
+def meet(job: RayJob) -> Meeting:
+    """The meeting of all ranks; called by each."""
+    import ray.util  # optional
+    from ray.train.collective import broadcast_from_rank_zero
+
+    meeting = None
+    if os.environ["RANK"] == "0":
+        started = Path(job.shared_folder) / "started"
+        is_restart = started.exists()
+        started.touch()
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        meeting = Meeting(address=address, port=port, is_restart=is_restart)
+    found: Meeting = broadcast_from_rank_zero(meeting)
+    return found
