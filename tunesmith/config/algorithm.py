@@ -34,7 +34,7 @@ class CorrectionSection(Section):
     importance: Literal["auto", "none", "token", "sequence"] = "auto"
     """Multiply losses by truncated importance weights, per token or per sequence; costs one extra forward per step,
     except with token weights and a single update per step. auto uses token weights for on-policy algorithms in steps
-    that train replayed groups, and with `engine.weight_format=fp8`."""
+    that train replayed groups, and with `engine.weight_format=fp8` or `engine.kind=vllm`."""
     cap: float = Field(default=2.0, ge=1)
     """Upper bound of importance weights. Only used with `importance` token or sequence, or with auto and either
     `experience.replay.num_groups` above 0 or `engine.weight_format=fp8`; otherwise setting it is an error."""

@@ -320,7 +320,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_correction(self) -> RunConfig:
         correction, default = self.algorithm.correction, CorrectionSection().cap
-        is_off_policy = self.experience.replay.num_groups > 0 or self.engine.weight_format == "fp8"
+        is_off_policy = self.experience.replay.num_groups > 0 or self.engine.has_separate_sampler
         if correction.importance == "auto" and correction.cap != default and not is_off_policy:
             raise ValueError(
                 f"algorithm.correction.cap={correction.cap} has no effect: with importance=auto only steps that train "

@@ -10,6 +10,7 @@ from tunesmith.config.section import Section
 
 OWN_KNOBS = ("page_size", "kv_cache_tokens", "has_packed_weights", "cuda_decode", "weight_format")
 """Knobs of the engine in this process that vLLM has no counterpart of."""
+VLLM_KNOBS = ("kind", "tensor_parallel_size", "vllm")
 
 
 class VllmSection(Section):
@@ -82,13 +83,10 @@ class EngineSection(Section):
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
         if self.kind == "tunesmith":
-            unused = {
-                "tensor_parallel_size": self.tensor_parallel_size != 1,
-                "vllm": self.vllm != VllmSection(),
-            }
+            unused = {knob: self._is_set(knob) for knob in VLLM_KNOBS[1:]}
             advice = "set kind=vllm, or leave it out"
         else:
-            unused = {knob: getattr(self, knob) != type(self).model_fields[knob].default for knob in OWN_KNOBS}
+            unused = {knob: self._is_set(knob) for knob in OWN_KNOBS}
             advice = "leave it out, or set kind=tunesmith"
         if knobs := [knob for knob, is_set in unused.items() if is_set]:
             raise ValueError(f"{knobs[0]} has no effect with kind={self.kind}: {advice}")
@@ -105,3 +103,16 @@ class EngineSection(Section):
         if self.weight_format == "fp8" and self.cuda_decode != "compiled":
             raise ValueError(f"weight_format=fp8 needs cuda_decode=compiled, and it is {self.cuda_decode}")
         return self
+
+    def _is_set(self, knob: str) -> bool:
+        return bool(getattr(self, knob) != type(self).model_fields[knob].default)
+
+    @property
+    def has_separate_sampler(self) -> bool:
+        """Whether rollouts sample from other weights, or by another implementation, than the trainer's."""
+        return self.kind != "tunesmith" or self.weight_format != "model"
+
+    def for_auxiliary(self) -> EngineSection:
+        """The engine of an untrained model: in this process, on the model's own weights."""
+        own = {knob: type(self).model_fields[knob].default for knob in VLLM_KNOBS}
+        return self.model_copy(update=own | {"weight_format": "model"})

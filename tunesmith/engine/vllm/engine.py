@@ -231,7 +231,8 @@ class VllmEngine:
             if event.get("ids"):
                 self._add_tokens(state, event)
             if finish == "error":
-                self._fail(state, f"vLLM failed a request: {event['error']}")
+                self._process.has_failed = True
+                self._fail(state, f"vLLM failed a request: {event['error']}; its log is {self._process.log_path}")
             elif finish is not None and not self._is_paused and request_id in self._states:
                 self._fail(state, f"vLLM ended a request by itself ({finish})")
         if finish is not None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER = Path(__file__).parent / "server.py"
-EXIT_TIMEOUT_S = 15.0
+EXIT_TIMEOUT_S = 20.0
 KILL_TIMEOUT_S = 5.0
 NUM_LOG_BYTES = 200_000
 ENVIRONMENT = {
@@ -72,7 +72,7 @@ class VllmProcess:
         self.log_path = folder / "vllm.log"
         self.socket, other = socket.socketpair()
         variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        variables |= ENVIRONMENT | dict(environment or {})
+        variables |= ENVIRONMENT | {"VLLM_RPC_BASE_PATH": str(folder)} | dict(environment or {})
         if devices is not None:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(name_device, devices))
         with other, self.log_path.open("wb") as log:
@@ -85,7 +85,9 @@ class VllmProcess:
                 env=variables,
                 start_new_session=True,
             )
-        self._is_killed = self._has_failed = False
+        self.has_failed = False
+        """Whether to keep the log."""
+        self._is_killed = False
         atexit.register(self.stop)
 
     @property
@@ -99,7 +101,7 @@ class VllmProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         self._kill()
-        if not self._has_failed:
+        if not self.has_failed:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def explain_end(self) -> str:
@@ -107,7 +109,7 @@ class VllmProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(KILL_TIMEOUT_S)
         status = self._process.poll()
-        self._has_failed = True
+        self.has_failed = True
         self._kill()
         found = explain_log(read_end(self.log_path))
         return f"the vLLM process has ended (status {status}): {found}; its log is {self.log_path}"

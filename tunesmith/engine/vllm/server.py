@@ -26,7 +26,7 @@ FLUSH_INTERVAL_S = 0.002
 """Events of this time are sent in one frame."""
 WATCH_INTERVAL_S = 0.5
 ABORT_INTERVAL_S = 0.05
-EXIT_GRACE_S = 5.0
+EXIT_GRACE_S = 12.0
 
 
 class Server:
@@ -203,9 +203,8 @@ async def run(connection: socket.socket, arguments: dict[str, Any]) -> None:
     server = Server(llm, writer)
     writer.write(frame([{"seq": 0, "result": version}]))
     await server.serve(reader)
-    closing = threading.Thread(target=llm.shutdown, daemon=True)
-    closing.start()
-    closing.join(EXIT_GRACE_S)
+    threading.Timer(EXIT_GRACE_S, end_process_group).start()
+    llm.shutdown()
 
 
 def main() -> None:

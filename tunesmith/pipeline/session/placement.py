@@ -24,6 +24,11 @@ def place_config(config: RunConfig, place: Place, *, num_gpus: int) -> RunConfig
 def check_workers(config: RunConfig, place: Place) -> None:
     """Raise unless as many ranks run as the config says, and each gets a task."""
     num_workers, num_ranks = config.cluster.num_workers, place.world_size
+    if num_ranks > 1 and (config.engine.tensor_parallel_size > 1 or config.engine.vllm.devices is not None):
+        raise ConfigError(
+            f"with {num_ranks} ranks each has a vLLM of its own on its GPU: leave out engine.tensor_parallel_size and "
+            "engine.vllm.devices, or start one rank"
+        )
     if num_workers is not None and num_workers != num_ranks:
         found = "one process" if num_ranks == 1 else f"{num_ranks} ranks"
         raise ConfigError(
