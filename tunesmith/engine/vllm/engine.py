@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 import tempfile
 import time
 import weakref
@@ -29,7 +30,7 @@ from tunesmith.engine.engine import collect_eos_ids
 from tunesmith.engine.vllm.connection import Connection
 from tunesmith.engine.vllm.parameters import build_parameters, check_parameters, has_reply_penalties
 from tunesmith.engine.vllm.process import VllmProcess
-from tunesmith.engine.vllm.weights import Transfer, push_files, push_handles, save_config, save_weights
+from tunesmith.engine.vllm.weights import push_weights, save_config
 from tunesmith.errors import EngineError
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.types import Completion, OnTokens, Sampling, StopReason, TokenDetails, TopLogprobs
@@ -37,6 +38,9 @@ from tunesmith.types import Completion, OnTokens, Sampling, StopReason, TokenDet
 PAUSE_TIMEOUT_S = 120.0
 PUSH_TIMEOUT_S = 900.0
 CPU_CACHE_GIB = 2.0
+RECEIVER = Path(__file__).parent / "receiver.py"
+RECEIVER_MODULE = "tunesmith_weight_receiver"
+"""Name under which vLLM's workers import it."""
 
 
 class VllmEngine:
@@ -58,7 +62,6 @@ class VllmEngine:
         self.grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
         """For the trainer, which may train tokens that another engine has sampled under a grammar."""
         self._devices = list_devices(model.device, settings)
-        self._transfer: Transfer = "files" if self._devices is None else "ipc"
         self._states: dict[int, RequestState] = {}
         """Requests that are not complete, by id."""
         self._submitted: set[int] = set()
@@ -74,7 +77,7 @@ class VllmEngine:
         self._times: Counter[str] = Counter()
         self._busy_since: float | None = None
         self._idle_since: float | None = None
-        self._process = start_process(model, settings, max_model_len, devices=self._devices, transfer=self._transfer)
+        self._process = start_process(model, settings, max_model_len, devices=self._devices)
         self._finalizer = weakref.finalize(self, self._process.stop)
         self._connection = Connection(
             self._process.socket,
@@ -164,8 +167,6 @@ class VllmEngine:
     def _start(self) -> None:
         try:
             self._connection.wait_for_reply(0, work="start", timeout_s=self._settings.vllm.start_timeout_s)
-            if self._transfer == "ipc":
-                self._connection.call("init_transfer", timeout_s=PUSH_TIMEOUT_S)
         except BaseException as error:
             is_ours = isinstance(error, EngineError) and self._connection.is_open
             message = f"{error}; {self._process.explain_end()}" if is_ours else str(error)
@@ -174,10 +175,9 @@ class VllmEngine:
 
     def _push(self) -> None:
         started_at = time.perf_counter()
-        if self._devices is None:
-            push_files(self._connection, self._model, self._process.folder, timeout_s=PUSH_TIMEOUT_S)
-        else:
-            push_handles(self._connection, self._model, self._devices, timeout_s=PUSH_TIMEOUT_S)
+        push_weights(
+            self._connection, self._model, self._devices, self._process.folder, timeout_s=PUSH_TIMEOUT_S
+        )
         self._times["weight_push"] += time.perf_counter() - started_at
 
     def _reset_cache(self) -> None:
@@ -329,14 +329,12 @@ def start_process(
     max_model_len: int,
     *,
     devices: Sequence[torch.device] | None,
-    transfer: Transfer,
 ) -> VllmProcess:
     """Start vLLM on the model's architecture; its weights come with the first `resume`."""
     folder = Path(tempfile.mkdtemp(prefix="tunesmith-vllm-"))
-    save_config(model, folder, transfer=transfer)
     is_cpu = devices is None
-    if is_cpu:
-        save_weights(model, folder)
+    save_config(model, folder, has_own_head=is_cpu)
+    shutil.copy(RECEIVER, folder / f"{RECEIVER_MODULE}.py")
     gib = settings.kv_cache_gib or (CPU_CACHE_GIB if is_cpu else None)
     optional = {
         "max_num_batched_tokens": settings.max_batched_tokens,
@@ -346,8 +344,8 @@ def start_process(
     arguments = {
         "model": str(folder),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "load_format": "auto" if is_cpu else "dummy",
-        "weight_transfer": transfer if transfer == "ipc" else None,
+        "load_format": "dummy",
+        "worker_extension_cls": f"{RECEIVER_MODULE}.WeightReceiver",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "max_model_len": max_model_len,

@@ -66,13 +66,14 @@ class VllmProcess:
         server: Path = SERVER,
     ) -> None:
         """Start the process; it answers once its model is loaded. `devices`: the GPUs that it may use, by index among
-        those of this process; `server`: the program."""
+        those of this process; `folder`: importable there; `server`: the program."""
         self.folder = folder
         """Files for the process, and its log; removed when it is stopped, unless it has failed."""
         self.log_path = folder / "vllm.log"
         self.socket, other = socket.socketpair()
         variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         variables |= ENVIRONMENT | {"VLLM_RPC_BASE_PATH": str(folder)} | dict(environment or {})
+        variables["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         if devices is not None:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(name_device, devices))
         with other, self.log_path.open("wb") as log:

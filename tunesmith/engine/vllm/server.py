@@ -118,20 +118,14 @@ class Server:
             await asyncio.sleep(0.02)  # blocks of an aborted request are freed a step late
         return False
 
-    async def call_init_transfer(self) -> None:
-        await self._llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+    async def call_start_push(self) -> None:
+        await self._llm.collective_rpc("start_push")
 
-    async def call_start_update(self) -> None:
-        await self._llm.collective_rpc("start_weight_update")
+    async def call_receive_push(self, names: list[str], handles: str | None, path: str | None) -> None:
+        await self._llm.collective_rpc("receive_push", args=(names, handles, path))
 
-    async def call_update(self, **update: Any) -> None:
-        await self._llm.collective_rpc("update_weights", kwargs={"update_info": update})
-
-    async def call_finish_update(self) -> None:
-        await self._llm.collective_rpc("finish_weight_update")
-
-    async def call_reload(self, folder: str) -> None:
-        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    async def call_finish_push(self) -> None:
+        await self._llm.collective_rpc("finish_push")
 
     def _post(self, event: dict[str, Any]) -> None:
         if not self._events:
@@ -167,12 +161,9 @@ def describe(error: BaseException) -> str:
 def build_llm(arguments: dict[str, Any]) -> tuple[Any, str]:
     """The engine, and vLLM's version."""
     import vllm
-    from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    if (backend := arguments.pop("weight_transfer")) is not None:
-        arguments["weight_transfer_config"] = WeightTransferConfig(backend=backend)
     known = {field.name for field in fields(AsyncEngineArgs)}
     if unknown := sorted(arguments.keys() - known):
         raise TypeError(f"AsyncEngineArgs of vLLM {vllm.__version__} has no argument {unknown[0]!r}")

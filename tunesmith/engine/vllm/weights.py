@@ -1,7 +1,7 @@
 """Weights from this process's model to vLLM's: through handles of GPU memory, or on a CPU through a file.
 
 The names, shapes and layout are those of a checkpoint; an adapter is merged into copies of the layers it adapts. vLLM
-shards, fuses and casts what it receives in its own memory (its weight transfer engine `ipc`, or `reload_weights`).
+shards, fuses and casts what it receives in its own memory (`receiver.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -21,8 +21,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from tunesmith.engine.vllm.connection import Connection
-
-Transfer = Literal["ipc", "files"]
 
 CHUNK_BYTES = 2**30
 """Weights that are copied and handed over at once; at least one tensor."""
@@ -61,29 +59,45 @@ def merge_layer(weight: Tensor, layer: Any) -> Tensor:
     return merged.to(weight.dtype)
 
 
-def push_files(connection: Connection, model: PreTrainedModel, folder: Path, *, timeout_s: float) -> None:
-    """Write the weights into `folder` and let vLLM load them."""
-    save_weights(model, folder)
-    connection.call("reload", timeout_s=timeout_s, folder=str(folder))
+def push_weights(
+    connection: Connection,
+    model: PreTrainedModel,
+    devices: Sequence[torch.device] | None,
+    folder: Path,
+    *,
+    timeout_s: float,
+) -> None:
+    """Let vLLM take the model's weights, on its GPUs `devices`, or None for a CPU, through a file in `folder`."""
+    connection.call("start_push", timeout_s=timeout_s)
+    if devices is None:
+        path = folder / "weights.safetensors"
+        save_weights(model, path)
+        connection.call("receive_push", timeout_s=timeout_s, names=[], handles=None, path=str(path))
+        path.unlink()
+    else:
+        push_handles(connection, model, devices, timeout_s=timeout_s)
+    connection.call("finish_push", timeout_s=timeout_s)
+    if devices is not None:
+        torch.cuda.ipc_collect()
 
 
-def save_config(model: PreTrainedModel, folder: Path, *, transfer: Transfer) -> None:
-    """Write the architecture for vLLM. Through files the head is a weight of its own: vLLM's CPU build packs it, and
-    does not pack a tied one again when weights are loaded."""
+def save_config(model: PreTrainedModel, folder: Path, *, has_own_head: bool) -> None:
+    """Write the architecture for vLLM; `has_own_head`: with an LM head that is not tied to the embeddings."""
     config = copy(model.config)
-    if transfer == "files":
+    if has_own_head:
         config.tie_word_embeddings = False
     config.save_pretrained(folder)
 
 
-def save_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Write the weights as a checkpoint of one file, with a head of its own."""
+def save_weights(model: PreTrainedModel, path: Path) -> None:
+    """Write the weights as a checkpoint of one file, with a head of its own: vLLM's CPU build packs the head, and does
+    not pack a tied one again when weights are loaded."""
     tensors = {name: tensor.contiguous().cpu() for name, tensor in iter_weights(model)}
     if model.config.tie_word_embeddings:
         head = model.get_output_embeddings()
         name = next(name for name, module in model.named_modules() if module is head)
         tensors[f"{name}.weight"] = head.weight.detach().cpu().clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def push_handles(
@@ -91,27 +105,21 @@ def push_handles(
 ) -> None:
     """Copy the weights in chunks to every GPU of vLLM and hand over handles of the copies.
 
-    vLLM may read a chunk until the next one is loaded, because the parts of a fused layer can be in both.
+    A copy's memory is free again once both sides have dropped it: vLLM keeps the parts of a fused layer until it has
+    them all.
     """
-    connection.call("start_update", timeout_s=timeout_s)
-    previous: list[Tensor] = []
     for chunk in split_chunks(iter_weights(model)):
         copies = [{device: tensor.to(device, copy=True) for device in devices} for _, tensor in chunk]
         for device in {*devices, model.device}:
             torch.cuda.synchronize(device)
         handles = [{name_gpu(device): reduce_tensor(copy)[1] for device, copy in each.items()} for each in copies]
         connection.call(
-            "update",
+            "receive_push",
             timeout_s=timeout_s,
             names=[name for name, _ in chunk],
-            dtype_names=[str(tensor.dtype).removeprefix("torch.") for _, tensor in chunk],
-            shapes=[list(tensor.shape) for _, tensor in chunk],
-            ipc_handles_pickled=base64.b64encode(pickle.dumps(handles)).decode(),
+            handles=base64.b64encode(pickle.dumps(handles)).decode(),
+            path=None,
         )
-        previous = [copy for each in copies for copy in each.values()]
-    connection.call("finish_update", timeout_s=timeout_s)
-    del previous
-    torch.cuda.ipc_collect()
 
 
 def split_chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
