@@ -93,7 +93,9 @@ class Connection:
 
     def _read(self) -> None:
         try:
-            chunk = self._socket.recv(CHUNK_BYTES)
+            chunk = self._socket.recv(CHUNK_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return  # a call has read what the event loop was woken for
         except OSError:
             chunk = b""
         if not chunk:

@@ -2,8 +2,8 @@
 
 `pause` aborts what vLLM is sampling and keeps the tokens sampled so far; `resume` pushes the policy's weights if they
 have changed, drops vLLM's cache and submits the unfinished requests again, with their tokens as part of the prompt. So
-each token has the version of the weights that sampled it, and no keys and values of other weights are read. vLLM samples
-in its own time and its numbers depend on its batches, so runs are not reproducible.
+each token has the version of the weights that sampled it, and no keys and values of other weights are read. vLLM
+samples in its own time and its numbers depend on its batches, so runs are not reproducible.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class VllmEngine:
         self._is_paused = False
         self._places = asyncio.Semaphore(settings.max_num_seqs + settings.max_waiting)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._times: Counter[str] = Counter()
+        self._times: defaultdict[str, float] = defaultdict(float)
         self._busy_since: float | None = None
         self._idle_since: float | None = None
         self._process = start_process(model, settings, max_model_len, devices=self._devices)
@@ -167,17 +167,14 @@ class VllmEngine:
     def _start(self) -> None:
         try:
             self._connection.wait_for_reply(0, work="start", timeout_s=self._settings.vllm.start_timeout_s)
-        except BaseException as error:
-            is_ours = isinstance(error, EngineError) and self._connection.is_open
-            message = f"{error}; {self._process.explain_end()}" if is_ours else str(error)
+        except EngineError as error:
+            message = self._process.explain_start(str(error))
             self.close()
-            raise EngineError(message) if isinstance(error, EngineError) else error from None
+            raise EngineError(message) from None
 
     def _push(self) -> None:
         started_at = time.perf_counter()
-        push_weights(
-            self._connection, self._model, self._devices, self._process.folder, timeout_s=PUSH_TIMEOUT_S
-        )
+        push_weights(self._connection, self._model, self._devices, self._process.folder, timeout_s=PUSH_TIMEOUT_S)
         self._times["weight_push"] += time.perf_counter() - started_at
 
     def _reset_cache(self) -> None:

@@ -22,19 +22,17 @@ MAX_LOGIT_BIAS = 100.0
 def check_parameters(sampling: Sampling, *, eos_ids: Collection[int]) -> None:
     """Raise ValueError for parameters that vLLM does not support with the meaning that they have here."""
     distribution = sampling.distribution
+    bias = max((abs(each) for _, each in distribution.logit_bias), default=0.0)
+    delays_some = distribution.min_tokens > 0 and set(distribution.end_ids) != list_end_ids(sampling, eos_ids)
     refused = {
         "a grammar (response_format, or a tool choice that forces a call)": bool(distribution.grammar),
         "bad_words": bool(distribution.bad_words),
         "the entropy of tokens (rollout.branching)": sampling.return_entropy,
-        "top_p and min_p together, which it applies in another order": distribution.top_p < 1
+        "top_p together with min_p, which it applies in another order": distribution.top_p < 1
         and distribution.min_p > 0,
         f"a temperature between 0 and {MIN_TEMPERATURE}": 0 < distribution.temperature < MIN_TEMPERATURE,
-        f"a logit_bias beyond {MAX_LOGIT_BIAS:g}": any(
-            abs(each) > MAX_LOGIT_BIAS for _, each in distribution.logit_bias
-        ),
-        "min_tokens that delay only some of the ids that end a reply": (
-            distribution.min_tokens > 0 and set(distribution.end_ids) != list_end_ids(sampling, eos_ids)
-        ),
+        f"a logit_bias beyond {MAX_LOGIT_BIAS:g}": bias > MAX_LOGIT_BIAS,
+        "min_tokens that delay only some of the ids that end a reply": delays_some,
     }
     for name, is_refused in refused.items():
         if is_refused:

@@ -37,6 +37,7 @@ LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 """Set by torchrun for the ranks of training; vLLM would take them for its own."""
+ROOT_CAUSE = "See root cause above"
 START_CAUSES = {
     r"Free memory on device .*": "lower engine.vllm.gpu_memory_share, or use GPUs with more free memory",
     r".*No available memory for the cache blocks.*": "raise engine.vllm.gpu_memory_share",
@@ -105,6 +106,15 @@ class VllmProcess:
         if not self.has_failed:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def explain_start(self, error: str) -> str:
+        """Why the process has not started: its answer, or the cause in its log that the answer refers to."""
+        self.has_failed = True
+        if self.log_path.name in error:
+            return error
+        if ROOT_CAUSE in error:
+            error = f"vLLM could not start: {explain_log(read_end(self.log_path))}"
+        return f"{error}; its log is {self.log_path}"
+
     def explain_end(self) -> str:
         """Why the process has ended, from the end of its log."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -150,6 +160,6 @@ def explain_log(text: str) -> str:
             if found := re.search(pattern, line):
                 return f"{found.group()[:400].rstrip('. ')}; {advice}"
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    known = [line for line in errors if "See root cause above" not in line]
+    known = [line for line in errors if ROOT_CAUSE not in line and "See stack trace" not in line]
     last = (known or errors or [line for line in lines if line] or ["its log is empty"])[-1]
     return last[:400]

@@ -53,7 +53,7 @@ class WeightReceiver:
 
         gpu = str(torch.cuda.get_device_properties(self.device).uuid)
         tensors = []
-        for by_gpu in pickle.loads(base64.b64decode(handles)):  # noqa: S301 - of the parent process
+        for by_gpu in pickle.loads(base64.b64decode(handles)):
             arguments = list(by_gpu[gpu])
             arguments[6] = self.device.index  # the storage's device, whose index differs between processes
             tensors.append(rebuild_cuda_tensor(*arguments))

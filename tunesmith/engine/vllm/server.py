@@ -3,8 +3,8 @@
 Runs in the interpreter that has vLLM and imports nothing of this package. Arguments: the descriptor of a connected
 socket, and the engine's arguments as JSON. Frames are a length (four bytes, big-endian) and JSON. From the parent:
 `generate` (id, prompt, params), `abort` (ids), `call` (seq, method, arguments) and `exit`. To the parent: lists of
-`tokens` (id, ids, logprobs, top logprobs, finish reason) and `reply` (seq, result or error). Each `generate` has exactly
-one event with a finish reason. When the parent is gone, the process ends with everything that it has started.
+events of requests (id, ids, logprobs, top logprobs, finish reason) and replies (seq, result or error). Each `generate`
+has exactly one event with a finish reason. When the parent is gone, the process ends with all that it has started.
 """
 
 from __future__ import annotations
@@ -180,6 +180,7 @@ def watch_parent(parent: int) -> None:
     """End the process group when the parent is gone, even if the event loop is busy."""
     while os.getppid() == parent:
         time.sleep(WATCH_INTERVAL_S)
+    time.sleep(EXIT_GRACE_S)  # the event loop ends by itself when the socket is closed, unless it is blocked
     end_process_group()
 
 

@@ -95,9 +95,12 @@ def check_vllm(section: EngineSection, model: ModelSection) -> None:
         )
     device, num_gpus = resolve_device(model.device), torch.cuda.device_count()
     if device.type == "cpu":
+        if section.vllm.has_seeds:
+            raise ConfigError("engine.vllm.has_seeds needs GPUs: vLLM's CPU build fails on requests with seeds")
         if section.vllm.devices is not None or section.tensor_parallel_size > 1:
             raise ConfigError(
-                "engine.tensor_parallel_size and engine.vllm.devices choose GPUs, and model.device is the CPU: leave them out"
+                "engine.tensor_parallel_size and engine.vllm.devices choose GPUs, and model.device is the CPU: leave "
+                "them out"
             )
         return
     devices = [each.index for each in list_devices(device, section) or ()]
