@@ -261,7 +261,9 @@ def test_requests_fail_with_one_sentence_when_vllm_dies(environment):
     [
         ({"no_such": 1}, "vLLM could not start: TypeError: AsyncEngineArgs of vLLM 0.26.0 has no argument 'no_such'"),
         (
-            {"log": "(EngineCore pid=7) ERROR 11-22 [core.py:1] ValueError: Free memory on device cuda:0 (3/80 GiB) is less."},
+            {
+                "log": "(EngineCore pid=7) ERROR 11-22 [core.py:1] ValueError: Free memory on device cuda:0 (3/80 GiB) is less."
+            },
             r"vLLM could not start: Free memory on device cuda:0 \(3/80 GiB\) is less; lower engine.vllm.gpu_memory_share",
         ),
         ({"log": "Traceback\nKeyError: 'x'"}, "vLLM could not start: KeyError: 'x'; its log is"),
@@ -282,25 +284,24 @@ def test_closing_ends_the_process_and_removes_its_folder(environment):
     wait_for_end(pids)
 
 
-def test_a_killed_program_leaves_no_process_behind(environment, tmp_path, folder):
-    script, told = tmp_path / "program.py", tmp_path / "folder"
+def test_a_killed_program_leaves_no_process_behind(engine, tmp_path):
+    script, pids_file = tmp_path / "program.py", tmp_path / "pids"
     script.write_text(
-        "import pathlib, sys, time; sys.path.insert(0, sys.argv[1])\n"
-        "from test_vllm_engine import build\n"
-        "engine = build()\n"
-        "pathlib.Path(sys.argv[2]).write_text(f'{engine._process.folder}\\n'); time.sleep(600)\n"
+        "import json, sys, time\n"
+        "from pathlib import Path\n"
+        "from tunesmith.engine.vllm.process import VllmProcess\n"
+        "process = VllmProcess(Path(sys.argv[1]), json.loads(sys.argv[2]), python=None, devices=None)\n"
+        "time.sleep(600)\n"
     )
-    tests = Path(__file__).parents[2]
-    path = os.pathsep.join([str(tests), str(tests.parent), os.environ["PYTHONPATH"]])
-    program = subprocess.Popen(
-        [sys.executable, str(script), str(Path(__file__).parent), str(told)],
-        env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)},
-    )
+    (started, *_) = map(json.loads, (engine._process.folder / "calls.jsonl").read_text().splitlines())
+    arguments = started | {"model": str(tmp_path)}
+    del arguments["call"]
+    program = subprocess.Popen([sys.executable, str(script), str(tmp_path), json.dumps(arguments)])
     deadline = time.monotonic() + HANG_S
-    while not (told.exists() and told.read_text().endswith("\n")):
+    while not (pids_file.exists() and len(pids_file.read_text().split()) == 2):
         assert time.monotonic() < deadline and program.poll() is None
         time.sleep(0.05)
-    pids = [int(pid) for pid in (Path(told.read_text().strip()) / "pids").read_text().split()]
+    pids = [int(pid) for pid in pids_file.read_text().split()]
     program.kill()
     program.wait()
     wait_for_end(pids)

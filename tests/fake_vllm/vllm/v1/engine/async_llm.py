@@ -42,7 +42,7 @@ class AsyncLLM:
             print(args.log, flush=True)
             raise RuntimeError("Engine core initialization failed. See root cause above.")
         self.worker = subprocess.Popen(["sleep", "600"])
-        (self.folder / "pids").write_text(f"{os.getpid()} {self.worker.pid}")
+        (self.folder / "pids").write_text(f"{os.getpid()} {self.worker.pid}\n")
 
     @classmethod
     def from_engine_args(cls, args: Any) -> AsyncLLM:
@@ -82,7 +82,8 @@ class AsyncLLM:
 
     def output(self, ids: list[int], num_top: int, finish: str | None) -> Any:
         rows = [
-            {token: -0.5 - 0.001 * token} | {(token + shift) % VOCAB_SIZE: -1.0 * shift for shift in range(1, num_top + 1)}
+            {token: -0.5 - 0.001 * token}
+            | {(token + shift) % VOCAB_SIZE: -1.0 * shift for shift in range(1, num_top + 1)}
             for token in ids
         ]
         completion = SimpleNamespace(token_ids=ids, logprobs=FlatLogprobs(rows) if ids else None, finish_reason=finish)
