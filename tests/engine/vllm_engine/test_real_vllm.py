@@ -82,7 +82,7 @@ def test_requests_in_flight_go_on_under_new_weights(engine):
         requests = asyncio.gather(
             *(engine.generate(each, sampling, on_tokens=lambda ids, *_: sampled.extend(ids)) for each in PROMPTS)
         )
-        while not sampled:
+        while not sampled:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         engine.pause()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The engine on a vLLM process, whose vLLM is a fake without a model; the server, the socket and the engine are real."""
+"""The engine on a vLLM process with a fake vLLM, which has no model; server, socket and engine are real."""
 
 from __future__ import annotations
 
@@ -123,8 +123,7 @@ def test_a_pause_keeps_the_tokens_so_far_and_their_version(engine, calls):
         first = asyncio.ensure_future(
             engine.generate([1], Sampling(max_tokens=50), on_tokens=lambda ids, logprobs: sampled.extend(ids))
         )
-        while len(sampled) < 4:
-            await asyncio.sleep(0.001)
+        await wait_for(lambda: len(sampled) >= 4)
         engine.pause()
         second = asyncio.ensure_future(engine.generate([30], Sampling(max_tokens=3)))
         await asyncio.sleep(0.05)
@@ -197,8 +196,7 @@ def test_penalties_of_the_reply_do_not_survive_a_pause(engine):
                 on_tokens=lambda ids, logprobs: sampled.extend(ids),
             )
         )
-        while not sampled:
-            await asyncio.sleep(0.001)
+        await wait_for(lambda: sampled)
         engine.pause()
         engine.resume(engine.policy_version)
         await request
@@ -227,7 +225,7 @@ def test_the_event_loop_may_be_woken_for_what_a_call_has_read(engine):
             request = asyncio.ensure_future(engine.generate([1], Sampling(max_tokens=3)))
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            time.sleep(0.1)  # the loop finds the answer and the timer in one iteration
+            time.sleep(0.1)  # noqa: ASYNC251 - the loop finds the answer and the timer in one iteration
             loop.call_soon(engine.resume, engine.policy_version)
             assert (await asyncio.wait_for(request, HANG_S)).sampled_ids == (2, 3, 4)
 
@@ -261,10 +259,8 @@ def test_requests_fail_with_one_sentence_when_vllm_dies(environment):
     [
         ({"no_such": 1}, "vLLM could not start: TypeError: AsyncEngineArgs of vLLM 0.26.0 has no argument 'no_such'"),
         (
-            {
-                "log": "(EngineCore pid=7) ERROR 11-22 [core.py:1] ValueError: Free memory on device cuda:0 (3/80 GiB) is less."
-            },
-            r"vLLM could not start: Free memory on device cuda:0 \(3/80 GiB\) is less; lower engine.vllm.gpu_memory_share",
+            {"log": "(EngineCore pid=7) ERROR 11-22 [core.py:1] ValueError: Free memory on device 0 (3/80) is less."},
+            r"could not start: Free memory on device 0 \(3/80\) is less; lower engine.vllm.gpu_memory_share",
         ),
         ({"log": "Traceback\nKeyError: 'x'"}, "vLLM could not start: KeyError: 'x'; its log is"),
     ],
@@ -305,6 +301,13 @@ def test_a_killed_program_leaves_no_process_behind(engine, tmp_path):
     program.kill()
     program.wait()
     wait_for_end(pids)
+
+
+async def wait_for(is_done):
+    deadline = time.monotonic() + HANG_S
+    while not is_done():  # noqa: ASYNC110
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
 
 
 def wait_for_end(pids):

@@ -20,8 +20,8 @@ class VllmSection(Section):
     """Interpreter of the environment that has vLLM, such as `/opt/vllm/bin/python`; null is the one of this program.
     Set it if vLLM needs other versions of packages than your agents."""
     devices: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(default=None, min_length=1)
-    """GPUs of this host that vLLM uses, as many as `tensor_parallel_size`; null starts with the GPU of training. On other
-    GPUs than that it can have all of their memory."""
+    """GPUs of this host that vLLM uses, as many as `tensor_parallel_size`; null starts with the GPU of training.
+    On other GPUs than that it can have all of their memory."""
     gpu_memory_share: float = Field(default=0.4, gt=0, lt=1)
     """Share of each GPU's memory for vLLM's weights and KV cache. Raise it on GPUs that do not train."""
     start_timeout_s: float = Field(default=900.0, gt=0)
@@ -67,8 +67,8 @@ class EngineSection(Section):
     """Decoding on a GPU. compiled: fused layers replayed as CUDA graphs; graphs: CUDA graphs without fusion; eager:
     neither, for debugging."""
     decode_block: int = Field(default=16, ge=1, le=64)
-    """On a GPU, decode steps per host synchronization; lower it if most answers are very short. With `kind: vllm`, tokens
-    of a request that vLLM passes on at a time."""
+    """On a GPU, decode steps per host synchronization; lower it if most answers are very short. With `kind: vllm`,
+    tokens of a request that vLLM passes on at a time."""
     weight_format: Literal["model", "fp8"] = "model"
     """Weights that rollouts sample from. fp8: on a GPU, a copy of the decoder's linear weights in 8 bits, made again
     after every step: faster for models of several billion parameters, at the price of a mismatch between sampler and
