@@ -305,7 +305,7 @@ def test_a_killed_program_leaves_no_process_behind(engine, tmp_path):
 
 async def wait_for(is_done):
     deadline = time.monotonic() + HANG_S
-    while not is_done():  # noqa: ASYNC110
+    while not is_done():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.001)
 
