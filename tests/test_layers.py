@@ -21,7 +21,7 @@ LAYERS = [
 ]
 INNER_LAYERS = {
     "retrieval": [{"settings"}, {"corpus"}, {"index"}, {"server"}],
-    "engine": [{"event_loop", "core"}, {"batch"}, {"cuda", "cpu"}, {"worker"}, {"engine"}],
+    "engine": [{"event_loop", "core"}, {"batch"}, {"cuda", "cpu"}, {"worker"}, {"engine"}, {"vllm"}],
     "pipeline": [
         {"session"},
         {"data"},

@@ -37,7 +37,8 @@ class CorrectionSection(Section):
     that train replayed groups, and with `engine.weight_format=fp8` or `engine.kind=vllm`."""
     cap: float = Field(default=2.0, ge=1)
     """Upper bound of importance weights. Only used with `importance` token or sequence, or with auto and either
-    `experience.replay.num_groups` above 0 or `engine.weight_format=fp8`; otherwise setting it is an error."""
+    `experience.replay.num_groups` above 0, `engine.weight_format=fp8` or `engine.kind=vllm`; otherwise setting it is an
+    error."""
     floor: float = Field(default=0.0, ge=0, le=1)
     """Lower bound of importance weights; set it (0.5 is usual) so that tokens that the policy has made improbable since
     sampling keep part of their gradient. 0: no lower bound. Used where `cap` is."""

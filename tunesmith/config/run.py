@@ -338,6 +338,12 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_vllm(self) -> RunConfig:
+        if self.engine.kind == "vllm" and self.rollout.branching is not None:
+            raise ValueError("rollout.branching needs entropies, which engine.kind=vllm does not return: remove one")
+        return self
+
+    @model_validator(mode="after")
     def _check_weight_format(self) -> RunConfig:
         if self.engine.weight_format == "fp8" and self.model.lora is not None:
             raise ValueError(

@@ -63,6 +63,7 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path, monkeypatch):
     [
         ({"tensor_parallel_size": 2}, {}, "choose GPUs, and model.device is the CPU"),
         ({"vllm": {"has_seeds": True}}, {}, "engine.vllm.has_seeds needs GPUs"),
+        ({}, {"temperature": 0.001}, "engine.kind=vllm does not support a temperature between 0 and 0.01"),
         ({}, {"lora": LoraSection(quantization="nf4")}, "cannot merge an adapter into nf4 weights"),
     ],
 )
@@ -70,6 +71,13 @@ def test_what_cannot_run_here_is_refused(monkeypatch, engine, model, message):
     set_version(monkeypatch, "0.26.0")
     with pytest.raises(ConfigError, match=message):
         check_engine(EngineSection(kind="vllm", **engine), CPU.model_copy(update=model))
+
+
+def test_branching_is_refused():
+    rollout = {"branching": {"initial_rollouts": 2}}
+    config = {"model": {"path": "x", "max_model_len": 64}, "engine": {"kind": "vllm"}, "rollout": rollout}
+    with pytest.raises(ValidationError, match="rollout.branching needs entropies"):
+        RunConfig.model_validate(config)
 
 
 @pytest.mark.parametrize(

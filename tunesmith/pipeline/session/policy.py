@@ -20,6 +20,7 @@ from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.vllm.engine import VllmEngine, list_devices
 from tunesmith.engine.vllm.installation import check_installation
 from tunesmith.engine.worker.model_runner import check_fp8_device
+from tunesmith.engine.vllm.parameters import check_parameters
 from tunesmith.errors import ConfigError
 from tunesmith.model.load import (
     check_section,
@@ -93,6 +94,10 @@ def check_vllm(section: EngineSection, model: ModelSection) -> None:
             f"engine.kind=vllm cannot merge an adapter into {model.lora.quantization} weights: set "
             "model.lora.quantization=none, or engine.kind=tunesmith"
         )
+    try:
+        check_parameters(build_sampling(model), eos_ids=())
+    except ValueError as error:
+        raise ConfigError(f"the model section: {error}") from None
     device, num_gpus = resolve_device(model.device), torch.cuda.device_count()
     if device.type == "cpu":
         if section.vllm.has_seeds:
