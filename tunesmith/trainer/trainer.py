@@ -94,9 +94,8 @@ class Trainer:
         ranks: Ranks = Ranks(),
         has_sharded_gradients: bool | None = None,
     ) -> None:
-        """With `has_separate_sampler` every token is off-policy: importance weights apply as to replayed groups.
-        That is a sampler with weights or an implementation of its own.
-        `grammars` are the sampler's.
+        """With `has_separate_sampler`, one with other weights or another implementation, every token is off-policy:
+        importance weights apply as to replayed groups. `grammars` are the sampler's.
 
         On several ranks each trains its own samples, and all call the same methods in the same order; the update, its
         metrics and its errors are those of all samples.
