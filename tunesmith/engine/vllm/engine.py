@@ -154,7 +154,9 @@ class VllmEngine:
         self._measure()
         names = ("requests", "sampled_tokens", "prefill_tokens", "cached_tokens")
         stats = {f"engine/num_{name}": float(self._counts[name]) for name in names}
-        stats |= {f"perf/{name}_s": float(self._times[name]) for name in ("engine_busy", "engine_idle", "weight_push")}
+        stats["perf/engine_busy_s"] = self._times["engine_busy"]
+        stats["perf/engine_idle_s"] = self._times["engine_idle"]
+        stats["perf/weight_push_s"] = self._times["weight_push"]
         self._counts.clear()
         self._times.clear()
         return stats
