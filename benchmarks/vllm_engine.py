@@ -53,7 +53,8 @@ def build_settings(arguments: argparse.Namespace) -> RunConfig:
     if arguments.worker_engine == "vllm":
         engine["tensor_parallel_size"] = arguments.tensor_parallel
         engine["vllm"] = {
-            "python": arguments.python, "gpu_memory_share": arguments.gpu_memory_share, "has_eager": arguments.eager,
+            "python": arguments.python, "gpu_memory_share": arguments.gpu_memory_share,
+            "weight_transfer": arguments.weight_transfer, "has_eager": arguments.eager,
             "devices": None if arguments.devices is None else [int(each) for each in arguments.devices.split(",")],
         }  # fmt: skip
     if arguments.device == "cpu":
@@ -166,6 +167,7 @@ def main() -> None:
     parser.add_argument("--devices", help="as engine.vllm.devices, with commas")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="as engine.tensor_parallel_size")
     parser.add_argument("--gpu-memory-share", type=float, default=0.4, help="as engine.vllm.gpu_memory_share")
+    parser.add_argument("--weight-transfer", default="memory", help="as engine.vllm.weight_transfer")
     parser.add_argument("--eager", action="store_true", help="as engine.vllm.has_eager")
     parser.add_argument("--tasks", type=int, default=64, help="tasks of a step")
     parser.add_argument("--group", type=int, default=8, help="rollouts per task")

@@ -24,6 +24,9 @@ class VllmSection(Section):
     On other GPUs than that it can have all of their memory."""
     gpu_memory_share: float = Field(default=0.4, gt=0, lt=1)
     """Share of each GPU's memory for vLLM's weights and KV cache. Raise it on GPUs that do not train."""
+    weight_transfer: Literal["memory", "file"] = "memory"
+    """How weights reach vLLM's GPUs: through handles of GPU memory (CUDA IPC), or through a file in the folder for
+    temporary files. Set file where containers or drivers do not allow CUDA IPC; a CPU always uses it."""
     start_timeout_s: float = Field(default=900.0, gt=0)
     """Seconds after which a vLLM that is not ready fails the run; compiling takes about a minute."""
     has_eager: bool = False

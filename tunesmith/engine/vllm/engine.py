@@ -176,7 +176,8 @@ class VllmEngine:
 
     def _push(self) -> None:
         started_at = time.perf_counter()
-        push_weights(self._connection, self._model, self._devices, self._process.folder, timeout_s=PUSH_TIMEOUT_S)
+        devices = self._devices if self._settings.vllm.weight_transfer == "memory" else None
+        push_weights(self._connection, self._model, devices, self._process.folder, timeout_s=PUSH_TIMEOUT_S)
         self._times["weight_push"] += time.perf_counter() - started_at
 
     def _reset_cache(self) -> None:

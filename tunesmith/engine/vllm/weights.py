@@ -67,7 +67,7 @@ def push_weights(
     *,
     timeout_s: float,
 ) -> None:
-    """Let vLLM take the model's weights, on its GPUs `devices`, or None for a CPU, through a file in `folder`."""
+    """Let vLLM take the model's weights: on its GPUs `devices`, or with None through a file in `folder`."""
     connection.call("start_push", timeout_s=timeout_s)
     if devices is None:
         path = folder / "weights.safetensors"
