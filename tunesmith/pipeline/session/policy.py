@@ -19,8 +19,8 @@ from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection,
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.vllm.engine import VllmEngine, list_devices
 from tunesmith.engine.vllm.installation import check_installation
-from tunesmith.engine.worker.model_runner import check_fp8_device
 from tunesmith.engine.vllm.parameters import check_parameters
+from tunesmith.engine.worker.model_runner import check_fp8_device
 from tunesmith.errors import ConfigError
 from tunesmith.model.load import (
     check_section,
