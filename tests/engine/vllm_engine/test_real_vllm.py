@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
 import os
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engines import TOKENIZER
-from tiny_models import build_tiny
 from tunesmith.config import EngineSection
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.engine.vllm.engine import VllmEngine
@@ -23,8 +22,8 @@ PROMPTS = [[1 + index, 2, 3, 4] for index in range(6)]
 
 
 @pytest.fixture(scope="module")
-def engine():
-    model = copy.deepcopy(build_tiny("llama"))
+def engine(pocket_folder):
+    model = AutoModelForCausalLM.from_pretrained(pocket_folder).eval()
     section = EngineSection(kind="vllm", max_num_seqs=16, kv_cache_gib=0.25, vllm={"python": PYTHON, "has_eager": True})
     built = VllmEngine(model, TOKENIZER, section, max_model_len=128)
     built.resume(0)
@@ -82,7 +81,7 @@ def test_requests_in_flight_go_on_under_new_weights(engine):
         requests = asyncio.gather(
             *(engine.generate(each, sampling, on_tokens=lambda ids, *_: sampled.extend(ids)) for each in PROMPTS)
         )
-        while not sampled:  # noqa: ASYNC110
+        while not sampled and not requests.done():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         engine.pause()
         with torch.no_grad():
