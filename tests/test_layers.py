@@ -23,7 +23,7 @@ DROP_IN = "tunesmith.compat.agentscope"
 """Exports the public API under AgentScope's names, so it is on the layer of the API, unlike the rest of `compat`."""
 INNER_LAYERS = {
     "retrieval": [{"settings"}, {"corpus"}, {"index"}, {"server"}],
-    "engine": [{"event_loop", "core"}, {"batch"}, {"cuda", "cpu"}, {"worker"}, {"engine"}],
+    "engine": [{"event_loop", "core"}, {"batch"}, {"cuda", "cpu"}, {"worker"}, {"engine"}, {"vllm"}],
     "pipeline": [
         {"session"},
         {"data"},

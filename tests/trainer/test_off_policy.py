@@ -143,11 +143,11 @@ def test_weights_that_need_other_tokens_are_computed_before_the_loss_pass(monkey
 def test_tokens_of_a_quantized_sampler_are_weighted_as_off_policy():
     model = build_trainable()
     fresh = set_version(score(model, build_samples()), 4, shift=-0.7)
-    metrics = build_trainer(model, AlgorithmSection(**GRPO), is_sampler_quantized=True).step(fresh, policy_version=4)
+    metrics = build_trainer(model, AlgorithmSection(**GRPO), has_separate_sampler=True).step(fresh, policy_version=4)
     assert metrics["correction/truncated_frac"] == 1 and metrics["correction/mean_weight"] == pytest.approx(2)
     assert metrics["mismatch/kl"] > 0.1
     opmd = AlgorithmSection(algorithm_type="opmd")
-    metrics = build_trainer(build_trainable(), opmd, is_sampler_quantized=True).step(fresh, policy_version=4)
+    metrics = build_trainer(build_trainable(), opmd, has_separate_sampler=True).step(fresh, policy_version=4)
     assert not any(name.startswith("correction") for name in metrics)
 
 

@@ -25,7 +25,7 @@ LOOSE = {"mismatch_warn": 1e9, "mismatch_stop": 1e9, "learning_rate": 1e-3}
 
 
 def build_trainer(
-    model=None, algorithm: AlgorithmSection = GRPO, reference_model=None, is_sampler_quantized=False, **settings
+    model=None, algorithm: AlgorithmSection = GRPO, reference_model=None, has_separate_sampler=False, **settings
 ) -> Trainer:
     return Trainer(
         model or build_trainable(dtype=torch.float32),
@@ -34,7 +34,7 @@ def build_trainer(
         max_model_len=64,
         num_total_steps=10,
         reference_model=reference_model,
-        is_sampler_quantized=is_sampler_quantized,
+        has_separate_sampler=has_separate_sampler,
     )
 
 

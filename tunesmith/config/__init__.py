@@ -6,6 +6,7 @@ from __future__ import annotations
 from tunesmith.config.algorithm import AdaptiveKlSection, AlgorithmSection, CorrectionSection, MaskSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, PatienceSection
 from tunesmith.config.cluster import ClusterSection
+from tunesmith.config.engine.engine import EngineSection, VllmSection
 from tunesmith.config.environment.environment import EnvironmentSection, ToolSection
 from tunesmith.config.evaluation import EvalConfig
 from tunesmith.config.experience import ExperienceSection, OperatorSection, ReplaySection
@@ -40,7 +41,6 @@ from tunesmith.config.rollout.branching import BranchingSection
 from tunesmith.config.run import (
     BehaviorSection,
     DatasetSection,
-    EngineSection,
     EvaluationSection,
     HeldOutSection,
     MonitorSection,
@@ -130,4 +130,5 @@ __all__ = [
     "TokensSection",
     "ToolSection",
     "TrainerSection",
+    "VllmSection",
 ]

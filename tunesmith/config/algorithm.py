@@ -34,11 +34,12 @@ class CorrectionSection(Section):
     importance: Literal["auto", "none", "token", "sequence"] = "auto"
     """Multiply losses by truncated importance weights, per token or per sequence; costs one extra forward per step,
     except with token weights and a single update per step. auto uses token weights for on-policy algorithms in steps
-    that train tokens of older weights (replay, `rollout.max_staleness`), and with `engine.weight_format=fp8`."""
+    that train tokens of older weights (replay, `rollout.max_staleness`), and with `engine.weight_format=fp8` or
+    `engine.kind=vllm`."""
     cap: float = Field(default=2.0, ge=1)
     """Upper bound of importance weights. Only used with `importance` token or sequence, or with auto and
-    `experience.replay.num_groups` or `rollout.max_staleness` above 0 or `engine.weight_format=fp8`; otherwise setting
-    it is an error."""
+    `experience.replay.num_groups` or `rollout.max_staleness` above 0, `engine.weight_format=fp8` or `engine.kind=vllm`;
+    otherwise setting it is an error."""
     floor: float = Field(default=0.0, ge=0, le=1)
     """Lower bound of importance weights; set it (0.5 is usual) so that tokens that the policy has made improbable since
     sampling keep part of their gradient. 0: no lower bound. Used where `cap` is."""

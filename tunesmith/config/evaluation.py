@@ -6,12 +6,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.engine.engine import EngineSection
 from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, ServedModelSection
 from tunesmith.config.run import (
     DatasetSection,
-    EngineSection,
     EvaluationSection,
     HeldOutSection,
     MonitorSection,

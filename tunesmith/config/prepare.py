@@ -7,8 +7,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.engine.engine import EngineSection
 from tunesmith.config.model import ModelSection
-from tunesmith.config.run import EngineSection, RolloutSection
+from tunesmith.config.run import RolloutSection
 from tunesmith.config.section import NumThreads, Section, Temperature
 
 FIELD_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")

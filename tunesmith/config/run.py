@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from tunesmith.config.algorithm import AlgorithmSection, CorrectionSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
 from tunesmith.config.cluster import ClusterSection
+from tunesmith.config.engine.engine import EngineSection
 from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
@@ -55,50 +56,6 @@ class DatasetSection(Section):
     """Selection of training tasks; evaluations run all tasks."""
     weight: float | None = Field(default=None, gt=0)
     """Relative share of this set among several training sets; null in all of them mixes by size."""
-
-
-class EngineSection(Section):
-    """The sampling engine: batch sizes, KV cache and GPU execution."""
-
-    page_size: int = Field(default=16, ge=1)
-    """Tokens per KV-cache block."""
-    max_num_seqs: int = Field(default=256, ge=1)
-    """Maximum number of requests decoded at once; the others wait."""
-    max_batched_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens per forward; longer prompts are prefilled in chunks. null uses 4096 on a CPU and 16384 on a
-    GPU."""
-    kv_cache_tokens: int | None = Field(default=None, ge=1)
-    """Capacity of the KV cache in tokens; null derives it from `kv_cache_gib`."""
-    kv_cache_gib: float | None = Field(default=None, gt=0)
-    """Size of the KV cache in GiB, if `kv_cache_tokens` is not set. null uses 2 on a CPU, and on a GPU the memory that
-    training leaves free, at most the need of `max_num_seqs` requests with full context."""
-    max_waiting: int = Field(default=4096, ge=1)
-    """Maximum number of queued requests; further callers wait until the queue has space."""
-    has_prefix_cache: bool = True
-    """Reuse keys and values of shared prompt prefixes."""
-    has_packed_weights: bool = True
-    """On a CPU in float32, sample from a second copy of the weights in a faster layout. Disable it to save memory."""
-    cuda_decode: Literal["graphs", "compiled", "eager"] = "compiled"
-    """Decoding on a GPU. compiled: fused layers replayed as CUDA graphs; graphs: CUDA graphs without fusion; eager:
-    neither, for debugging."""
-    decode_block: int = Field(default=16, ge=1, le=64)
-    """On a GPU, decode steps per host synchronization; lower it if most answers are very short."""
-    weight_format: Literal["model", "fp8"] = "model"
-    """Weights that rollouts sample from. fp8: on a GPU, a copy of the decoder's linear weights in 8 bits, made again
-    after every step: faster for models of several billion parameters, at the price of a mismatch between sampler and
-    trainer, which `algorithm.correction` corrects."""
-
-    @model_validator(mode="after")
-    def _check_cache(self) -> Self:
-        if self.kv_cache_tokens is not None and self.kv_cache_gib is not None:
-            raise ValueError("kv_cache_tokens and kv_cache_gib are both given: set only one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _check_weight_format(self) -> Self:
-        if self.weight_format == "fp8" and self.cuda_decode != "compiled":
-            raise ValueError(f"weight_format=fp8 needs cuda_decode=compiled, and it is {self.cuda_decode}")
-        return self
 
 
 class RolloutSection(StalenessKnobs):
@@ -367,7 +324,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_correction(self) -> RunConfig:
         correction, replay = self.algorithm.correction, self.experience.replay
-        is_off_policy = replay.num_groups or self.rollout.max_staleness or self.engine.weight_format == "fp8"
+        is_off_policy = replay.num_groups or self.rollout.max_staleness or self.engine.has_separate_sampler
         if correction.importance == "auto" and correction.cap != CorrectionSection().cap and not is_off_policy:
             raise ValueError(
                 f"algorithm.correction.cap={correction.cap} has no effect: with importance=auto only steps that train "
@@ -380,6 +337,14 @@ class RunConfig(Section):
         branching, group_size, temperature = self.rollout.branching, self.algorithm.group_size, self.model.temperature
         check_serve(self.serve, num_workers=self.cluster.num_workers or 1, has_branching=branching is not None)
         check_branching(branching, self.rollout.assignment, group_size=group_size, temperature=temperature)
+        return self
+
+    @model_validator(mode="after")
+    def _check_vllm(self) -> RunConfig:
+        if self.engine.kind == "vllm" and self.rollout.branching is not None:
+            raise ValueError("rollout.branching needs entropies, which engine.kind=vllm does not return: remove one")
+        if self.engine.kind == "vllm" and self.rollout.max_staleness:
+            raise ValueError("rollout.max_staleness needs engine.kind=tunesmith: requests of vLLM end with the step")
         return self
 
     @model_validator(mode="after")

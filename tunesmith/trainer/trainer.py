@@ -88,14 +88,14 @@ class Trainer:
         teacher_model: PreTrainedModel | None = None,
         critic_model: ValueModel | None = None,
         dropout_seed: int = 0,
-        is_sampler_quantized: bool = False,
+        has_separate_sampler: bool = False,
         own_functions: OwnFunctions = OwnFunctions(),
         grammars: GrammarCompiler | None = None,
         ranks: Ranks = Ranks(),
         has_sharded_gradients: bool | None = None,
     ) -> None:
-        """With `is_sampler_quantized` every token is off-policy: importance weights apply as to replayed groups.
-        `grammars` are the sampler's.
+        """With `has_separate_sampler`, one with other weights or another implementation, every token is off-policy:
+        importance weights apply as to replayed groups. `grammars` are the sampler's.
 
         On several ranks each trains its own samples, and all call the same methods in the same order; the update, its
         metrics and its errors are those of all samples.
@@ -107,7 +107,7 @@ class Trainer:
         self._norm_length = algorithm.norm_length or max_model_len
         self._num_total_steps = num_total_steps
         self._dropouts, self._dropout_seed = find_dropouts(model), dropout_seed
-        self._is_sampler_quantized = is_sampler_quantized
+        self._has_separate_sampler = has_separate_sampler
         self._check_dropout()
         check_extra_model(self._algorithm, "reference", reference_model)
         check_extra_model(self._algorithm, "teacher", teacher_model)
@@ -246,7 +246,7 @@ class Trainer:
 
     def _has_importance_weights(self, samples: Sequence[Sample], policy_version: int | None) -> bool:
         has_older = self._ranks.is_any(has_older_tokens(samples, policy_version))
-        is_off_policy = self._is_sampler_quantized or has_older
+        is_off_policy = self._has_separate_sampler or has_older
         return self._algorithm.uses_importance_weights(has_older_tokens=is_off_policy)
 
     def _weighs_in_loss_pass(self) -> bool:

@@ -6,9 +6,10 @@ from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from tunesmith.config.engine.engine import EngineSection
 from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection
-from tunesmith.config.run import DatasetSection, EngineSection, MonitorSection, RolloutSection, RunConfig
+from tunesmith.config.run import DatasetSection, MonitorSection, RolloutSection, RunConfig
 from tunesmith.config.section import NumThreads, Section
 
 OperatorName = Literal[

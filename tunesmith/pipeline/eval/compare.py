@@ -206,6 +206,8 @@ def evaluate_model(
         if partial_file is not None:
             save_json(partial_file, {"seconds": found.seconds, "tasks": scores_to_json(found.tasks)})
         progress.show_done(number, f"{label} on {name}: {len(tasks)} tasks in {format_duration(found.seconds)}")
+    if loaded is not None:
+        loaded[0].close()
     return scores
 
 

@@ -68,7 +68,7 @@ def measure_pass_rates(
     with storage_errors(partial_file, "write"):
         out.parent.mkdir(parents=True, exist_ok=True)
         num_done = count_done(partial_file, batch_size, num_values=4 if tool_keys else 2)
-    _, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
+    policy, actors = load_actors(config, workflow=workflow, judge=judge, build_model=build_model)
 
     async def measure() -> None:
         for start in range(num_done, len(tasks), batch_size):
@@ -79,6 +79,7 @@ def measure_pass_rates(
             append_batch(partial_file, [[start + offset, *each] for offset, each in enumerate(records)])
 
     run_lockstep(measure(), config.rollout)
+    policy.close()
     return write_result(partial_file, tasks, field=field, out=out)
 
 

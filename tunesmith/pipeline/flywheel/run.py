@@ -83,7 +83,7 @@ def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildMod
     judge = load_function(config.judge, knob="judge")
     environment = load_environment(config.environment)
     workflow = partial(tool_agent, environment=environment)
-    _, actors = load_actors(run_config, workflow=workflow, judge=judge, build_model=build_model)
+    policy, actors = load_actors(run_config, workflow=workflow, judge=judge, build_model=build_model)
     crew = load_crew(config, actors, environment)
     records: list[Record] = []
     progress = Progress(config)
@@ -104,6 +104,7 @@ def run_flywheel(config: FlywheelConfig, *, out_dir: Path, build_model: BuildMod
                 records.extend(find_fresh_records(made, states))
 
     run_lockstep(run(), config.rollout)
+    policy.close()
     return write_result(out_dir, states, records, config)
 
 

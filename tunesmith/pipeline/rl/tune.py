@@ -187,6 +187,8 @@ def run_leader(
         except (KeyboardInterrupt, SystemExit):
             monitor.show_line(describe_interruption(config, folder))
             raise
+        finally:
+            policy.close()
         end_run(ranks, result)
         return result
 
@@ -200,7 +202,10 @@ def run_follower(config: RunConfig, load: LoadActors, ranks: Ranks, custom: Cust
     trainer = build_trainer(config, algorithm, functions, policy, ranks, total_steps=start.total_steps)
     if start.checkpoint is not None:
         restore_models(start.checkpoint, policy, trainer)
-    result: TuneResult = run_lockstep(follow(actors, trainer, build_branching(config, policy)), config.rollout)
+    try:
+        result: TuneResult = run_lockstep(follow(actors, trainer, build_branching(config, policy)), config.rollout)
+    finally:
+        policy.close()
     return result
 
 
@@ -256,7 +261,7 @@ def build_trainer(
         reference_model=extra.reference,
         teacher_model=extra.teacher,
         critic_model=extra.critic,
-        is_sampler_quantized=config.engine.weight_format != "model",
+        has_separate_sampler=config.engine.has_separate_sampler,
         own_functions=functions,
         grammars=policy.engine.grammars,
         ranks=ranks,

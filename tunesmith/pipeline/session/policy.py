@@ -17,6 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection, TrainerSection
 from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.vllm.engine import VllmEngine, list_devices
+from tunesmith.engine.vllm.installation import check_installation
+from tunesmith.engine.vllm.parameters import check_parameters
 from tunesmith.engine.worker.model_runner import check_fp8_device
 from tunesmith.errors import ConfigError
 from tunesmith.model.load import (
@@ -29,7 +32,7 @@ from tunesmith.model.load import (
 )
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService
-from tunesmith.types import Distribution, Sampling
+from tunesmith.types import Distribution, Engine, Sampling
 
 BuildModel = Callable[[Endpoint, Mapping[str, Any]], Any]
 """Builds the `model` argument of a workflow from an endpoint and the request fields sent with every call."""
@@ -41,10 +44,15 @@ class Policy:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    engine: LocalEngine
+    engine: LocalEngine | VllmEngine
     service: ModelService
     sampling: Sampling
     """Default sampling of rollouts; a request may override it."""
+
+    def close(self) -> None:
+        """End the engine's process, if it has one."""
+        if isinstance(self.engine, VllmEngine):
+            self.engine.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +60,7 @@ class AuxiliaryModel:
     """A model that workflow and judge may call and that is never trained; `engine` is None if a server runs it."""
 
     source: ModelProvider
-    engine: LocalEngine | None
+    engine: Engine | None
 
 
 def check_policy(section: ModelSection) -> None:
@@ -74,6 +82,38 @@ def check_engine(section: EngineSection, model: ModelSection) -> None:
     """Raise if the device of the model cannot sample from the configured weights."""
     if section.weight_format == "fp8":
         check_fp8_device(resolve_device(model.device))
+    if section.kind == "vllm":
+        check_vllm(section, model)
+
+
+def check_vllm(section: EngineSection, model: ModelSection) -> None:
+    """Raise if vLLM is not installed in a version that the engine knows, or cannot run this model here."""
+    check_installation(section.vllm.python)
+    if model.lora is not None and model.lora.quantization != "none":
+        raise ConfigError(
+            f"engine.kind=vllm cannot merge an adapter into {model.lora.quantization} weights: set "
+            "model.lora.quantization=none, or engine.kind=tunesmith"
+        )
+    try:
+        check_parameters(build_sampling(model), eos_ids=())
+    except ValueError as error:
+        raise ConfigError(f"the model section: {error}") from None
+    device, num_gpus = resolve_device(model.device), torch.cuda.device_count()
+    if device.type == "cpu":
+        if section.vllm.has_seeds:
+            raise ConfigError("engine.vllm.has_seeds needs GPUs: vLLM's CPU build fails on requests with seeds")
+        if section.vllm.devices is not None or section.tensor_parallel_size > 1:
+            raise ConfigError(
+                "engine.tensor_parallel_size and engine.vllm.devices choose GPUs, and model.device is the CPU: leave "
+                "them out"
+            )
+        return
+    devices = [each.index for each in list_devices(device, section) or ()]
+    if max(devices) >= num_gpus:
+        raise ConfigError(
+            f"engine.kind=vllm would use GPUs {devices}, and this host has {num_gpus}: lower "
+            "engine.tensor_parallel_size, or list others in engine.vllm.devices"
+        )
 
 
 def load_policy(
@@ -83,7 +123,8 @@ def load_policy(
     tokenizer = load_section_tokenizer(section)
     model = load_section_model(section)
     check_vocabulary(model, tokenizer)
-    engine = LocalEngine(model, tokenizer, engine_section, max_model_len=section.max_model_len)
+    build_engine = VllmEngine if engine_section.kind == "vllm" else LocalEngine
+    engine = build_engine(model, tokenizer, engine_section, max_model_len=section.max_model_len)
     renderer = Renderer(
         tokenizer,
         tool_call_parser=section.tool_call_parser,
@@ -127,8 +168,7 @@ def load_auxiliary(
     """A second local model on `device`, or a client of an OpenAI-compatible server."""
     if section.base_url is None:
         local = _to_model_section(section).model_copy(update={"device": device})
-        own_weights = engine_section.model_copy(update={"weight_format": "model"})
-        policy = load_policy(local, own_weights, build_model=build_model, is_recorded=False)
+        policy = load_policy(local, engine_section.for_auxiliary(), build_model=build_model, is_recorded=False)
         return AuxiliaryModel(source=policy.service, engine=policy.engine)
     api_key = "EMPTY" if section.api_key_env is None else os.environ[section.api_key_env]
     endpoint = Endpoint(

@@ -1,0 +1,1 @@
+"""Knobs of the sampling engine."""

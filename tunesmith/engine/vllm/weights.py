@@ -1,0 +1,141 @@
+"""Weights from this process's model to vLLM's: through handles of GPU memory, or on a CPU through a file.
+
+The names, shapes and layout are those of a checkpoint; an adapter is merged into copies of the layers it adapts. vLLM
+shards, fuses and casts what it receives in its own memory (`receiver.py`).
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Iterator, Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from tunesmith.engine.vllm.connection import Connection
+
+CHUNK_BYTES = 2**30
+"""Weights that are copied and handed over at once; at least one tensor."""
+BASE_LAYER = ".base_layer."
+
+
+def iter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Names as in a checkpoint, and tensors: the model's own, or merged with its adapter."""
+    nothing: dict[str, Tensor] = {}
+    if revert_weight_conversion(model, nothing) is nothing:
+        return iter_merged(model)
+    return iter(revert_weight_conversion(model, dict(iter_merged(model))).items())
+
+
+def iter_merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The names of the model without its adapter, and merged weights, one at a time."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        weight = parameter.detach()
+        if BASE_LAYER not in name:
+            yield name, weight
+            continue
+        path, _, kind = name.partition(BASE_LAYER)
+        if kind == "weight":
+            weight = merge_layer(weight, model.get_submodule(path))
+        yield f"{path}.{kind}", weight
+
+
+@torch.no_grad()
+def merge_layer(weight: Tensor, layer: Any) -> Tensor:
+    """The weight of a layer plus its adapter's, added in float32."""
+    merged = weight.float()
+    for adapter in layer.active_adapters:
+        merged = merged + layer.get_delta_weight(adapter).float()
+    return merged.to(weight.dtype)
+
+
+def push_weights(
+    connection: Connection,
+    model: PreTrainedModel,
+    devices: Sequence[torch.device] | None,
+    folder: Path,
+    *,
+    timeout_s: float,
+) -> None:
+    """Let vLLM take the model's weights: on its GPUs `devices`, or with None through a file in `folder`."""
+    connection.call("start_push", timeout_s=timeout_s)
+    if devices is None:
+        path = folder / "weights.safetensors"
+        save_weights(model, path)
+        connection.call("receive_push", timeout_s=timeout_s, names=[], handles=None, path=str(path))
+        path.unlink()
+    else:
+        push_handles(connection, model, devices, timeout_s=timeout_s)
+    connection.call("finish_push", timeout_s=timeout_s)
+    if devices is not None:
+        torch.cuda.ipc_collect()
+
+
+def save_config(model: PreTrainedModel, folder: Path, *, has_own_head: bool) -> None:
+    """Write the architecture for vLLM; `has_own_head`: with an LM head that is not tied to the embeddings."""
+    config = copy(model.config)
+    if has_own_head:
+        config.tie_word_embeddings = False
+    config.save_pretrained(folder)
+
+
+def save_weights(model: PreTrainedModel, path: Path) -> None:
+    """Write the weights as a checkpoint of one file, with a head of its own: vLLM's CPU build packs the head, and does
+    not pack a tied one again when weights are loaded."""
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in iter_weights(model)}
+    if model.config.tie_word_embeddings:
+        head = model.get_output_embeddings()
+        name = next(name for name, module in model.named_modules() if module is head)
+        tensors[f"{name}.weight"] = head.weight.detach().cpu().clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def push_handles(
+    connection: Connection, model: PreTrainedModel, devices: Sequence[torch.device], *, timeout_s: float
+) -> None:
+    """Copy the weights in chunks to every GPU of vLLM and hand over handles of the copies.
+
+    A copy's memory is free again once both sides have dropped it: vLLM keeps the parts of a fused layer until it has
+    them all.
+    """
+    for chunk in split_chunks(iter_weights(model)):
+        copies = [{device: tensor.to(device, copy=True) for device in devices} for _, tensor in chunk]
+        for device in {*devices, model.device}:
+            torch.cuda.synchronize(device)
+        handles = [{name_gpu(device): reduce_tensor(copy)[1] for device, copy in each.items()} for each in copies]
+        connection.call(
+            "receive_push",
+            timeout_s=timeout_s,
+            names=[name for name, _ in chunk],
+            handles=base64.b64encode(pickle.dumps(handles)).decode(),
+            path=None,
+        )
+
+
+def split_chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive weights of at most `CHUNK_BYTES`, or a single larger one."""
+    chunk: list[tuple[str, Tensor]] = []
+    num_bytes = 0
+    for name, tensor in weights:
+        if chunk and num_bytes + tensor.nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+        chunk.append((name, tensor))
+        num_bytes += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def name_gpu(device: torch.device) -> str:
+    """The GPU's unique id, by which vLLM's workers find the handle of their own."""
+    return str(torch.cuda.get_device_properties(device).uuid)
