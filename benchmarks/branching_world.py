@@ -27,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -200,21 +200,33 @@ def compare_calls(curves: Mapping[str, list[list[dict[str, float]]]], names: lis
 
 
 def compare_last(folders: Mapping[str, list[Path]], curves: Mapping[str, list[list[dict[str, float]]]]) -> Any:
-    """The last evaluation of each method, and paired differences of F1 from grpo over questions of all seeds."""
+    """The last evaluation of each method, and paired differences of F1 from grpo over questions of all seeds.
+
+    Methods that do not branch are compared at the last step that all of them reached.
+    """
+    plain = [each for name, each in curves.items() if name not in BRANCHING]
+    steps = [min(runs[seed][-1]["step"] for runs in plain) for seed in range(len(plain[0]))]
+    last = {
+        name: [
+            curve[-1] if name in BRANCHING else next(point for point in curve if point["step"] == step)
+            for curve, step in zip(runs, steps, strict=True)
+        ]
+        for name, runs in curves.items()
+    }
     rewards = {
         name: [
             reward
-            for run, curve in zip(runs, curves[name], strict=True)
-            for reward in read_task_rewards(run, curve[-1]["step"])
+            for run, point in zip(runs, last[name], strict=True)
+            for reward in read_task_rewards(run, point["step"])
         ]
         for name, runs in folders.items()
     }
     rows = {}
     for name in folders:
         difference = compare_paired(rewards["grpo"], rewards[name], seed=0)
-        rows[name] = describe([curve[-1] for curve in curves[name]]) | {
-            "calls_by_seed": [curve[-1]["tool_calls"] for curve in curves[name]],
-            "em_by_seed": [curve[-1]["em"] for curve in curves[name]],
+        rows[name] = describe(last[name]) | {
+            "calls_by_seed": [point["tool_calls"] for point in last[name]],
+            "em_by_seed": [point["em"] for point in last[name]],
             "difference": difference.mean,
             "difference_low": difference.interval[0],
             "difference_high": difference.interval[1],
