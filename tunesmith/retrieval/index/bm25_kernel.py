@@ -50,7 +50,7 @@ def count_larger(block: NDArray[np.float32], threshold: np.float32) -> int:
     count = np.int32(0)
     for place in range(BLOCK):
         count += np.int32(block[place] > threshold)
-    return count
+    return int(count)
 
 
 @compiled
