@@ -22,11 +22,12 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,8 @@ def build_method(arguments: argparse.Namespace, *, seed: int, name: str) -> dict
     return pipeline
 
 
-def run_pipeline(pipeline: Mapping[str, Any], overrides: Iterable[str]) -> float:
-    """Run a pipeline in a process of one thread; returns its seconds."""
+def run_pipeline(pipeline: Mapping[str, Any], arguments: argparse.Namespace) -> float:
+    """Run a pipeline in a process of one thread, at most until the deadline; returns its seconds."""
     folder = Path(pipeline["folder"])
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.parent / f"{folder.name}.yaml"
@@ -101,15 +102,22 @@ def run_pipeline(pipeline: Mapping[str, Any], overrides: Iterable[str]) -> float
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    changes = [argument for override in overrides for argument in ("--set", override)]
+    command = [sys.executable, "-m", "tunesmith", "run", str(path)]
+    command += [argument for override in arguments.overrides for argument in ("--set", override)]
     started = time.perf_counter()
     with path.with_suffix(".log").open("w") as log:
-        done = subprocess.run(
-            [sys.executable, "-m", "tunesmith", "run", str(path), *changes], env=environment, stdout=log, stderr=log
-        )
-    if done.returncode:
+        process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code = process.wait(timeout=max(1.0, arguments.deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = 0
+            print(f"{folder.name}: stopped at the deadline", flush=True)
+    if code:
         raise RuntimeError(f"{path} failed:\n{path.with_suffix('.log').read_text()[-3000:]}")
     seconds = time.perf_counter() - started
     print(f"{folder.name}: {seconds:.0f} s", flush=True)
@@ -120,7 +128,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, float]:
     """All seeds, then all their methods, `jobs` processes at a time; returns the seconds of each process."""
     with ThreadPoolExecutor(arguments.jobs) as pool:
         shared = [build_shared(arguments, seed=seed) for seed in arguments.seeds]
-        seconds = list(pool.map(lambda each: run_pipeline(each, arguments.overrides), shared))
+        seconds = list(pool.map(lambda each: run_pipeline(each, arguments), shared))
         runs = []
         for name in sorted(arguments.methods, key=lambda each: each not in BRANCHING):  # the longest ones first
             for done in shared:
@@ -128,7 +136,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, float]:
                 runs.append(build_method(arguments, seed=seed, name=name))
                 if not Path(runs[-1]["folder"]).exists():
                     shutil.copytree(done["folder"], runs[-1]["folder"], ignore=shutil.ignore_patterns("run.lock"))
-        seconds += pool.map(lambda each: run_pipeline(each, arguments.overrides), runs)
+        seconds += pool.map(lambda each: run_pipeline(each, arguments), runs)
     return {Path(each["folder"]).name: round(used) for each, used in zip([*shared, *runs], seconds, strict=True)}
 
 
@@ -136,7 +144,8 @@ def read_curve(run: Path) -> list[dict[str, float]]:
     """Held-out figures of each evaluation, with what the training steps before it made in total."""
     totals = dict.fromkeys(("total_tool_calls", "total_sampled_tokens", "total_seconds"), 0.0)
     points = []
-    for line in map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
+    text = (run / "metrics.jsonl").read_text(encoding="utf-8")
+    for line in map(json.loads, text[: text.rfind("\n")].splitlines()):  # a run that was killed may end within a line
         if line["kind"] == "train":
             num_scored = line["rollout/num_trajectories"] - line["rollout/num_failed"]
             inherited = line.get("rollout/num_inherited_tool_calls", 0.0)
@@ -191,21 +200,33 @@ def compare_calls(curves: Mapping[str, list[list[dict[str, float]]]], names: lis
 
 
 def compare_last(folders: Mapping[str, list[Path]], curves: Mapping[str, list[list[dict[str, float]]]]) -> Any:
-    """The last evaluation of each method, and paired differences of F1 from grpo over questions of all seeds."""
+    """The last evaluation of each method, and paired differences of F1 from grpo over questions of all seeds.
+
+    Methods that do not branch are compared at the last step that all of them reached.
+    """
+    plain = [each for name, each in curves.items() if name not in BRANCHING]
+    steps = [min(runs[seed][-1]["step"] for runs in plain) for seed in range(len(plain[0]))]
+    last = {
+        name: [
+            curve[-1] if name in BRANCHING else next(point for point in curve if point["step"] == step)
+            for curve, step in zip(runs, steps, strict=True)
+        ]
+        for name, runs in curves.items()
+    }
     rewards = {
         name: [
             reward
-            for run, curve in zip(runs, curves[name], strict=True)
-            for reward in read_task_rewards(run, curve[-1]["step"])
+            for run, point in zip(runs, last[name], strict=True)
+            for reward in read_task_rewards(run, point["step"])
         ]
         for name, runs in folders.items()
     }
     rows = {}
     for name in folders:
         difference = compare_paired(rewards["grpo"], rewards[name], seed=0)
-        rows[name] = describe([curve[-1] for curve in curves[name]]) | {
-            "calls_by_seed": [curve[-1]["tool_calls"] for curve in curves[name]],
-            "em_by_seed": [curve[-1]["em"] for curve in curves[name]],
+        rows[name] = describe(last[name]) | {
+            "calls_by_seed": [point["tool_calls"] for point in last[name]],
+            "em_by_seed": [point["em"] for point in last[name]],
             "difference": difference.mean,
             "difference_low": difference.interval[0],
             "difference_high": difference.interval[1],
@@ -241,18 +262,22 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=["grpo", "arpo"])
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time; each uses one core")
     parser.add_argument("--folder", type=Path, default=Path("checkpoints/branching_world"), help="folder of the runs")
-    parser.add_argument("--steps", type=int, default=40, help="steps of methods that do not branch")
+    parser.add_argument(
+        "--minutes", type=float, default=600.0, help="stop all runs then; tables of what they have done"
+    )
+    parser.add_argument("--steps", type=int, default=30, help="steps of methods that do not branch")
     parser.add_argument("--more-steps", type=float, default=1.5, help="steps of branching methods, as a multiple")
     parser.add_argument("--interval", type=int, default=5, help="steps between evaluations")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=16, help="tasks of a step")
     parser.add_argument("--num-test", type=int, default=100, help="held-out questions")
-    parser.add_argument("--num-samples", type=int, default=4, help="rollouts of each held-out question")
+    parser.add_argument("--num-samples", type=int, default=2, help="rollouts of each held-out question")
     parser.add_argument("--set", nargs="*", default=[], dest="overrides", metavar="KEY=VALUE", help="override keys")
     parser.add_argument("--out", help="JSON file for the result")
     arguments = parser.parse_args()
     if "grpo" not in arguments.methods:
         parser.error("--methods must include grpo, which the others are compared with")
+    arguments.deadline = time.monotonic() + 60 * arguments.minutes
     seconds = run_all(arguments)
     folders = {
         name: [arguments.folder / f"seed{seed}_{name}" / "rl" for seed in arguments.seeds] for name in arguments.methods
@@ -277,7 +302,7 @@ def main() -> None:
             "last": last,
             "curves": curves,
             "seconds": seconds,
-            "arguments": {**vars(arguments), "folder": ""},
+            "arguments": {**vars(arguments), "folder": "", "deadline": None},
         },
         out=arguments.out,
     )

@@ -78,7 +78,7 @@ def iter_plans(region: Region, *, seed: str, num_questions: int) -> Iterator[Pla
         for kind, max_hops in MAX_HOPS.items()
     }
     for number in range(num_questions):
-        kind: QuestionKind = "comparison" if number % 2 else "multi_hop"
+        kind: QuestionKind = "multi_hop" if number % 3 else "comparison"
         question = writers[kind].draw(kind)
         plan = None if question is None else build_plan(question, region)
         if plan is not None and all(lookup.query in names for lookup in plan.lookups):

@@ -14,9 +14,7 @@ from tunesmith.retrieval import SearchIndex
 
 pytestmark = needs_bm25
 RECIPE = Path(__file__).parents[2] / "recipes" / "tool_agent"
-WORLD = {
-    "num_documents": 80, "num_train": 60, "num_test": 20, "distractors_per_entity": 0, "irrelevant_share": 0.02, "seed": 0,
-}  # fmt: skip
+WORLD = {"num_documents": 80, "num_train": 60, "num_test": 20, "distractors_per_entity": 0, "irrelevant_share": 0.02}
 
 
 @pytest.fixture(scope="module")

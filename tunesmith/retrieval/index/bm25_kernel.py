@@ -10,26 +10,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 try:
-    from numba import njit
+    import numba
 except ImportError:
     IS_COMPILED = False
-
-    def njit(**options: Any) -> Callable[[Any], Any]:
-        """A decorator that leaves functions as they are."""
-        return lambda function: function
 else:
     IS_COMPILED = True
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 LOOK_UP_COST = 64
 """Passages of a word that are added up in the time of one look-up."""
 BLOCK = 64
 """Sums that are compared with a threshold at once."""
+
+
+def compiled(function: Function) -> Function:
+    """The function in machine code; without numba as it is."""
+    if not IS_COMPILED:
+        return function
+    result: Function = numba.njit(cache=True, nogil=True)(function)
+    return result
 
 
 class Scratch(threading.local):
@@ -39,16 +44,16 @@ class Scratch(threading.local):
         self.totals = np.zeros(-(-num_passages // BLOCK) * BLOCK, dtype=np.float32)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def count_larger(block: NDArray[np.float32], threshold: np.float32) -> int:
     """How many of a block of sums are larger; in this form it compiles to vector instructions."""
     count = np.int32(0)
     for place in range(BLOCK):
         count += np.int32(block[place] > threshold)
-    return count
+    return int(count)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def find_nth_largest(totals: NDArray[np.float32], number: int) -> float:
     """The `number`-th largest sum; 0 if fewer are above 0."""
     heap = np.zeros(number, dtype=np.float32)  # the largest sums so far, the smallest of them first
@@ -71,7 +76,7 @@ def find_nth_largest(totals: NDArray[np.float32], number: int) -> float:
     return float(heap[0])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def collect(totals: NDArray[np.float32], needed: float, limit: int) -> NDArray[np.int32]:
     """The passages with a sum above 0 that reaches `needed`; none if there are more than `limit`."""
     found = np.empty(16, dtype=np.int32)
@@ -96,7 +101,7 @@ def collect(totals: NDArray[np.float32], needed: float, limit: int) -> NDArray[n
     return found[:num_found]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def look_up(
     found: NDArray[np.int32],
     totals: NDArray[np.float32],
@@ -111,7 +116,7 @@ def look_up(
             totals[position] += gains[place] * count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def add_up_words(
     all_positions: NDArray[np.int32],
     all_gains: NDArray[np.float32],
