@@ -200,7 +200,7 @@ def build_results(plans: list[Plan], states: dict[str, str], arguments: argparse
 def summarize(results: dict[str, Any]) -> dict[str, Any]:
     """The results with the estimates of all models and the orderings, which follow from the values of questions."""
     questions = results["questions"]
-    return {"models": summarize_models(questions), "orderings": judge_orderings(questions), **results}
+    return {**results, "models": summarize_models(questions), "orderings": judge_orderings(questions)}
 
 
 def save_unfinished(results: dict[str, Any], out: str) -> None:
@@ -215,10 +215,6 @@ def show(results: dict[str, Any], plot: Path) -> None:
     print(format_orderings(results["orderings"]), "\n")
     if can_plot():
         shown = {label: each for label, each in results["models"].items() if label in MODELS_IN_CHART}
-        save_radar_plot(plot, build_radar(shown))
-
-
-MODELS_IN_CHART}
         save_radar_plot(plot, build_radar(shown))
 
 
