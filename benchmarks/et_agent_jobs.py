@@ -91,7 +91,7 @@ class Plan:
         return recipe
 
     def list_jobs(self) -> list[Job]:
-        """All jobs, those first that others wait for."""
+        """All jobs; where processes are few, those first that others wait for and that more orderings are about."""
         shared = list(self.recipe["stages"])
         shared = shared[: shared.index(LAST_SHARED) + 1]
         jobs = [
@@ -99,15 +99,16 @@ class Plan:
             self.make("flywheel", FLYWHEEL, needs=["shared"]),
             self.make("rft", ["rft"], needs=["flywheel"]),
         ]
+        arms = []
         for name in self.arms:
             needs = ["shared"] if ARMS[name].start == "prompted" else ["rft"]
-            jobs.append(self.make(name, [CURRICULUM], needs=needs, evaluates=CURRICULUM, arm=ARMS[name]))
+            arms.append(self.make(name, [CURRICULUM], needs=needs, evaluates=CURRICULUM, arm=ARMS[name]))
         plain = self.make("rft_rollouts", [*PLAIN, "rft_rollouts"], needs=["flywheel"], evaluates="rft_rollouts")
         evaluations = [
             self.make(f"{name}{EVALUATION}", [], needs=[job], evaluates=name)
             for name, job in (("prompted", "shared"), ("rft", "rft"))
         ]
-        return [*jobs, plain, *evaluations]
+        return [*jobs, *arms[:1], plain, *evaluations, *arms[1:]]
 
     def make(
         self,
