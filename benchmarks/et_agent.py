@@ -21,12 +21,14 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import yaml
-from et_agent_jobs import ARMS, ROOT, Job, Plan, read_done
+from et_agent_jobs import ARMS, EVALUATION, ROOT, Job, Plan, read_done
 from et_agent_orderings import (
     build_radar,
     format_models,
@@ -50,12 +52,15 @@ FROM_EVALUATION = {
 DATA = {"data_flywheel": ("flywheel", "rft_filter"), "data_rollouts": ("rft_rollouts", "rollouts_filter")}
 """Label -> job and stage of the filter whose kept trajectories are compared."""
 ENDED = {"done", "failed"}
-PATIENCE_S = 20.0
+PATIENCE_S = 5.0
 """Seconds that interrupted jobs have to save their state."""
 
 
-def run_jobs(jobs: dict[str, Job], folder: Path, *, num_processes: int, until: float) -> dict[str, str]:
-    """Run the jobs in processes, each after those that it needs; returns the state of each."""
+def run_jobs(
+    jobs: dict[str, Job], folder: Path, *, num_processes: int, until: float, on_done: Callable[[dict[str, str]], None]
+) -> dict[str, str]:
+    """Run the jobs in processes, each after those that it needs; returns the state of each. `on_done` is called with
+    the states so far when a job is done."""
     states = dict.fromkeys(jobs, "waiting")
     running: dict[str, subprocess.Popen[bytes]] = {}
     while any(state not in ENDED for state in states.values()):
@@ -69,6 +74,7 @@ def run_jobs(jobs: dict[str, Job], folder: Path, *, num_processes: int, until: f
             else:
                 (folder / name / DONE).write_text(digest(folder / name / PIPELINE), encoding="utf-8")
                 print(f"{time.strftime('%H:%M:%S')} {name} done", flush=True)
+                on_done(states)
         for name, job in jobs.items():
             if states[name] == "waiting" and any(states[each] == "failed" for each in job.needs):
                 states[name] = "failed"
@@ -118,6 +124,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@cache
 def read_model(folder: Path, label: str) -> dict[str, list[float | None]]:
     """The quantities of an evaluated model, one number for each question."""
     comparison = json.loads((folder / "eval" / "comparison.json").read_text(encoding="utf-8"))
@@ -137,6 +144,7 @@ def average(values: list[float]) -> float | None:
     return round(fmean(values), 4) if values else None
 
 
+@cache
 def read_data(plan: Plan) -> dict[str, dict[str, list[float | None]]]:
     """The spread of the trajectories of each training question that RFT trains, with and without the flywheel."""
     spreads: dict[str, dict[str, float | None]] = {}
@@ -171,17 +179,41 @@ def collect(plan: Plan, states: dict[str, str]) -> tuple[dict[str, Any], dict[st
         }
         if "eval" in records:
             stages[label]["eval"] = {key: records["eval"][key] for key in ("seconds", "tokens", "num_attempts")}
-            questions[label] = read_model(folder, label)
+            model = label.removesuffix(EVALUATION)
+            questions[model] = read_model(folder, model)
     if questions.keys() >= {"rft", "rft_rollouts"}:
         questions |= read_data(plan)
     return questions, stages
 
 
-def show(results: dict[str, Any], plot: Path | None) -> None:
+def build_results(plans: list[Plan], states: dict[str, str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What is known of the jobs that are done."""
+    found = {str(plan.seed): collect(plan, states) for plan in plans}
+    return {
+        "unfinished": [name for name, state in states.items() if state != "done"],
+        "stages": {seed: each for seed, (_, each) in found.items()},
+        "questions": {seed: each for seed, (each, _) in found.items()},
+        "arguments": {**vars(arguments), "folder": "", "table": None, "out": None},
+    }
+
+
+def summarize(results: dict[str, Any]) -> dict[str, Any]:
+    """The results with the estimates of all models and the orderings, which follow from the values of questions."""
+    questions = results["questions"]
+    return {**results, "models": summarize_models(questions), "orderings": judge_orderings(questions)}
+
+
+def save_unfinished(results: dict[str, Any], out: str) -> None:
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"details": results}), encoding="utf-8")
+
+
+def show(results: dict[str, Any], plot: Path) -> None:
     """Print the tables, and draw the chart where matplotlib is installed."""
     print(format_models(results["models"]), "\n")
     print(format_orderings(results["orderings"]), "\n")
-    if plot is not None and can_plot():
+    if can_plot():
         shown = {label: each for label, each in results["models"].items() if label in MODELS_IN_CHART}
         save_radar_plot(plot, build_radar(shown))
 
@@ -208,7 +240,8 @@ def main() -> None:
     parser.add_argument("--out", default="results/et_agent/pocket.json", help="JSON file for the result")
     arguments = parser.parse_args()
     if arguments.table is not None:
-        show(json.loads(arguments.table.read_text(encoding="utf-8"))["details"], arguments.table.with_suffix(".png"))
+        details = json.loads(arguments.table.read_text(encoding="utf-8"))["details"]
+        show(summarize(details), arguments.table.with_suffix(".png"))
         return
     until = time.monotonic() + 60 * arguments.minutes
     plans = [
@@ -223,23 +256,20 @@ def main() -> None:
     ]
     of_seeds = [plan.list_jobs() for plan in plans]
     jobs = {job.name: job for same_place in zip(*of_seeds, strict=True) for job in same_place}
-    states = run_jobs(jobs, arguments.folder.absolute(), num_processes=arguments.jobs, until=until)
-    found = {str(plan.seed): collect(plan, states) for plan in plans}
-    questions = {seed: each for seed, (each, _) in found.items()}
-    results = {
-        "models": summarize_models(questions),
-        "orderings": judge_orderings(questions),
-        "unfinished": [name for name, state in states.items() if state != "done"],
-        "stages": {seed: each for seed, (_, each) in found.items()},
-        "questions": questions,
-        "arguments": {**vars(arguments), "folder": "", "table": None},
-    }
+    states = run_jobs(
+        jobs,
+        arguments.folder.absolute(),
+        num_processes=arguments.jobs,
+        until=until,
+        on_done=lambda found: save_unfinished(build_results(plans, found, arguments), arguments.out),
+    )
+    results = summarize(build_results(plans, states, arguments))
     show(results, Path(arguments.out).with_suffix(".png"))
     accuracy = {label: each["accuracy"][0] for label, each in results["models"].items() if "accuracy" in each}
     publish(
         name="et_agent_pocket",
         unit="accuracy on test questions after reinforcement learning; peers are the other phases and baselines",
-        ours=accuracy.pop("rl", float("nan")),
+        ours=accuracy.pop("rl", 0.0),
         peers=accuracy,
         device="cpu",
         details=results,

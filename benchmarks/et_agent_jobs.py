@@ -24,6 +24,8 @@ RANDOM = f"{Path(__file__).parent / 'et_agent_random.py'}:select"
 LAST_SHARED = "prompted"
 FLYWHEEL, PLAIN = ("flywheel", "rft_filter"), ("rollouts", "rollouts_filter")
 CURRICULUM, SELECTIONS = "curriculum", "selection"
+EVALUATION = "_evaluation"
+"""End of the names of jobs that only evaluate."""
 Stages = dict[str, Any]
 
 
@@ -63,7 +65,7 @@ class Job:
     """The content of its pipeline file; called once the jobs that it needs are done."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """The jobs of one seed, under `folder`."""
 
@@ -89,19 +91,24 @@ class Plan:
         return recipe
 
     def list_jobs(self) -> list[Job]:
-        """All jobs, those first that others wait for."""
+        """All jobs; where processes are few, those first that others wait for and that more orderings are about."""
         shared = list(self.recipe["stages"])
         shared = shared[: shared.index(LAST_SHARED) + 1]
         jobs = [
             self.make("shared", shared),
             self.make("flywheel", FLYWHEEL, needs=["shared"]),
-            self.make("rft", ["rft"], needs=["flywheel"], evaluates="rft"),
+            self.make("rft", ["rft"], needs=["flywheel"]),
         ]
+        arms = []
         for name in self.arms:
             needs = ["shared"] if ARMS[name].start == "prompted" else ["rft"]
-            jobs.append(self.make(name, [CURRICULUM], needs=needs, evaluates=CURRICULUM, arm=ARMS[name]))
+            arms.append(self.make(name, [CURRICULUM], needs=needs, evaluates=CURRICULUM, arm=ARMS[name]))
         plain = self.make("rft_rollouts", [*PLAIN, "rft_rollouts"], needs=["flywheel"], evaluates="rft_rollouts")
-        return [*jobs, plain, self.make("prompted", [], needs=["shared"], evaluates="prompted")]
+        evaluations = [
+            self.make(f"{name}{EVALUATION}", [], needs=[job], evaluates=name)
+            for name, job in (("prompted", "shared"), ("rft", "rft"))
+        ]
+        return [*jobs, *arms[:1], plain, *evaluations, *arms[1:]]
 
     def make(
         self,
@@ -121,7 +128,10 @@ class Plan:
                 num_rollouts = self.match_tokens(recipe)
                 chosen["rollouts"] |= {"num_rollouts": num_rollouts, "max_per_question": num_rollouts}
             if evaluates:
-                chosen["eval"] = {**recipe["stages"]["eval"], "models": {name: f"{STAGE}{evaluates}"}}
+                chosen["eval"] = {
+                    **recipe["stages"]["eval"],
+                    "models": {name.removesuffix(EVALUATION): f"{STAGE}{evaluates}"},
+                }
             rest = {"variables": recipe["variables"], "stages": chosen}
             return {"folder": str(self.job_folder(name)), **map_texts(rest, lambda text: self.resolve(text, chosen))}
 

@@ -113,7 +113,7 @@ def find_results(row: dict) -> list[str]:
 def test_the_pipeline_for_a_gpu_is_valid(monkeypatch):
     monkeypatch.chdir(FOLDER.parents[1])
     stages = plan_stages(load_pipeline(FOLDER / "smollm2.yaml"))
-    assert [stage.name for stage in stages][-1] == "eval" and "rl_3" in [stage.name for stage in stages]
+    assert [stage.name for stage in stages][-1] == "eval" and "rl_2" in [stage.name for stage in stages]
     flywheel = next(stage for stage in stages if stage.name == "flywheel")
     check_settings(flywheel)
     assert flywheel.kind == "flywheel" and FlywheelConfig.model_fields
