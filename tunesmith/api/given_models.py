@@ -36,7 +36,11 @@ def build_section(model: TunerModelConfig, *, label: str) -> ModelSection | Auxi
     """Settings of a model in this process, or with `base_url` of one on a server."""
     if model.tinker_config is not None:
         raise ConfigError(f"{label}: tinker_config has no effect, because the model is not trained; remove it")
-    fields = translate_model_fields(model, key=label, engine_note=ONE_ENGINE)
+    if model.inference_engine_num != 1:
+        raise ConfigError(
+            f"{label}: inference_engine_num={model.inference_engine_num} is not supported: {ONE_ENGINE}; set 1"
+        )
+    fields = translate_model_fields(model)
     if model.base_url is not None:
         return AuxiliaryModelSection(**fields)
     if fields.pop("api_key_env", None) is not None:

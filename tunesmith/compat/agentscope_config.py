@@ -7,6 +7,7 @@ some fields silently (temperature, top_p, enable_thinking).
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tunesmith.compat.trinity_draft import ONE_AUXILIARY_ENGINE
 from tunesmith.errors import ConfigError
 from tunesmith.tasks.load import load_preview
+
+logger = logging.getLogger(__name__)
 
 LENGTHS = {"total_epochs", "total_steps"}
 """Fields of a training set that set the length of the run."""

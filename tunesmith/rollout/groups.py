@@ -30,7 +30,7 @@ OnProgress = Callable[[Trajectory], None]
 
 
 async def run_groups(
-    tasks: Sequence[Task],
+    tasks: Sequence[Task] | Mapping[int, Task],
     *,
     group_size: int,
     agent: Agent,
@@ -46,7 +46,7 @@ async def run_groups(
 ) -> list[Group]:
     """Run the agent `group_size` times on each task that `source` hands out, None: all; groups in the order of taking.
 
-    Seeds are derived from a task's position. With `branching`, rollouts of a group continue others from branch points.
+    Tasks are given by position in their round, from which seeds are derived. With `branching`, rollouts of a group continue others from branch points.
     """
     source = PlannedTasks(range(len(tasks))) if source is None else source
     num_running: Counter[int] = Counter()

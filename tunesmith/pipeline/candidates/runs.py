@@ -9,6 +9,7 @@ from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.groups import run_groups
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelProvider
+from tunesmith.rollout.task_source import PlannedTasks
 from tunesmith.types import Group, Task, Trajectory
 
 
@@ -34,7 +35,7 @@ async def run_agent(
 ) -> list[Trajectory]:
     """One trajectory per task, in their order; a task has the same seed in every call."""
     groups = await run_groups(
-        tasks,
+        {task.index: task for task in tasks},
         group_size=1,
         agent=agent,
         model=model,
@@ -42,7 +43,7 @@ async def run_agent(
         step=0,
         max_concurrency=limits.max_concurrency,
         on_progress=on_progress,
-        positions=[task.index for task in tasks],
+        source=PlannedTasks([task.index for task in tasks]),
     )
     return [group.trajectories[0] for group in groups]
 

@@ -12,6 +12,7 @@ from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.table import ON_POLICY_ONLY
 from tunesmith.cluster.place import find_place
 from tunesmith.config import RunConfig
+from tunesmith.engine.engine import LocalEngine
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
@@ -62,6 +63,7 @@ def build_in_flight(
     """The rollouts in flight of a run; None if its steps wait for all of theirs."""
     if config.rollout.max_staleness == 0:
         return None
+    assert isinstance(policy.engine, LocalEngine), "the run file was checked: engine.kind is tunesmith"
     device = policy.model.device
     limits = InFlightLimits(
         group_size=config.algorithm.group_size,

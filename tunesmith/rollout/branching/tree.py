@@ -201,7 +201,7 @@ class GroupTrees:
 
 def build_trees(
     branching: Branching,
-    tasks: Sequence[Task],
+    tasks: Sequence[Task] | Mapping[int, Task],
     positions: Sequence[int],
     *,
     group_size: int,

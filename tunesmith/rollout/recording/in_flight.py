@@ -38,6 +38,15 @@ class InFlightTurn:
         if details is not None:
             self.entropies += details.entropies or ()
 
+    def find_version(self, newest: int, *, keeps_cache: bool) -> int:
+        """Policy version of tokens that arrive now; with `keeps_cache` that of the first ones."""
+        return self.policy_versions[0] if keeps_cache and self.policy_versions else newest
+
+    def list_versions(self) -> list[int]:
+        """Policy versions of the tokens so far."""
+        self.collect()
+        return self.policy_versions
+
     def collect(self) -> None:
         """Copy the tokens that the engine has kept."""
         if self.deferred is not None and self.deferred.read is not None:

@@ -220,7 +220,8 @@ class Session:
         def add_tokens(
             token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
         ) -> None:
-            in_flight.add(token_ids, logprobs, details, policy_version=self._find_version(in_flight))
+            version = in_flight.find_version(self._engine.policy_version, keeps_cache=self.keeps_cache)
+            in_flight.add(token_ids, logprobs, details, policy_version=version)
             if on_tokens is not None:
                 on_tokens(token_ids, logprobs, *(() if details is None else (details,)))
 
@@ -254,12 +255,6 @@ class Session:
             await self.gate.wait()
         if self.is_closed:
             raise SessionClosedError
-
-    def _find_version(self, in_flight: InFlightTurn) -> int:
-        """Policy version of tokens that arrive now."""
-        if self.keeps_cache and in_flight.policy_versions:
-            return in_flight.policy_versions[0]
-        return self._engine.policy_version
 
     def _translate_error(self, error: Exception, in_flight: InFlightTurn) -> Exception:
         """An error of the engine fails the trajectory, except a rejected request."""
@@ -304,10 +299,9 @@ class Session:
     def find_oldest_version(self) -> int | None:
         """Policy version of the oldest sampled token, of calls in flight too; None: nothing is sampled yet."""
         recorded = [turn.policy_versions for turn in self._turns.values()]
-        for call in self._in_flight.values():
-            call.collect()
-        in_flight = [call.policy_versions for call in self._in_flight.values()]
+        in_flight = [call.list_versions() for call in self._in_flight.values()]
         return min((min(versions) for versions in (*recorded, *in_flight) if versions), default=None)
+
     def build_call_id(self) -> str:
         """Id of the next tool call: nine alphanumeric characters, as the strictest templates require."""
         self._num_tool_calls += 1
