@@ -73,11 +73,10 @@ def write_demonstrations(
     environment: Mapping[str, Any],
     questions: str,
     seed: int,
-    num_copies: int = 1,
     repeat_share: float = 0.0,
     detour_share: float = 0.0,
 ) -> dict[str, int]:
-    """Write conversations.jsonl: `num_copies` answers to each question, with real results of calls.
+    """Write conversations.jsonl: an answer to each question, with real results of calls.
 
     `repeat_share` of the demonstrations repeat the last search, `detour_share` search for something else first.
     Where the expert's own searches do not find the facts there is no demonstration: it would teach to make them up.
@@ -85,7 +84,7 @@ def write_demonstrations(
     built = load_environment(build_section(EnvironmentSection, environment))
     plans = list(iter_plans(World(config=build_config(dict(world))), "train"))
     numbers = [json.loads(line)["number"] for line in Path(questions).read_text(encoding="utf-8").splitlines()]
-    chosen = [plans[number] for number in numbers for _ in range(num_copies)]
+    chosen = [plans[number] for number in numbers]
     names = [lookup.query for plan in plans for lookup in plan.lookups]
 
     async def demonstrate() -> list[Transcript]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from itertools import combinations
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tunesmith import run_pipeline
 from tunesmith.config import FlywheelConfig
 from tunesmith.pipeline.stages.check import check_settings
 from tunesmith.pipeline.stages.plan import load_pipeline, plan_stages
-from tunesmith.tasks.world import World
+from tunesmith.tasks.world import World, generate
 from tunesmith.tasks.world.config import build_config
 from tunesmith.tasks.world.expert import iter_plans
 
@@ -104,6 +105,34 @@ def test_demonstrations_have_no_record_of_the_world_that_is_searched(folder):
     records = {row["text"] for row in read(folder / "index" / "records.jsonl")}
     rows = read(folder / "demonstrations" / "conversations.jsonl")
     assert rows and not any(record in results for row in rows for results in find_results(row) for record in records)
+
+
+def test_what_a_search_did_not_find_is_not_demonstrated(tmp_path):
+    pytest.importorskip("bm25s", reason="search needs bm25s: pip install 'tunesmith[retrieval]'")
+    recipe = runpy.run_path(str(FOLDER / "pocket.py"))
+    world = {
+        "num_documents": 40,
+        "num_train": 40,
+        "num_test": 0,
+        "max_hops": 1,
+        "distractors_per_entity": 0,
+        "kind_shares": {"multi_hop": 1.0},
+    }
+    generate(tmp_path / "world", **world)
+    recipe["index_documents"](tmp_path, documents=str(tmp_path / "world" / "documents.jsonl"))
+    recipe["split_questions"](tmp_path, world=world, num_train=4, num_test=0, seed=0)
+    settings = {"source": "index", "index": str(tmp_path / "index"), "top_n": 1}
+    counts = recipe["write_demonstrations"](
+        tmp_path,
+        world=world,
+        environment={"prompt": "none", "tools": [{"tool": "search", "settings": settings}]},
+        questions=str(tmp_path / "demonstrated.jsonl"),
+        seed=0,
+    )
+    assert counts["without evidence, left out"] > 0 and counts["conversations"] > 0
+    for row in read(tmp_path / "conversations.jsonl"):
+        years = re.findall(r"answer is (\d+)\.", row["messages"][-1]["content"][-1]["text"])
+        assert all(year in " ".join(find_results(row)) for year in years)
 
 
 def find_results(row: dict) -> list[str]:
