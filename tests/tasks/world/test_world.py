@@ -182,7 +182,7 @@ def test_a_document_is_rebuilt_alone():
 
 def test_with_one_wording_each_relation_is_stated_in_its_first_form():
     def count_first_forms(num_wordings: int) -> tuple[int, int]:
-        world = World(config=WorldConfig(num_documents=120, num_wordings=num_wordings))
+        world = World(config=WorldConfig(num_documents=200, num_wordings=num_wordings))
         stated = [
             RELATIONS[fact.relation].statements[0].split("{s}")[-1].format(v=fact.value) in document.text
             for document in world.iter_documents()
