@@ -16,6 +16,7 @@ from datasets import Dataset
 from search_corpora import PASSAGES, build_small_index, needs_bm25, write_corpus
 from tunesmith.errors import ConfigError, DataError, StorageError
 from tunesmith.retrieval import IndexSettings, SearchIndex, build_index
+from tunesmith.retrieval.index.bm25_kernel import Scratch
 from tunesmith.tasks.world import generate
 
 pytestmark = needs_bm25
@@ -48,6 +49,20 @@ def test_scores_are_those_of_bm25s(tmp_path):
         expected = np.sort(model.get_scores(known))[::-1][:10]
         scores = [hit.score for hit in index.search(question)]
         assert scores == pytest.approx(expected[expected > 0].tolist(), rel=1e-5)
+
+
+def test_compiled_sums_give_the_same_hits(tmp_path):
+    generate(tmp_path / "world", num_documents=1000, num_train=12, num_test=1)
+    build_index(tmp_path / "world" / "documents.jsonl", tmp_path / "index")
+    plain, compiled = SearchIndex(tmp_path / "index"), SearchIndex(tmp_path / "index")
+    plain._bm25._scratch, compiled._bm25._scratch = None, Scratch(1000)  # otherwise by the size of the corpus
+    lines = (tmp_path / "world" / "train.jsonl").read_text().splitlines()
+    for question in ["city city founder", "zebra", *(json.loads(line)["question"] for line in lines)]:
+        for top_n in (1, 4, 100):
+            hits = compiled.search(question, top_n)
+            assert [(hit.passage_id, hit.score) for hit in hits] == [
+                (hit.passage_id, pytest.approx(hit.score, rel=1e-5)) for hit in plain.search(question, top_n)
+            ]
 
 
 def test_bm25_finds_the_gold_passage_that_names_an_entity(tmp_path):

@@ -23,6 +23,7 @@ from tunesmith.tasks.world import World, WorldConfig, generate
 from tunesmith.tasks.world.config import build_config
 from tunesmith.tasks.world.documents import Document
 from tunesmith.tasks.world.questions import Question
+from tunesmith.tasks.world.schema import RELATIONS
 from tunesmith.tasks.world.world import build_row
 from world_solver import Solver, Triple, read_facts
 
@@ -177,6 +178,21 @@ def test_a_document_is_rebuilt_alone():
         assert world.build_document(number) == documents[number]
     with pytest.raises(IndexError, match="of 600"):
         world.build_document(600)
+
+
+def test_with_one_wording_each_relation_is_stated_in_its_first_form():
+    def count_first_forms(num_wordings: int) -> tuple[int, int]:
+        world = World(config=WorldConfig(num_documents=200, num_wordings=num_wordings))
+        stated = [
+            RELATIONS[fact.relation].statements[0].split("{s}")[-1].format(v=fact.value) in document.text
+            for document in world.iter_documents()
+            for fact in document.facts
+        ]
+        return sum(stated), len(stated)
+
+    found, total = count_first_forms(1)
+    assert found == total > 200
+    assert count_first_forms(3)[0] < 0.7 * total
 
 
 def test_irrelevant_documents_name_no_entity():
