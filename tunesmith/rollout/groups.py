@@ -46,8 +46,7 @@ async def run_groups(
 ) -> list[Group]:
     """Run the agent `group_size` times on each task that `source` hands out, None: all; groups in the order of taking.
 
-    Tasks are given by position in their round, from which seeds are derived. With `branching`, rollouts of a group
-    continue others from branch points.
+    Seeds are derived from a task's position. With `branching`, rollouts of a group continue others from branch points.
     """
     source = PlannedTasks(range(len(tasks))) if source is None else source
     num_running: Counter[int] = Counter()
