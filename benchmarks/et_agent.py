@@ -228,7 +228,7 @@ def parse_overrides(texts: list[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS), help="none: up to RFT")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at once, of one thread each")
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this time; a later call resumes")
     parser.add_argument("--folder", type=Path, default=Path("checkpoints/et_agent_benchmark"))
