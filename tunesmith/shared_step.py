@@ -8,12 +8,14 @@ take part (in a round of rollouts, in an update, in gathering the optimizer's st
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from tunesmith.cluster.balance import balance_work
 from tunesmith.cluster.ranks import Ranks
@@ -23,10 +25,11 @@ from tunesmith.rollout.actors import Actors, run_share
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.rank_shares import RolloutOrder
 from tunesmith.trainer.packing import combine_cost
+from tunesmith.trainer.sharding.sharded_model import find_sharding, gather_state, iter_whole_weights
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Sample
 
-Order = Literal["train", "state"]
+Order = Literal["train", "state", "weights"]
 """What the first rank asks for, besides a `RolloutOrder` and the end."""
 
 
@@ -195,6 +198,21 @@ def collect_trainer_state(ranks: Ranks, trainer: Trainer) -> dict[str, Any]:
     return trainer.state_dict()
 
 
+def gather_weights(ranks: Ranks, model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model that is sharded over ranks, one at a time, on the first rank, which calls this."""
+    ranks.broadcast_object("weights")
+    return iter_whole_weights(model)
+
+
+def collect_weights(ranks: Ranks, model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """The state of a model that is sharded over ranks, on the CPU of the first rank, which calls this; None if the
+    model is whole."""
+    if find_sharding(model) is None:
+        return None
+    ranks.broadcast_object("weights")
+    return gather_state(model)
+
+
 def end_run(ranks: Ranks, result: object) -> None:
     """Let `follow` return the result of the run on the other ranks."""
     ranks.broadcast_object(RunEnd(result=result))
@@ -218,5 +236,8 @@ async def follow(actors: Actors, trainer: Trainer, branching: Branching | None =
                 trainer.take_times()  # of this rank: they are not shown, and would otherwise pile up
             case "state":
                 trainer.state_dict()
+            case "weights":
+                for _ in iter_whole_weights(trainer.model):
+                    pass
             case RunEnd():
                 return order.result

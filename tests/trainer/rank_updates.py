@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from padded import build_off_policy
 from test_combinations import build_extra_models
-from test_trainer import LOOSE, read_parameters
+from test_trainer import LOOSE
 from torch import multiprocessing
 
 from trainable_models import build_trainable
@@ -20,6 +20,7 @@ from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
 from tunesmith.model.adapters.lora import add_adapter
+from tunesmith.trainer.sharding.sharded_model import iter_whole_weights, shard_model
 from tunesmith.trainer.trainer import Trainer
 
 LABELS = [0.9, -1.1, -0.4, 1.3, 0.6, -0.8, 0.5, -0.2]
@@ -31,8 +32,14 @@ IS_COMPLETE = os.environ.get("TUNESMITH_ALL_RANKS") == "1"
 ON_THREE_RANKS = (
     "grpo", "reinforceplusplus", "kl_cov", "grpo, one rank has all samples", "mix, minibatches",
     "ppo, more minibatches than groups of a rank", "ppo, sharded gradients", "grpo, adapter",
+    "ppo, sharded weights", "grpo, minibatches, one rank has all samples, sharded weights",
+    "grpo, corrections, sharded weights",
 )  # fmt: skip
-ON_TWO_RANKS = (*ALGORITHMS, "grpo, corrections", "grpo, sharded gradients", "gspo, minibatches")
+SHARDED_WEIGHTS = tuple(
+    f"{name}, sharded weights"
+    for name in ("grpo", "reinforceplusplus", "gspo", "kl_cov", "mix", "grpo, recomputed layers", "grpo, corrections")
+)
+ON_TWO_RANKS = (*ALGORITHMS, "grpo, corrections", "grpo, sharded gradients", "gspo, minibatches", *SHARDED_WEIGHTS)
 
 
 def list_cases() -> dict[str, tuple[dict, dict, dict[int, int]]]:
@@ -50,6 +57,14 @@ def list_cases() -> dict[str, tuple[dict, dict, dict[int, int]]]:
         cases[f"{name}, sharded gradients"] = (
             {"algorithm_type": name}, {"num_minibatches": 2}, {0: 0, 1: 0, 2: 0, 3: 1},
         )  # fmt: skip
+    for name in ("grpo", "ppo", "reinforceplusplus", "gspo", "kl_cov", "mix"):
+        cases[f"{name}, sharded weights"] = ({"algorithm_type": name}, {}, {0: 0, 1: 0, 2: 0, 3: 1})
+    cases["grpo, minibatches, one rank has all samples, sharded weights"] = (
+        {"algorithm_type": "grpo"}, {"num_minibatches": 2}, dict.fromkeys(range(4), 1),
+    )  # fmt: skip
+    cases["grpo, recomputed layers, sharded weights"] = (
+        {"algorithm_type": "grpo"}, {"has_gradient_checkpointing": True}, {0: 0, 1: 1, 2: 1, 3: 1},
+    )  # fmt: skip
     section = {"kl_coef": 0.1, "kl_adaptive": {"target": 1e-3, "horizon": 50}, "entropy_coef": 0.01}
     section |= {"correction": {"importance": "token", "mask": {"level": "sequence", "low": 0.5, "high": 2.0}}}
     cases["grpo, corrections"] = (
@@ -57,6 +72,7 @@ def list_cases() -> dict[str, tuple[dict, dict, dict[int, int]]]:
         {"num_minibatches": 2},
         {0: 0, 1: 1, 2: 1, 3: 0},
     )
+    cases["grpo, corrections, sharded weights"] = cases["grpo, corrections"]
     cases["grpo, adapter"] = ({"algorithm_type": "grpo"}, {"num_minibatches": 2}, {0: 0, 1: 1, 2: 2, 3: 0})
     return cases
 
@@ -91,13 +107,18 @@ def run_case(name: str, ranks: Ranks) -> tuple[dict[str, float], torch.Tensor, d
     extra = build_extra_models(algorithm)
     if "kl_coef" in section:
         extra["reference_model"] = build_trainable(seed=1)
+    if "sharded weights" in name and not ranks.is_alone:
+        shard_model(model, ranks, torch.device("cpu"))
+        if extra["reference_model"] is not None:
+            shard_model(extra["reference_model"].requires_grad_(False), ranks, torch.device("cpu"))
     trainer = Trainer(
         model, TrainerSection(**(SETTINGS | settings)), AlgorithmSection(**section),
-        max_model_len=64, num_total_steps=9, ranks=ranks, has_sharded_gradients="sharded" in name, **extra,
+        max_model_len=64, num_total_steps=9, ranks=ranks, has_sharded_gradients="sharded gradients" in name, **extra,
     )  # fmt: skip
     trainer.step(own)
     metrics = trainer.step(own)
-    return metrics, read_parameters(model), trainer.state_dict()["optimizer"]
+    weights = torch.cat([weight.flatten() for _, weight in iter_whole_weights(model)])
+    return metrics, weights, trainer.state_dict()["optimizer"]
 
 
 def run_all(folder: Path) -> None:

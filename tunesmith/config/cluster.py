@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -32,6 +33,10 @@ class ClusterSection(Section):
     """On several ranks, sum gradients while the backward pass makes them, so that no GPU holds those of all weights in
     float32, at the price of more communication. null does it where they would take more than a tenth of the GPU's
     memory."""
+    has_sharded_weights: bool = False
+    """On several ranks with `engine.kind: vllm`, divide the weights of the decoder layers by the number of ranks too
+    (FSDP2), at the price of gathering each layer for its forward and its backward. One vLLM then samples for all ranks,
+    from the first one. Set it for models whose training does not fit otherwise."""
 
     @model_validator(mode="after")
     def _check_launcher(self) -> ClusterSection:
@@ -48,3 +53,18 @@ class ClusterSection(Section):
     def num_restarts(self) -> int:
         """How often Ray restarts the run."""
         return DEFAULT_RESTARTS if self.max_restarts is None else self.max_restarts
+
+
+def check_sharded_weights(cluster: ClusterSection, others: Mapping[str, bool]) -> None:
+    """Raise for what excludes sharded weights; `others` maps each such setting, as it is written, to whether it is
+    so."""
+    if not cluster.has_sharded_weights:
+        return
+    if cluster.has_sharded_gradients is not None:
+        raise ValueError(
+            "cluster.has_sharded_gradients has no effect with cluster.has_sharded_weights, which shards them too: "
+            "leave it out"
+        )
+    for setting, is_so in others.items():
+        if is_so:
+            raise ValueError(f"cluster.has_sharded_weights does not work with {setting}: remove one of them")

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from tunesmith.config.algorithm import AlgorithmSection, CorrectionSection
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
-from tunesmith.config.cluster import ClusterSection
+from tunesmith.config.cluster import ClusterSection, check_sharded_weights
 from tunesmith.config.engine.engine import EngineSection
 from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
@@ -281,6 +281,15 @@ class RunConfig(Section):
             )
         if self.cluster.has_sharded_gradients and self.trainer.has_row_graphs:
             raise ValueError("cluster.has_sharded_gradients and trainer.has_row_graphs exclude each other: set one")
+        others = {
+            "engine.kind=tunesmith, which samples from whole weights (set engine.kind=vllm)": self.engine.kind != "vllm",
+            "model.lora": self.model.lora is not None,
+            "model.residual_dtype=float32": self.model.residual_dtype == "float32",
+            "trainer.has_row_graphs": bool(self.trainer.has_row_graphs),
+            "rollout.assignment=balanced": self.rollout.assignment == "balanced",
+            "algorithm.reference_refresh_steps": self.algorithm.reference_refresh_steps is not None,
+        }
+        check_sharded_weights(self.cluster, others)
         return self
 
     @model_validator(mode="after")

@@ -51,17 +51,24 @@ class Actors:
     """The ranks that share the tasks."""
     counters: SharedCounters | None = None
     """Hand out tasks on demand on several ranks; None: by plan."""
+    has_one_sampler: bool = False
+    """Whether only the first rank has a sampler of the policy and runs tasks."""
     ledger: RankLedger = field(default_factory=RankLedger)
     """Where the groups of the current step were run."""
 
     def compute_engine_stats(self) -> dict[str, float]:
         """Counters of all ranks' engines since the last call; times are means over ranks."""
-        return merge_rank_stats([self.engine.compute_stats(), *self.ledger.take_engine_stats()], self.ranks.world_size)
+        return merge_rank_stats([self.engine.compute_stats(), *self.ledger.take_engine_stats()], self.num_samplers)
 
     def compute_recorder_stats(self) -> dict[str, float]:
         """Counters of all ranks' recorders since the last call."""
         own = self.service.recorder.compute_stats()
-        return merge_rank_stats([own, *self.ledger.take_recorder_stats()], self.ranks.world_size)
+        return merge_rank_stats([own, *self.ledger.take_recorder_stats()], self.num_samplers)
+
+    @property
+    def num_samplers(self) -> int:
+        """Number of ranks that run tasks."""
+        return 1 if self.has_one_sampler else self.ranks.world_size
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,6 +117,7 @@ async def run_tasks(
         policy_version=actors.engine.policy_version,
         number=actors.ledger.num_rounds,
         has_branches=branching is not None,
+        has_one_sampler=actors.has_one_sampler,
     )
     progress = RolloutProgress() if progress is None else progress
     if actors.ranks.is_alone:
@@ -167,7 +175,7 @@ async def run_own_tasks(
     """Run the tasks of the round that the source hands out in this process."""
     for engine in actors.auxiliary_engines:
         engine.resume(0)  # an empty prefix cache makes a phase a function of its seed
-    num_tasks = -(-len(order.tasks) // actors.ranks.world_size)
+    num_tasks = -(-len(order.tasks) // actors.num_samplers)
     num_expected = progress.num_done + num_tasks * (order.group_size + (order.baseline_sampling is not None))
     async with serve_models(actors):
         run = partial(

@@ -34,9 +34,13 @@ class RolloutOrder:
     """Number of rounds of this process before it."""
     has_branches: bool = False
     """Whether rollouts branch, as `rollout.branching`."""
+    has_one_sampler: bool = False
+    """Whether the first rank runs all tasks, because only it has a sampler."""
 
     def build_source(self, ranks: Ranks, counters: SharedCounters | None) -> TaskSource:
         """What hands a rank its tasks: the counters, or without them a plan."""
+        if self.has_one_sampler:
+            return PlannedTasks(range(len(self.tasks) if ranks.is_first else 0))
         if counters is None:
             return PlannedTasks(range(ranks.rank, len(self.tasks), ranks.world_size))
         take_next = partial(counters.take, f"round {self.number}")

@@ -32,6 +32,7 @@ from tunesmith.trainer.layers.compiled_layers import compile_function
 from tunesmith.trainer.layers.row_graphs import RowGraphs, can_replay
 from tunesmith.trainer.layers.weight_gradients import accumulated_weight_grads
 from tunesmith.trainer.metrics import PartTotals, Reduction, Total, add_parts
+from tunesmith.trainer.sharding.matched_rows import match_rows
 from tunesmith.trainer.sharding.streamed_gradients import StreamedGradients
 from tunesmith.types import Sample
 
@@ -56,6 +57,7 @@ def run_loss_pass(
     `rows` are the packed samples of one update; `inputs` are concatenated over their events. `is_compiled` compiles the
     losses; `graphs` replays rows as CUDA graphs where possible; `stream` sums gradients over ranks after each row.
     """
+    match_rows(model, len(rows))
     if stream is not None:
         stream.begin_update(len(rows))
     if graphs is not None:

@@ -104,7 +104,7 @@ class MasterAdamW:
     def count_state_bytes(self) -> int:
         """Size of `state_dict` after the first update."""
         return sum(
-            parameter.numel() * self._masters[name].itemsize * (2 if is_wide(parameter) else 3)
+            parameter.numel() * self._masters[name].itemsize * (3 if self._has_master(name) else 2)
             for name, parameter in self._parameters.items()
         )
 
@@ -122,6 +122,10 @@ class MasterAdamW:
         if rest:
             raise ModelError(f"optimizer state holds {next(iter(rest))!r}, which this model does not have")
         self._write_back()
+
+    def _has_master(self, name: str) -> bool:
+        """Whether a state has a master of the parameter, because the model computes with fewer bits."""
+        return not is_wide(self._parameters[name])
 
     @torch.no_grad()
     def _write_back(self) -> None:

@@ -33,6 +33,7 @@ from tunesmith.trainer.metrics import TokenCounts, count_tokens
 from tunesmith.trainer.policy_versions import find_newest
 from tunesmith.trainer.reference import Reference, reference_weights
 from tunesmith.trainer.sharding.gathered_scores import gather_scores
+from tunesmith.trainer.sharding.matched_rows import match_rows
 from tunesmith.trainer.sharding.update_share import measure_share
 from tunesmith.types import Sample
 
@@ -320,6 +321,7 @@ def score_tokens(
     """Logprobs [R] of the rows' events under a model, and entropies [R] of the distributions that they were sampled
     from, with bias, temperature and filters applied."""
     scores, event_indices, num_events = [], [], 0
+    match_rows(model, len(rows))
     if not rows:
         return np.zeros(0), np.zeros(0)
     for trie in rows:

@@ -60,7 +60,7 @@ from tunesmith.trainer.scoring_pass import (
     scatter_to_samples,
     score_logprobs,
 )
-from tunesmith.trainer.sharding.sharded_adamw import build_optimizer
+from tunesmith.trainer.sharding.sharded_layers_adamw import build_optimizer
 from tunesmith.trainer.token_masks import attach_token_masks
 from tunesmith.trainer.token_terms import can_weigh_in_loss_pass
 from tunesmith.types import Sample
@@ -214,6 +214,10 @@ class Trainer:
             self._critic.load_state_dict(state["critic"])
         if self._reference is not None:
             self._reference.load_state_dict(state)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._model
 
     @property
     def num_minibatches(self) -> int:

@@ -30,7 +30,7 @@ from tunesmith.engine.engine import collect_eos_ids
 from tunesmith.engine.vllm.connection import Connection
 from tunesmith.engine.vllm.parameters import build_parameters, check_parameters, has_reply_penalties
 from tunesmith.engine.vllm.process import VllmProcess
-from tunesmith.engine.vllm.weights import push_weights, save_config
+from tunesmith.engine.vllm.weights import GatherWeights, push_weights, save_config
 from tunesmith.errors import EngineError
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.types import Completion, OnTokens, Sampling, StopReason, TokenDetails, TopLogprobs
@@ -53,9 +53,12 @@ class VllmEngine:
         settings: EngineSection,
         *,
         max_model_len: int,
+        gather: GatherWeights | None = None,
     ) -> None:
-        """Start vLLM and wait until it is ready. Stop strings need a tokenizer."""
+        """Start vLLM and wait until it is ready. Stop strings need a tokenizer; `gather` yields the weights of a model
+        that is sharded over ranks."""
         self._model, self._tokenizer, self._settings = model, tokenizer, settings
+        self._gather = gather
         self._max_model_len = max_model_len
         self._eos_ids = collect_eos_ids(model, tokenizer)
         self._vocab_size = model.get_input_embeddings().num_embeddings
@@ -177,7 +180,10 @@ class VllmEngine:
     def _push(self) -> None:
         started_at = time.perf_counter()
         devices = self._devices if self._settings.vllm.weight_transfer == "memory" else None
-        push_weights(self._connection, self._model, devices, self._process.folder, timeout_s=PUSH_TIMEOUT_S)
+        folder = self._process.folder
+        push_weights(
+            self._connection, self._model, devices, folder, timeout_s=PUSH_TIMEOUT_S, gather=self._gather
+        )
         self._times["weight_push"] += time.perf_counter() - started_at
 
     def _reset_cache(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,19 @@ from tunesmith.engine.vllm.connection import Connection
 CHUNK_BYTES = 2**30
 """Weights that are copied and handed over at once; at least one tensor."""
 BASE_LAYER = ".base_layer."
+GatherWeights = Callable[[], Iterator[tuple[str, Tensor]]]
+"""The weights of a model by name, one at a time, where they are not those of the module in this process."""
 
 
-def iter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names as in a checkpoint, and tensors: the model's own, or merged with its adapter."""
+def iter_weights(model: PreTrainedModel, gather: GatherWeights | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Names as in a checkpoint, and tensors: the model's own, or merged with its adapter, or gathered."""
     nothing: dict[str, Tensor] = {}
+    weights = iter_merged(model) if gather is None else gather()
     if revert_weight_conversion(model, nothing) is nothing:
-        return iter_merged(model)
-    return iter(revert_weight_conversion(model, dict(iter_merged(model))).items())
+        return weights
+    if gather is not None:
+        weights = ((name, tensor.cpu()) for name, tensor in weights)  # a GPU does not hold them all
+    return iter(revert_weight_conversion(model, dict(weights)).items())
 
 
 def iter_merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -66,16 +71,18 @@ def push_weights(
     folder: Path,
     *,
     timeout_s: float,
+    gather: GatherWeights | None = None,
 ) -> None:
     """Let vLLM take the model's weights: on its GPUs `devices`, or with None through a file in `folder`."""
+    weights = iter_weights(model, gather)
     connection.call("start_push", timeout_s=timeout_s)
     if devices is None:
         path = folder / "weights.safetensors"
-        save_weights(model, path)
+        save_weights(model, path, weights)
         connection.call("receive_push", timeout_s=timeout_s, names=[], handles=None, path=str(path))
         path.unlink()
     else:
-        push_handles(connection, model, devices, timeout_s=timeout_s)
+        push_handles(connection, weights, devices, own=model.device, timeout_s=timeout_s)
     connection.call("finish_push", timeout_s=timeout_s)
     if devices is not None:
         torch.cuda.ipc_collect()
@@ -89,10 +96,10 @@ def save_config(model: PreTrainedModel, folder: Path, *, has_own_head: bool) -> 
     config.save_pretrained(folder)
 
 
-def save_weights(model: PreTrainedModel, path: Path) -> None:
+def save_weights(model: PreTrainedModel, path: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
     """Write the weights as a checkpoint of one file, with a head of its own: vLLM's CPU build packs the head, and does
     not pack a tied one again when weights are loaded."""
-    tensors = {name: tensor.contiguous().cpu() for name, tensor in iter_weights(model)}
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in weights}
     if model.config.tie_word_embeddings:
         head = model.get_output_embeddings()
         name = next(name for name, module in model.named_modules() if module is head)
@@ -101,16 +108,21 @@ def save_weights(model: PreTrainedModel, path: Path) -> None:
 
 
 def push_handles(
-    connection: Connection, model: PreTrainedModel, devices: Sequence[torch.device], *, timeout_s: float
+    connection: Connection,
+    weights: Iterator[tuple[str, Tensor]],
+    devices: Sequence[torch.device],
+    *,
+    own: torch.device,
+    timeout_s: float,
 ) -> None:
     """Copy the weights in chunks to every GPU of vLLM and hand over handles of the copies.
 
     A copy's memory is free again once both sides have dropped it: vLLM keeps the parts of a fused layer until it has
     them all.
     """
-    for chunk in split_chunks(iter_weights(model)):
+    for chunk in split_chunks(weights):
         copies = [{device: tensor.to(device, copy=True) for device in devices} for _, tensor in chunk]
-        for device in {*devices, model.device}:
+        for device in {*devices, own}:
             torch.cuda.synchronize(device)
         handles = [{name_gpu(device): reduce_tensor(copy)[1] for device, copy in each.items()} for each in copies]
         connection.call(

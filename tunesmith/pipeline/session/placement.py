@@ -28,10 +28,11 @@ def check_workers(config: RunConfig, place: Place) -> None:
         raise ConfigError(
             "cluster.launcher=ray starts runs of `tunesmith tune` and tune() only: leave it out here, or set torchrun"
         )
-    if num_ranks > 1 and (config.engine.tensor_parallel_size > 1 or config.engine.vllm.devices is not None):
+    has_own_sampler = num_ranks > 1 and not config.cluster.has_sharded_weights
+    if has_own_sampler and (config.engine.tensor_parallel_size > 1 or config.engine.vllm.devices is not None):
         raise ConfigError(
             f"with {num_ranks} ranks each has a vLLM of its own on its GPU: leave out engine.tensor_parallel_size and "
-            "engine.vllm.devices, or start one rank"
+            "engine.vllm.devices, start one rank, or set cluster.has_sharded_weights=true for one vLLM"
         )
     if num_workers is not None and num_workers != num_ranks:
         found = "one process" if num_ranks == 1 else f"{num_ranks} ranks"

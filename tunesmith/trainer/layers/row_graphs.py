@@ -24,6 +24,7 @@ from tunesmith.experience.trie import Trie
 from tunesmith.model.forward.distribution import has_truncation
 from tunesmith.trainer.batch import DeviceInputs, PackedRow, TokenDistributions
 from tunesmith.trainer.metrics import PartTotals
+from tunesmith.trainer.sharding.sharded_model import find_sharding
 from tunesmith.trainer.tree_attention.plan import find_long_paths
 
 LOGGER = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ def can_capture(model: PreTrainedModel) -> bool:
     kinds = [part.get("rope_type") for part in (rotation, *rotation.values()) if isinstance(part, dict)]
     return (
         model.device.type == "cuda"
+        and find_sharding(model) is None
         and torch.finfo(model.dtype).bits == 16
         and not getattr(model, "is_quantized", False)
         and not any(kind in LENGTH_DEPENDENT_ROPE for kind in kinds)
@@ -63,8 +65,8 @@ def uses_row_graphs(model: PreTrainedModel, settings: TrainerSection, *, is_comp
     requested = settings.has_row_graphs
     if requested and not can:
         raise ConfigError(
-            "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantized 16-bit weights, rotary "
-            "embeddings that do not depend on length, and neither gradient checkpointing nor model.lora.dropout: "
+            "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantized 16-bit weights that are whole on each rank, "
+            "rotary embeddings that do not depend on length, and neither gradient checkpointing nor model.lora.dropout: "
             "leave it out"
         )
     return can and (is_launch_bound(model) if requested is None else requested)

@@ -27,7 +27,6 @@ from tunesmith.trainer.optimizer import (
     build_adamw,
     build_master,
     find_trainable,
-    is_wide,
     pop_tensor,
 )
 from tunesmith.trainer.sharding.buckets import Bucket, Part, build_buckets, fill_rows, pad_flat
@@ -45,15 +44,9 @@ class ShardedAdamW(MasterAdamW):
         self._parameters = find_trainable(model)
         self._streamed = find_streamed(model, self._parameters, ranks, requested=has_sharded_gradients)
         self.stream = StreamedGradients(self._streamed, ranks) if self._streamed else None
-        self._masters = {}
-        for seed, (name, parameter) in enumerate(self._parameters.items()):
-            ranks.broadcast(parameter.data)
-            whole = build_master(parameter, seed=seed).detach()
-            self._masters[name] = self._cut(whole.flatten()).clone().requires_grad_()
-            parameter.grad = None
-            parameter.grad_dtype = parameter.dtype if name in self._streamed else whole.dtype
+        self._masters = {name: self._build_part(name, seed=seed) for seed, name in enumerate(self._parameters)}
         self._times = CollectiveTimes(ranks.device)
-        self._buckets = build_buckets(self._parameters, ranks.world_size)
+        self._buckets = build_buckets(self._list_whole(), ranks.world_size)
         self._adamw = build_adamw(
             settings,
             decayed=[self._masters[name] for name, p in self._parameters.items() if p.ndim >= 2],
@@ -100,10 +93,10 @@ class ShardedAdamW(MasterAdamW):
         for name in chosen:
             master, num_elements = self._masters[name], self._parameters[name].numel()
             index_N = torch.arange(0, num_elements, -(-num_elements // NUM_SAMPLED_ELEMENTS), device=master.device)
-            place_N = index_N - self._ranks.rank * len(master)
-            is_own_N = (place_N >= 0) & (place_N < len(master))
-            own_N = master.detach()[place_N.clamp(0, len(master) - 1)].double()
-            parts.append(own_N.where(is_own_N, 0.0))
+            place_N = index_N - self._ranks.rank * self._count_part(name)
+            is_own_N = (place_N >= 0) & (place_N < master.numel())
+            part = master.detach().flatten() if master.numel() else master.new_zeros(1)
+            parts.append(part[place_N.clamp(0, len(part) - 1)].double().where(is_own_N, 0.0))
         whole = self._ranks.add(torch.cat(parts))
         return list(whole.split([len(part) for part in parts]))
 
@@ -120,7 +113,7 @@ class ShardedAdamW(MasterAdamW):
             for kind in MOMENTS[1:]:
                 if kind in moments:
                     state[f"{kind}:{name}"] = self._gather(name, moments[kind])
-            if not is_wide(self._parameters[name]):
+            if self._has_master(name):
                 state[f"master:{name}"] = self._gather(name, master.detach())
         return state if self._ranks.is_first else {}
 
@@ -130,13 +123,12 @@ class ShardedAdamW(MasterAdamW):
         rest = dict(state)
         for name, master in self._masters.items():
             parameter = self._parameters[name]
-            whole = parameter.detach() if is_wide(parameter) else pop_tensor(rest, f"master:{name}", parameter)
-            master.copy_(self._cut(whole.flatten()))
+            self._restore_master(name, rest)
             moments = {kind: rest.pop(f"{kind}:{name}") for kind in MOMENTS if f"{kind}:{name}" in rest}
             if moments and any(moments[kind].shape != parameter.shape for kind in MOMENTS[1:]):
                 raise ModelError(f"optimizer state of {name!r} has another shape: it belongs to another model")
             self._adamw.state[master] = {
-                kind: (value if kind == "step" else self._cut(value.flatten())).to(master.device, copy=True)
+                kind: (value if kind == "step" else self._cut(name, value)).to(master.device, copy=True)
                 for kind, value in moments.items()
             }
         if rest:
@@ -208,24 +200,38 @@ class ShardedAdamW(MasterAdamW):
             else:
                 parameter.data.copy_(values_RS.reshape(-1)[: parameter.numel()].view_as(parameter))
 
-    def _cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of a flat tensor, padded with zeros."""
-        size = -(-whole.numel() // self._ranks.world_size)
-        part = whole[self._ranks.rank * size : (self._ranks.rank + 1) * size]
-        return pad_flat(part, size)
+    def _list_whole(self) -> dict[str, nn.Parameter]:
+        """The trained parameters that every rank has whole."""
+        return self._parameters
+
+    def _build_part(self, name: str, *, seed: int) -> Tensor:
+        """This rank's part of the master of a parameter, which becomes that of the first rank."""
+        parameter = self._parameters[name]
+        self._ranks.broadcast(parameter.data)
+        whole = build_master(parameter, seed=seed).detach()
+        parameter.grad = None
+        parameter.grad_dtype = parameter.dtype if name in self._streamed else whole.dtype
+        return self._cut(name, whole).clone().requires_grad_()
+
+    def _restore_master(self, name: str, state: dict[str, Tensor]) -> None:
+        """Set a master from the state, which loses it, or from its parameter, if that has no separate master."""
+        parameter = self._parameters[name]
+        whole = pop_tensor(state, f"master:{name}", parameter) if self._has_master(name) else parameter.detach()
+        self._masters[name].copy_(self._cut(name, whole))
+
+    def _count_part(self, name: str) -> int:
+        """Elements of a parameter before which a rank's part starts, for each rank before it."""
+        return -(-self._parameters[name].numel() // self._ranks.world_size)
+
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor of the parameter's shape, flat and padded with zeros."""
+        size = self._count_part(name)
+        return pad_flat(whole.flatten()[self._ranks.rank * size : (self._ranks.rank + 1) * size], size)
 
     def _gather(self, name: str, part: Tensor) -> Tensor:
         """The whole tensor of a part, on the CPU of the first rank; empty on the others."""
         parameter = self._parameters[name]
-        whole = part.new_empty(self._ranks.world_size * len(part))
-        self._ranks.all_gather(whole, part.contiguous())
+        padded = pad_flat(part.flatten(), self._count_part(name))
+        whole = part.new_empty(self._ranks.world_size * len(padded))
+        self._ranks.all_gather(whole, padded.contiguous())
         return whole[: parameter.numel()].view_as(parameter).cpu() if self._ranks.is_first else torch.empty(0)
-
-
-def build_optimizer(
-    model: nn.Module, settings: TrainerSection, ranks: Ranks, *, has_sharded_gradients: bool | None = None
-) -> MasterAdamW:
-    """The optimizer of this rank."""
-    if ranks.is_alone:
-        return MasterAdamW(model, settings)
-    return ShardedAdamW(model, settings, ranks, has_sharded_gradients=has_sharded_gradients)
