@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from tunesmith.compat.agentscope_config import (
     AlgorithmConfig,
     DatasetConfig,
+    TinkerConfig,
     TunerModelConfig,
     translate_tune_arguments,
 )
@@ -141,7 +142,7 @@ def test_a_held_out_set_must_not_set_the_length_of_the_run():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("tensor_parallel_size", 2), ("inference_engine_num", 0), ("tinker_config", 1), ("temprature", 1)],
+    [("tensor_parallel_size", 0), ("inference_engine_num", 0), ("tinker_config", 1), ("temprature", 1)],
 )
 def test_an_unsupported_field_is_an_error(field, value):
     with pytest.raises(ValidationError, match=field):
@@ -167,6 +168,19 @@ def test_several_engines_are_ranks():
     assert trained["model"] == {"path": "m", "max_model_len": 9}
     assert trained["cluster"] == {"num_workers": 4}
     assert "cluster" not in translate(model=TunerModelConfig(model_path="m", max_model_len=9))
+
+
+def test_a_model_split_over_gpus_is_sampled_by_one_vllm():
+    whole = {"model_path": "m", "max_model_len": 9, "tensor_parallel_size": 2}
+    given = translate(model=TunerModelConfig(**whole))
+    assert given["engine"] == {"kind": "vllm", "tensor_parallel_size": 2}
+    assert given["cluster"] == {"num_workers": 2, "has_sharded_weights": True}
+    adapted = translate(model=TunerModelConfig(**whole, tinker_config=TinkerConfig(rank=8)))
+    assert (adapted["engine"], "cluster" in adapted) == (given["engine"], False)
+    with pytest.raises(ConfigError, match=r"inference_engine_num=2 with tensor_parallel_size=2.*set .*num=1"):
+        translate(model=TunerModelConfig(**whole, inference_engine_num=2))
+    with pytest.raises(ConfigError, match=r"auxiliary_models\.judge\.tensor_parallel_size=2.*base_url"):
+        translate(auxiliary_models={"judge": TunerModelConfig(**whole)})
 
 
 def test_an_auxiliary_model_has_one_engine():

@@ -118,6 +118,22 @@ def test_more_engines_than_gpus_are_refused():
         translate(("cluster.gpu_per_node", 2), ("explorer.rollout_model.engine_num", 4))
 
 
+def test_a_model_split_over_gpus_is_sampled_by_one_vllm():
+    size = ("explorer.rollout_model.tensor_parallel_size", 2)
+    config = translate(size, ("cluster.gpu_per_node", 4))
+    assert (config.engine.kind, config.engine.tensor_parallel_size) == ("vllm", 2)
+    assert (config.cluster.num_workers, config.cluster.has_sharded_weights) == (4, True)
+    assert translate(size).cluster.num_workers == 2
+    adapter = translate(size, ("cluster.gpu_per_node", 2), ("model.lora_configs", [{"name": "a", "lora_rank": 8}]))
+    assert (adapter.engine.kind, adapter.cluster.num_workers, adapter.cluster.has_sharded_weights) == (
+        "vllm", None, False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"engine_num=2 with .*tensor_parallel_size=2.*set engine_num=1"):
+        translate(size, ("explorer.rollout_model.engine_num", 2))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .*gpu_per_node=1.*raise"):
+        translate(size, ("cluster.gpu_per_node", 1))
+
+
 def test_a_tunesmith_file_is_not_a_trinity_file():
     assert not is_trinity_file({"model": {"path": "m"}, "trainer": {}, "algorithm": {}, "monitor": {}})
     assert is_trinity_file({"buffer": {}})
@@ -353,7 +369,6 @@ REFUSED = [
     ("explorer.max_retry_times", 2, r"max_retry_times=2.*left out of its group"),
     ("explorer.over_rollout.ratio", 0.2, r"over_rollout\.ratio=0\.2.*max_timeout"),
     ("explorer.dynamic_timeout", {"enable": True}, r"dynamic_timeout\.enable=True.*max_timeout"),
-    ("explorer.rollout_model.tensor_parallel_size", 2, r"tensor_parallel_size=2.*one device"),
     ("explorer.rollout_model.enable_history", False, r"enable_history=False.*cannot be trained"),
     ("explorer.auxiliary_models", [{"name": "h"}], r"auxiliary_models\[0\] needs a name.*model_path"),
     ("trainer.save_interval", 0, r"save_interval=0.*remove it"),

@@ -103,7 +103,7 @@ class TunerModelConfig(BaseModel):
     top_p: float = 1.0
     max_tokens: int = 8192
     enable_thinking: bool | None = None
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = Field(default=1, ge=1)
     inference_engine_num: int = Field(default=1, ge=1)
     tool_call_parser: str = "hermes"
     reasoning_parser: str | None = "deepseek_r1"
@@ -113,16 +113,6 @@ class TunerModelConfig(BaseModel):
     """For a model that is not trained: URL of an OpenAI-compatible server, on which `model_path` is its name."""
     api_key_env: str | None = None
     """Environment variable with the server's API key."""
-
-    @field_validator("tensor_parallel_size")
-    @classmethod
-    def _only_one(cls, value: int) -> int:
-        if value != 1:
-            raise ConfigError(
-                f"{value} is not supported: a model is not split over GPUs; set 1, and to use N GPUs set "
-                "inference_engine_num=N"
-            )
-        return value
 
     def get_config(self) -> dict[str, Any]:
         """The settings of the inference engine, by the keys of AgentScope's `get_config`."""
@@ -189,7 +179,33 @@ def translate_auxiliary_model(name: str, model: TunerModelConfig) -> dict[str, A
             f"auxiliary_models.{name}.inference_engine_num={model.inference_engine_num} is not supported: "
             f"{ONE_AUXILIARY_ENGINE}; set 1"
         )
+    if model.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"auxiliary_models.{name}.tensor_parallel_size={model.tensor_parallel_size} is not supported: "
+            f"{ONE_AUXILIARY_ENGINE}; set 1, or start a server for it and set base_url"
+        )
     return translate_model_fields(model)
+
+
+def translate_engines(model: TunerModelConfig) -> dict[str, Any]:
+    """Our sections `cluster` and `engine` for the GPUs of the trained model.
+
+    A model that is split over GPUs is sampled by one vLLM. Its decoder layers are divided over as many ranks for
+    training; an adapter trains on one.
+    """
+    num_gpus = model.tensor_parallel_size
+    if num_gpus == 1:
+        is_set = "inference_engine_num" in model.model_fields_set
+        return {"cluster": {"num_workers": model.inference_engine_num}} if is_set else {}
+    if model.inference_engine_num != 1:
+        raise ConfigError(
+            f"model.inference_engine_num={model.inference_engine_num} with tensor_parallel_size={num_gpus} is not "
+            "supported: one engine samples from a model that is split over GPUs; set inference_engine_num=1"
+        )
+    engine = {"kind": "vllm", "tensor_parallel_size": num_gpus}
+    if model.tinker_config is not None:
+        return {"engine": engine}
+    return {"engine": engine, "cluster": {"num_workers": num_gpus, "has_sharded_weights": True}}
 
 
 def translate_model_fields(model: TunerModelConfig) -> dict[str, Any]:
@@ -302,9 +318,7 @@ def translate_tune_arguments(
         check_datasets(eval_dataset, knob="eval_dataset")
         overrides["eval_datasets"] = translate_held_out_sets(eval_dataset)
     if model is not None:
-        overrides["model"] = translate_model(model)
-        if "inference_engine_num" in model.model_fields_set:  # each rank has one engine
-            overrides["cluster"] = {"num_workers": model.inference_engine_num}
+        overrides |= {"model": translate_model(model)} | translate_engines(model)
     if auxiliary_models:
         overrides["auxiliary_models"] = {
             name: translate_auxiliary_model(name, each) for name, each in auxiliary_models.items()

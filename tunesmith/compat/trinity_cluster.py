@@ -14,13 +14,16 @@ KEYS = (
     "cluster.gpu_per_node",
     "cluster.ray_address",
 )
-"""Keys of the file that `resolve_cluster` reads, besides `explorer.rollout_model.engine_num`."""
+"""Keys of the file that `resolve_cluster` reads, besides those of the rollout model."""
 ENGINES = "explorer.rollout_model.engine_num"
+TENSOR_PARALLEL_SIZE = "explorer.rollout_model.tensor_parallel_size"
 
 
 def resolve_cluster(draft: Draft) -> None:
     """Set the `cluster` section from the hosts, their GPUs, the engines and the settings of Ray."""
     num_hosts, num_ranks = max(draft.find("cluster.node_num", 1), 1), count_ranks(draft)
+    if draft.find(TENSOR_PARALLEL_SIZE, 1) > 1:
+        num_ranks = split_model(draft)
     if num_ranks > 1:
         draft.set("cluster.num_workers", num_ranks, source="cluster.gpu_per_node")
     if num_hosts > 1:
@@ -50,6 +53,33 @@ def count_ranks(draft: Draft) -> int:
     if num_hosts > 1:
         raise ConfigError(f"cluster.node_num={num_hosts} needs cluster.gpu_per_node: a rank runs on each GPU")
     return max(int(draft.find(ENGINES, 1)), 1)
+
+
+def split_model(draft: Draft) -> int:
+    """Set the engine for a model that is split over GPUs, and return the number of ranks that train it.
+
+    One vLLM samples from the model. Its decoder layers are divided over one rank for each GPU; an adapter trains on
+    one rank.
+    """
+    size, num_engines = int(draft.find(TENSOR_PARALLEL_SIZE)), draft.find(ENGINES, 1)
+    if num_engines != 1:
+        raise ConfigError(
+            f"{ENGINES}={num_engines} with {TENSOR_PARALLEL_SIZE}={size} is not supported: one engine samples from a "
+            "model that is split over GPUs; set engine_num=1"
+        )
+    num_gpus = draft.find("cluster.gpu_per_node")
+    if num_gpus and num_gpus < size:
+        raise ConfigError(
+            f"{TENSOR_PARALLEL_SIZE}={size} is not supported with cluster.gpu_per_node={num_gpus}: a model is split "
+            "over GPUs of one host; raise cluster.gpu_per_node, or lower tensor_parallel_size"
+        )
+    draft.set("engine.kind", "vllm", source=TENSOR_PARALLEL_SIZE)
+    draft.set("engine.tensor_parallel_size", size, source=TENSOR_PARALLEL_SIZE)
+    if "lora" in draft.values.get("model", {}):
+        draft.notes.append(f"{TENSOR_PARALLEL_SIZE}={size}: vLLM samples on {size} GPUs, and one of them trains")
+        return 1
+    draft.set("cluster.has_sharded_weights", True, source=TENSOR_PARALLEL_SIZE)
+    return max(count_ranks(draft), size)
 
 
 def note_engines(draft: Draft, num_ranks: int) -> None:

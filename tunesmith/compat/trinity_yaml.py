@@ -318,7 +318,7 @@ EXPLORER_RULES: dict[str, Rule] = {
 ROLLOUT_MODEL_RULES: dict[str, Rule] = {
     "engine_type": allow("vllm", "sglang", reason="Tunesmith uses its own engine in this process"),
     "engine_num": accept(),  # read by resolve_cluster
-    "tensor_parallel_size": allow(1, reason=ONE_DEVICE),
+    "tensor_parallel_size": accept(),  # read by resolve_cluster
     "data_parallel_size": allow(1, reason=ONE_DEVICE),
     "pipeline_parallel_size": allow(1, reason=ONE_DEVICE),
     "gpu_memory_utilization": accept("set engine.kv_cache_gib or engine.kv_cache_tokens for the KV cache's size"),
