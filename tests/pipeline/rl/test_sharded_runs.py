@@ -57,6 +57,7 @@ def folder(tmp_path_factory):
         "train_dataset": {"path": "data"},
         "algorithm": {"batch_size": 4, "group_size": 4, "kl_coef": 0.01},
         "engine": {"kind": "vllm"},
+        "rollout": {"chat_model": "openai"},
         "trainer": {"learning_rate": 1e-3, "num_minibatches": 2, "mismatch_stop": 1e9, "mismatch_warn": 1e9},
         "monitor": {"trackers": []},
         "cluster": {"has_sharded_weights": True},
