@@ -282,7 +282,8 @@ class RunConfig(Section):
         if self.cluster.has_sharded_gradients and self.trainer.has_row_graphs:
             raise ValueError("cluster.has_sharded_gradients and trainer.has_row_graphs exclude each other: set one")
         others = {
-            "engine.kind=tunesmith, which samples from whole weights (set engine.kind=vllm)": self.engine.kind != "vllm",
+            "engine.kind=tunesmith, which samples from whole weights (set engine.kind=vllm)": self.engine.kind
+            != "vllm",
             "model.lora": self.model.lora is not None,
             "model.residual_dtype=float32": self.model.residual_dtype == "float32",
             "trainer.has_row_graphs": bool(self.trainer.has_row_graphs),

@@ -61,17 +61,19 @@ def save_checkpoint(
     *,
     trainer_state: Mapping[str, Any],
     run_state: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write and commit `folder`, named `global_step_N`; on an error nothing changes on disk.
 
-    `trainer_state` holds tensors, numbers, strings, and lists and mappings of them; `run_state` is JSON.
+    `trainer_state` holds tensors, numbers, strings, and lists and mappings of them; `run_state` is JSON. `weights` is
+    the state of a model that is sharded over ranks; None: that of `model`.
     """
     step = parse_checkpoint_step(folder)
     if (folder / DONE).exists():
         raise StorageError(f"{folder} already holds a checkpoint; nothing was written")
     with new_folder(folder, {"step": step}) as temporary:
-        check_free_space(temporary, estimate_checkpoint_bytes(model, trainer_state))
-        save_model_files(temporary, model, tokenizer)
+        check_free_space(temporary, estimate_checkpoint_bytes(model, trainer_state, weights=weights))
+        save_model_files(temporary, model, tokenizer, weights=weights)
         save_states(temporary, trainer_state=trainer_state, run_state=run_state)
         if folder.exists():
             remove_tree(folder)
@@ -107,8 +109,13 @@ def load_checkpoint(folder: Path, model: PreTrainedModel) -> RestoredState:
     """
     check_sizes(folder)
     restore_weights(folder, model)
+    return load_states(folder)
+
+
+def load_states(folder: Path, *, is_mapped: bool = False) -> RestoredState:
+    """The states of a checkpoint in addition to the weights, tensors on the CPU; `is_mapped`: read when used."""
     with storage_errors(folder, "read"):
-        trainer_state = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True)
+        trainer_state = torch.load(folder / TRAINER_STATE, map_location="cpu", weights_only=True, mmap=is_mapped)
     return RestoredState(trainer_state=trainer_state, run_state=load_json(folder / RUN_STATE))
 
 
@@ -141,7 +148,13 @@ def remove_leftovers(run_root: Path) -> None:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def save_model_files(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def save_model_files(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Save weights, configs and tokenizer as Hugging Face files; with an active adapter, only the adapter's weights."""
     generation_config = model.generation_config
     try:
@@ -153,7 +166,7 @@ def save_model_files(folder: Path, model: PreTrainedModel, tokenizer: PreTrained
             with hidden_progress_bars():
                 # save_pretrained refuses some published configs (temperature without do_sample): write it unchecked.
                 model.generation_config = GenerationConfig()
-                model.save_pretrained(folder)
+                model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
             generation_config.to_json_file(folder / "generation_config.json")
         tokenizer.save_pretrained(folder)
     except SafetensorError as error:
@@ -185,25 +198,35 @@ def restore_weights(folder: Path, model: PreTrainedModel) -> None:
 
         restore_adapter(folder, model)
         return
-    with hidden_progress_bars():
-        try:
-            loaded, report = type(model).from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
-        except SafetensorError as error:
-            raise StorageError(f"cannot read the weights in {folder}: {error}") from error
-    missing = sorted(report["missing_keys"])
-    source = loaded.state_dict()
-    target = model.state_dict()
-    differing = [name for name in target if name not in source or not has_same_layout(source[name], target[name])]
-    if missing or differing:
-        named = ", ".join((missing + differing)[:3])
-        raise StorageError(f"{folder} does not hold the weights of this model: {named} missing or of another shape")
+    source = load_model_state(folder, model)
     with torch.no_grad():
-        for name, tensor in target.items():
+        for name, tensor in model.state_dict().items():
             tensor.copy_(source[name])
 
 
-def has_same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+def load_model_state(
+    folder: Path, model: PreTrainedModel, *, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """The state of a checkpoint of this model, on the CPU; `dtype`: of its weights, if other than the model's."""
+    with hidden_progress_bars():
+        try:
+            loaded, report = type(model).from_pretrained(folder, dtype=dtype or model.dtype, output_loading_info=True)
+        except SafetensorError as error:
+            raise StorageError(f"cannot read the weights in {folder}: {error}") from error
+    missing = sorted(report["missing_keys"])
+    source: dict[str, torch.Tensor] = loaded.state_dict()
+    target = model.state_dict()
+    differing = [
+        name for name in target if name not in source or not has_same_layout(source[name], target[name], dtype=dtype)
+    ]
+    if missing or differing:
+        named = ", ".join((missing + differing)[:3])
+        raise StorageError(f"{folder} does not hold the weights of this model: {named} missing or of another shape")
+    return source
+
+
+def has_same_layout(one: torch.Tensor, other: torch.Tensor, *, dtype: torch.dtype | None = None) -> bool:
+    return one.shape == other.shape and (dtype is not None or one.dtype == other.dtype)
 
 
 def check_complete(folder: Path) -> None:
@@ -229,9 +252,14 @@ def check_sizes(folder: Path) -> dict[str, Any]:
     return record
 
 
-def estimate_checkpoint_bytes(model: PreTrainedModel, trainer_state: Mapping[str, Any]) -> int:
+def estimate_checkpoint_bytes(
+    model: PreTrainedModel,
+    trainer_state: Mapping[str, Any],
+    *,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> int:
     """Approximate size of what `save_checkpoint` writes."""
-    saved = model.state_dict().values()
+    saved = (model.state_dict() if weights is None else weights).values()
     if has_adapter(model):
         saved = [parameter for parameter in model.parameters() if parameter.requires_grad]
     tensors = [*saved, *iter_tensors(trainer_state)]

@@ -205,6 +205,25 @@ def load_model(
     return model
 
 
+def build_empty_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    base_path: str | None = None,
+) -> PreTrainedModel:
+    """The model that `load_model` loads, without its weights, on the meta device."""
+    assert device.type == "meta"
+    config = load_config(path, trust_remote_code=trust_remote_code, base_path=base_path)
+    with device:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="sdpa", trust_remote_code=trust_remote_code
+        )
+    use_plan_attention(model.eval())
+    return model.requires_grad_(True)
+
+
 def install_adapter(
     model: PreTrainedModel, source: ModelSource, lora: LoraSection | None, *, dtype: torch.dtype
 ) -> PreTrainedModel:

@@ -181,9 +181,7 @@ class VllmEngine:
         started_at = time.perf_counter()
         devices = self._devices if self._settings.vllm.weight_transfer == "memory" else None
         folder = self._process.folder
-        push_weights(
-            self._connection, self._model, devices, folder, timeout_s=PUSH_TIMEOUT_S, gather=self._gather
-        )
+        push_weights(self._connection, self._model, devices, folder, timeout_s=PUSH_TIMEOUT_S, gather=self._gather)
         self._times["weight_push"] += time.perf_counter() - started_at
 
     def _reset_cache(self) -> None:

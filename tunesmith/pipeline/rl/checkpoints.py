@@ -11,18 +11,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import RunConfig
 from tunesmith.errors import StorageError, TunesmithError
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
 from tunesmith.loop import StepParts
-from tunesmith.model.checkpoint import load_checkpoint, remove_old_checkpoints, save_checkpoint
+from tunesmith.model.checkpoint import (
+    estimate_checkpoint_bytes,
+    load_checkpoint,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
 from tunesmith.pipeline.rl.run_control import RunControl
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.pipeline.session.resume_point import describe_recovery
 from tunesmith.pipeline.session.run_folder import RunFolder
-from tunesmith.shared_step import collect_trainer_state
+from tunesmith.pipeline.session.sharded_models import restore_sharded
+from tunesmith.shared_step import collect_trainer_state, collect_weights
 from tunesmith.storage import RunPaths, save_json
+from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, Trajectory
 
@@ -47,9 +55,20 @@ def restore(folder: RunFolder, policy: Policy, parts: StepParts) -> int:
 
 def restore_models(checkpoint: Path, policy: Policy, trainer: Trainer) -> dict[str, Any]:
     """Restore model and trainer, on every rank; return the state of the run."""
+    if find_sharding(policy.model) is not None:
+        return restore_sharded(checkpoint, policy.model, trainer)
     state = load_checkpoint(checkpoint, policy.model)
     trainer.load_state_dict(state.trainer_state)
     return state.run_state
+
+
+def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> int:
+    """Approximate size of a checkpoint; on several ranks the optimizer's state is not gathered for it."""
+    if ranks.is_alone:
+        return estimate_checkpoint_bytes(policy.model, trainer.state_dict())
+    if find_sharding(policy.model) is not None:
+        return count_weight_bytes(policy.model) + trainer.count_state_bytes()
+    return estimate_checkpoint_bytes(policy.model, {}) + trainer.count_state_bytes()
 
 
 def commit(
@@ -70,6 +89,7 @@ def commit(
         folder.paths.checkpoint(step),
         policy.model,
         policy.tokenizer,
+        weights=collect_weights(parts.actors.ranks, policy.model),
         trainer_state=collect_trainer_state(parts.actors.ranks, parts.trainer),
         run_state={
             "step": step,

@@ -23,6 +23,7 @@ from tunesmith.pipeline.rl.staleness import check_staleness
 from tunesmith.pipeline.session.extra_models import check_extra_models
 from tunesmith.pipeline.session.load_function import load_component, load_function
 from tunesmith.pipeline.session.policy import check_auxiliary, check_engine, check_trained_model
+from tunesmith.pipeline.session.sharded_models import check_sharded_models
 from tunesmith.tasks.load import load_tasks
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.types import Task
@@ -73,6 +74,8 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     check_trained_model(config.model, config.trainer)
     check_engine(config.engine, config.model)
     check_extra_models(algorithm, config.algorithm, config.model)
+    if config.cluster.has_sharded_weights:
+        check_sharded_models(algorithm, config.algorithm)
     check_trackers(config.monitor.trackers)
     for name, section in config.auxiliary_models.items():
         check_auxiliary(name, section)

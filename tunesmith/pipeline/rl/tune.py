@@ -27,13 +27,20 @@ from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.store import save_rollouts
 from tunesmith.loop import StepParts, StepResult, run_step
-from tunesmith.model.checkpoint import estimate_checkpoint_bytes, find_last_checkpoint
+from tunesmith.model.checkpoint import find_last_checkpoint
 from tunesmith.model.load import resolve_device
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.pipeline.eval.held_out import evaluate_all
 from tunesmith.pipeline.eval.results import EvaluationResult
-from tunesmith.pipeline.rl.checkpoints import commit, restore, restore_models, save_error, save_unfinished
+from tunesmith.pipeline.rl.checkpoints import (
+    commit,
+    count_checkpoint_bytes,
+    restore,
+    restore_models,
+    save_error,
+    save_unfinished,
+)
 from tunesmith.pipeline.rl.learning_check import UpdateLog, check_reply_fits
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition, load_own_functions
@@ -207,13 +214,6 @@ def run_follower(config: RunConfig, load: LoadActors, ranks: Ranks, custom: Cust
     finally:
         policy.close()
     return result
-
-
-def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> int:
-    """Approximate size of a checkpoint; on several ranks the optimizer's state is not gathered for it."""
-    if ranks.is_alone:
-        return estimate_checkpoint_bytes(policy.model, trainer.state_dict())
-    return estimate_checkpoint_bytes(policy.model, {}) + trainer.count_state_bytes()
 
 
 def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -> StepParts:

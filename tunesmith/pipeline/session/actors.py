@@ -23,7 +23,10 @@ def load_actors(
     """Load the models of a run; the policy and the actors share one engine and one endpoint."""
     set_num_threads(config.num_cpu_threads)
     is_balanced = config.rollout.assignment == "balanced"
-    policy = load_policy(config.model, config.engine, build_model=build_model)
+    is_sharded = config.cluster.has_sharded_weights and not ranks.is_alone
+    policy = load_policy(
+        config.model, config.engine, build_model=build_model, sharded_over=ranks if is_sharded else None
+    )
     auxiliaries = {
         name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
         for name, section in config.auxiliary_models.items()
@@ -44,5 +47,6 @@ def load_actors(
         max_body_bytes=int(config.rollout.max_body_mib * 2**20),
         ranks=ranks,
         counters=open_counters(ranks, timeout_s=config.cluster.timeout_s) if is_balanced else None,
+        has_one_sampler=is_sharded,
     )
     return policy, actors

@@ -23,6 +23,8 @@ from tunesmith.model.load import (
     load_tokenizer,
 )
 from tunesmith.model.value_model import ValueModel, load_value_model
+from tunesmith.pipeline.session.sharded_models import load_sharded_model
+from tunesmith.trainer.sharding.sharded_model import find_sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +86,10 @@ def load_other_tokenizer(path: str, model: ModelSection) -> PreTrainedTokenizerB
 def load_extra_models(
     algorithm: Algorithm, section: AlgorithmSection, model: ModelSection, *, policy: PreTrainedModel
 ) -> ExtraModels:
-    """Load the extra models that the algorithm needs."""
-    has_fp32_residual = model.residual_dtype == "float32"
+    """Load the extra models that the algorithm needs; reference and teacher are sharded if the policy is."""
     teacher = critic = None
     if section.teacher is not None:
-        teacher = load_model(
-            section.teacher.path,
-            dtype=policy.dtype,
-            device=policy.device,
-            trust_remote_code=model.trust_remote_code,
-            has_fp32_residual=has_fp32_residual,
-        ).requires_grad_(False)
+        teacher = load_frozen(section.teacher.path, model, policy=policy)
         check_vocabulary(teacher, load_section_tokenizer(model))
     if "values" in algorithm.needs:
         critic = load_value_model(
@@ -103,7 +98,7 @@ def load_extra_models(
             device=policy.device,
             trust_remote_code=model.trust_remote_code,
             base_path=model.base_path if section.critic.path is None else None,
-            has_fp32_residual=has_fp32_residual,
+            has_fp32_residual=model.residual_dtype == "float32",
         )
     reference = load_reference(model, policy=policy) if "reference" in algorithm.needs else None
     return ExtraModels(reference=reference, teacher=teacher, critic=critic)
@@ -113,12 +108,20 @@ def load_reference(model: ModelSection, *, policy: PreTrainedModel) -> PreTraine
     """A frozen copy of the starting model; with an adapter the policy itself, scored with the adapter disabled."""
     if model.lora is not None:
         return policy
+    return load_frozen(model.path, model, policy=policy, base_path=model.base_path)
+
+
+def load_frozen(
+    path: str, model: ModelSection, *, policy: PreTrainedModel, base_path: str | None = None
+) -> PreTrainedModel:
+    """A model that is not trained, where the policy is and as it is sharded."""
+    if (sharding := find_sharding(policy)) is not None:
+        return load_sharded_model(path, model, sharding.ranks, base_path=base_path, is_trained=False)
     return load_model(
-        model.path,
+        path,
         dtype=policy.dtype,
         device=policy.device,
         trust_remote_code=model.trust_remote_code,
-        base_path=model.base_path,
-        lora=model.lora,
+        base_path=base_path,
         has_fp32_residual=model.residual_dtype == "float32",
     ).requires_grad_(False)

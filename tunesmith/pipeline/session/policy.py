@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import openai
@@ -15,8 +16,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.chat.renderer import Renderer
+from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AuxiliaryModelSection, EngineSection, ModelSection, TrainerSection
 from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.vllm.distant_engine import DistantEngine
 from tunesmith.engine.vllm.engine import VllmEngine, list_devices
 from tunesmith.engine.vllm.installation import check_installation
 from tunesmith.engine.vllm.parameters import check_parameters
@@ -30,8 +33,10 @@ from tunesmith.model.load import (
     resolve_device,
     resolve_dtype,
 )
+from tunesmith.pipeline.session.sharded_models import load_sharded_model
 from tunesmith.rollout.chat_model import Endpoint
 from tunesmith.rollout.service import ExternalModel, ModelProvider, ModelService
+from tunesmith.shared_step import gather_weights
 from tunesmith.types import Distribution, Engine, Sampling
 
 BuildModel = Callable[[Endpoint, Mapping[str, Any]], Any]
@@ -44,7 +49,7 @@ class Policy:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    engine: LocalEngine | VllmEngine
+    engine: LocalEngine | VllmEngine | DistantEngine
     service: ModelService
     sampling: Sampling
     """Default sampling of rollouts; a request may override it."""
@@ -117,14 +122,21 @@ def check_vllm(section: EngineSection, model: ModelSection) -> None:
 
 
 def load_policy(
-    section: ModelSection, engine_section: EngineSection, *, build_model: BuildModel, is_recorded: bool = True
+    section: ModelSection,
+    engine_section: EngineSection,
+    *,
+    build_model: BuildModel,
+    is_recorded: bool = True,
+    sharded_over: Ranks | None = None,
 ) -> Policy:
-    """Load a model with its engine and endpoint."""
+    """Load a model with its engine and endpoint; `sharded_over`: ranks that share the weights and one engine."""
     tokenizer = load_section_tokenizer(section)
-    model = load_section_model(section)
+    if sharded_over is None:
+        model = load_section_model(section)
+    else:
+        model = load_sharded_model(section.path, section, sharded_over, base_path=section.base_path)
     check_vocabulary(model, tokenizer)
-    build_engine = VllmEngine if engine_section.kind == "vllm" else LocalEngine
-    engine = build_engine(model, tokenizer, engine_section, max_model_len=section.max_model_len)
+    engine = build_engine(model, tokenizer, engine_section, max_model_len=section.max_model_len, ranks=sharded_over)
     renderer = Renderer(
         tokenizer,
         tool_call_parser=section.tool_call_parser,
@@ -142,6 +154,25 @@ def load_policy(
         is_recorded=is_recorded,
     )
     return Policy(model=model, tokenizer=tokenizer, engine=engine, service=service, sampling=sampling)
+
+
+def build_engine(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    section: EngineSection,
+    *,
+    max_model_len: int,
+    ranks: Ranks | None,
+) -> LocalEngine | VllmEngine | DistantEngine:
+    """The engine of this process; of several `ranks` that share a model, only the first one has vLLM."""
+    if section.kind == "tunesmith":
+        return LocalEngine(model, tokenizer, section, max_model_len=max_model_len)
+    if ranks is None:
+        return VllmEngine(model, tokenizer, section, max_model_len=max_model_len)
+    if not ranks.is_first:
+        return DistantEngine(model, tokenizer, max_model_len=max_model_len)
+    gather = partial(gather_weights, ranks, model)
+    return VllmEngine(model, tokenizer, section, max_model_len=max_model_len, gather=gather)
 
 
 def build_sampling(section: ModelSection, *, temperature: float | None = None) -> Sampling:

@@ -65,9 +65,9 @@ def uses_row_graphs(model: PreTrainedModel, settings: TrainerSection, *, is_comp
     requested = settings.has_row_graphs
     if requested and not can:
         raise ConfigError(
-            "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantized 16-bit weights that are whole on each rank, "
-            "rotary embeddings that do not depend on length, and neither gradient checkpointing nor model.lora.dropout: "
-            "leave it out"
+            "trainer.has_row_graphs needs a GPU, trainer.has_compiled_layers, unquantized 16-bit weights that are "
+            "whole on each rank, rotary embeddings that do not depend on length, and neither gradient checkpointing "
+            "nor model.lora.dropout: leave it out"
         )
     return can and (is_launch_bound(model) if requested is None else requested)
 

@@ -120,7 +120,9 @@ def gather_weight(model: PreTrainedModel, parameter: Tensor) -> Tensor:
 def gather_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """As `model.state_dict()` of the whole model, on the CPU; the other ranks must run `iter_whole_weights`."""
     weights = model.named_parameters()
-    gathered = {id(weight): whole.cpu() for (_, weight), (_, whole) in zip(weights, iter_whole_weights(model), strict=True)}
+    gathered = {
+        id(weight): whole.cpu() for (_, weight), (_, whole) in zip(weights, iter_whole_weights(model), strict=True)
+    }
     return {name: gathered.get(id(tensor), tensor).cpu() for name, tensor in model.state_dict(keep_vars=True).items()}
 
 

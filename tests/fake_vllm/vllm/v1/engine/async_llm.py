@@ -101,7 +101,8 @@ class AsyncLLM:
         self.record(method)
         if method == "receive_push":
             self.num_received += 1
-            shutil.copy(args[2], self.folder / f"received-{self.num_received}.safetensors")
+            folder = (self.args.additional_config or {}).get("received", self.folder)
+            shutil.copy(args[2], Path(folder) / f"received-{self.num_received}.safetensors")
 
     def shutdown(self) -> None:
         self.worker.kill()
