@@ -345,7 +345,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_branching(self) -> RunConfig:
         branching, group_size, temperature = self.rollout.branching, self.algorithm.group_size, self.model.temperature
-        check_serve(self.serve, num_workers=self.cluster.num_workers or 1, has_branching=branching is not None)
+        num_ranks, launcher = self.cluster.num_workers or 1, self.cluster.launcher
+        check_serve(self.serve, num_ranks=num_ranks, launcher=launcher, has_branching=branching is not None)
         check_branching(branching, self.rollout.assignment, group_size=group_size, temperature=temperature)
         return self
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.shared_counter import SharedCounters
+from tunesmith.cluster.wait import end_together
 from tunesmith.experience.path_cost import measure_group
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.groups import attach_baselines, run_groups
@@ -20,6 +21,8 @@ from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import ModelProvider, ModelService
 from tunesmith.rollout.task_source import PlannedTasks, TaskSource
 from tunesmith.types import Engine, Group, Sampling, Task, Trajectory
+
+T = TypeVar("T")
 
 
 class StatusLine(Protocol):
@@ -47,6 +50,8 @@ class Actors:
     """Port of the policy's HTTP server while workflows run; auxiliary models use free ports. None: in process only."""
     max_body_bytes: int = 8 * 2**20
     """Size limit of an HTTP request body."""
+    is_served_to_workers: bool = False
+    """Whether programs outside of this process run the tasks, so that a rank answers them until all ranks are done."""
     ranks: Ranks = field(default_factory=Ranks)
     """The ranks that share the tasks."""
     counters: SharedCounters | None = None
@@ -145,11 +150,10 @@ async def run_share(
 
     `branching`: how rollouts branch if the order says that they do.
     """
-    started = time.perf_counter()
     branching = branching if order.has_branches else None
     source = order.build_source(actors.ranks, actors.counters)
-    groups = await run_own_tasks(actors, order, source, progress or RolloutProgress(), branching)
-    rollout_s = time.perf_counter() - started
+    running = measure_time(run_own_tasks(actors, order, source, progress or RolloutProgress(), branching))
+    groups, rollout_s = await (end_together(actors.ranks, running) if actors.is_served_to_workers else running)
     actors.ledger.keep(order, source.taken, groups)
     is_first = actors.ranks.is_first
     return actors.ranks.gather_objects(
@@ -163,6 +167,12 @@ async def run_share(
             branching=None if is_first or branching is None else branching.stats.take(),
         )
     )
+
+
+async def measure_time(work: Awaitable[T]) -> tuple[T, float]:
+    """The result, and the seconds that it took."""
+    started = time.perf_counter()
+    return await work, time.perf_counter() - started
 
 
 async def run_own_tasks(

@@ -19,10 +19,11 @@ class ServeSection(Section):
     host: str = "127.0.0.1"
     """Address on which the server listens; another one than the loopback address needs `api_key_env`."""
     port: int = Field(default=8765, ge=0, le=65535)
-    """Port on which the server listens, 0 for any free port, which is printed."""
+    """Port on which the server listens, 0 for any free port, which is printed. On several ranks workers take tasks from
+    it, and the model endpoints of the other ranks count up from it."""
     public_url: str | None = None
     """URL under which workers reach the server, for instance through a proxy; null uses the Host header of their
-    requests."""
+    requests. On several ranks it contains `{rank}`, which is replaced by the number of a task's rank, from 0."""
     api_key_env: str | None = None
     """Environment variable with the API key that workers must send to take tasks and to report; null asks for none."""
     lost_after_s: float = Field(default=120.0, gt=0)
@@ -63,11 +64,23 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_serve(section: ServeSection | None, *, num_workers: int, has_branching: bool) -> None:
+def check_serve(section: ServeSection | None, *, num_ranks: int, launcher: str, has_branching: bool) -> None:
     """Raise a ValueError if the run cannot be trained on the work of external programs."""
     if section is None:
         return
-    if num_workers > 1:
-        raise ValueError("serve runs on one rank only: leave out cluster.num_workers")
+    if launcher == "ray":
+        raise ValueError(
+            "serve with cluster.launcher=ray: workers reach the ranks of one host only; leave launcher out"
+        )
+    if section.mode == "online" and num_ranks > 1:
+        raise ValueError(
+            f"serve.mode=online with {num_ranks} ranks: live conversations run on one rank only; leave out "
+            "cluster.num_workers"
+        )
+    if section.public_url is not None and "{rank}" not in section.public_url and num_ranks > 1:
+        raise ValueError(
+            f"serve.public_url={section.public_url!r} is one address for {num_ranks} ranks, each of which serves its "
+            "own model endpoint: write {rank} where the address has the number of the rank"
+        )
     if has_branching:
         raise ValueError("rollout.branching with serve: workers in other processes cannot be run again from a branch")

@@ -7,9 +7,9 @@ committed.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -45,6 +45,7 @@ from tunesmith.pipeline.rl.learning_check import UpdateLog, check_reply_fits
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition, load_own_functions
 from tunesmith.pipeline.rl.run_control import RunControl
+from tunesmith.pipeline.rl.server import Server, bind_actors, work_while_serving
 from tunesmith.pipeline.rl.staleness import build_in_flight, describe_in_flight, end_in_flight, run_beside_rollouts
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.extra_models import load_extra_models
@@ -56,24 +57,11 @@ from tunesmith.rollout.actors import Actors, RolloutProgress
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.in_flight.in_flight_groups import describe_requeued
-from tunesmith.rollout.service import ModelProvider, ModelService
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.shared_step import end_run, follow
 from tunesmith.storage import check_free_space, save_json
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, JudgeType, WorkflowType
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """Lets programs outside of this process take the place of the workflow."""
-
-    start: Callable[[ModelService], AbstractAsyncContextManager[str]]
-    """Serves the policy and yields the URL."""
-    model: ModelProvider | None = None
-    """What binds models to rollouts, if it is not the service."""
-    notice: str
-    """The console line, with `{url}` in place of the URL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -157,7 +145,7 @@ def run_tuning(
     with default_modes(), open_ranks(place, device=device, timeout_s=config.cluster.timeout_s) as ranks:
         load = partial(load_actors, own_config, workflow=workflow, judge=judge, build_model=build_model, ranks=ranks)
         if plan is None:
-            return run_follower(own_config, load, ranks, custom)
+            return run_follower(own_config, load, ranks, custom, server)
         return run_leader(config, plan, load, ranks, server)
 
 
@@ -177,7 +165,7 @@ def run_leader(
     ):
         ranks.broadcast_object(RunStart(checkpoint=folder.checkpoint, total_steps=plan.total_steps))
         policy, actors = load()
-        actors = actors if server is None else replace(actors, model=server.model)
+        actors = bind_actors(actors, server)
         check_reply_fits(
             policy.service.recorder.renderer,
             max_model_len=config.model.max_model_len,
@@ -188,9 +176,7 @@ def run_leader(
         try:
             training = partial(train, config, plan, policy, parts, folder, monitor)
             training = partial(end_in_flight, training, parts.in_flight, monitor.show_line)
-            if server is not None:
-                training = partial(train_while_serving, training, server, policy.service, monitor)
-            result = run_lockstep(training(), config.rollout)
+            result = run_lockstep(work_while_serving(training, server, actors, monitor.show_line), config.rollout)
         except (KeyboardInterrupt, SystemExit):
             monitor.show_line(describe_interruption(config, folder))
             raise
@@ -200,7 +186,9 @@ def run_leader(
         return result
 
 
-def run_follower(config: RunConfig, load: LoadActors, ranks: Ranks, custom: CustomComponents) -> TuneResult:
+def run_follower(
+    config: RunConfig, load: LoadActors, ranks: Ranks, custom: CustomComponents, server: Server | None = None
+) -> TuneResult:
     """Run and train this rank's share of every step; returns the result of the first rank."""
     functions = load_own_functions(config.algorithm, custom.functions)
     algorithm = resolve_algorithm(config.algorithm, own=functions)
@@ -210,7 +198,9 @@ def run_follower(config: RunConfig, load: LoadActors, ranks: Ranks, custom: Cust
     if start.checkpoint is not None:
         restore_models(start.checkpoint, policy, trainer)
     try:
-        result: TuneResult = run_lockstep(follow(actors, trainer, build_branching(config, policy)), config.rollout)
+        actors = bind_actors(actors, server)
+        following = partial(follow, actors, trainer, build_branching(config, policy))
+        result: TuneResult = run_lockstep(work_while_serving(following, server, actors), config.rollout)
     finally:
         policy.close()
     return result
@@ -279,14 +269,6 @@ def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
         f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
         f"(continue_from_checkpoint=true){name}"
     )
-
-
-async def train_while_serving(
-    training: Callable[[], Awaitable[TuneResult]], server: Server, service: ModelService, monitor: Monitor
-) -> TuneResult:
-    async with server.start(service) as url:
-        monitor.show_line(server.notice.format(url=url))
-        return await training()
 
 
 async def train(

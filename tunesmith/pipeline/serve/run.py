@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from tunesmith.cluster.place import find_place
 from tunesmith.config import RunConfig, ServeSection
+from tunesmith.config.serve.serve import check_serve
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
-from tunesmith.pipeline.rl.tune import Server, TuneResult, run_tuning
+from tunesmith.pipeline.rl.server import Server
+from tunesmith.pipeline.rl.tune import TuneResult, run_tuning
 from tunesmith.pipeline.session.load_function import load_function
+from tunesmith.pipeline.session.placement import place_server
 from tunesmith.pipeline.session.policy import BuildModel
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
 from tunesmith.rollout.task_server.app import ServerLimits
@@ -34,7 +38,8 @@ def run_serving(
     """
     if config.workflow is not None:
         raise ConfigError(f"workflow={config.workflow!r} has no effect with `tunesmith serve`: workers run the agent")
-    section = config.serve or ServeSection()
+    place, section = find_place(), config.serve or ServeSection()
+    check_serve(section, num_ranks=place.world_size, launcher=config.cluster.launcher, has_branching=False)
     if section.mode == "online" and judge is not None:
         raise ConfigError("judge_func has no effect with serve.mode=online: clients post the reward")
     if judge is None and config.judge is not None:
@@ -45,7 +50,7 @@ def run_serving(
         max_requests=section.max_requests,
         public_url=section.public_url,
     )
-    address: dict[str, Any] = {"limits": limits, "host": section.host, "port": section.port}
+    address: dict[str, Any] = {"limits": limits, "host": section.host, "port": place_server(section, place).port}
     workflow: WorkflowType
     if section.mode == "online":
         sessions = LiveSessions(

@@ -1,8 +1,9 @@
-"""Start `tunesmith tune` on several ranks of this host."""
+"""Start `tunesmith tune` or `tunesmith serve` on several ranks of this host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -13,7 +14,15 @@ from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.placement import place_config
 
 
-def launch_tuning(config: RunConfig, path: str, overrides: Sequence[str], *, has_gpus: bool, is_debug: bool) -> None:
+def launch_tuning(
+    config: RunConfig,
+    path: str,
+    overrides: Sequence[str],
+    *,
+    has_gpus: bool,
+    is_debug: bool,
+    command: Literal["tune", "serve"] = "tune",
+) -> None:
     """Run the file at `path` with the overrides on `cluster.num_workers` ranks; each reads the file again.
 
     `has_gpus`: the user asked for GPUs, so CPU processes will not do.
@@ -26,5 +35,5 @@ def launch_tuning(config: RunConfig, path: str, overrides: Sequence[str], *, has
             "CPU processes"
         )
     place_config(config, Place(world_size=num_ranks, local_size=num_ranks), num_gpus=num_gpus)
-    arguments = ["tune", path, *(part for override in overrides for part in ("--set", override))]
+    arguments = [command, path, *(part for override in overrides for part in ("--set", override))]
     launch_ranks(num_ranks, [*arguments, *(["--debug"] if is_debug else [])])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.cluster.place import Place, is_ray_worker
-from tunesmith.config import ModelSection, RolloutSection, RunConfig
+from tunesmith.config import ModelSection, RolloutSection, RunConfig, ServeSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.load import resolve_device
 
@@ -67,11 +67,24 @@ def place_model(model: ModelSection, place: Place, *, num_gpus: int) -> ModelSec
 
 def place_rollouts(rollout: RolloutSection, place: Place) -> RolloutSection:
     """Each rank of a host serves HTTP on a port of its own, counted up from `rollout.http_port`."""
-    if not rollout.http_port:
-        return rollout
-    port = rollout.http_port + place.local_rank
-    if port > 65535:
+    port = place_port(rollout.http_port, place, knob="rollout.http_port")
+    return rollout if port == rollout.http_port else rollout.model_copy(update={"http_port": port})
+
+
+def place_port(port: int | None, place: Place, *, knob: str) -> int | None:
+    """The port of this rank, counted up from that of the first on its host; None and 0 (any free port) stay."""
+    if not port:
+        return port
+    if port + place.local_rank > 65535:
+        raise ConfigError(f"{knob}={port} leaves no port for rank {place.rank}: lower it, or set 0")
+    return port + place.local_rank
+
+
+def place_server(serve: ServeSection, place: Place) -> ServeSection:
+    """The server of this rank; raise ConfigError if its ranks cannot share the work of external programs."""
+    if place.local_size < place.world_size:
         raise ConfigError(
-            f"rollout.http_port={rollout.http_port} leaves no port for rank {place.rank}: lower it, or set 0"
+            f"serve runs on ranks of one host, and {place.world_size - place.local_size} of {place.world_size} ranks "
+            "run on others: start torchrun on one host only"
         )
-    return rollout.model_copy(update={"http_port": port})
+    return serve.model_copy(update={"port": place_port(serve.port, place, knob="serve.port")})

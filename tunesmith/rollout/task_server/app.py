@@ -8,20 +8,20 @@
     GET /health
 
 Every error is JSON in the form of the OpenAI API, with one sentence. The attempt's id is its API key and cannot be
-guessed; `/tasks` and `/trajectories` also ask for the key of the queue, if there is one.
+guessed; `/tasks` and `/trajectories` also ask for the key of the queue, if there is one. On several ranks only the
+first hands out tasks; it passes reports for attempts of others on to them (`rank_offers.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.datastructures import URL
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -31,8 +31,18 @@ from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 from tunesmith.rollout.failures import WorkerError
 from tunesmith.rollout.openai_server.response import build_error
 from tunesmith.rollout.task_server.queue import Attempt, QueueError, TaskQueue
-from tunesmith.rollout.task_server.request import FailureReport, NextTask, RewardReport, read_fields
+from tunesmith.rollout.task_server.rank_offers import OFFER_PATH, OfferRoute, RankRoutes
+from tunesmith.rollout.task_server.request import (
+    FailureReport,
+    NextTask,
+    RewardReport,
+    check_key,
+    read_fields,
+    wait_disconnect,
+)
 from tunesmith.types import WorkflowOutput
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,24 +53,38 @@ class ServerLimits:
     max_body_bytes: int
     max_requests: int
     public_url: str | None = None
-    """Base URL of tasks; None takes the one that the worker used."""
+    """Base URL of tasks, with `{rank}` for the rank's number; None takes the one that the worker used."""
 
 
-def build_task_app(queue: TaskQueue, model_app: ASGIApp, limits: ServerLimits) -> ASGIApp:
-    """The app of one queue; `model_app` is the model endpoint, with session keys in its paths (`/t/{key}/v1`)."""
-    handlers = _Handlers(queue, limits)
+def build_task_app(
+    queue: TaskQueue,
+    model_app: ASGIApp,
+    limits: ServerLimits,
+    *,
+    routes: RankRoutes | None = None,
+    has_tasks: bool = True,
+) -> ASGIApp:
+    """The app of one queue; `model_app` is the model endpoint, with session keys in its paths (`/t/{key}/v1`).
+
+    `routes`: those to other ranks, on the first of several; `has_tasks`: False on the others.
+    """
+    handlers = _Handlers(queue, limits, routes)
     app = Starlette(
         routes=[
             Route("/health", handlers.health, methods=["GET"]),
-            Route("/tasks/next", handlers.next_task, methods=["GET", "POST"]),
-            Route("/trajectories/{attempt_id}/reward", handlers.reward, methods=["POST"]),
-            Route("/trajectories/{attempt_id}/failure", handlers.failure, methods=["POST"]),
-            Route("/trajectories/{attempt_id}/heartbeat", handlers.heartbeat, methods=["POST"]),
-            Mount("/attempts", _ModelRoute(queue, model_app)),
+            *([Route("/tasks/next", handlers.next_task, methods=["GET", "POST"])] if has_tasks else []),
+            Route("/trajectories/{attempt_id}/reward", handlers.at_its_rank(handlers.reward), methods=["POST"]),
+            Route("/trajectories/{attempt_id}/failure", handlers.at_its_rank(handlers.failure), methods=["POST"]),
+            Route("/trajectories/{attempt_id}/heartbeat", handlers.at_its_rank(handlers.heartbeat), methods=["POST"]),
+            Mount("/attempts", _ModelRoute(queue, model_app, routes)),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )
-    return RequestLimit(app, limits.max_requests)
+    limited = RequestLimit(app, limits.max_requests)
+    if routes is None:
+        return limited
+    offers = Route(OFFER_PATH, OfferRoute(queue, routes), methods=["POST"])  # does not count as a request of a worker
+    return Starlette(routes=[offers, Mount("/", limited)], exception_handlers=EXCEPTION_HANDLERS)
 
 
 def answer_refusal(request: Request, error: Exception) -> Response:
@@ -97,20 +121,11 @@ EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
 }
 
 
-def check_key(headers: Headers, api_key: str | None) -> None:
-    """Raise QueueError unless the bearer token is the key; None asks for no key."""
-    if api_key is None:
-        return
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    given = token.strip() if scheme.lower() == "bearer" else ""
-    if not hmac.compare_digest(given.encode(), api_key.encode()):
-        raise QueueError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
-
-
 class _Handlers:
-    def __init__(self, queue: TaskQueue, limits: ServerLimits) -> None:
+    def __init__(self, queue: TaskQueue, limits: ServerLimits, routes: RankRoutes | None) -> None:
         self._queue = queue
         self._limits = limits
+        self._routes = routes
 
     async def health(self, request: Request) -> Response:
         """State of the queue; needs no API key."""
@@ -123,7 +138,13 @@ class _Handlers:
         return Response(status_code=204) if attempt is None else JSONResponse(self._describe(attempt, request))
 
     def _describe(self, attempt: Attempt, request: Request) -> dict[str, Any]:
-        url = (self._limits.public_url or str(request.base_url)).rstrip("/")
+        if self._limits.public_url is not None:
+            url = self._limits.public_url.replace("{rank}", str(attempt.rank))
+        elif attempt.url is None:
+            url = str(request.base_url)
+        else:
+            url = str(request.base_url.replace(port=URL(attempt.url).port))
+        url = url.rstrip("/")
         return {
             "attempt_id": attempt.attempt_id,
             "task": attempt.task,
@@ -132,6 +153,18 @@ class _Handlers:
             "model": attempt.model_name,
             "deadline_s": self._queue.timeout_s,
         }
+
+    def at_its_rank(self, handle: Handler) -> Handler:
+        """The handler of a report, which passes it on if the attempt is another rank's."""
+
+        async def answer(request: Request) -> Response:
+            url = None if self._routes is None else self._routes.find(str(request.path_params["attempt_id"]))
+            if self._routes is None or url is None:
+                return await handle(request)
+            check_key(request.headers, self._limits.api_key)
+            return await self._routes.pass_on(request, url, max_bytes=self._limits.max_body_bytes)
+
+        return answer
 
     async def reward(self, request: Request) -> Response:
         attempt_id = self._find_attempt(request)
@@ -165,12 +198,15 @@ class _Handlers:
 class _ModelRoute:
     """Passes model calls of open attempts to the endpoint, and refuses those of others."""
 
-    def __init__(self, queue: TaskQueue, model_app: ASGIApp) -> None:
+    def __init__(self, queue: TaskQueue, model_app: ASGIApp, routes: RankRoutes | None) -> None:
         self._queue = queue
         self._model_app = model_app
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         attempt_id, _, rest = scope["path"].removeprefix("/attempts/").partition("/")
+        if self._routes is not None and self._routes.find(attempt_id) is not None:
+            raise QueueError(404, "the model of this attempt is served at the base_url of its task")
         attempt = self._queue.find_open(attempt_id)
         path = f"/t/{attempt_id}/{rest}"
         inner = {**scope, "path": path, "raw_path": path.encode(), "root_path": "", "path_params": {}}
@@ -201,7 +237,7 @@ class RequestLimit:
 async def _run_while_connected(receive: Receive, waiting: Coroutine[Any, Any, Attempt | None]) -> Attempt | None:
     """Await a task for a worker; if the worker disconnects first, stop, and raise ClientDisconnect."""
     work = asyncio.ensure_future(waiting)
-    disconnect = asyncio.ensure_future(_wait_disconnect(receive))
+    disconnect = asyncio.ensure_future(wait_disconnect(receive))
     try:
         await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -212,8 +248,3 @@ async def _run_while_connected(receive: Receive, waiting: Coroutine[Any, Any, At
     with contextlib.suppress(asyncio.CancelledError):
         return work.result()
     raise ClientDisconnect
-
-
-async def _wait_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

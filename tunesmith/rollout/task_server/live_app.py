@@ -17,10 +17,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tunesmith.rollout.task_server.app import EXCEPTION_HANDLERS, RequestLimit, ServerLimits, check_key
+from tunesmith.rollout.task_server.app import EXCEPTION_HANDLERS, RequestLimit, ServerLimits
 from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.queue import QueueError
-from tunesmith.rollout.task_server.request import MAX_NAME_CHARS, RewardReport, read_fields
+from tunesmith.rollout.task_server.request import MAX_NAME_CHARS, RewardReport, check_key, read_fields
 from tunesmith.types import WorkflowOutput
 
 SESSION_HEADER = "x-session-id"

@@ -1,5 +1,6 @@
 """The queue of a run's tasks: rollouts put attempts in, workers in other processes take them and report.
 
+On several ranks workers take tasks from the first one, where the others offer theirs (`rank_offers.py`).
 `TaskQueue.run_attempt` is the workflow of such a run. It is an ordinary workflow, so that groups, seeds, failures and
 evaluations are those of every run. An attempt has the session of its rollout, whose key is its id. It ends with a
 report (a response and a reward, or a failure), at its time limit, or with the loss of its worker: no model call and no
@@ -12,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tunesmith.rollout.failures import WorkerError, WorkerLostError
 from tunesmith.rollout.time_limit import uncounted_time
@@ -53,6 +54,12 @@ class Attempt:
     num_open_calls: int = 0
     is_silent: bool = True
     """Whether the worker has sent nothing since the last check."""
+    rank: int = 0
+    """The rank whose engine samples for the attempt, and that receives its report."""
+    url: str | None = None
+    """Base URL of the server of another rank."""
+    is_ended: bool = False
+    """Whether the queue offers it no longer."""
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -63,6 +70,14 @@ class Attempt:
         finally:
             self.num_open_calls -= 1
             self.is_silent = False
+
+
+class FirstRank(Protocol):
+    """The queue of the first rank, as the others see it."""
+
+    async def offer(self, attempt: Attempt) -> None:
+        """Offer the attempt to workers until cancelled; sets `taken`, and on errors the report."""
+        ...
 
 
 class TaskQueue:
@@ -77,7 +92,11 @@ class TaskQueue:
         self._polls: deque[asyncio.Future[Attempt]] = deque()
         self._open: dict[str, Attempt] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
+        self._num_at_work: Counter[int] = Counter()
+        """Attempts at work by rank."""
         self._is_finished = False
+        self.first_rank: FirstRank | None = None
+        """Where workers take this rank's attempts; None: here."""
 
     @property
     def num_waiting(self) -> int:
@@ -85,18 +104,18 @@ class TaskQueue:
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return self._num_at_work.total()
 
     async def run_attempt(self, task: Mapping[str, Any], model: Any) -> WorkflowOutput:
         """The workflow: wait until a worker takes the task, which does not count toward the time limit, and reports."""
         row = json.loads(json.dumps(task, allow_nan=False, default=str))
         attempt = Attempt(attempt_id=model.api_key, task=row, model_name=model.model_name)
         reason = f"its time limit of {self.timeout_s:g} s has passed, or the run has ended"
-        self._offer(attempt)
         try:
-            with uncounted_time():
-                await attempt.taken.wait()
-            report = await self._wait_report(attempt)
+            async with self._offered_to_workers(attempt):
+                with uncounted_time():
+                    await attempt.taken.wait()
+                report = await self._wait_report(attempt)
             if isinstance(report, WorkerError):
                 raise report
             return report
@@ -104,10 +123,35 @@ class TaskQueue:
             reason = f"its worker was lost: no model call and no heartbeat for {self._lost_after_s:g} s"
             raise
         finally:
-            with contextlib.suppress(ValueError):
-                self._waiting.remove(attempt)
             self._open.pop(attempt.attempt_id, None)
             self._remember(attempt.attempt_id, REPORTED if attempt.report.done() else reason)
+
+    @contextlib.asynccontextmanager
+    async def _offered_to_workers(self, attempt: Attempt) -> AsyncIterator[None]:
+        """Let workers take the attempt, here or from the first rank, until the block ends."""
+        if self.first_rank is None:
+            with self.offered(attempt):
+                yield
+            return
+        self._open[attempt.attempt_id] = attempt  # its worker may call before the first rank's answer is read
+        offering = asyncio.ensure_future(self.first_rank.offer(attempt))
+        try:
+            yield
+        finally:
+            offering.cancel()
+            await asyncio.wait({offering})
+
+    @contextlib.contextmanager
+    def offered(self, attempt: Attempt) -> Iterator[None]:
+        """Let workers take the attempt from this queue; it ends with the block."""
+        self._offer(attempt)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(attempt)
+            attempt.is_ended = True
+            self._num_at_work[attempt.rank] -= attempt.taken.is_set()
 
     async def _wait_report(self, attempt: Attempt) -> Report:
         """The worker's report; raises WorkerLostError once it has been silent for too long.
@@ -135,15 +179,25 @@ class TaskQueue:
         self._waiting.append(attempt)
 
     async def take(self, worker: str, wait_s: float) -> Attempt | None:
-        """The next attempt, now the worker's; None if there is none for `wait_s` seconds."""
-        attempt = self._waiting.popleft() if self._waiting else await self._poll(wait_s)
+        """The next attempt, now the worker's; None if there is none for `wait_s` seconds.
+
+        It is the oldest one of the rank that has the fewest at work.
+        """
+        while (attempt := await self._poll(wait_s)) is not None and attempt.is_ended:
+            pass
         if attempt is not None:
             attempt.worker = worker
-            self._open[attempt.attempt_id] = attempt
+            self._num_at_work[attempt.rank] += 1
+            if attempt.url is None:
+                self._open[attempt.attempt_id] = attempt
             attempt.taken.set()
         return attempt
 
     async def _poll(self, wait_s: float) -> Attempt | None:
+        if self._waiting:
+            attempt = min(self._waiting, key=lambda each: self._num_at_work[each.rank])
+            self._waiting.remove(attempt)
+            return attempt
         if self._is_finished:
             raise QueueError(410, "the run has ended: there are no more tasks")
         poll: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
@@ -165,6 +219,7 @@ class TaskQueue:
         """An attempt at work; raises QueueError if it has ended or never existed. A second report is a conflict."""
         attempt = self._open.get(attempt_id)
         if attempt is not None and not attempt.report.done():
+            attempt.taken.set()
             return attempt
         reason = REPORTED if attempt is not None else self._ended.get(attempt_id)
         if reason is None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.types import Receive
 
 from tunesmith.rollout.task_server.queue import QueueError
 from tunesmith.types import MAX_METRIC, MAX_REWARD
@@ -45,12 +48,7 @@ class FailureReport(BaseModel):
 
 async def read_fields(request: Request, kind: type[Body], *, max_bytes: int) -> Body:
     """The fields of a request: its JSON body, or the query of a request without one."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            limit = f"{max_bytes / 2**20:g}"
-            raise QueueError(413, f"the request is larger than rollout.max_body_mib={limit}: shorten it")
+    body = await read_body(request, max_bytes=max_bytes)
     try:
         fields = json.loads(body) if body else dict(request.query_params)
     except (ValueError, RecursionError) as error:
@@ -61,7 +59,34 @@ async def read_fields(request: Request, kind: type[Body], *, max_bytes: int) -> 
         raise QueueError(400, "; ".join(map(_describe, error.errors()))) from error
 
 
+async def read_body(request: Request, *, max_bytes: int) -> bytes:
+    """The body of a request; raises QueueError if it is too large."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            limit = f"{max_bytes / 2**20:g}"
+            raise QueueError(413, f"the request is larger than rollout.max_body_mib={limit}: shorten it")
+    return bytes(body)
+
+
 def _describe(error: Any) -> str:
     """One clause for an invalid field."""
     where = ".".join(map(str, error["loc"])) or "the request"
     return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def check_key(headers: Headers, api_key: str | None) -> None:
+    """Raise QueueError unless the bearer token is the key; None asks for no key."""
+    if api_key is None:
+        return
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else ""
+    if not hmac.compare_digest(given.encode(), api_key.encode()):
+        raise QueueError(401, "the API key is missing or wrong; send it as Authorization: Bearer KEY")
+
+
+async def wait_disconnect(receive: Receive) -> None:
+    """Return when the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

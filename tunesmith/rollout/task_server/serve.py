@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import AsyncIterator
 
+import httpx
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from tunesmith.cluster.ranks import Ranks
 from tunesmith.rollout.openai_server.app import build_app
 from tunesmith.rollout.openai_server.http import serve_app
 from tunesmith.rollout.service import ModelService
@@ -15,28 +18,54 @@ from tunesmith.rollout.task_server.app import ServerLimits, answer_unknown, buil
 from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.live_app import build_live_app
 from tunesmith.rollout.task_server.queue import TaskQueue
+from tunesmith.rollout.task_server.rank_offers import RankRoutes, RemoteQueue
 
 KNOB = "serve.port"
 
 
 @contextlib.asynccontextmanager
 async def serve_tasks(
-    queue: TaskQueue, service: ModelService, limits: ServerLimits, *, host: str, port: int
+    queue: TaskQueue,
+    service: ModelService,
+    limits: ServerLimits,
+    *,
+    host: str,
+    port: int,
+    ranks: Ranks = Ranks(),
 ) -> AsyncIterator[str]:
-    """Serve until the block ends, and yield the URL; waiting workers then learn that the run has ended."""
-    app = build_task_app(queue, build_model_app(service, limits), limits)
-    async with serve_app(app, host=host, port=port, knob=KNOB) as url:
-        try:
-            yield url
-        finally:
-            queue.finish()
+    """Serve until the block ends, and yield the URL; waiting workers then learn that the run has ended.
+
+    Each rank calls this. Workers take the tasks of all ranks from the first one.
+    """
+    # no time limit: a rank answers after its update; no proxy of the environment: ranks are on one host
+    async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(), trust_env=False) as client:
+        is_leading = ranks.is_first and not ranks.is_alone
+        routes = RankRoutes(key=secrets.token_urlsafe(), client=client) if is_leading else None
+        model_app = build_model_app(service, limits)
+        app = build_task_app(queue, model_app, limits, routes=routes, has_tasks=ranks.is_first)
+        async with serve_app(app, host=host, port=port, knob=KNOB) as url:
+            first = ranks.broadcast_object(None if routes is None else (url, routes.key))
+            if not ranks.is_first:
+                client.base_url, client.headers["authorization"] = httpx.URL(first[0]), f"Bearer {first[1]}"
+                queue.first_rank = RemoteQueue(client=client, rank=ranks.rank, url=url)
+            try:
+                yield url
+            finally:
+                queue.finish()
 
 
 @contextlib.asynccontextmanager
 async def serve_live(
-    sessions: LiveSessions, service: ModelService, limits: ServerLimits, *, host: str, port: int
+    sessions: LiveSessions,
+    service: ModelService,
+    limits: ServerLimits,
+    *,
+    host: str,
+    port: int,
+    ranks: Ranks = Ranks(),
 ) -> AsyncIterator[str]:
-    """Serve live traffic until the block ends, and yield the URL."""
+    """Serve live traffic until the block ends, and yield the URL; there is one rank."""
+    assert ranks.is_alone
     sessions.bind(service)
     app = build_live_app(sessions, build_model_app(service, limits), limits)
     async with serve_app(app, host=host, port=port, knob=KNOB) as url, sessions.watch():
