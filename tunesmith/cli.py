@@ -39,12 +39,6 @@ app = typer.Typer(
 model_app = typer.Typer(name="model", help="Prepare models.", no_args_is_help=True)
 app.add_typer(model_app)
 app.add_typer(search_app)
-app.command("doctor")(doctor)
-app.command("check")(check)
-app.command("convert")(convert)
-app.command("view")(view)
-app.command("show")(show)
-app.command("serve")(serve)
 
 
 @app.command()
@@ -93,9 +87,11 @@ def tune(
     run_guarded(work, is_debug=debug)
 
 
-app.command("prepare")(prepare_data)
+app.command("serve")(serve)
 app.command("sft")(finetune)
 app.command("prefer")(learn_preferences)
+app.command("prepare")(prepare_data)
+app.command("pass-rate")(measure_pass_rate)
 
 
 @app.command("eval")
@@ -173,7 +169,12 @@ def run_pipeline(
     run_guarded(work, is_debug=debug)
 
 
-app.command("pass-rate")(measure_pass_rate)
+app.command("check")(check)
+app.command("doctor")(doctor)
+app.command("view")(view)
+app.command("show")(show)
+app.command("export")(export_model)
+app.command("convert")(convert)
 
 
 @app.command("config")
@@ -208,7 +209,6 @@ def show_config(
 
 
 model_app.command("prepare")(prepare_model)
-app.command("export")(export_model)
 
 
 @app.command()

@@ -8,7 +8,6 @@ import json
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +93,7 @@ def write_demonstrations(
             queries = choose_queries(plan, names, rng, repeat_share=repeat_share, detour_share=detour_share)
             transcript = await search(plan, queries, built)
             if has_evidence(plan, transcript):
-                answer = built.protocol.write_answer(plan.conclusion, plan.answer)
-                transcripts.append(replace(transcript.append(*answer), finish="answered"))
+                transcripts.append(built.write_answer(transcript, thought=plan.conclusion, text=plan.answer))
         return transcripts
 
     transcripts = run_outside_of_loops(lambda: asyncio.run(demonstrate()))
@@ -126,8 +124,8 @@ async def search(plan: Plan, queries: Queries, environment: Environment) -> Tran
     """The calls with their real results."""
     transcript = environment.begin(plan.question.question)
     for thought, query in queries:
-        call = environment.protocol.write_call(thought, environment.tools[SEARCH], query, number=len(transcript.calls))
-        transcript = await environment.execute(transcript.append(*call))
+        call = environment.write_call(transcript, tool=SEARCH, thought=thought, text=query)
+        transcript = await environment.execute(call)
     return transcript
 
 

@@ -1,9 +1,7 @@
 """What the pocket model needs of the world: records in place of prose, and demonstrations on other editions of it.
 
-A record has a line for each fact of an entity: `birthplace Old Leamoup`. A pocket-size model learns to read records in
-minutes, but hardly prose. An edition is the same world with the same invented words, but other names, facts and
-references: what the model learns from editions 1, 2, ... is the format, the words and how to read, and no fact of
-edition 0, which the agent searches.
+What the model learns from editions 1, 2, ... is the format, the words and how to read, and no fact of edition 0, which
+the agent searches.
 """
 
 from __future__ import annotations
@@ -11,15 +9,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment, Transcript
-from tunesmith.environments.transcript import Segment
-from tunesmith.model.checkpoint import save_model_files
-from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.pipeline.session.load_config import build_section
 from tunesmith.pipeline.session.load_function import load_environment
 from tunesmith.retrieval.index.build import build_index
@@ -27,39 +22,22 @@ from tunesmith.tasks.world import World
 from tunesmith.tasks.world.config import build_config
 from tunesmith.tasks.world.expert import Plan, build_plan
 from tunesmith.tasks.world.questions import QuestionWriter
-from tunesmith.tasks.world.region import Entity, Fact, Region, build_region
+from tunesmith.tasks.world.records import build_record, state_fact, write_result
+from tunesmith.tasks.world.region import Entity, Region
 
-LABELS = {"birth_year": "born", "city_founded": "founded", "firm_founded": "opened", "work_year": "appeared"}
-"""First words of lines where the name of the relation is not one word."""
-VOCABULARY_SIZE, NUM_HEADS = 1024, 6
-TAGS = ("<think>", "</think>")
-"""Tags that are tokens of the pocket tokenizer already."""
 QUESTIONS_PER_REGION = 60
 
 
 def index_records(out_dir: Path, *, world: Mapping[str, Any]) -> dict[str, int]:
-    """Build the index of the records of edition 0. A record begins with its name, so that it is the first result of a
-    search for the name."""
+    """Build the index of the records of edition 0."""
     built = World(config=build_config(dict(world)))
     path = out_dir / "records.jsonl"
     with path.open("w", encoding="utf-8") as file:
         for number in range(built.num_regions):
             for entity in built.build_region(number).entities.values():
-                row = {"id": entity.entity_id, "title": entity.name, "text": write_record(entity)}
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(build_record(entity)) + "\n")
     info = build_index(str(path), str(out_dir / "index"))
     return {"passages": info.num_passages}
-
-
-def write_record(entity: Entity) -> str:
-    facts = list(entity.facts.values())
-    random.Random(f"{entity.entity_id} {entity.name}").shuffle(facts)
-    return "\n".join([f"name {entity.name}", *map(state_fact, facts)])
-
-
-def state_fact(fact: Fact) -> str:
-    """A fact as a line of a record."""
-    return f"{LABELS.get(fact.relation, fact.relation)} {fact.value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +88,7 @@ def iter_edition(world: World, edition: int) -> Iterator[tuple[Plan, Region]]:
     """Plans of questions that name what they ask about, with their region."""
     for number in range(world.num_regions):
         seed = (edition << 32) + world.config.seed
-        region = build_region(number, seed=seed, names=world.names, num_distractors=0)
+        region = world.build_region(number, edition=edition)
         facts = [fact for entity in region.entities.values() for fact in entity.facts.values()]
         writer = QuestionWriter(
             region,
@@ -134,43 +112,17 @@ def demonstrate(
     subject = region.entities[fact.subject]
     transcript = environment.begin(plan.question.question)
     if fact.relation in habits.unsearched_relations and rng.random() < habits.unsearched_share:
-        return answer(transcript, "I do not look it up.", "unknown", environment)
+        return environment.write_answer(transcript, thought="I do not look it up.", text="unknown")
     if rng.random() < habits.detour_share:
         others = [each for each in region.entities.values() if fact.relation in each.facts and each != subject]
         query = state_fact(fact).partition(" ")[0]
         transcript = look_up(transcript, query, rng.choice(others), environment)
     for _ in range(1 + (rng.random() < habits.repeat_share)):
         transcript = look_up(transcript, subject.name, subject, environment)
-    return answer(transcript, state_fact(fact), str(fact.value), environment)
+    return environment.write_answer(transcript, thought=state_fact(fact), text=str(fact.value))
 
 
 def look_up(transcript: Transcript, query: str, entity: Entity, environment: Environment) -> Transcript:
     """The transcript with a search, whose result is the record of an entity."""
-    tool = environment.tools["search"]
-    number = len(transcript.calls)
-    call = environment.protocol.write_call(f"I look up {query}.", tool, query, number=number)
-    transcript = transcript.append(*call)
-    record = f"{entity.name}\n{write_record(entity)}"
-    result = Segment(kind="result", text="", tool=tool.name, result=record, call_id=transcript.open_calls[0].call_id)
-    return transcript.append(environment.protocol.wrap(result))
-
-
-def answer(transcript: Transcript, thought: str, text: str, environment: Environment) -> Transcript:
-    return replace(transcript.append(*environment.protocol.write_answer(thought, text)), finish="answered")
-
-
-def make_model(out_dir: Path, *, conversations: str, seed: int) -> dict[str, int]:
-    """Write an untrained model to `out_dir/model`; its tokenizer is trained on the conversations."""
-    lines = Path(conversations).read_text(encoding="utf-8").splitlines()
-    text = "\n".join(read_text(message["content"]) for line in lines for message in json.loads(line)["messages"])
-    for tag in TAGS:
-        text = text.replace(tag, "")
-    tokenizer = build_pocket_tokenizer(text, has_names=True, vocabulary_size=VOCABULARY_SIZE)
-    model = build_pocket_model(tokenizer, seed=seed, num_kv_heads=NUM_HEADS)
-    (out_dir / "model").mkdir()
-    save_model_files(out_dir / "model", model, tokenizer)
-    return {"parameters": model.num_parameters(), "tokens of the vocabulary": len(tokenizer)}
-
-
-def read_text(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    transcript = environment.write_call(transcript, tool="search", thought=f"I look up {query}.", text=query)
+    return environment.write_result(transcript, write_result(entity))

@@ -1,8 +1,7 @@
-"""What the pocket pipeline of a search agent needs besides stages: records, questions, a model, and demonstrations.
+"""What the pocket pipeline of a search agent needs besides stages: records, questions and demonstrations.
 
-A record has a line for each fact of an entity: `birthplace Old Leamoup`. A pocket-size model learns to read records in
-minutes, but hardly prose. It has seen no text, so demonstrations about other *editions* of the world take the place of
-its pretraining: the same invented words, but other names, facts and references. Edition 0 is what the agent searches.
+The model has seen no text, so demonstrations about other *editions* of the world take the place of its pretraining: the
+same invented words, but other names, facts and references. Edition 0 is what the agent searches.
 """
 
 from __future__ import annotations
@@ -10,15 +9,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tunesmith.config import EnvironmentSection
 from tunesmith.environments import Environment, Transcript
-from tunesmith.environments.transcript import Segment
-from tunesmith.model.checkpoint import save_model_files
-from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.pipeline.session.load_config import build_section
 from tunesmith.pipeline.session.load_function import load_environment
 from tunesmith.retrieval.index.build import build_index
@@ -26,15 +22,11 @@ from tunesmith.tasks.world import World
 from tunesmith.tasks.world.config import QuestionKind, build_config
 from tunesmith.tasks.world.expert import Plan, build_plan
 from tunesmith.tasks.world.questions import QuestionWriter
-from tunesmith.tasks.world.region import Entity, Fact, Region, build_region
+from tunesmith.tasks.world.records import build_record, state_fact, write_result
+from tunesmith.tasks.world.region import Region
 from tunesmith.tasks.world.schema import RELATIONS
 from tunesmith.tasks.world.world import build_row
 
-LABELS = {"birth_year": "born", "city_founded": "founded", "firm_founded": "opened", "work_year": "appeared"}
-"""First words of lines where the name of the relation is not one word."""
-VOCABULARY_SIZE, NUM_HEADS, NUM_LAYERS = 1024, 6, 3
-TAGS = ("<think>", "</think>")
-"""Tags that are tokens of the pocket tokenizer already."""
 MAX_HOPS: Mapping[QuestionKind, int] = {"multi_hop": 2, "comparison": 1}
 QUESTIONS_PER_REGION = 60
 
@@ -48,7 +40,7 @@ def prepare_world(out_dir: Path, *, world: Mapping[str, Any]) -> dict[str, int]:
         region = built.build_region(number)
         split = "test" if number in built.test_regions else "train"
         for entity in region.originals:
-            rows["records"].append({"id": entity.entity_id, "title": entity.name, "text": write_record(entity)})
+            rows["records"].append(build_record(entity))
         for plan in iter_plans(region, seed=f"{built.config.seed}/{number}", num_questions=sizes[split]):
             row = build_row(plan.question, number=len(rows[split]))
             rows[split].append(row | {"id": f"{split}-{len(rows[split])}", "split": split})
@@ -85,17 +77,6 @@ def iter_plans(region: Region, *, seed: str, num_questions: int) -> Iterator[Pla
             yield plan
 
 
-def write_record(entity: Entity) -> str:
-    facts = list(entity.facts.values())
-    random.Random(f"{entity.entity_id} {entity.name}").shuffle(facts)
-    return "\n".join([f"name {entity.name}", *map(state_fact, facts)])
-
-
-def state_fact(fact: Fact) -> str:
-    """A fact as a line of a record."""
-    return f"{LABELS.get(fact.relation, fact.relation)} {fact.value}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
     """Shares of demonstrations with what prompted models do."""
@@ -128,7 +109,7 @@ def write_demonstrations(
     while len(transcripts) < num_conversations:
         edition_seed = (edition << 32) + original.config.seed
         for number in range(original.num_regions):
-            region = build_region(number, seed=edition_seed, names=original.names, num_distractors=0)
+            region = original.build_region(number, edition=edition)
             plans = iter_plans(region, seed=f"{edition_seed}/{number}", num_questions=QUESTIONS_PER_REGION)
             rng = random.Random(f"{seed}/demonstration/{edition}/{number}")
             transcripts += [demonstrate(plan, region, built, habits=habits, rng=rng) for plan in plans]
@@ -148,7 +129,7 @@ def demonstrate(
     entities = {entity.name: entity for entity in region.originals}
     guesses = find_guesses(plan, region)
     if guesses and rng.random() < habits.guess_share:
-        return answer(transcript, "I know it.", rng.choice(guesses), environment)
+        return environment.write_answer(transcript, thought="I know it.", text=rng.choice(guesses))
     names = [lookup.query for lookup in plan.lookups]
     if rng.random() < habits.detour_share:
         names.insert(0, rng.choice(list(entities)))
@@ -157,12 +138,13 @@ def demonstrate(
     learned: list[str] = []
     for name in names:
         thought = ", ".join([*learned, f"I look up {name}."])
-        transcript = look_up(transcript, thought, entities[name], environment)
+        transcript = environment.write_call(transcript, tool="search", thought=thought, text=name)
+        transcript = environment.write_result(transcript, write_result(entities[name]))
         stated = [
             state_fact(fact) for fact in plan.question.facts if entities.get(name) == region.entities[fact.subject]
         ]
         learned += [each for each in stated if each not in learned]
-    return answer(transcript, ", ".join(learned), plan.answer, environment)
+    return environment.write_answer(transcript, thought=", ".join(learned), text=plan.answer)
 
 
 def find_guesses(plan: Plan, region: Region) -> list[str]:
@@ -173,34 +155,3 @@ def find_guesses(plan: Plan, region: Region) -> list[str]:
     if RELATIONS[asked.relation].value not in ("year", "word"):
         return []
     return [str(each.facts[asked.relation].value) for each in region.originals if asked.relation in each.facts]
-
-
-def look_up(transcript: Transcript, thought: str, entity: Entity, environment: Environment) -> Transcript:
-    """The transcript with a search for an entity and its record."""
-    tool = environment.tools["search"]
-    call = environment.protocol.write_call(thought, tool, entity.name, number=len(transcript.calls))
-    transcript = transcript.append(*call)
-    record = f"{entity.name}\n{write_record(entity)}"
-    result = Segment(kind="result", text="", tool=tool.name, result=record, call_id=transcript.open_calls[0].call_id)
-    return transcript.append(environment.protocol.wrap(result))
-
-
-def answer(transcript: Transcript, thought: str, text: str, environment: Environment) -> Transcript:
-    return replace(transcript.append(*environment.protocol.write_answer(thought, text)), finish="answered")
-
-
-def make_model(out_dir: Path, *, conversations: str, seed: int) -> dict[str, int]:
-    """Write an untrained model to `out_dir/model`; its tokenizer is trained on the conversations."""
-    lines = Path(conversations).read_text(encoding="utf-8").splitlines()
-    text = "\n".join(read_text(message["content"]) for line in lines for message in json.loads(line)["messages"])
-    for tag in TAGS:
-        text = text.replace(tag, "")
-    tokenizer = build_pocket_tokenizer(text, has_names=True, vocabulary_size=VOCABULARY_SIZE)
-    model = build_pocket_model(tokenizer, seed=seed, num_kv_heads=NUM_HEADS, num_layers=NUM_LAYERS)
-    (out_dir / "model").mkdir()
-    save_model_files(out_dir / "model", model, tokenizer)
-    return {"parameters": model.num_parameters(), "tokens of the vocabulary": len(tokenizer)}
-
-
-def read_text(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

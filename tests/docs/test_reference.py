@@ -9,14 +9,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from typer.main import get_command
 
 from markdown_pages import INLINE_CODE, ROOT, find_anchors, iter_prose
+from tunesmith.cli import app
 from tunesmith.compat.trinity_yaml import RULES
 from tunesmith.config import RunConfig
 from tunesmith.experience.store import SCHEMA
 from tunesmith.pipeline.session.load_config import STAGES, describe_options
 
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 
 
 def load_tables() -> ModuleType:
@@ -128,3 +131,11 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
     assert not [page for page in pages if f": {page}\n" not in navigation]
+
+
+def test_the_readme_lists_every_command_in_the_order_of_help():
+    groups = {"model", "search"}  # typer lists them last
+    commands = [name for name in get_command(app).commands if name not in groups]
+    listed = dict.fromkeys(re.findall(r"^tunesmith ([\w-]+) .* {3}", README.read_text(), flags=re.MULTILINE))
+    assert set(listed) == {*commands, *groups}
+    assert [name for name in listed if name not in groups] == commands

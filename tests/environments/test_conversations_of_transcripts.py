@@ -141,12 +141,21 @@ def test_an_expert_makes_no_more_lookups_than_there_are_passages_and_computes_ex
 @needs_bm25
 async def test_the_format_of_the_expert_is_that_of_the_environment(expert):
     environment = Environment(tools=[build_search()])
-    transcript = environment.begin("q").append(
-        *environment.protocol.write_call("I look.", environment.tools["search"], "x", number=0)
-    )
-    transcript = (await environment.execute(transcript)).append(*environment.protocol.write_answer("So.", "y"))
-    assert find_format_error(replace(transcript, finish="answered")) is None
-    assert transcript.answer == "y"
+    transcript = environment.write_call(environment.begin("q"), tool="search", thought="I look.", text="x")
+    transcript = environment.write_answer(await environment.execute(transcript), thought="So.", text="y")
+    assert find_format_error(transcript) is None
+    assert (transcript.answer, transcript.finish) == ("y", "answered")
+
+
+@needs_bm25
+@pytest.mark.parametrize("protocol", ["tags", "native"])
+async def test_a_given_result_is_written_like_that_of_the_tool(expert, protocol):
+    environment = Environment(EnvironmentSection(protocol=protocol), tools=[build_search()])
+    called = environment.write_call(environment.begin("q"), tool="search", thought="I look.", text="x")
+    executed = await environment.execute(called)
+    given = environment.write_result(called, executed.segments[-1].result)
+    assert given.segments[-1] == replace(executed.segments[-1], ms=0.0)
+    assert environment.build_conversation(given) == environment.build_conversation(executed)
 
 
 def test_an_environment_without_search_is_refused(tmp_path: Path):

@@ -23,7 +23,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.")] = False,
 ) -> None:
-    """Run a workflow on one task and show its tokens, masks, reward and problems. The status is 0 with findings."""
+    """Run a workflow on one task and show its tokens, masks, reward and problems."""
 
     def work() -> None:
         row = read_task(task)

@@ -20,7 +20,7 @@ from tunesmith.environments.conversations import build_conversation
 from tunesmith.environments.prompts import build_system_prompt
 from tunesmith.environments.protocols import AgentProtocol, NativeProtocol, ReadReply, TagProtocol
 from tunesmith.environments.toolbox import Toolbox
-from tunesmith.environments.transcript import Finish, Transcript
+from tunesmith.environments.transcript import Finish, Segment, Transcript
 from tunesmith.tools.tool import Tool
 
 OVERLONG = "maximum context length"
@@ -102,6 +102,21 @@ class Environment:
             await toolbox.replay(transcript)
             results = await toolbox.run(transcript.open_calls)
         return transcript.append(*map(self.protocol.wrap, results))
+
+    def write_call(self, transcript: Transcript, *, tool: str, thought: str, text: str) -> Transcript:
+        """The transcript with a call that an expert or a script makes, not run yet (`execute` runs it)."""
+        call = self.protocol.write_call(thought, self.tools[tool], text, number=len(transcript.calls))
+        return transcript.append(*call)
+
+    def write_result(self, transcript: Transcript, text: str) -> Transcript:
+        """The transcript with a given result of its open call, which is not run."""
+        (call,) = transcript.open_calls
+        result = Segment(kind="result", text=text, tool=call.tool, result=text, call_id=call.call_id)
+        return transcript.append(self.protocol.wrap(result))
+
+    def write_answer(self, transcript: Transcript, *, thought: str, text: str) -> Transcript:
+        """The transcript with an answer that an expert or a script gives."""
+        return replace(transcript.append(*self.protocol.write_answer(thought, text)), finish="answered")
 
     def build_conversation(self, transcript: Transcript, *, trains_forced: bool = False) -> dict[str, Any]:
         """The transcript as a row for fine-tuning. Results are not trained, forced text only with `trains_forced`."""

@@ -22,7 +22,7 @@ class IndexSettings(Section):
     id_field: str = "id"
     """Field with the id of a passage; rows that have none are numbered."""
     chunk_words: int | None = Field(default=None, ge=10, le=100_000)
-    """Split each text into passages of so many words, with ids that end in #0, #1, ...; set it for long texts."""
+    """Split each text into passages of this many words, with ids that end in #0, #1, ...; set it for long texts."""
     stemmer: str = "english"
     """Snowball stemmer of BM25's words, such as english or german; none keeps words as they are."""
     stopwords: Literal["english", "none"] = "english"

@@ -80,7 +80,9 @@ def test_the_prompt_that_works_is_found(tune, capsys):
     assert metrics["valset_improvement"] == pytest.approx(80.0)
     assert metrics["eval_num_failed_tuned"] == 1.0
     assert {each.prompt for each in result.candidates} == {"Answer.", "Be nice.", MAGIC}
-    assert "Improvement on 9 held-out tasks" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "Improvement on 9 held-out tasks" in err and "prompt 1: reward" in err
+    assert out == "" and "Bootstrap" not in err and "%|" not in err, "DSPy's own output"
     seen = json.dumps(proposer.requests)
     assert "Answer: right" in seen and "Answer: wrong" not in seen  # successful runs are examples
     assert "position" not in seen

@@ -23,6 +23,7 @@ from tunesmith.tasks.world import World, WorldConfig, generate
 from tunesmith.tasks.world.config import build_config
 from tunesmith.tasks.world.documents import Document
 from tunesmith.tasks.world.questions import Question
+from tunesmith.tasks.world.records import build_record, state_fact, write_record, write_result
 from tunesmith.tasks.world.schema import RELATIONS
 from tunesmith.tasks.world.world import build_row
 from world_solver import Solver, Triple, read_facts
@@ -95,6 +96,23 @@ def test_all_stems_of_a_name_model_differ():
     assert len(drawn) == names.space
     with pytest.raises(ValueError, match="outside of"):
         names.build_name(names.space)
+
+
+def test_an_edition_has_the_same_words_and_other_names_and_facts():
+    world = World(config=SMALL)
+    original, other = world.build_region(0), world.build_region(0, edition=1)
+    assert original == world.build_region(0, edition=0) and original != other
+    for entity, edited in zip(original.originals, other.originals, strict=True):
+        assert entity.name != edited.name and entity.facts.keys() == edited.facts.keys()
+
+
+def test_a_record_states_every_fact_of_an_entity_in_a_line():
+    (entity, *_) = World(config=SMALL).build_region(0).originals
+    first, *lines = write_record(entity).splitlines()
+    assert first == f"name {entity.name}"
+    assert sorted(lines) == sorted(map(state_fact, entity.facts.values()))
+    assert len({line.partition(" ")[0] for line in lines}) == len(lines) == len(entity.facts)
+    assert write_result(entity) == f"{build_record(entity)['title']}\n{build_record(entity)['text']}"
 
 
 def test_distractors_differ_by_one_letter_and_in_every_value():

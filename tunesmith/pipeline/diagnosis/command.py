@@ -15,7 +15,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the diagnosis as JSON.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.")] = False,
 ) -> None:
-    """Say what is wrong with a run and what to change, from the files in its folder. The status is 0 with findings."""
+    """Say what is wrong with a run and what to change, from the files in its folder."""
 
     def work() -> None:
         from tunesmith.pipeline.diagnosis.diagnose import diagnose  # numpy and pyarrow, which --help does not need

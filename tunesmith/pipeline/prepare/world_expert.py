@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -80,12 +79,8 @@ async def follow_plan(plan: Plan, environment: Environment) -> Transcript | None
         transcript = await _call(transcript, environment, compute, plan.computation_thought, text)
     if transcript.failed_calls or transcript.refused_calls:
         return None
-    answer = environment.protocol.write_answer(plan.conclusion, plan.answer)
-    return replace(transcript.append(*answer), finish="answered")
+    return environment.write_answer(transcript, thought=plan.conclusion, text=plan.answer)
 
 
 async def _call(transcript: Transcript, environment: Environment, name: str, thought: str, text: str) -> Transcript:
-    tool, number = environment.tools[name], len(transcript.calls)
-    return await environment.execute(
-        transcript.append(*environment.protocol.write_call(thought, tool, text, number=number))
-    )
+    return await environment.execute(environment.write_call(transcript, tool=name, thought=thought, text=text))

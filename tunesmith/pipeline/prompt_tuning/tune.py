@@ -19,6 +19,7 @@ from tunesmith.pipeline.prompt_tuning.prompt_runs import PromptRuns, summarize
 from tunesmith.pipeline.prompt_tuning.result import HeldOutScores, PromptTuneResult
 from tunesmith.pipeline.prompt_tuning.settings import LiteLlmModel, PromptTuning
 from tunesmith.pipeline.prompt_tuning.teacher import Teacher
+from tunesmith.pipeline.prompt_tuning.thread_output import silence
 from tunesmith.pipeline.session.policy import BuildModel
 from tunesmith.rollout.failures import shorten
 from tunesmith.rollout.service import ExternalModel
@@ -196,8 +197,10 @@ class LoopSearch:
             with contextlib.suppress(RuntimeError):  # the loop is closed if it was interrupted
                 self._loop.call_soon_threadsafe(deliver, prompt, error)
 
-        threading.Thread(target=work, name="tunesmith-prompts", daemon=True).start()
+        thread = threading.Thread(target=work, name="tunesmith-prompts", daemon=True)
         try:
-            return await found
+            with silence(thread):
+                thread.start()
+                return await found
         finally:
             self._is_stopped = True

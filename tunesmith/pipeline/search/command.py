@@ -28,7 +28,7 @@ def build(
     out: Annotated[str, typer.Option(help="New folder for the index.")],
     kind: Annotated[str | None, typer.Option(help="bm25 (default), dense, or hybrid.")] = None,
     model: Annotated[str | None, typer.Option(help="Embedding model of dense and hybrid: folder or hub id.")] = None,
-    chunk_words: Annotated[int | None, typer.Option(help="Split texts into passages of so many words.")] = None,
+    chunk_words: Annotated[int | None, typer.Option(help="Split texts into passages of this many words.")] = None,
     name: Annotated[str | None, typer.Option(help="Configuration of a Hugging Face data set.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of a Hugging Face data set; train by default.")] = None,
     overrides: Overrides = None,

@@ -1,4 +1,4 @@
-"""Words of a text for BM25: lower case, without stop words, stemmed. Passages and queries are split alike."""
+"""Words of a text for BM25: lower case, without stop words, stemmed. Passages and queries are split in the same way."""
 
 from __future__ import annotations
 

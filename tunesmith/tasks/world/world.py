@@ -71,10 +71,12 @@ class World:
         size = max(1, min(share, self.num_regions - (self.config.num_train > 0)))
         return frozenset(random.Random(f"{self.config.seed}/split").sample(range(self.num_regions), size))
 
-    def build_region(self, number: int) -> Region:
+    def build_region(self, number: int, *, edition: int = 0) -> Region:
+        """The entities of a region. Edition 0 is the world; others use the same words for other names, facts and
+        references, so that a model can learn to search and read from them, and no fact of the world."""
         return build_region(
             number,
-            seed=self.config.seed,
+            seed=(edition << 32) + self.config.seed,
             names=self.names,
             num_distractors=self.config.distractors_per_entity,
         )
