@@ -16,7 +16,8 @@ from tunesmith.engine.engine import LocalEngine
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups, InFlightLimits
+from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
+from tunesmith.rollout.in_flight.own_groups import InFlightLimits, OwnGroups
 from tunesmith.tasks.task_feed import TaskFeed
 
 T = TypeVar("T")
@@ -73,7 +74,8 @@ def build_in_flight(
         keeps_cache=config.rollout.stale_cache == "keep",
     )
     prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
-    return InFlightGroups(actors, policy.engine, feed, limits, seed=config.seed, prepare_thread=prepare)
+    own = OwnGroups(actors, policy.engine, limits, seed=config.seed, prepare_thread=prepare)
+    return InFlightGroups(own, feed, limits)
 
 
 async def run_beside_rollouts(in_flight: InFlightGroups | None, work: Callable[[], None]) -> None:
