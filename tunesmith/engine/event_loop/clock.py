@@ -87,7 +87,8 @@ class _SteppingSelector(selectors.DefaultSelector):
             return self._wait(timeout)
         self._slept_s = 0.0
         for engine in working:
-            engine.step()
+            if self.is_stepping:  # the first may be a `StepWindows`, which ends its window
+                engine.step()
         return super().select(0)
 
     def _wait(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -113,10 +114,10 @@ class EngineLoop(asyncio.SelectorEventLoop):
         """Seconds in which every coroutine waited and no engine was stepped."""
         return self._stepping_selector.waited_s
 
-    def add_engine(self, engine: Steppable) -> None:
-        """Let this loop step the engine; engines step in the order they were added."""
+    def add_engine(self, engine: Steppable, *, is_first: bool = False) -> None:
+        """Let this loop step the engine; engines step in the order they were added, or before all others."""
         if engine not in self._stepping_selector.engines:
-            self._stepping_selector.engines.append(engine)
+            self._stepping_selector.engines.insert(0 if is_first else len(self._stepping_selector.engines), engine)
 
     @property
     def is_stepping(self) -> bool:

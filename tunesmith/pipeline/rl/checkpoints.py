@@ -11,12 +11,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import RunConfig
 from tunesmith.errors import StorageError, TunesmithError
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
 from tunesmith.loop import StepParts
-from tunesmith.model.checkpoint import load_checkpoint, remove_old_checkpoints, save_checkpoint
+from tunesmith.model.checkpoint import (
+    estimate_checkpoint_bytes,
+    find_last_checkpoint,
+    load_checkpoint,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
 from tunesmith.pipeline.rl.run_control import RunControl
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.pipeline.session.resume_point import describe_recovery
@@ -108,3 +115,22 @@ def save_unfinished(path: Path, finished: Sequence[Trajectory]) -> None:
 def save_error(paths: RunPaths, error: TunesmithError, *, step: int) -> None:
     """Record the error that stopped the run at `step`."""
     save_json(paths.error, {"step": step, "error": type(error).__name__, "message": str(error)})
+
+
+def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> int:
+    """Approximate size of a checkpoint; on several ranks the optimizer's state is not gathered for it."""
+    if ranks.is_alone:
+        return estimate_checkpoint_bytes(policy.model, trainer.state_dict())
+    return estimate_checkpoint_bytes(policy.model, {}) + trainer.count_state_bytes()
+
+
+def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
+    """The console line of an interrupted run: its last checkpoint and how to resume."""
+    checkpoint = find_last_checkpoint(folder.paths.root)
+    if checkpoint is None:
+        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
+    name = "" if config.name is not None else f" and name={folder.paths.root.name}"
+    return (
+        f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
+        f"(continue_from_checkpoint=true){name}"
+    )

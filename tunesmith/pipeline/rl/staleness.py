@@ -10,14 +10,15 @@ import torch
 
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.table import ON_POLICY_ONLY
-from tunesmith.cluster.place import find_place
+from tunesmith.cluster.links import connect_links
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
+from tunesmith.rollout.in_flight.in_flight_groups import GroupSite, InFlightGroups
 from tunesmith.rollout.in_flight.own_groups import InFlightLimits, OwnGroups
+from tunesmith.rollout.in_flight.rank_groups import RankGroups, RankMember
 from tunesmith.tasks.task_feed import TaskFeed
 
 T = TypeVar("T")
@@ -33,7 +34,6 @@ def check_staleness(config: RunConfig, algorithm: Algorithm) -> None:
                 "leave out stale_cache"
             )
         return
-    num_ranks = max(config.cluster.num_workers or 1, find_place().world_size)
     reasons = {
         f"algorithm.algorithm_type={algorithm.name!r}": (
             algorithm.name in ON_POLICY_ONLY or "baselines" in algorithm.needs,
@@ -44,10 +44,6 @@ def check_staleness(config: RunConfig, algorithm: Algorithm) -> None:
             "a branch would continue a rollout of other weights; leave one of them out",
         ),
         "serve": (config.serve is not None, "workers run each task to its end; leave max_staleness out"),
-        f"{num_ranks} ranks": (
-            num_ranks > 1,
-            "rollouts stay in flight on one rank only; leave max_staleness out, or set cluster.num_workers=1",
-        ),
         f"experience.replay.max_staleness={replay.max_staleness}": (
             replay.num_groups > 0 and replay.max_staleness > rollout.max_staleness,
             f"replayed groups would be older; set it to {rollout.max_staleness} or less",
@@ -64,18 +60,45 @@ def build_in_flight(
     """The rollouts in flight of a run; None if its steps wait for all of theirs."""
     if config.rollout.max_staleness == 0:
         return None
+    site: GroupSite
+    if actors.ranks.is_alone:
+        site = build_own_groups(config, policy, actors)
+    else:
+        member = build_member(config, policy, actors)
+        assert member is not None, "rollouts are in flight on all ranks or on none"
+        site = RankGroups(member, is_balanced=config.rollout.assignment == "balanced")
+    return InFlightGroups(site, feed, build_limits(config, total_steps=total_steps))
+
+
+def build_member(config: RunConfig, policy: Policy, actors: Actors) -> RankMember | None:
+    """The rollouts in flight of this rank, which is one of several; None if steps wait for all of theirs."""
+    if config.rollout.max_staleness == 0:
+        return None
+    return RankMember(
+        actors,
+        build_own_groups(config, policy, actors),
+        connect_links(actors.ranks, timeout_s=config.cluster.timeout_s),
+        engines=[each for each in (actors.engine, *actors.auxiliary_engines) if isinstance(each, LocalEngine)],
+        has_windows=policy.model.device.type == "cpu",
+    )
+
+
+def build_own_groups(config: RunConfig, policy: Policy, actors: Actors) -> OwnGroups:
+    """The rollouts in flight that run in this process."""
     assert isinstance(policy.engine, LocalEngine), "the run file was checked: engine.kind is tunesmith"
     device = policy.model.device
-    limits = InFlightLimits(
+    prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
+    return OwnGroups(actors, policy.engine, build_limits(config), seed=config.seed, prepare_thread=prepare)
+
+
+def build_limits(config: RunConfig, *, total_steps: int = 0) -> InFlightLimits:
+    return InFlightLimits(
         group_size=config.algorithm.group_size,
         batch_size=config.algorithm.batch_size,
         max_staleness=config.rollout.max_staleness,
         total_steps=total_steps,
         keeps_cache=config.rollout.stale_cache == "keep",
     )
-    prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
-    own = OwnGroups(actors, policy.engine, limits, seed=config.seed, prepare_thread=prepare)
-    return InFlightGroups(own, feed, limits)
 
 
 async def run_beside_rollouts(in_flight: InFlightGroups | None, work: Callable[[], None]) -> None:

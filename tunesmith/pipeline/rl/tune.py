@@ -27,18 +27,31 @@ from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.store import save_rollouts
 from tunesmith.loop import StepParts, StepResult, run_step
-from tunesmith.model.checkpoint import estimate_checkpoint_bytes, find_last_checkpoint
 from tunesmith.model.load import resolve_device
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.pipeline.eval.held_out import evaluate_all
 from tunesmith.pipeline.eval.results import EvaluationResult
-from tunesmith.pipeline.rl.checkpoints import commit, restore, restore_models, save_error, save_unfinished
+from tunesmith.pipeline.rl.checkpoints import (
+    commit,
+    count_checkpoint_bytes,
+    describe_interruption,
+    restore,
+    restore_models,
+    save_error,
+    save_unfinished,
+)
 from tunesmith.pipeline.rl.learning_check import UpdateLog, check_reply_fits
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition, load_own_functions
 from tunesmith.pipeline.rl.run_control import RunControl
-from tunesmith.pipeline.rl.staleness import build_in_flight, describe_in_flight, end_in_flight, run_beside_rollouts
+from tunesmith.pipeline.rl.staleness import (
+    build_in_flight,
+    build_member,
+    describe_in_flight,
+    end_in_flight,
+    run_beside_rollouts,
+)
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.extra_models import load_extra_models
 from tunesmith.pipeline.session.placement import place_config
@@ -200,20 +213,15 @@ def run_follower(config: RunConfig, load: LoadActors, ranks: Ranks, custom: Cust
     start: RunStart = ranks.broadcast_object()
     policy, actors = load()
     trainer = build_trainer(config, algorithm, functions, policy, ranks, total_steps=start.total_steps)
+    in_flight = build_member(config, policy, actors)
     if start.checkpoint is not None:
         restore_models(start.checkpoint, policy, trainer)
     try:
-        result: TuneResult = run_lockstep(follow(actors, trainer, build_branching(config, policy)), config.rollout)
+        following = follow(actors, trainer, build_branching(config, policy), in_flight)
+        result: TuneResult = run_lockstep(following, config.rollout)
     finally:
         policy.close()
     return result
-
-
-def count_checkpoint_bytes(policy: Policy, trainer: Trainer, ranks: Ranks) -> int:
-    """Approximate size of a checkpoint; on several ranks the optimizer's state is not gathered for it."""
-    if ranks.is_alone:
-        return estimate_checkpoint_bytes(policy.model, trainer.state_dict())
-    return estimate_checkpoint_bytes(policy.model, {}) + trainer.count_state_bytes()
 
 
 def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -> StepParts:
@@ -266,18 +274,6 @@ def build_trainer(
         grammars=policy.engine.grammars,
         ranks=ranks,
         has_sharded_gradients=config.cluster.has_sharded_gradients,
-    )
-
-
-def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
-    """The console line of an interrupted run: its last checkpoint and how to resume."""
-    checkpoint = find_last_checkpoint(folder.paths.root)
-    if checkpoint is None:
-        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
-    name = "" if config.name is not None else f" and name={folder.paths.root.name}"
-    return (
-        f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
-        f"(continue_from_checkpoint=true){name}"
     )
 
 
