@@ -51,9 +51,9 @@ class StepWindows:
         """Count a step that the engines are about to make; called when every coroutine waits."""
         if not self._are_working:
             self._is_idle = True
-            self._on_end(True)
+            self._loop.call_soon(self._on_end, True)
         elif self._num_steps == WINDOW_STEPS:
             self._loop.is_stepping = False
-            self._on_end(False)
+            self._loop.call_soon(self._on_end, False)  # not within this step, which then ends here in any case
         else:
             self._num_steps += 1
