@@ -12,7 +12,7 @@ import pickle
 import secrets
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,13 +79,15 @@ class Links:
         return self.by_rank[0]
 
 
-def connect_links(ranks: Ranks, *, timeout_s: float) -> Links:
-    """Connect the first rank with each other one; all ranks call this."""
+def connect_links(ranks: Ranks, peers: Sequence[int], *, timeout_s: float) -> Links:
+    """Connect the first rank with each of the peers; all ranks call this."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         if ranks.is_first:
-            return accept_links(ranks, host, timeout_s=timeout_s)
+            return accept_links(ranks, peers, host, timeout_s=timeout_s)
         port, secret = ranks.broadcast_object()
+        if ranks.rank not in peers:
+            return Links(by_rank={})
         connected = socket.create_connection((host, port), timeout=timeout_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.sendall(secret + HEADER.pack(ranks.rank))
@@ -97,14 +99,14 @@ def connect_links(ranks: Ranks, *, timeout_s: float) -> Links:
     return Links(by_rank={0: Link(connected)})
 
 
-def accept_links(ranks: Ranks, host: str, *, timeout_s: float) -> Links:
-    """Wait on the first rank until all others are connected."""
+def accept_links(ranks: Ranks, peers: Sequence[int], host: str, *, timeout_s: float) -> Links:
+    """Wait on the first rank until all peers are connected."""
     secret, links = secrets.token_bytes(SECRET_BYTES), {}
     is_local = host in ("localhost", "127.0.0.1")
     with socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=ranks.world_size) as server:
         server.settimeout(timeout_s)
         ranks.broadcast_object((server.getsockname()[1], secret))
-        while len(links) < ranks.world_size - 1:
+        while len(links) < len(peers):
             connected, _ = server.accept()
             connected.settimeout(timeout_s)
             greeting = connected.recv(SECRET_BYTES + HEADER.size, socket.MSG_WAITALL)

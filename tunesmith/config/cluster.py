@@ -33,6 +33,10 @@ class ClusterSection(Section):
     float32, at the price of more communication. null does it where they would take more than a tenth of the GPU's
     memory."""
 
+    sampling_ranks: int = Field(default=0, ge=0)
+    """The last ranks of the run, which only sample while the others train; needs `rollout.max_staleness` above 0. Raise
+    it if the update takes long and agents wait for slow tools. 0: all ranks sample, and then train."""
+
     @model_validator(mode="after")
     def _check_launcher(self) -> ClusterSection:
         if self.launcher == "ray":

@@ -111,6 +111,11 @@ class RankLedger:
         self.rollout_s = [sum(pair) for pair in zip(self.rollout_s or [0.0] * len(shares), seconds, strict=True)]
         return [groups[position] for position in sorted(groups)]
 
+    def add_stats(self, *, engine: Mapping[str, float], recorder: Mapping[str, float]) -> None:
+        """Add counters of a rank that only samples."""
+        self._engine_stats.append(engine)
+        self._recorder_stats.append(recorder)
+
     def find_origin(self, group: Group) -> GroupOrigin | None:
         """Where the group was run; None if it was not run in this step, or was changed since."""
         found = self._origins.get(id(group))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,15 +12,20 @@ import torch
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.table import ON_POLICY_ONLY
 from tunesmith.cluster.links import connect_links
+from tunesmith.cluster.ranks import Ranks
+from tunesmith.cluster.roles import RankRoles
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.errors import ConfigError
+from tunesmith.errors import ConfigError, RankError
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.in_flight.in_flight_groups import GroupSite, InFlightGroups
 from tunesmith.rollout.in_flight.own_groups import InFlightLimits, OwnGroups
 from tunesmith.rollout.in_flight.rank_groups import RankGroups, RankMember
+from tunesmith.rollout.in_flight.remote_groups import RemoteGroups
+from tunesmith.rollout.in_flight.sampling_rank import SamplingRank
 from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.trainer.optimizer import find_trainable
 
 T = TypeVar("T")
 
@@ -32,6 +38,11 @@ def check_staleness(config: RunConfig, algorithm: Algorithm) -> None:
             raise ConfigError(
                 f"rollout.stale_cache={rollout.stale_cache} has no effect with rollout.max_staleness=0: raise it, or "
                 "leave out stale_cache"
+            )
+        if config.cluster.sampling_ranks:
+            raise ConfigError(
+                f"cluster.sampling_ranks={config.cluster.sampling_ranks} needs rollout.max_staleness above 0: samplers "
+                "go on while the others train, so tokens are one step old or more"
             )
         return
     reasons = {
@@ -55,40 +66,80 @@ def check_staleness(config: RunConfig, algorithm: Algorithm) -> None:
 
 
 def build_in_flight(
-    config: RunConfig, policy: Policy, actors: Actors, feed: TaskFeed, *, total_steps: int
-) -> InFlightGroups | None:
-    """The rollouts in flight of a run; None if its steps wait for all of theirs."""
+    config: RunConfig, policy: Policy, actors: Actors, feed: TaskFeed, roles: RankRoles, *, total_steps: int
+) -> tuple[Actors, InFlightGroups | None]:
+    """The rollouts in flight of a run, None if its steps wait for all of theirs; and the actors of its evaluations."""
     if config.rollout.max_staleness == 0:
-        return None
+        return actors, None
     site: GroupSite
-    if actors.ranks.is_alone:
+    if roles.samplers:
+        site = build_remote_groups(config, policy, actors, roles)
+        actors = replace(actors, remote=site)
+    elif actors.ranks.is_alone:
         site = build_own_groups(config, policy, actors)
     else:
-        member = build_member(config, policy, actors)
+        member = build_member(config, policy, actors, roles)
         assert member is not None, "rollouts are in flight on all ranks or on none"
         site = RankGroups(member, is_balanced=config.rollout.assignment == "balanced")
-    return InFlightGroups(site, feed, build_limits(config, total_steps=total_steps))
+    return actors, InFlightGroups(site, feed, build_limits(config, total_steps=total_steps))
 
 
-def build_member(config: RunConfig, policy: Policy, actors: Actors) -> RankMember | None:
-    """The rollouts in flight of this rank, which is one of several; None if steps wait for all of theirs."""
+def build_member(config: RunConfig, policy: Policy, actors: Actors, roles: RankRoles) -> RankMember | None:
+    """The rollouts in flight of a rank that trains and samples; None if it has none."""
+    if roles.samplers:
+        connect_links(roles.world, roles.samplers, timeout_s=config.cluster.timeout_s)  # of the other ranks
+        return None
     if config.rollout.max_staleness == 0:
         return None
     return RankMember(
         actors,
         build_own_groups(config, policy, actors),
-        connect_links(actors.ranks, timeout_s=config.cluster.timeout_s),
+        connect_links(roles.world, range(1, roles.world.world_size), timeout_s=config.cluster.timeout_s),
         engines=[each for each in (actors.engine, *actors.auxiliary_engines) if isinstance(each, LocalEngine)],
         has_windows=policy.model.device.type == "cpu",
     )
 
 
+def build_remote_groups(config: RunConfig, policy: Policy, actors: Actors, roles: RankRoles) -> RemoteGroups:
+    """The rollouts in flight on ranks that only sample, on the first rank."""
+    weights = list(find_trainable(policy.model).values())
+    return RemoteGroups(
+        connect_links(roles.world, roles.samplers, timeout_s=config.cluster.timeout_s),
+        actors.ledger,
+        send_weights=partial(roles.send_weights, weights),
+        num_elements=sum(each.numel() for each in weights),
+        max_staleness=config.rollout.max_staleness,
+        is_balanced=config.rollout.assignment == "balanced",
+        prepare_thread=build_thread_start(policy),
+    )
+
+
+def build_sampling_rank(config: RunConfig, policy: Policy, actors: Actors, roles: RankRoles) -> SamplingRank:
+    """What this rank runs, which only samples."""
+    index, weights = roles.samplers.index(roles.world.rank), list(find_trainable(policy.model).values())
+    num_elements = sum(each.numel() for each in weights)
+
+    def take_weights(expected: int) -> None:
+        if expected != num_elements:
+            raise RankError(f"this rank has {num_elements} weights to overwrite, and the first one sends {expected}")
+        roles.send_weights(weights)
+
+    actors = replace(actors, ranks=Ranks(rank=index, world_size=len(roles.samplers)))
+    links = connect_links(roles.world, roles.samplers, timeout_s=config.cluster.timeout_s)
+    return SamplingRank(actors, build_own_groups(config, policy, actors), links.first, take_weights=take_weights)
+
+
 def build_own_groups(config: RunConfig, policy: Policy, actors: Actors) -> OwnGroups:
     """The rollouts in flight that run in this process."""
     assert isinstance(policy.engine, LocalEngine), "the run file was checked: engine.kind is tunesmith"
+    limits, prepare = build_limits(config), build_thread_start(policy)
+    return OwnGroups(actors, policy.engine, limits, seed=config.seed, prepare_thread=prepare)
+
+
+def build_thread_start(policy: Policy) -> Callable[[], None]:
+    """What a thread that uses the policy's device does first."""
     device = policy.model.device
-    prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
-    return OwnGroups(actors, policy.engine, build_limits(config), seed=config.seed, prepare_thread=prepare)
+    return partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
 
 
 def build_limits(config: RunConfig, *, total_steps: int = 0) -> InFlightLimits:

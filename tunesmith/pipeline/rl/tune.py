@@ -21,6 +21,7 @@ from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.ranks import Ranks
+from tunesmith.cluster.roles import RankRoles, split_ranks
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, TunesmithError
@@ -48,6 +49,7 @@ from tunesmith.pipeline.rl.run_control import RunControl
 from tunesmith.pipeline.rl.staleness import (
     build_in_flight,
     build_member,
+    build_sampling_rank,
     describe_in_flight,
     end_in_flight,
     run_beside_rollouts,
@@ -161,14 +163,18 @@ def run_tuning(
     device = resolve_device(own_config.model.device)
     plan = build_plan(own_config, custom) if place.is_first else None
     with default_modes(), open_ranks(place, device=device, timeout_s=config.cluster.timeout_s) as ranks:
-        load = partial(load_actors, own_config, workflow=workflow, judge=judge, build_model=build_model, ranks=ranks)
+        roles = split_ranks(ranks, num_samplers=config.cluster.sampling_ranks, timeout_s=config.cluster.timeout_s)
+        load = partial(load_actors, own_config, workflow=workflow, judge=judge, build_model=build_model)
+        if roles.is_sampler:
+            return run_sampler(own_config, load, roles)
+        load = partial(load, ranks=roles.trainers)
         if plan is None:
-            return run_follower(own_config, load, ranks, custom)
-        return run_leader(config, plan, load, ranks, server)
+            return run_follower(own_config, load, roles, custom)
+        return run_leader(config, plan, load, roles, server)
 
 
 def run_leader(
-    config: RunConfig, plan: Plan, load: LoadActors, ranks: Ranks, server: Server | None = None
+    config: RunConfig, plan: Plan, load: LoadActors, roles: RankRoles, server: Server | None = None
 ) -> TuneResult:
     """Train on the first rank, which leads the others, or on the only one."""
     with (
@@ -181,7 +187,7 @@ def run_leader(
             run_settings=config.model_dump(mode="json"),
         ) as monitor,
     ):
-        ranks.broadcast_object(RunStart(checkpoint=folder.checkpoint, total_steps=plan.total_steps))
+        roles.world.broadcast_object(RunStart(checkpoint=folder.checkpoint, total_steps=plan.total_steps))
         policy, actors = load()
         actors = actors if server is None else replace(actors, model=server.model)
         check_reply_fits(
@@ -189,8 +195,8 @@ def run_leader(
             max_model_len=config.model.max_model_len,
             kv_cache_tokens=config.engine.kv_cache_tokens,
         )
-        parts = build_parts(config, plan, policy, actors)
-        check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer, ranks))
+        parts = build_parts(config, plan, policy, actors, roles)
+        check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer, roles.trainers))
         try:
             training = partial(train, config, plan, policy, parts, folder, monitor)
             training = partial(end_in_flight, training, parts.in_flight, monitor.show_line)
@@ -202,18 +208,18 @@ def run_leader(
             raise
         finally:
             policy.close()
-        end_run(ranks, result)
-        return result
+        end_run(roles.trainers, result)
+        return roles.share_result(result)
 
 
-def run_follower(config: RunConfig, load: LoadActors, ranks: Ranks, custom: CustomComponents) -> TuneResult:
+def run_follower(config: RunConfig, load: LoadActors, roles: RankRoles, custom: CustomComponents) -> TuneResult:
     """Run and train this rank's share of every step; returns the result of the first rank."""
     functions = load_own_functions(config.algorithm, custom.functions)
     algorithm = resolve_algorithm(config.algorithm, own=functions)
-    start: RunStart = ranks.broadcast_object()
+    start: RunStart = roles.world.broadcast_object()
     policy, actors = load()
-    trainer = build_trainer(config, algorithm, functions, policy, ranks, total_steps=start.total_steps)
-    in_flight = build_member(config, policy, actors)
+    trainer = build_trainer(config, algorithm, functions, policy, actors.ranks, total_steps=start.total_steps)
+    in_flight = build_member(config, policy, actors, roles)
     if start.checkpoint is not None:
         restore_models(start.checkpoint, policy, trainer)
     try:
@@ -221,13 +227,27 @@ def run_follower(config: RunConfig, load: LoadActors, ranks: Ranks, custom: Cust
         result: TuneResult = run_lockstep(following, config.rollout)
     finally:
         policy.close()
+    return roles.share_result(result)
+
+
+def run_sampler(config: RunConfig, load: LoadActors, roles: RankRoles) -> TuneResult:
+    """Sample on a rank that does not train; returns the result of the first rank."""
+    roles.world.broadcast_object()
+    policy, actors = load()
+    sampling = build_sampling_rank(config, policy, actors, roles)
+    try:
+        run_lockstep(sampling.run(), config.rollout)
+    finally:
+        policy.close()
+    result: TuneResult = roles.share_result()
     return result
 
 
-def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -> StepParts:
+def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors, roles: RankRoles) -> StepParts:
     """What every step of the run works with: the trainer of the policy's own weights, the actors, the data."""
     trainer = build_trainer(config, plan.algorithm, plan.functions, policy, actors.ranks, total_steps=plan.total_steps)
     batch_size, has_baselines = config.algorithm.batch_size, "baselines" in plan.algorithm.needs
+    actors, in_flight = build_in_flight(config, policy, actors, plan.feed, roles, total_steps=plan.total_steps)
     return StepParts(
         tasks=plan.feed,
         actors=actors,
@@ -244,7 +264,7 @@ def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -
         outcome_key=config.experience.outcome_key,
         baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
         branching=build_branching(config, policy),
-        in_flight=build_in_flight(config, policy, actors, plan.feed, total_steps=plan.total_steps),
+        in_flight=in_flight,
     )
 
 

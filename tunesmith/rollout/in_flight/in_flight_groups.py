@@ -45,6 +45,8 @@ class GroupSite(Protocol):
 
     def held(self) -> AbstractAsyncContextManager[None]: ...
 
+    def compute_metrics(self) -> dict[str, float]: ...
+
     async def close(self) -> None: ...
 
 
@@ -118,7 +120,7 @@ class InFlightGroups:
             "num_requeued_tasks": self._num_requeued,
         }
         self._num_requeued = 0
-        return {f"staleness/{name}": float(number) for name, number in numbers.items()}
+        return {f"staleness/{name}": float(number) for name, number in numbers.items()} | self._site.compute_metrics()
 
     def state_dict(self) -> dict[str, Any]:
         """The tasks in flight, which run again when the run is resumed; their rollouts are not saved."""

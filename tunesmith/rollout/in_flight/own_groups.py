@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from tunesmith.errors import RolloutError
 from tunesmith.rollout.actors import Actors, RolloutProgress, serve_models
 from tunesmith.rollout.in_flight.running_group import RunningGroup, StartedGroup, WatchedModel
+from tunesmith.rollout.in_flight.work_thread import WorkThread
 from tunesmith.rollout.runner import run_trajectory
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.watchdog import BLOCKED_LIMIT_S, EventLoopWatchdog, watch_event_loop
@@ -96,7 +95,7 @@ class OwnGroups:
         self._slots = asyncio.Semaphore(actors.max_concurrency)
         self._gate, self._queued, self._changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._gate.set()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tunesmith-trainer", initializer=prepare_thread)
+        self._thread = WorkThread(prepare_thread)
 
     @property
     def num_waiting(self) -> int:
@@ -137,6 +136,10 @@ class OwnGroups:
         """Give away complete groups."""
         return [self.complete.pop(number).build() for number in numbers]
 
+    def compute_metrics(self) -> dict[str, float]:
+        """Metrics of the site since the last call."""
+        return {}
+
     async def open(self) -> None:
         """Serve the models and start the launcher, once."""
         if self._watchdog is not None:
@@ -168,13 +171,7 @@ class OwnGroups:
 
     async def run_beside(self, work: Callable[[], T]) -> T:
         """Run an update or a save in a thread, while workflows go on; a cancellation waits for its end."""
-        context = copy_context()
-        running = asyncio.wrap_future(self._thread.submit(context.run, work))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait({running})
-            raise
+        return await self._thread.run(work)
 
     async def train(self, update: Callable[[], T], *, policy_version: int) -> T:
         """As `run_beside`, for the update that makes the weights of `policy_version`."""
@@ -204,7 +201,7 @@ class OwnGroups:
         if tasks:
             await asyncio.wait(tasks)
         await self._stack.aclose()
-        self._thread.shutdown()
+        self._thread.close()
 
     def _drop_stale(self, policy_version: int) -> None:
         """Drop groups whose oldest token is older than a step of this version may train."""

@@ -298,6 +298,9 @@ class RankGroups:
         """As `OwnGroups.held`; the other ranks hold theirs when they are asked for other rollouts."""
         return self._member.held()
 
+    def compute_metrics(self) -> dict[str, float]:
+        return {}
+
     async def close(self) -> None:
         """Cancel what is in flight on this rank; the others do so at the end of the run."""
         await self._member.close()
