@@ -73,11 +73,12 @@ def split_ranks(world: Ranks, *, num_samplers: int, timeout_s: float) -> RankRol
     trainers, samplers = list(range(num_trainers)), list(range(num_trainers, world.world_size))
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if torch.device(world.device).type == "cuda" else "gloo"
-    with rank_errors():
-        tensors = dist.new_group(trainers, backend=backend, timeout=timeout)
-        objects = dist.new_group(trainers, backend="gloo", timeout=timeout)
-        weights = dist.new_group([0, *samplers], backend=backend, timeout=timeout)
     own = Ranks()
-    if num_trainers > 1 and world.rank < num_trainers:
-        own = replace(world, world_size=num_trainers, tensors=tensors, objects=objects)
+    with rank_errors():
+        weights = dist.new_group([0, *samplers], backend=backend, timeout=timeout)
+        if num_trainers > 1:  # every rank must take part in making a group, members or not
+            tensors = dist.new_group(trainers, backend=backend, timeout=timeout)
+            objects = dist.new_group(trainers, backend="gloo", timeout=timeout)
+            if world.rank < num_trainers:
+                own = replace(world, world_size=num_trainers, tensors=tensors, objects=objects)
     return RankRoles(world=world, trainers=own, samplers=samplers, weights=weights)

@@ -39,11 +39,6 @@ def check_staleness(config: RunConfig, algorithm: Algorithm) -> None:
                 f"rollout.stale_cache={rollout.stale_cache} has no effect with rollout.max_staleness=0: raise it, or "
                 "leave out stale_cache"
             )
-        if config.cluster.sampling_ranks:
-            raise ConfigError(
-                f"cluster.sampling_ranks={config.cluster.sampling_ranks} needs rollout.max_staleness above 0: samplers "
-                "go on while the others train, so tokens are one step old or more"
-            )
         return
     reasons = {
         f"algorithm.algorithm_type={algorithm.name!r}": (
