@@ -85,7 +85,8 @@ def connect_links(ranks: Ranks, peers: Sequence[int], *, timeout_s: float) -> Li
     try:
         if ranks.is_first:
             return accept_links(ranks, peers, host, timeout_s=timeout_s)
-        port, secret = ranks.broadcast_object()
+        address: tuple[int, bytes] = ranks.broadcast_object()
+        port, secret = address
         if ranks.rank not in peers:
             return Links(by_rank={})
         connected = socket.create_connection((host, port), timeout=timeout_s)
@@ -101,7 +102,8 @@ def connect_links(ranks: Ranks, peers: Sequence[int], *, timeout_s: float) -> Li
 
 def accept_links(ranks: Ranks, peers: Sequence[int], host: str, *, timeout_s: float) -> Links:
     """Wait on the first rank until all peers are connected."""
-    secret, links = secrets.token_bytes(SECRET_BYTES), {}
+    secret = secrets.token_bytes(SECRET_BYTES)
+    links: dict[int, Link] = {}
     is_local = host in ("localhost", "127.0.0.1")
     with socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=ranks.world_size) as server:
         server.settimeout(timeout_s)

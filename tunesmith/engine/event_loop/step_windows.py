@@ -1,11 +1,13 @@
 """Windows of engine steps, so that several processes stop sampling at a step and not at a time.
 
 Within a window the event loop steps its engines as always; after `WINDOW_STEPS` steps it stops until the next `begin`.
-A window also ends when every coroutine waits and no engine has work; an engine that gets work later is stepped.
+A window also ends when every coroutine waits and no engine has work; an engine that gets work later is stepped. Without
+windows the engines step from `begin` to `stop`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from tunesmith.engine.event_loop.clock import EngineLoop, Steppable
@@ -16,11 +18,14 @@ WINDOW_STEPS = 8
 class StepWindows:
     """Counts the steps of the engines of an `EngineLoop`, which steps this before them."""
 
-    def __init__(self, loop: EngineLoop, engines: Sequence[Steppable], on_end: Callable[[bool], None]) -> None:
-        """`on_end` is called when a window ends, with whether no engine has work."""
+    def __init__(
+        self, loop: EngineLoop, engines: Sequence[Steppable], on_end: Callable[[bool], None], *, has_windows: bool
+    ) -> None:
+        """`on_end` is called when a window ends, with whether no engine has work; never without windows."""
         self._loop = loop
         self._engines = engines
         self._on_end = on_end
+        self.has_windows = has_windows
         self._is_counting = False
         self._is_idle = False
         self._num_steps = 0
@@ -35,13 +40,17 @@ class StepWindows:
         return any(engine.has_work for engine in self._engines)
 
     def begin(self) -> None:
-        """Start a window."""
-        self._is_counting, self._is_idle, self._num_steps = True, False, 0
+        """Let the engines step, from the start of a window."""
+        self._is_counting, self._is_idle, self._num_steps = self.has_windows, False, 0
         self._loop.is_stepping = True
 
     def stop(self) -> None:
-        """Do not count any more."""
-        self._is_counting = False
+        """Let no engine step; their requests wait, and everything else on the event loop goes on."""
+        self._is_counting = self._loop.is_stepping = False
+
+    def release(self) -> None:
+        """Let the engines step without windows."""
+        self._is_counting, self._loop.is_stepping = False, True
 
     def check_again(self) -> None:
         """Call `on_end` once more if the engines still have no work when every coroutine waits."""
@@ -57,3 +66,10 @@ class StepWindows:
             self._loop.call_soon(self._on_end, False)  # not within this step, which then ends here in any case
         else:
             self._num_steps += 1
+
+
+def open_windows(on_end: Callable[[bool], None], *, engines: Sequence[Steppable], has_windows: bool) -> StepWindows:
+    """The windows of the running event loop, which is an `EngineLoop`."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, EngineLoop), "runs use run_lockstep"
+    return StepWindows(loop, engines, on_end, has_windows=has_windows)

@@ -16,6 +16,7 @@ from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.roles import RankRoles
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
+from tunesmith.engine.event_loop.step_windows import open_windows
 from tunesmith.errors import ConfigError, RankError
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
@@ -86,12 +87,12 @@ def build_member(config: RunConfig, policy: Policy, actors: Actors, roles: RankR
         return None
     if config.rollout.max_staleness == 0:
         return None
+    engines = [each for each in (actors.engine, *actors.auxiliary_engines) if isinstance(each, LocalEngine)]
     return RankMember(
         actors,
         build_own_groups(config, policy, actors),
         connect_links(roles.world, range(1, roles.world.world_size), timeout_s=config.cluster.timeout_s),
-        engines=[each for each in (actors.engine, *actors.auxiliary_engines) if isinstance(each, LocalEngine)],
-        has_windows=policy.model.device.type == "cpu",
+        open_clock=partial(open_windows, engines=engines, has_windows=policy.model.device.type == "cpu"),
     )
 
 

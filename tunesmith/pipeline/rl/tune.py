@@ -16,11 +16,9 @@ from typing import ClassVar
 
 import torch
 
-from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
-from tunesmith.algorithms.own_functions import OwnFunctions
+from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
-from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.roles import RankRoles, split_ranks
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -54,21 +52,19 @@ from tunesmith.pipeline.rl.staleness import (
     end_in_flight,
     run_beside_rollouts,
 )
+from tunesmith.pipeline.rl.step_parts import build_branching, build_trainer
 from tunesmith.pipeline.session.actors import load_actors
-from tunesmith.pipeline.session.extra_models import load_extra_models
 from tunesmith.pipeline.session.placement import place_config
 from tunesmith.pipeline.session.policy import BuildModel, Policy, build_sampling
 from tunesmith.pipeline.session.result import TrainingResult, require_path
 from tunesmith.pipeline.session.run_folder import RunFolder, open_run_folder
 from tunesmith.rollout.actors import Actors, RolloutProgress
-from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.in_flight.in_flight_groups import describe_requeued
 from tunesmith.rollout.service import ModelProvider, ModelService
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.shared_step import end_run, follow
 from tunesmith.storage import check_free_space, save_json
-from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, JudgeType, WorkflowType
 
 
@@ -265,35 +261,6 @@ def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors, r
         baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
         branching=build_branching(config, policy),
         in_flight=in_flight,
-    )
-
-
-def build_branching(config: RunConfig, policy: Policy) -> Branching | None:
-    if config.rollout.branching is None:
-        return None
-    vocab_size = policy.model.get_input_embeddings().num_embeddings
-    return Branching(section=config.rollout.branching, vocab_size=vocab_size)
-
-
-def build_trainer(
-    config: RunConfig, algorithm: Algorithm, functions: OwnFunctions, policy: Policy, ranks: Ranks, *, total_steps: int
-) -> Trainer:
-    """The trainer of the policy's own weights, with the extra models of the algorithm."""
-    extra = load_extra_models(algorithm, config.algorithm, config.model, policy=policy.model)
-    return Trainer(
-        policy.model,
-        config.trainer,
-        config.algorithm,
-        max_model_len=config.model.max_model_len,
-        num_total_steps=total_steps,
-        reference_model=extra.reference,
-        teacher_model=extra.teacher,
-        critic_model=extra.critic,
-        has_separate_sampler=config.engine.has_separate_sampler,
-        own_functions=functions,
-        grammars=policy.engine.grammars,
-        ranks=ranks,
-        has_sharded_gradients=config.cluster.has_sharded_gradients,
     )
 
 

@@ -16,12 +16,17 @@ from functools import partial
 from typing import TypeVar
 
 from tunesmith.cluster.links import Links
-from tunesmith.engine.event_loop.clock import Steppable
 from tunesmith.errors import RankError
 from tunesmith.experience.path_cost import measure_group
 from tunesmith.rollout.actors import Actors, RolloutProgress
 from tunesmith.rollout.in_flight.own_groups import OwnGroups
-from tunesmith.rollout.in_flight.rank_sampling import RankSampling, SamplingPhase, SamplingReport, list_complete
+from tunesmith.rollout.in_flight.rank_sampling import (
+    OpenClock,
+    RankSampling,
+    SamplingPhase,
+    SamplingReport,
+    list_complete,
+)
 from tunesmith.rollout.in_flight.running_group import StartedGroup
 from tunesmith.rollout.rank_shares import RankShare
 from tunesmith.types import Group
@@ -78,17 +83,13 @@ class ResumeReport:
 class RankMember:
     """This rank's groups in flight, and how they follow the orders of the first rank; one on each rank."""
 
-    def __init__(
-        self, actors: Actors, own: OwnGroups, links: Links, *, engines: Sequence[Steppable], has_windows: bool
-    ) -> None:
-        """`has_windows`: ranks stop at a step that does not depend on time."""
+    def __init__(self, actors: Actors, own: OwnGroups, links: Links, *, open_clock: OpenClock) -> None:
         self.actors = actors
         self.own = own
         self.links = links
-        self.has_windows = has_windows
         self.sampling_s = 0.0
         """Seconds of sampling since the last groups were taken."""
-        self._engines = engines
+        self._open_clock = open_clock
         self._sampling: RankSampling | None = None
         self._reading: list[asyncio.Task[None]] = []
 
@@ -107,10 +108,8 @@ class RankMember:
             return
         for link in self.links.by_rank.values():
             await link.open()
-        self._sampling = RankSampling(
-            self.own, self._engines, report or self.links.first.send, has_windows=self.has_windows
-        )
-        self._sampling.close_gate()
+        self._sampling = RankSampling(self.own, self._open_clock, report or self.links.first.send)
+        self._sampling.clock.stop()
         await self.own.open()
         reading = (
             [self._read_answers()] if on_report is None else [self._read(r, on_report) for r in self.links.by_rank]
@@ -130,7 +129,7 @@ class RankMember:
 
     async def resume(self, order: ResumeOrder) -> list[ResumeReport] | None:
         """The reports of all ranks on the first one, None on the others."""
-        self.sampling.close_gate()
+        self.sampling.clock.stop()
         self.own.resume(order.policy_version)
         report = ResumeReport(dropped=await self.own.settle(), complete=sorted(self.own.complete))
         return await self.own.run_beside(partial(self.actors.ranks.gather_objects, report))
@@ -170,7 +169,7 @@ class RankMember:
         """Pause the engines, before an update or before other rollouts."""
         self.own.pause()
         if self._sampling is not None:
-            self._sampling.open_gate()
+            self._sampling.clock.release()
 
     def held(self) -> AbstractAsyncContextManager[None]:
         return self.own.held()
@@ -179,7 +178,7 @@ class RankMember:
         for task in self._reading:
             task.cancel()
         if self._sampling is not None:
-            self._sampling.open_gate()
+            self._sampling.clock.release()
         await self.own.close()
         for link in self.links.by_rank.values():
             await link.close()
@@ -266,7 +265,7 @@ class RankGroups:
                 number=order.phase,
                 num_needed=num_groups,
                 complete=self._complete,
-                has_windows=self._member.has_windows,
+                has_windows=self._member.sampling.clock.has_windows,
             )
         await self._send(order)
         await self._member.sample(order)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
-from tunesmith.engine.event_loop.clock import EngineLoop, Steppable
-from tunesmith.engine.event_loop.step_windows import StepWindows
 from tunesmith.rollout.in_flight.own_groups import OwnGroups
 
 SamplingState = Literal["sampling", "waiting", "idle"]
@@ -62,51 +60,59 @@ class SamplingPhase:
         return ranks
 
 
+class SamplingClock(Protocol):
+    """Lets the engines of this process step, or not."""
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether the engines stop after a number of steps, and when they have no work; else they step until `stop`."""
+
+    def begin(self) -> None: ...
+
+    def stop(self) -> None:
+        """Let no engine step; their requests wait, and everything else goes on."""
+
+    def release(self) -> None:
+        """Let the engines step without windows."""
+
+    def check_again(self) -> None:
+        """Report again if the engines have no work, because something else has changed."""
+
+
+OpenClock = Callable[[Callable[[bool], None]], SamplingClock]
+"""Builds the clock in the running event loop; its argument is called when a window ends, with whether no engine has
+work."""
+
+
 class RankSampling:
     """The sampling of this rank in each phase."""
 
-    def __init__(
-        self,
-        own: OwnGroups,
-        engines: Sequence[Steppable],
-        report: Callable[[SamplingReport], None],
-        *,
-        has_windows: bool,
-    ) -> None:
-        """`engines` are those that this rank's event loop steps; windows need an `EngineLoop`."""
-        loop = asyncio.get_running_loop()
-        self._loop = loop if isinstance(loop, EngineLoop) else None
+    def __init__(self, own: OwnGroups, open_clock: OpenClock, report: Callable[[SamplingReport], None]) -> None:
         self._own = own
         self._report = report
         self._phase = -1
         self._ended: asyncio.Future[None] | None = None
-        self._windows = None
-        if has_windows and self._loop is not None:
-            self._windows = StepWindows(self._loop, engines, self._end_window)
+        self.clock = open_clock(self._end_window)
         self._own.on_change = self._note_change
 
     async def run(self, phase: int) -> None:
         """Sample until `stop`; raises an error of a rollout, or that of `fail`."""
         self._phase, self._ended = phase, asyncio.get_running_loop().create_future()
-        self.begin_window(phase)
-        if self._windows is None:
+        self.clock.begin()
+        if not self.clock.has_windows:
             self._send("sampling")
         try:
             self._own.raise_error()
             await self._ended
         finally:
             self._ended = None
-            if self._windows is not None:
-                self._windows.stop()
-            self.close_gate()
+            self.clock.stop()
 
     def begin_window(self, phase: int) -> None:
         """Sample on in this phase."""
         if phase != self._phase or self._ended is None or self._ended.done():
             return
-        if self._windows is not None:
-            self._windows.begin()
-        self.open_gate()
+        self.clock.begin()
 
     def stop(self, phase: int) -> None:
         """End this phase."""
@@ -117,16 +123,6 @@ class RankSampling:
         """End the phase with an error."""
         if self._ended is not None and not self._ended.done():
             self._ended.set_exception(error)
-
-    def open_gate(self) -> None:
-        """Let engines step that are not paused."""
-        if self._loop is not None:
-            self._loop.is_stepping = True
-
-    def close_gate(self) -> None:
-        """Let no engine step; their requests and everything else on the event loop go on waiting or working."""
-        if self._loop is not None:
-            self._loop.is_stepping = False
 
     def _end_window(self, is_idle: bool) -> None:
         self._send("idle" if is_idle else "waiting")
@@ -139,10 +135,10 @@ class RankSampling:
         except BaseException as error:  # noqa: BLE001 - raised by `run`
             self.fail(error)
             return
-        if self._windows is None:
-            self._send("sampling")
+        if self.clock.has_windows:
+            self.clock.check_again()
         else:
-            self._windows.check_again()
+            self._send("sampling")
 
     def _send(self, state: SamplingState) -> None:
         self._report(SamplingReport(phase=self._phase, state=state, complete=sorted(self._own.complete)))
