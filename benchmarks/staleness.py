@@ -51,7 +51,8 @@ from tunesmith.pipeline.session.load_config import build_config
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups, InFlightLimits
+from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
+from tunesmith.rollout.in_flight.own_groups import InFlightLimits, OwnGroups
 from tunesmith.tasks.arithmetic import Problem
 from tunesmith.tasks.selector import build_sequential
 from tunesmith.tasks.task_feed import TaskFeed
@@ -156,7 +157,8 @@ async def run_steps(
     )  # fmt: skip
     device = policy.model.device
     prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
-    in_flight = InFlightGroups(actors, policy.engine, feed, limits, seed=0, prepare_thread=prepare)
+    own = OwnGroups(actors, policy.engine, limits, seed=0, prepare_thread=prepare)
+    in_flight = InFlightGroups(own, feed, limits)
     parts = StepParts(
         tasks=feed,
         actors=actors,

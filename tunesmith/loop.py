@@ -100,7 +100,10 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
         policy_version=policy_version,
         has_hard_credit=has_hard_credit,
     )
-    train_metrics = train() if parts.in_flight is None else await parts.in_flight.run_beside(train)
+    if parts.in_flight is None:
+        train_metrics = train()
+    else:
+        train_metrics = await parts.in_flight.train(train, policy_version=step)
     trained = time.perf_counter()
 
     metrics = compute_rollout_metrics(batch.collected) | parts.actors.compute_engine_stats() | batch.compute_metrics()

@@ -8,10 +8,11 @@ take part (in a round of rollouts, in an update, in gathering the optimizer's st
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -23,12 +24,14 @@ from tunesmith.experience.path_cost import measure_group
 from tunesmith.experience.samples import add_experts, build_samples
 from tunesmith.rollout.actors import Actors, run_share
 from tunesmith.rollout.branching.tree import Branching
+from tunesmith.rollout.in_flight.rank_groups import GroupOrder, RankMember
 from tunesmith.rollout.rank_shares import RolloutOrder
 from tunesmith.trainer.packing import combine_cost
 from tunesmith.trainer.sharding.sharded_model import find_sharding, gather_state, iter_whole_weights
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Sample
 
+T = TypeVar("T")
 Order = Literal["train", "state", "weights"]
 """What the first rank asks for, besides a `RolloutOrder` and the end."""
 
@@ -218,26 +221,49 @@ def end_run(ranks: Ranks, result: object) -> None:
     ranks.broadcast_object(RunEnd(result=result))
 
 
-async def follow(actors: Actors, trainer: Trainer, branching: Branching | None = None) -> Any:
+async def follow(
+    actors: Actors, trainer: Trainer, branching: Branching | None = None, in_flight: RankMember | None = None
+) -> Any:
     """Carry out the orders of the first rank until the run ends; returns its result.
 
-    `branching`: how rollouts of training steps branch.
+    `branching`: how rollouts of training steps branch; `in_flight`: rollouts that continue while the weights change.
     """
+    try:
+        return await carry_out_orders(actors, trainer, branching, in_flight)
+    finally:
+        if in_flight is not None:
+            await in_flight.close()
+
+
+async def carry_out_orders(
+    actors: Actors, trainer: Trainer, branching: Branching | None, in_flight: RankMember | None
+) -> Any:
+    """As `follow`, without ending the rollouts in flight."""
     ranks = actors.ranks
+
+    async def run(work: Callable[[], T]) -> T:
+        return work() if in_flight is None else await in_flight.own.run_beside(work)
+
     while True:
-        order: RolloutOrder | RunEnd | Order = ranks.broadcast_object()
+        order: RolloutOrder | GroupOrder | RunEnd | Order = await run(ranks.broadcast_object)
         match order:
             case RolloutOrder():
-                actors.engine.resume(order.policy_version)
-                await run_share(actors, order, branching=branching)
-                actors.engine.pause()
+                async with nullcontext() if in_flight is None else in_flight.held():
+                    actors.engine.resume(order.policy_version)
+                    await run_share(actors, order, branching=branching)
+                    actors.engine.pause()
             case "train":
-                train_share(actors, trainer, ranks.scatter_objects())
+                if in_flight is not None:
+                    in_flight.pause()
+                await run(lambda: train_share(actors, trainer, ranks.scatter_objects()))
                 trainer.take_times()  # of this rank: they are not shown, and would otherwise pile up
             case "state":
-                trainer.state_dict()
+                await run(trainer.state_dict)
             case "weights":
                 for _ in iter_whole_weights(trainer.model):
                     pass
             case RunEnd():
                 return order.result
+            case _:
+                assert in_flight is not None, "groups are in flight on all ranks"
+                await in_flight.carry_out(order)

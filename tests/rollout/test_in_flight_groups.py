@@ -18,7 +18,8 @@ from tunesmith.chat.renderer import Renderer
 from tunesmith.errors import RolloutError
 from tunesmith.experience.staleness import compute_staleness
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups, InFlightLimits
+from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
+from tunesmith.rollout.in_flight.own_groups import InFlightLimits, OwnGroups
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.rollout.watchdog import EventLoopWatchdog
@@ -79,7 +80,7 @@ def build_groups(workflow, *, max_staleness: int, total_steps: int = 100, max_co
     limits = InFlightLimits(
         group_size=GROUP_SIZE, batch_size=BATCH_SIZE, max_staleness=max_staleness, total_steps=total_steps
     )
-    return InFlightGroups(actors, engine, feed, limits, seed=0), engine, feed
+    return InFlightGroups(OwnGroups(actors, engine, limits, seed=0), feed, limits), engine, feed
 
 
 async def talk(task, model):
@@ -172,15 +173,16 @@ def test_groups_are_taken_in_the_order_of_their_start():
     async def run() -> list[int]:
         groups, engine, _ = build_groups(talk, max_staleness=2, max_concurrency=100)
         groups.resume(0)
-        await groups._open()
-        groups._fill(6)
-        while len(groups._complete) < 4:
+        site = groups._site
+        await site.open()
+        site.start(groups._fill(6))
+        while len(site.complete) < 4:
             await asyncio.sleep(0)
             engine.sample_one(random.Random(0))
-        numbers = sorted(groups._complete)[:2]
+        numbers = sorted(site.complete)[:2]
         taken = await groups.take(2, step=1)
         metrics = groups.compute_metrics()
-        oldest = min((*groups._running, *groups._complete))
+        oldest = min((*site.running, *site.complete))
         assert metrics["staleness/num_overtaking_groups"] == sum(number > oldest for number in numbers)
         await groups.close()
         return [group.task.index for group in taken] == numbers
@@ -220,7 +222,7 @@ def test_calls_wait_while_the_engine_is_held():
                 await asyncio.sleep(0)
                 engine.sample_one(random.Random(0))
             num_requests = len(engine.waiting)
-            assert not groups._gate.is_set()
+            assert not groups._site._gate.is_set()
         groups.resume(1)
         for _ in range(50):
             await asyncio.sleep(0)
@@ -290,13 +292,13 @@ def test_an_error_of_ours_and_a_foreign_cancellation_stop_the_step(monkeypatch):
 
     async def cancel_others(task, model):
         for other in asyncio.all_tasks():
-            if "InFlightGroups._run" in other.get_coro().__qualname__:
+            if "OwnGroups._run" in other.get_coro().__qualname__:
                 other.cancel()
         return await talk(task, model)
 
     with pytest.raises(RolloutError, match="cancelled a rollout in flight"):
         asyncio.run(run(cancel_others))
-    monkeypatch.setattr("tunesmith.rollout.in_flight.in_flight_groups.run_trajectory", None)
+    monkeypatch.setattr("tunesmith.rollout.in_flight.own_groups.run_trajectory", None)
     with pytest.raises(TypeError, match="not callable"):
         asyncio.run(run(talk))
 

@@ -38,6 +38,10 @@ class ClusterSection(Section):
     (FSDP2), at the price of gathering each layer for its forward and its backward. One vLLM then samples for all ranks,
     from the first one. Set it for models whose training does not fit otherwise."""
 
+    sampling_ranks: int = Field(default=0, ge=0)
+    """The last ranks of the run, which only sample while the others train; needs `rollout.max_staleness` above 0. Raise
+    it if the update takes long and agents wait for slow tools. 0: all ranks sample, and then train."""
+
     @model_validator(mode="after")
     def _check_launcher(self) -> ClusterSection:
         if self.launcher == "ray":

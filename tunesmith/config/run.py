@@ -359,6 +359,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_sampling_ranks(self) -> RunConfig:
+        if self.cluster.sampling_ranks and not self.rollout.max_staleness:
+            raise ValueError(
+                f"cluster.sampling_ranks={self.cluster.sampling_ranks} needs rollout.max_staleness of 1 or more: "
+                "samplers go on while the other ranks train, so tokens are one step old when they are trained"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_weight_format(self) -> RunConfig:
         if self.engine.weight_format == "fp8" and self.model.lora is not None:
             raise ValueError(

@@ -31,6 +31,16 @@ class StatusLine(Protocol):
     def show_status(self, text: str) -> None: ...
 
 
+class RemoteRounds(Protocol):
+    """Runs rounds of tasks on ranks that only sample."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    async def run_round(self, order: RolloutOrder, progress: RolloutProgress) -> list[Group]:
+        """Run the tasks with the current weights; returns groups in the order of the tasks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
     """The loaded models together with the workflow and the judge."""
@@ -60,20 +70,25 @@ class Actors:
     """Whether only the first rank has a sampler of the policy and runs tasks."""
     ledger: RankLedger = field(default_factory=RankLedger)
     """Where the groups of the current step were run."""
+    remote: RemoteRounds | None = None
+    """The ranks that only sample, on the first rank; None if there are none."""
+
+    @property
+    def num_samplers(self) -> int:
+        """Number of ranks that run tasks."""
+        if self.remote is not None:
+            return self.remote.num_ranks
+        return 1 if self.has_one_sampler else self.ranks.world_size
 
     def compute_engine_stats(self) -> dict[str, float]:
         """Counters of all ranks' engines since the last call; times are means over ranks."""
-        return merge_rank_stats([self.engine.compute_stats(), *self.ledger.take_engine_stats()], self.num_samplers)
+        own = self.engine.compute_stats()
+        return merge_rank_stats([own, *self.ledger.take_engine_stats()], self.num_samplers)
 
     def compute_recorder_stats(self) -> dict[str, float]:
         """Counters of all ranks' recorders since the last call."""
         own = self.service.recorder.compute_stats()
         return merge_rank_stats([own, *self.ledger.take_recorder_stats()], self.num_samplers)
-
-    @property
-    def num_samplers(self) -> int:
-        """Number of ranks that run tasks."""
-        return 1 if self.has_one_sampler else self.ranks.world_size
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,6 +140,8 @@ async def run_tasks(
         has_one_sampler=actors.has_one_sampler,
     )
     progress = RolloutProgress() if progress is None else progress
+    if actors.remote is not None:
+        return await actors.remote.run_round(order, progress)
     if actors.ranks.is_alone:
         source = order.build_source(actors.ranks, None)
         return await run_own_tasks(actors, order, source, progress, branching)

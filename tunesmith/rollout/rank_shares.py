@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.shared_counter import SharedCounters
@@ -45,6 +46,14 @@ class RolloutOrder:
             return PlannedTasks(range(ranks.rank, len(self.tasks), ranks.world_size))
         take_next = partial(counters.take, f"round {self.number}")
         return TasksOnDemand(take_next, num_tasks=len(self.tasks), num_ranks=ranks.world_size)
+
+
+class Round(Protocol):
+    """Groups that all ranks hand to the first rank at once."""
+
+    @property
+    def number(self) -> int:
+        """As in `RolloutOrder`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +96,12 @@ class RankLedger:
     _engine_stats: list[Mapping[str, float]] = field(default_factory=list)
     _recorder_stats: list[Mapping[str, float]] = field(default_factory=list)
 
-    def keep(self, order: RolloutOrder, positions: Sequence[int], groups: Sequence[Group]) -> None:
+    def keep(self, order: Round, positions: Sequence[int], groups: Sequence[Group]) -> None:
         """Keep groups that this rank has run."""
         self.num_rounds += 1
         self.kept |= {(order.number, position): group for position, group in zip(positions, groups, strict=True)}
 
-    def add_round(self, order: RolloutOrder, shares: Sequence[RankShare]) -> list[Group]:
+    def add_round(self, order: Round, shares: Sequence[RankShare]) -> list[Group]:
         """Add the shares of all ranks on the first one, which kept its own; return the groups in task order."""
         groups: dict[int, Group] = {}
         for rank, share in enumerate(shares):
@@ -105,6 +114,11 @@ class RankLedger:
         seconds = [share.rollout_s for share in shares]
         self.rollout_s = [sum(pair) for pair in zip(self.rollout_s or [0.0] * len(shares), seconds, strict=True)]
         return [groups[position] for position in sorted(groups)]
+
+    def add_stats(self, *, engine: Mapping[str, float], recorder: Mapping[str, float]) -> None:
+        """Add counters of a rank that only samples."""
+        self._engine_stats.append(engine)
+        self._recorder_stats.append(recorder)
 
     def find_origin(self, group: Group) -> GroupOrigin | None:
         """Where the group was run; None if it was not run in this step, or was changed since."""

@@ -66,6 +66,7 @@ class _SteppingSelector(selectors.DefaultSelector):
     def __init__(self, thread_calls: ThreadCallTracker) -> None:
         super().__init__()
         self.engines: list[Steppable] = []
+        self.is_stepping = True
         self.waited_s = 0.0
         self._thread_calls = thread_calls
         self._slept_s = 0.0
@@ -74,7 +75,7 @@ class _SteppingSelector(selectors.DefaultSelector):
         if timeout is not None and timeout <= 0:
             return super().select(timeout)
         events = super().select(0)
-        working = [engine for engine in self.engines if engine.has_work]
+        working = [engine for engine in self.engines if engine.has_work] if self.is_stepping else []
         if events or not working:
             return events or self._wait(timeout)
         wait_s = self._thread_calls.compute_wait_s()
@@ -86,7 +87,8 @@ class _SteppingSelector(selectors.DefaultSelector):
             return self._wait(timeout)
         self._slept_s = 0.0
         for engine in working:
-            engine.step()
+            if self.is_stepping:  # the first may be a `StepWindows`, which ends its window
+                engine.step()
         return super().select(0)
 
     def _wait(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -112,10 +114,19 @@ class EngineLoop(asyncio.SelectorEventLoop):
         """Seconds in which every coroutine waited and no engine was stepped."""
         return self._stepping_selector.waited_s
 
-    def add_engine(self, engine: Steppable) -> None:
-        """Let this loop step the engine; engines step in the order they were added."""
+    def add_engine(self, engine: Steppable, *, is_first: bool = False) -> None:
+        """Let this loop step the engine; engines step in the order they were added, or before all others."""
         if engine not in self._stepping_selector.engines:
-            self._stepping_selector.engines.append(engine)
+            self._stepping_selector.engines.insert(0 if is_first else len(self._stepping_selector.engines), engine)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the engines are stepped."""
+        return self._stepping_selector.is_stepping
+
+    @is_stepping.setter
+    def is_stepping(self, value: bool) -> None:
+        self._stepping_selector.is_stepping = value
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Arguments], T], *args: *Arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,14 +11,22 @@ import torch
 
 from tunesmith.algorithms.algorithm import Algorithm
 from tunesmith.algorithms.table import ON_POLICY_ONLY
-from tunesmith.cluster.place import find_place
+from tunesmith.cluster.links import connect_links
+from tunesmith.cluster.ranks import Ranks
+from tunesmith.cluster.roles import RankRoles
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.errors import ConfigError
+from tunesmith.engine.event_loop.step_windows import open_windows
+from tunesmith.errors import ConfigError, RankError
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups, InFlightLimits
+from tunesmith.rollout.in_flight.in_flight_groups import GroupSite, InFlightGroups
+from tunesmith.rollout.in_flight.own_groups import InFlightLimits, OwnGroups
+from tunesmith.rollout.in_flight.rank_groups import RankGroups, RankMember
+from tunesmith.rollout.in_flight.remote_groups import RemoteGroups
+from tunesmith.rollout.in_flight.sampling_rank import SamplingRank
 from tunesmith.tasks.task_feed import TaskFeed
+from tunesmith.trainer.optimizer import find_trainable
 
 T = TypeVar("T")
 
@@ -32,7 +41,6 @@ def check_staleness(config: RunConfig, algorithm: Algorithm) -> None:
                 "leave out stale_cache"
             )
         return
-    num_ranks = max(config.cluster.num_workers or 1, find_place().world_size)
     reasons = {
         f"algorithm.algorithm_type={algorithm.name!r}": (
             algorithm.name in ON_POLICY_ONLY or "baselines" in algorithm.needs,
@@ -43,10 +51,6 @@ def check_staleness(config: RunConfig, algorithm: Algorithm) -> None:
             "a branch would continue a rollout of other weights; leave one of them out",
         ),
         "serve": (config.serve is not None, "workers run each task to its end; leave max_staleness out"),
-        f"{num_ranks} ranks": (
-            num_ranks > 1,
-            "rollouts stay in flight on one rank only; leave max_staleness out, or set cluster.num_workers=1",
-        ),
         f"experience.replay.max_staleness={replay.max_staleness}": (
             replay.num_groups > 0 and replay.max_staleness > rollout.max_staleness,
             f"replayed groups would be older; set it to {rollout.max_staleness} or less",
@@ -58,22 +62,90 @@ def check_staleness(config: RunConfig, algorithm: Algorithm) -> None:
 
 
 def build_in_flight(
-    config: RunConfig, policy: Policy, actors: Actors, feed: TaskFeed, *, total_steps: int
-) -> InFlightGroups | None:
-    """The rollouts in flight of a run; None if its steps wait for all of theirs."""
+    config: RunConfig, policy: Policy, actors: Actors, feed: TaskFeed, roles: RankRoles, *, total_steps: int
+) -> tuple[Actors, InFlightGroups | None]:
+    """The rollouts in flight of a run, None if its steps wait for all of theirs; and the actors of its evaluations."""
+    if config.rollout.max_staleness == 0:
+        return actors, None
+    site: GroupSite
+    if roles.samplers:
+        site = build_remote_groups(config, policy, actors, roles)
+        actors = replace(actors, remote=site)
+    elif actors.ranks.is_alone:
+        site = build_own_groups(config, policy, actors)
+    else:
+        member = build_member(config, policy, actors, roles)
+        assert member is not None, "rollouts are in flight on all ranks or on none"
+        site = RankGroups(member, is_balanced=config.rollout.assignment == "balanced")
+    return actors, InFlightGroups(site, feed, build_limits(config, total_steps=total_steps))
+
+
+def build_member(config: RunConfig, policy: Policy, actors: Actors, roles: RankRoles) -> RankMember | None:
+    """The rollouts in flight of a rank that trains and samples; None if it has none."""
+    if roles.samplers:
+        connect_links(roles.world, roles.samplers, timeout_s=config.cluster.timeout_s)  # of the other ranks
+        return None
     if config.rollout.max_staleness == 0:
         return None
+    engines = [each for each in (actors.engine, *actors.auxiliary_engines) if isinstance(each, LocalEngine)]
+    return RankMember(
+        actors,
+        build_own_groups(config, policy, actors),
+        connect_links(roles.world, range(1, roles.world.world_size), timeout_s=config.cluster.timeout_s),
+        open_clock=partial(open_windows, engines=engines, has_windows=policy.model.device.type == "cpu"),
+    )
+
+
+def build_remote_groups(config: RunConfig, policy: Policy, actors: Actors, roles: RankRoles) -> RemoteGroups:
+    """The rollouts in flight on ranks that only sample, on the first rank."""
+    weights = list(find_trainable(policy.model).values())
+    return RemoteGroups(
+        connect_links(roles.world, roles.samplers, timeout_s=config.cluster.timeout_s),
+        actors.ledger,
+        send_weights=partial(roles.send_weights, weights),
+        num_elements=sum(each.numel() for each in weights),
+        max_staleness=config.rollout.max_staleness,
+        is_balanced=config.rollout.assignment == "balanced",
+        prepare_thread=build_thread_start(policy),
+    )
+
+
+def build_sampling_rank(config: RunConfig, policy: Policy, actors: Actors, roles: RankRoles) -> SamplingRank:
+    """What this rank runs, which only samples."""
+    index, weights = roles.samplers.index(roles.world.rank), list(find_trainable(policy.model).values())
+    num_elements = sum(each.numel() for each in weights)
+
+    def take_weights(expected: int) -> None:
+        if expected != num_elements:
+            raise RankError(f"this rank has {num_elements} weights to overwrite, and the first one sends {expected}")
+        roles.send_weights(weights)
+
+    actors = replace(actors, ranks=Ranks(rank=index, world_size=len(roles.samplers)))
+    links = connect_links(roles.world, roles.samplers, timeout_s=config.cluster.timeout_s)
+    return SamplingRank(actors, build_own_groups(config, policy, actors), links.first, take_weights=take_weights)
+
+
+def build_own_groups(config: RunConfig, policy: Policy, actors: Actors) -> OwnGroups:
+    """The rollouts in flight that run in this process."""
     assert isinstance(policy.engine, LocalEngine), "the run file was checked: engine.kind is tunesmith"
+    limits, prepare = build_limits(config), build_thread_start(policy)
+    return OwnGroups(actors, policy.engine, limits, seed=config.seed, prepare_thread=prepare)
+
+
+def build_thread_start(policy: Policy) -> Callable[[], None]:
+    """What a thread that uses the policy's device does first."""
     device = policy.model.device
-    limits = InFlightLimits(
+    return partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
+
+
+def build_limits(config: RunConfig, *, total_steps: int = 0) -> InFlightLimits:
+    return InFlightLimits(
         group_size=config.algorithm.group_size,
         batch_size=config.algorithm.batch_size,
         max_staleness=config.rollout.max_staleness,
         total_steps=total_steps,
         keeps_cache=config.rollout.stale_cache == "keep",
     )
-    prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
-    return InFlightGroups(actors, policy.engine, feed, limits, seed=config.seed, prepare_thread=prepare)
 
 
 async def run_beside_rollouts(in_flight: InFlightGroups | None, work: Callable[[], None]) -> None:

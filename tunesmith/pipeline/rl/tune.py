@@ -16,18 +16,16 @@ from typing import ClassVar
 
 import torch
 
-from tunesmith.algorithms.algorithm import Algorithm, resolve_algorithm
-from tunesmith.algorithms.own_functions import OwnFunctions
+from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
-from tunesmith.cluster.ranks import Ranks
+from tunesmith.cluster.roles import RankRoles, split_ranks
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.store import save_rollouts
 from tunesmith.loop import StepParts, StepResult, run_step
-from tunesmith.model.checkpoint import find_last_checkpoint
 from tunesmith.model.load import resolve_device
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.monitor.monitor import Monitor
@@ -36,6 +34,7 @@ from tunesmith.pipeline.eval.results import EvaluationResult
 from tunesmith.pipeline.rl.checkpoints import (
     commit,
     count_checkpoint_bytes,
+    describe_interruption,
     restore,
     restore_models,
     save_error,
@@ -46,21 +45,26 @@ from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition, load_own_functions
 from tunesmith.pipeline.rl.run_control import RunControl
 from tunesmith.pipeline.rl.server import Server, bind_actors, work_while_serving
-from tunesmith.pipeline.rl.staleness import build_in_flight, describe_in_flight, end_in_flight, run_beside_rollouts
+from tunesmith.pipeline.rl.staleness import (
+    build_in_flight,
+    build_member,
+    build_sampling_rank,
+    describe_in_flight,
+    end_in_flight,
+    run_beside_rollouts,
+)
+from tunesmith.pipeline.rl.step_parts import build_branching, build_trainer
 from tunesmith.pipeline.session.actors import load_actors
-from tunesmith.pipeline.session.extra_models import load_extra_models
 from tunesmith.pipeline.session.placement import place_config
 from tunesmith.pipeline.session.policy import BuildModel, Policy, build_sampling
 from tunesmith.pipeline.session.result import TrainingResult, require_path
 from tunesmith.pipeline.session.run_folder import RunFolder, open_run_folder
 from tunesmith.rollout.actors import Actors, RolloutProgress
-from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.in_flight.in_flight_groups import describe_requeued
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.shared_step import end_run, follow
 from tunesmith.storage import check_free_space, save_json
-from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, JudgeType, WorkflowType
 
 
@@ -143,14 +147,18 @@ def run_tuning(
     device = resolve_device(own_config.model.device)
     plan = build_plan(own_config, custom) if place.is_first else None
     with default_modes(), open_ranks(place, device=device, timeout_s=config.cluster.timeout_s) as ranks:
-        load = partial(load_actors, own_config, workflow=workflow, judge=judge, build_model=build_model, ranks=ranks)
+        roles = split_ranks(ranks, num_samplers=config.cluster.sampling_ranks, timeout_s=config.cluster.timeout_s)
+        load = partial(load_actors, own_config, workflow=workflow, judge=judge, build_model=build_model)
+        if roles.is_sampler:
+            return run_sampler(own_config, load, roles)
+        load = partial(load, ranks=roles.trainers)
         if plan is None:
-            return run_follower(own_config, load, ranks, custom, server)
-        return run_leader(config, plan, load, ranks, server)
+            return run_follower(own_config, load, roles, custom, server)
+        return run_leader(config, plan, load, roles, server)
 
 
 def run_leader(
-    config: RunConfig, plan: Plan, load: LoadActors, ranks: Ranks, server: Server | None = None
+    config: RunConfig, plan: Plan, load: LoadActors, roles: RankRoles, server: Server | None = None
 ) -> TuneResult:
     """Train on the first rank, which leads the others, or on the only one."""
     with (
@@ -163,7 +171,7 @@ def run_leader(
             run_settings=config.model_dump(mode="json"),
         ) as monitor,
     ):
-        ranks.broadcast_object(RunStart(checkpoint=folder.checkpoint, total_steps=plan.total_steps))
+        roles.world.broadcast_object(RunStart(checkpoint=folder.checkpoint, total_steps=plan.total_steps))
         policy, actors = load()
         actors = bind_actors(actors, server)
         check_reply_fits(
@@ -171,8 +179,8 @@ def run_leader(
             max_model_len=config.model.max_model_len,
             kv_cache_tokens=config.engine.kv_cache_tokens,
         )
-        parts = build_parts(config, plan, policy, actors)
-        check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer, ranks))
+        parts = build_parts(config, plan, policy, actors, roles)
+        check_free_space(folder.paths.root, count_checkpoint_bytes(policy, parts.trainer, roles.trainers))
         try:
             training = partial(train, config, plan, policy, parts, folder, monitor)
             training = partial(end_in_flight, training, parts.in_flight, monitor.show_line)
@@ -182,34 +190,49 @@ def run_leader(
             raise
         finally:
             policy.close()
-        end_run(ranks, result)
-        return result
+        end_run(roles.trainers, result)
+        return roles.share_result(result)
 
 
 def run_follower(
-    config: RunConfig, load: LoadActors, ranks: Ranks, custom: CustomComponents, server: Server | None = None
+    config: RunConfig, load: LoadActors, roles: RankRoles, custom: CustomComponents, server: Server | None = None
 ) -> TuneResult:
     """Run and train this rank's share of every step; returns the result of the first rank."""
     functions = load_own_functions(config.algorithm, custom.functions)
     algorithm = resolve_algorithm(config.algorithm, own=functions)
-    start: RunStart = ranks.broadcast_object()
+    start: RunStart = roles.world.broadcast_object()
     policy, actors = load()
-    trainer = build_trainer(config, algorithm, functions, policy, ranks, total_steps=start.total_steps)
+    trainer = build_trainer(config, algorithm, functions, policy, actors.ranks, total_steps=start.total_steps)
+    in_flight = build_member(config, policy, actors, roles)
     if start.checkpoint is not None:
         restore_models(start.checkpoint, policy, trainer)
     try:
         actors = bind_actors(actors, server)
-        following = partial(follow, actors, trainer, build_branching(config, policy))
+        following = partial(follow, actors, trainer, build_branching(config, policy), in_flight)
         result: TuneResult = run_lockstep(work_while_serving(following, server, actors), config.rollout)
     finally:
         policy.close()
+    return roles.share_result(result)
+
+
+def run_sampler(config: RunConfig, load: LoadActors, roles: RankRoles) -> TuneResult:
+    """Sample on a rank that does not train; returns the result of the first rank."""
+    roles.world.broadcast_object()
+    policy, actors = load()
+    sampling = build_sampling_rank(config, policy, actors, roles)
+    try:
+        run_lockstep(sampling.run(), config.rollout)
+    finally:
+        policy.close()
+    result: TuneResult = roles.share_result()
     return result
 
 
-def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -> StepParts:
+def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors, roles: RankRoles) -> StepParts:
     """What every step of the run works with: the trainer of the policy's own weights, the actors, the data."""
     trainer = build_trainer(config, plan.algorithm, plan.functions, policy, actors.ranks, total_steps=plan.total_steps)
     batch_size, has_baselines = config.algorithm.batch_size, "baselines" in plan.algorithm.needs
+    actors, in_flight = build_in_flight(config, policy, actors, plan.feed, roles, total_steps=plan.total_steps)
     return StepParts(
         tasks=plan.feed,
         actors=actors,
@@ -226,48 +249,7 @@ def build_parts(config: RunConfig, plan: Plan, policy: Policy, actors: Actors) -
         outcome_key=config.experience.outcome_key,
         baseline_sampling=build_sampling(config.model, temperature=0.0) if has_baselines else None,
         branching=build_branching(config, policy),
-        in_flight=build_in_flight(config, policy, actors, plan.feed, total_steps=plan.total_steps),
-    )
-
-
-def build_branching(config: RunConfig, policy: Policy) -> Branching | None:
-    if config.rollout.branching is None:
-        return None
-    vocab_size = policy.model.get_input_embeddings().num_embeddings
-    return Branching(section=config.rollout.branching, vocab_size=vocab_size)
-
-
-def build_trainer(
-    config: RunConfig, algorithm: Algorithm, functions: OwnFunctions, policy: Policy, ranks: Ranks, *, total_steps: int
-) -> Trainer:
-    """The trainer of the policy's own weights, with the extra models of the algorithm."""
-    extra = load_extra_models(algorithm, config.algorithm, config.model, policy=policy.model)
-    return Trainer(
-        policy.model,
-        config.trainer,
-        config.algorithm,
-        max_model_len=config.model.max_model_len,
-        num_total_steps=total_steps,
-        reference_model=extra.reference,
-        teacher_model=extra.teacher,
-        critic_model=extra.critic,
-        has_separate_sampler=config.engine.has_separate_sampler,
-        own_functions=functions,
-        grammars=policy.engine.grammars,
-        ranks=ranks,
-        has_sharded_gradients=config.cluster.has_sharded_gradients,
-    )
-
-
-def describe_interruption(config: RunConfig, folder: RunFolder) -> str:
-    """The console line of an interrupted run: its last checkpoint and how to resume."""
-    checkpoint = find_last_checkpoint(folder.paths.root)
-    if checkpoint is None:
-        return f"interrupted before the first checkpoint (save_interval_steps={config.save_interval_steps})"
-    name = "" if config.name is not None else f" and name={folder.paths.root.name}"
-    return (
-        f"interrupted; the last checkpoint is {checkpoint}: to resume from it, repeat the command with --resume "
-        f"(continue_from_checkpoint=true){name}"
+        in_flight=in_flight,
     )
 
 

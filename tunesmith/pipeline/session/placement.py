@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunesmith.cluster.place import Place, is_ray_worker
-from tunesmith.config import ModelSection, RolloutSection, RunConfig, ServeSection
+from tunesmith.config import EngineSection, ModelSection, RolloutSection, RunConfig, ServeSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.load import resolve_device
 
@@ -13,8 +13,10 @@ def place_config(config: RunConfig, place: Place, *, num_gpus: int) -> RunConfig
     check_workers(config, place)
     if place.world_size == 1:
         return config
+    is_trainer = place.rank < place.world_size - config.cluster.sampling_ranks
     return config.model_copy(
         update={
+            "engine": place_engine(config) if config.cluster.sampling_ranks and is_trainer else config.engine,
             "model": place_model(config.model, place, num_gpus=num_gpus),
             "rollout": place_rollouts(config.rollout, place),
         }
@@ -41,11 +43,22 @@ def check_workers(config: RunConfig, place: Place) -> None:
             f"this program with `torchrun --nproc-per-node {num_workers}`, set cluster.launcher=ray, or leave "
             "cluster.num_workers (AgentScope's inference_engine_num) out"
         )
+    if num_ranks <= config.cluster.sampling_ranks:
+        found = "one process" if num_ranks == 1 else f"{num_ranks} ranks"
+        raise ConfigError(
+            f"cluster.sampling_ranks={config.cluster.sampling_ranks} leaves no rank that trains, since this run has "
+            f"{found}: lower it, or start more with --gpus or --ranks"
+        )
     if num_ranks > config.algorithm.batch_size:
         raise ConfigError(
             f"algorithm.batch_size={config.algorithm.batch_size} is smaller than the number of ranks, {num_ranks}, and "
             "a task runs on one rank: raise the batch size, or use fewer ranks"
         )
+
+
+def place_engine(config: RunConfig) -> EngineSection:
+    """The engine of a rank that only trains, which never samples: the memory of its keys and values is freed."""
+    return config.engine.model_copy(update={"kv_cache_tokens": config.model.max_model_len})
 
 
 def place_model(model: ModelSection, place: Place, *, num_gpus: int) -> ModelSection:

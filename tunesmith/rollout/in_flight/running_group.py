@@ -11,14 +11,21 @@ from tunesmith.rollout.service import BoundModel, ModelProvider
 from tunesmith.types import Group, Sampling, Task, Trajectory, Turn
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedGroup:
+    """A group that is put in flight."""
+
+    number: int
+    """Groups started before it in the whole run: seeds and the order of requests follow from it."""
+    task: Task
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RunningGroup:
     """The rollouts of one task that is in flight."""
 
     number: int
-    """Groups started before it in the whole run: seeds and the order of requests follow from it."""
-    index: int
-    """Index of the task among the training tasks."""
+    """As in `StartedGroup`."""
     task: Task
     size: int
     sessions: dict[int, Session] = field(default_factory=dict)

@@ -1,0 +1,120 @@
+"""Connections between the first rank and each other one, for messages that must not wait for a collective.
+
+Messages are Python objects. They are received by coroutines, so agents and engines of the receiving rank go on. A rank
+accepts messages only from ranks that know a secret of the run, which is broadcast in the process group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import secrets
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tunesmith.cluster.ranks import Ranks
+from tunesmith.errors import RankError
+
+SECRET_BYTES = 32
+HEADER = struct.Struct("!Q")
+"""Number of bytes of the message that follows."""
+LOST = "another rank has ended: its own message says why; resume the run from its last checkpoint with --resume"
+
+
+class Link:
+    """One end of a connection between two ranks, used in one event loop."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def open(self) -> None:
+        """Use the connection in the running event loop."""
+        self._socket.setblocking(False)
+        self._streams = await asyncio.open_connection(sock=self._socket)
+
+    def send(self, message: object) -> None:
+        """Send a message without waiting for the other rank."""
+        assert self._streams is not None, "open() was called"
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self._streams[1].write(HEADER.pack(len(data)))
+        self._streams[1].write(data)
+
+    async def receive(self) -> Any:
+        """Wait for the next message; raises RankError when the other rank has ended."""
+        assert self._streams is not None, "open() was called"
+        reader = self._streams[0]
+        try:
+            (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+            return pickle.loads(await reader.readexactly(size))
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise RankError(LOST) from error
+
+    async def close(self) -> None:
+        """Send what is left, and close the connection."""
+        if self._streams is None:
+            self._socket.close()
+            return
+        writer = self._streams[1]
+        writer.close()
+        try:
+            await writer.wait_closed()
+        except OSError:
+            return  # the other rank has ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The links of a rank: to all others on the first rank, to the first one on the others."""
+
+    by_rank: Mapping[int, Link]
+
+    @property
+    def first(self) -> Link:
+        """The link to the first rank."""
+        return self.by_rank[0]
+
+
+def connect_links(ranks: Ranks, peers: Sequence[int], *, timeout_s: float) -> Links:
+    """Connect the first rank with each of the peers; all ranks call this."""
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        if ranks.is_first:
+            return accept_links(ranks, peers, host, timeout_s=timeout_s)
+        address: tuple[int, bytes] = ranks.broadcast_object()
+        port, secret = address
+        if ranks.rank not in peers:
+            return Links(by_rank={})
+        connected = socket.create_connection((host, port), timeout=timeout_s)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.sendall(secret + HEADER.pack(ranks.rank))
+    except OSError as error:
+        raise RankError(
+            f"rank {ranks.rank} cannot connect to the first rank at MASTER_ADDR={host} ({error}): check that the hosts "
+            "reach each other on all ports"
+        ) from error
+    return Links(by_rank={0: Link(connected)})
+
+
+def accept_links(ranks: Ranks, peers: Sequence[int], host: str, *, timeout_s: float) -> Links:
+    """Wait on the first rank until all peers are connected."""
+    secret = secrets.token_bytes(SECRET_BYTES)
+    links: dict[int, Link] = {}
+    is_local = host in ("localhost", "127.0.0.1")
+    with socket.create_server(("127.0.0.1" if is_local else "", 0), backlog=ranks.world_size) as server:
+        server.settimeout(timeout_s)
+        ranks.broadcast_object((server.getsockname()[1], secret))
+        while len(links) < len(peers):
+            connected, _ = server.accept()
+            connected.settimeout(timeout_s)
+            greeting = connected.recv(SECRET_BYTES + HEADER.size, socket.MSG_WAITALL)
+            if not secrets.compare_digest(greeting[:SECRET_BYTES], secret):
+                connected.close()
+                continue
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            links[HEADER.unpack(greeting[SECRET_BYTES:])[0]] = Link(connected)
+    return Links(by_rank=dict(sorted(links.items())))
