@@ -30,7 +30,7 @@ NEEDS_ALL = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.timeout(600)
 NUM_STEPS = 4
-ADAPTER = "model.lora={rank: 2, alpha: 8}"
+ADAPTER = "model.lora={r: 2, alpha: 8}"
 AGENT = textwrap.dedent(
     """
     import os
