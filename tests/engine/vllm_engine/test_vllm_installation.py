@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from tunesmith.cluster.place import Place
-from tunesmith.config import EngineSection, LoraSection, ModelSection, RunConfig
+from tunesmith.config import ClusterSection, EngineSection, LoraSection, ModelSection, RunConfig
 from tunesmith.engine.vllm import installation
 from tunesmith.engine.vllm.process import VllmProcess, explain_log
 from tunesmith.errors import ConfigError
@@ -116,6 +116,7 @@ def test_ranks_do_not_share_a_split_vllm():
     place = Place(rank=0, world_size=2, local_rank=0, local_size=2)
     with pytest.raises(ConfigError, match="with 2 ranks each has a vLLM of its own"):
         check_workers(config, place)
+    check_workers(config.model_copy(update={"cluster": ClusterSection(has_sharded_weights=True)}), place)
 
 
 @pytest.mark.parametrize(
