@@ -173,7 +173,7 @@ async def run_steps(
         note(
             f"{arguments.worker_engine}, step {step}: {row['seconds']:.3f} s, rollouts {row['perf/rollout_s']:.3f} s, "
             f"push {row.get('perf/weight_push_s', 0.0):.3f} s, training {row['perf/train_s']:.3f} s, mismatch "
-            f"{row['mismatch/kl']:.2e}, {read_memory(arguments)}"
+            f"{row.get('mismatch/kl', float('nan')):.2e}, {read_memory(arguments)}"
         )
     if not actors.ranks.is_alone:
         end_run(actors.ranks, None)

@@ -121,11 +121,12 @@ def share_groups(
         key = origin.key if origin is not None and origin.rank == rank else None
         shares[rank].append(GroupShare(group=group if key is None else None, key=key, place=place, advantages=row))
         loads[rank] += cost
+    rollout_s = actors.ledger.rollout_s or [0.0]  # none where other ranks sample
     metrics = {
         "cluster/num_ranks": float(num_ranks),
         "cluster/num_moved_groups": float(sum(rank != owner for rank, owner in zip(assigned, owners, strict=True))),
         "cluster/imbalance": max(loads) / fmean(loads) - 1 if any(loads) else 0.0,
-        "perf/rollout_wait_s": max(actors.ledger.rollout_s) - fmean(actors.ledger.rollout_s),
+        "perf/rollout_wait_s": max(rollout_s) - fmean(rollout_s),
         "perf/exchange_s": actors.ledger.exchange_s,
     }
     return shares, metrics

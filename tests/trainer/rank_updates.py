@@ -20,7 +20,7 @@ from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
 from tunesmith.model.adapters.lora import add_adapter
-from tunesmith.trainer.sharding.sharded_model import iter_whole_weights, shard_model
+from tunesmith.trainer.sharding.sharded_model import gather_state, iter_whole_weights, shard_model
 from tunesmith.trainer.trainer import Trainer
 
 LABELS = [0.9, -1.1, -0.4, 1.3, 0.6, -0.8, 0.5, -0.2]
@@ -121,6 +121,26 @@ def run_case(name: str, ranks: Ranks) -> tuple[dict[str, float], torch.Tensor, d
     return metrics, weights, trainer.state_dict()["optimizer"]
 
 
+def run_narrow(ranks: Ranks) -> dict[str, object]:
+    """Two updates of a model with 16-bit weights; what it hands on before and after, and its state."""
+    model = build_trainable(dtype=torch.bfloat16)
+    samples = [each for each in load_samples(()) if ranks.is_alone or each.group_index % ranks.world_size == ranks.rank]
+    if not ranks.is_alone:
+        model = model.to("meta") if not ranks.is_first else model
+        shard_model(model, ranks, torch.device("cpu"))
+    settings = TrainerSection(**(SETTINGS | {"mismatch_stop": 1e9}))
+    section = AlgorithmSection(algorithm_type="reinforceplusplus")
+    trainer = Trainer(model, settings, section, max_model_len=64, num_total_steps=9, ranks=ranks)
+    before = {name: weight.clone() for name, weight in iter_whole_weights(model)}
+    masters = {name: part.dtype for name, part in trainer._optimizer._masters.items()}
+    trainer.step(samples)
+    trainer.step(samples)
+    state = trainer.state_dict()["optimizer"]
+    after = {name: weight.clone() for name, weight in iter_whole_weights(model)}
+    saved = gather_state(model)
+    return {"before": before, "after": after, "saved": saved, "state": state, "masters": masters}
+
+
 def run_all(folder: Path) -> None:
     """Run the cases on three ranks, then on two of them, and save the results of each rank."""
     ports = {}
@@ -139,5 +159,6 @@ def run_rank(rank: int, ports: dict[int, int], folder: Path) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         place = Place(rank=rank, world_size=num_ranks, local_rank=rank, address=f"127.0.0.1:{port}")
         with open_ranks(place, device=torch.device("cpu"), timeout_s=120) as ranks:
-            results = {name: run_case(name, ranks) for name in list_cases() if is_run(name, num_ranks)}
+            results: dict = {name: run_case(name, ranks) for name in list_cases() if is_run(name, num_ranks)}
+            results["narrow"] = run_narrow(ranks)
         torch.save(results, folder / f"{rank} of {num_ranks}.pt")

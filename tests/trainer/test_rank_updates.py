@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from rank_updates import ALONE, is_run, list_cases, run_all, run_case
+from rank_updates import ALONE, is_run, list_cases, run_all, run_case, run_narrow
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +41,19 @@ def test_weights_and_metrics_do_not_depend_on_ranks(name, num_ranks, results):
         assert found_state.keys() == (state.keys() if rank == 0 else set())
         for key, value in found_state.items():
             torch.testing.assert_close(value, state[key], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_sharded_16_bit_weights_are_rounded_masters(num_ranks, results):
+    alone = run_narrow(ALONE)
+    first, *others = [result["narrow"] for result in results[num_ranks]]
+    assert set(first["masters"].values()) == {torch.float32}
+    assert first["state"].keys() == alone["state"].keys() and not any(each["state"] for each in others)
+    for name, weight in alone["before"].items():
+        assert torch.equal(first["before"][name], weight) and first["before"][name].dtype == torch.bfloat16
+        assert torch.equal(first["after"][name], first["state"][f"master:{name}"].bfloat16())
+        assert torch.equal(first["saved"][name], first["after"][name])
+        assert all(torch.equal(each["after"][name], first["after"][name]) for each in others)
+        # rows are rounded to 16 bits in another order, and AdamW divides by the size of a gradient
+        assert (first["after"][name].float() - alone["after"][name].float()).abs().mean() < 2e-3
+        assert not torch.equal(weight, alone["after"][name])

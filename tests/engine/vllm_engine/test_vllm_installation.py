@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import metadata
 
@@ -9,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from tunesmith.cluster.place import Place
-from tunesmith.config import EngineSection, LoraSection, ModelSection, RunConfig
+from tunesmith.config import ClusterSection, EngineSection, LoraSection, ModelSection, RunConfig
 from tunesmith.engine.vllm import installation
-from tunesmith.engine.vllm.process import explain_log
+from tunesmith.engine.vllm.process import VllmProcess, explain_log
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.session.placement import check_workers
 from tunesmith.pipeline.session.policy import check_engine
@@ -115,6 +116,7 @@ def test_ranks_do_not_share_a_split_vllm():
     place = Place(rank=0, world_size=2, local_rank=0, local_size=2)
     with pytest.raises(ConfigError, match="with 2 ranks each has a vLLM of its own"):
         check_workers(config, place)
+    check_workers(config.model_copy(update={"cluster": ClusterSection(has_sharded_weights=True)}), place)
 
 
 @pytest.mark.parametrize(
@@ -129,3 +131,19 @@ def test_ranks_do_not_share_a_split_vllm():
 )
 def test_the_log_names_the_cause(log, expected):
     assert expected in explain_log(log)
+
+
+def test_ranks_of_vllm_do_not_join_those_of_training(tmp_path, monkeypatch):
+    server = tmp_path / "server.py"
+    server.write_text(
+        "import json, os, pathlib\n"
+        "pathlib.Path(__file__).with_suffix('.json').write_text(json.dumps(dict(os.environ)))\n"
+    )
+    for name in ("RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    process = VllmProcess(tmp_path, {}, python=None, devices=None, server=server)
+    process.has_failed = True  # keeps the folder
+    process.stop()
+    found = json.loads(server.with_suffix(".json").read_text())
+    assert not found.keys() & {"RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
+    assert "VLLM_NO_USAGE_STATS" in found

@@ -37,6 +37,8 @@ LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 """Set by torchrun for the ranks of training; vLLM would take them for its own."""
+LAUNCHER_PREFIX = "TORCHELASTIC_"
+"""Of further variables; with one of them the ranks of vLLM would wait for the store of torchrun."""
 ROOT_CAUSE = "See root cause above"
 START_CAUSES = {
     r"Free memory on device .*": "lower engine.vllm.gpu_memory_share, or use GPUs with more free memory",
@@ -72,7 +74,11 @@ class VllmProcess:
         """Files for the process, and its log; removed when it is stopped, unless it has failed."""
         self.log_path = folder / "vllm.log"
         self.socket, other = socket.socketpair()
-        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIX)
+        }
         variables |= ENVIRONMENT | {"VLLM_RPC_BASE_PATH": str(folder)} | dict(environment or {})
         variables["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         if devices is not None:

@@ -75,7 +75,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
     check_engine(config.engine, config.model)
     check_extra_models(algorithm, config.algorithm, config.model)
     if config.cluster.has_sharded_weights:
-        check_sharded_models(algorithm, config.algorithm)
+        check_sharded_models(algorithm, config.algorithm, config.model)
     check_trackers(config.monitor.trackers)
     for name, section in config.auxiliary_models.items():
         check_auxiliary(name, section)

@@ -169,10 +169,14 @@ def build_engine(
         return LocalEngine(model, tokenizer, section, max_model_len=max_model_len)
     if ranks is None:
         return VllmEngine(model, tokenizer, section, max_model_len=max_model_len)
-    if not ranks.is_first:
-        return DistantEngine(model, tokenizer, max_model_len=max_model_len)
-    gather = partial(gather_weights, ranks, model)
-    return VllmEngine(model, tokenizer, section, max_model_len=max_model_len, gather=gather)
+    engine: VllmEngine | DistantEngine
+    if ranks.is_first:
+        gather = partial(gather_weights, ranks, model)
+        engine = VllmEngine(model, tokenizer, section, max_model_len=max_model_len, gather=gather)
+    else:
+        engine = DistantEngine(model, tokenizer, max_model_len=max_model_len)
+    ranks.broadcast_object()  # until vLLM has started, the memory of its GPUs does not change
+    return engine
 
 
 def build_sampling(section: ModelSection, *, temperature: float | None = None) -> Sampling:

@@ -19,12 +19,15 @@ from tunesmith.config import AlgorithmSection, ModelSection
 from tunesmith.errors import ConfigError
 from tunesmith.model.checkpoint import load_model_state, load_states
 from tunesmith.model.load import build_empty_model, load_model, resolve_device, resolve_dtype
-from tunesmith.trainer.sharding.sharded_model import find_sharding, load_state, shard_model
+from tunesmith.trainer.sharding.sharded_model import find_layers, find_sharding, load_state, shard_model
 from tunesmith.trainer.trainer import Trainer
 
 
-def check_sharded_models(algorithm: Algorithm, section: AlgorithmSection) -> None:
-    """Refuse a critic that would be a whole copy of the model on each rank."""
+def check_sharded_models(algorithm: Algorithm, section: AlgorithmSection, model: ModelSection) -> None:
+    """Refuse a model without decoder layers, and a critic that would be a whole copy of it on each rank."""
+    dtype = resolve_dtype(model.dtype, resolve_device(model.device))
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "base_path": model.base_path}
+    find_layers(build_empty_model(model.path, dtype=dtype, device=torch.device("meta"), **options), dtype)
     if "values" in algorithm.needs and section.critic.path is None:
         raise ConfigError(
             f"cluster.has_sharded_weights: the critic of algorithm_type={algorithm.name!r} is not sharded, and it "

@@ -18,13 +18,19 @@ from torch.fx.experimental import _config as fx_config
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tunesmith.trainer.sharding.sharded_model import find_sharding
+
 MAX_VARIANTS = 64
 """Recompilations of one function: layer classes, with and without gradients, with and without adapters, dtypes."""
 
 
 def can_compile(model: PreTrainedModel) -> bool:
-    """On a GPU with unquantized weights: torch.compile does not support the kernels of quantized layers."""
-    return model.device.type == "cuda" and not getattr(model, "is_quantized", False)
+    """On a GPU with unquantized weights that are not sharded.
+
+    torch.compile does not support the kernels of quantized layers, and treats the shapes of sharded weights as dynamic.
+    """
+    is_plain = not getattr(model, "is_quantized", False) and find_sharding(model) is None
+    return model.device.type == "cuda" and is_plain
 
 
 def find_compilable(*models: PreTrainedModel) -> tuple[PreTrainedModel, ...]:

@@ -51,6 +51,7 @@ def shard_model(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> N
 
     The weights are those of the first rank. Only a model that takes gradients has float32 shards.
     """
+    model.tie_weights()  # moving a model to the meta device unties them
     dtype, decoder = model.dtype, model.get_decoder()
     layers = find_layers(model, dtype)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -79,6 +80,8 @@ def shard_model(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> N
     model.tie_weights()
     ignored = {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)}
     fully_shard(decoder, mesh=mesh, ignored_params=ignored)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of whole layers
     _SHARDINGS[model] = Sharding(ranks=ranks, dtype=dtype)
 
 
