@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -279,9 +280,9 @@ def run_worker(arguments: argparse.Namespace) -> None:
         num_minibatches=1,
     )  # fmt: skip
     if arguments.worker == "finetune":
-        finetune(
-            save_base(root, seed=arguments.seed, settings=settings), agent, root, seed=arguments.seed, settings=settings
-        )
+        base = save_base(root, seed=arguments.seed, settings=settings)
+        finetuned = finetune(base, agent, root, seed=arguments.seed, settings=settings)
+        (root / "finetuned").write_text(str(finetuned))
         return
     SLEEPS = Sleeps(median_s=arguments.median_s, p99_s=arguments.p99_s, seed=arguments.seed)
     config = build_run(Path((root / "finetuned").read_text()), root, seed=arguments.seed, settings=settings)
@@ -314,15 +315,20 @@ def read_curve(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def run_curve(arguments: argparse.Namespace) -> None:
     seeds = range(arguments.seeds)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+    kept = nullcontext(arguments.folder) if arguments.folder else tempfile.TemporaryDirectory()
+    with kept as folder, ThreadPoolExecutor(arguments.jobs) as pool:
 
         def start(worker: str, seed: int) -> None:
+            made = "finetuned" if worker == "finetune" else f"staleness-{worker}.json"
+            if (Path(folder) / str(seed) / made).exists():
+                return
             given = [
                 "curve", "--worker", worker, "--folder", f"{folder}/{seed}", "--seed", str(seed),
                 "--demonstrations", str(arguments.demonstrations), "--steps", str(arguments.steps),
                 "--interval", str(arguments.interval),
                 "--median-s", str(arguments.median_s), "--p99-s", str(arguments.p99_s),
             ]  # fmt: skip
+            Path(folder).mkdir(exist_ok=True)
             with (Path(folder) / f"{worker}-{seed}.log").open("w") as log:
                 done = subprocess.run([sys.executable, __file__, *given], stdout=log, stderr=log, check=False)
             if done.returncode:
@@ -389,7 +395,7 @@ def main() -> None:
     curve.add_argument("--steps", type=int, default=40, help="steps of a run")
     curve.add_argument("--interval", type=int, default=8, help="steps between evaluations")
     curve.add_argument("--worker", help=argparse.SUPPRESS)
-    curve.add_argument("--folder", help=argparse.SUPPRESS)
+    curve.add_argument("--folder", help="keeps the runs; started again, the command makes those that are missing")
     curve.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     curve.set_defaults(run=run_curve)
     arguments = parser.parse_args()
