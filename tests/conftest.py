@@ -5,6 +5,7 @@ The terminal summary lists the skipped tests, grouped by reason.
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:  # `keywords` has the names of parent folders too
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported by now from garbage collection: runs collect all garbage between stages and models, and
+    the objects of the libraries would take most of that time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

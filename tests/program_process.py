@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import runpy
@@ -113,6 +114,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     sys.path.remove(str(Path(__file__).parent))
+    gc.freeze()  # collections of the programs skip what is imported here
     for line in sys.stdin:
         folder, words, log = json.loads(line)
         pid = os.fork()
