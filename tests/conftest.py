@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 
+from file_order import put_long_files_first
 from skip_summary import pytest_terminal_summary as pytest_terminal_summary
 
 torch.set_num_threads(1)
@@ -31,6 +32,7 @@ hypothesis.settings.load_profile("tunesmith")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    put_long_files_first(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
