@@ -25,7 +25,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/tunesmith demo
 
 test: lint docs
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ The terminal summary lists the skipped tests, grouped by reason.
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,20 +16,36 @@ import hypothesis
 import pytest
 import torch
 
+from file_order import put_long_files_first
 from skip_summary import pytest_terminal_summary as pytest_terminal_summary
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("tunesmith", deadline=None, derandomize=True, max_examples=30, print_blob=True)
+hypothesis.settings.register_profile(
+    "tunesmith",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # fails a test when other processes take the cores
+    derandomize=True,
+    max_examples=30,
+    print_blob=True,
+)
 hypothesis.settings.load_profile("tunesmith")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    put_long_files_first(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu") is not None:  # `keywords` has the names of parent folders too
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt what is imported by now from garbage collection: runs collect all garbage between stages and models, and
+    the objects of the libraries would take most of that time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

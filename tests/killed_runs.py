@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
+from program_process import start_program_process
 
+LOG = "zygote.log"
+
+
+@dataclass(frozen=True)
 class Zygote:
-    """Runs `tunesmith` commands in `folder`, forked from a process that has imported everything (`zygote.py`)."""
+    """Runs `tunesmith` commands in `folder`, forked from a process that has imported everything. Their output is in
+    `zygote.log`."""
 
-    def __init__(self, folder: Path) -> None:
-        script = Path(__file__).parent / "zygote.py"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)], cwd=folder, env=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout.readline().strip() == "ready"
+    folder: Path
 
     def run(self, arguments: list[str], *, kill_after_s: float | None = None) -> int:
         pid = self.start(arguments)
@@ -36,17 +34,14 @@ class Zygote:
 
     def start(self, arguments: list[str]) -> int:
         """Start a command; returns its process id."""
-        self.process.stdin.write(json.dumps(arguments) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
+        return start_program_process().start(["tunesmith", *arguments], folder=self.folder, log=LOG)
 
     def wait(self) -> int:
         """The exit status of the command that was started last."""
-        return int(self.process.stdout.readline())
+        return start_program_process().wait()
 
     def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(timeout=30)
+        start_program_process().kill()
 
 
 def read_metrics(run: Path) -> list[dict]:

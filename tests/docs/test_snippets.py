@@ -18,7 +18,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from markdown_pages import PAGES, ROOT, Snippet, find_snippets, iter_inline_code
-from program_process import LOG, ProgramProcess
+from program_process import LOG, ProgramProcess, start_program_process
 from shell_commands import check_line, find_errors, is_shell, iter_commands
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
@@ -49,10 +49,11 @@ RUN_BY_OTHERS = {
 """Pages whose programs are run by a test of their own."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def programs() -> Iterator[ProgramProcess]:
-    with ProgramProcess() as process:
-        yield process
+    process = start_program_process()
+    yield process
+    process.kill()
 
 
 def select(*languages: str) -> list[Any]:

@@ -18,6 +18,8 @@ TASKS = [Task(task_id=f"train/{i}", index=i, row={"question": f"q{i}"}) for i in
 NUM_ROUNDS = 3
 """Tool calls of each rollout; it makes one model call more."""
 VOCAB_SIZE = 400
+TIMEOUT_S = 120.0
+"""No test waits for it. A rollout that a busy machine delays beyond it fails, and groups would differ."""
 
 
 def sample_by_seed(prompt, sampling, order):
@@ -68,7 +70,7 @@ async def run_branched(
     return await run_groups(
         tasks,
         group_size=group_size,
-        agent=Agent(workflow=workflow, timeout_s=5),
+        agent=Agent(workflow=workflow, timeout_s=TIMEOUT_S),
         model=service or build_service(),
         seed=seed,
         step=1,

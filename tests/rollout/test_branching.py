@@ -73,6 +73,7 @@ async def test_groups_do_not_depend_on_concurrency_or_timing():
         await run_branched(agent, build_branching(**knobs), group_size=9, tasks=TASKS, max_concurrency=number)
         for agent, number in ((ToolAgent(), 100), (ToolAgent(), 1), (SlowAgent(), 4))
     ]
+    assert not [run.failure for each in groups for group in each for run in group.trajectories if run.failure]
     assert list_turns(groups[0]) == list_turns(groups[1]) == list_turns(groups[2])
     parents = [[run.parent for group in each for run in group.trajectories] for each in groups]
     assert parents[0] == parents[1] == parents[2]

@@ -102,5 +102,10 @@ def test_the_commands_read_a_run_folder(run_folder, tmp_path):
     assert shown.exit_code == 0 and "5 more match" in shown.output
     exported = CliRunner().invoke(app, ["view", str(run_folder), "--export", str(tmp_path / "r.html"), "--max-mb", "4"])
     assert exported.exit_code == 0 and (tmp_path / "r.html").is_file()
+    (tmp_path / "pipeline" / "a").mkdir(parents=True)
+    (tmp_path / "pipeline" / "a" / "metrics.jsonl").write_text("")  # fine-tuning, without rollouts
+    (tmp_path / "pipeline" / "rl").symlink_to(run_folder)
+    above = CliRunner().invoke(app, ["show", str(tmp_path / "pipeline"), "--step", "3", "--limit", "1"])
+    assert above.exit_code == 0 and "5 more match" in above.output
     missing = CliRunner().invoke(app, ["view", str(tmp_path / "none")])
     assert missing.exit_code == 1 and "there is no such folder" in missing.output

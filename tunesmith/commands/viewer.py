@@ -52,7 +52,7 @@ def view(
 
 
 def show(
-    run: Annotated[str, typer.Argument(help="Folder of a run.")],
+    run: Annotated[str, typer.Argument(help="Folder of a run, or above one.")],
     step: Annotated[int | None, typer.Option(min=0, help="Step to show; default: the newest with rollouts.")] = None,
     task: Annotated[str | None, typer.Option(help="Only tasks whose id contains this.")] = None,
     min_reward: Annotated[float | None, typer.Option(help="Only rollouts with at least this reward.")] = None,
@@ -65,9 +65,9 @@ def show(
 
     def work() -> None:
         from tunesmith.viewer.reading.run import open_runs  # numpy and pyarrow, which --help does not need
-        from tunesmith.viewer.show import Wanted, print_step
+        from tunesmith.viewer.show import Wanted, choose_run, print_step
 
         wanted = Wanted(task=task, min_reward=min_reward, max_reward=max_reward, is_failed=failed, limit=limit)
-        print_step(open_runs([run])[0], step, wanted)
+        print_step(choose_run(open_runs([run])), step, wanted)
 
     run_guarded(work, is_debug=debug)

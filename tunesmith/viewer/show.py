@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,11 @@ class Wanted:
     max_reward: float | None = None
     is_failed: bool = False
     limit: int = 10
+
+
+def choose_run(runs: Sequence[Run]) -> Run:
+    """The first run with rollouts: the folder of a pipeline or demo also has fine-tuning runs, which have none."""
+    return next((run for run in runs if run.files.list_steps()), runs[0])
 
 
 def print_step(run: Run, step: int | None, wanted: Wanted, *, console: Console | None = None) -> None:

@@ -287,6 +287,23 @@ def test_garbage_collection_thresholds_are_restored_when_the_loop_is_closed() ->
     assert gc.get_threshold() == before
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_objects_stay_frozen_if_the_program_froze_them(is_frozen: bool) -> None:
+    async def count() -> int:
+        return gc.get_freeze_count()
+
+    num_before = gc.get_freeze_count()
+    try:
+        gc.unfreeze()
+        if is_frozen:
+            gc.freeze()
+        assert run_lockstep(count()) > 0
+        assert (gc.get_freeze_count() > 0) == is_frozen
+    finally:
+        if num_before:
+            gc.freeze()
+
+
 def test_the_wait_for_tools_is_measured_but_not_code_that_blocks() -> None:
     engine = build_engine()
 

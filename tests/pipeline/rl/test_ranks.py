@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from test_resume import AGENT
 from typer.testing import CliRunner
 
-from killed_runs import read_metrics
+from killed_runs import Zygote, read_metrics
 from tunesmith.cli import app
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.prepare import prepare_model
@@ -85,7 +85,8 @@ def run(folder: Path, name: str, *arguments: str) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    return run(folder, "alone")
+    assert Zygote(folder).run(["tune", "run.yaml", "--set", "name=alone"]) == 0, (folder / "zygote.log").read_text()
+    return folder / "runs/AgentScope/alone"
 
 
 @pytest.fixture(scope="module")

@@ -158,10 +158,11 @@ def run_lockstep(coroutine: Coroutine[Any, Any, T], settings: RolloutSection = R
     Tasks and threads that still run at the end are cancelled, awaited for `shutdown.GRACE_S`, reported, and left
     running. The first Ctrl-C or SIGTERM cancels the coroutine, the second interrupts whatever runs. Garbage is
     collected less often, because requests create many long-lived objects, and existing objects are frozen, because a
-    full collection over those of the libraries takes a second.
+    full collection over those of the libraries takes a second; a program that has frozen its objects keeps them so.
     """
-    thresholds = gc.get_threshold()
-    gc.freeze()
+    thresholds, is_frozen = gc.get_threshold(), gc.get_freeze_count() > 0
+    if not is_frozen:
+        gc.freeze()
     gc.set_threshold(thresholds[0] and max(thresholds[0], MIN_NEW_OBJECTS), *thresholds[1:])
     threads_before = frozenset(threading.enumerate())
     loop = EngineLoop(settings)
@@ -176,7 +177,8 @@ def run_lockstep(coroutine: Coroutine[Any, Any, T], settings: RolloutSection = R
     finally:
         asyncio.set_event_loop(None)
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
 
 
 class LoopClock:

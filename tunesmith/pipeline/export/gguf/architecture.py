@@ -52,7 +52,7 @@ def describe_architecture(config: PretrainedConfig) -> GgufArchitecture:
     if model_type not in NAMES:
         raise ModelError(
             f"the architecture {model_type!r} cannot be written as GGUF; supported: {', '.join(NAMES)} "
-            "(SmolLM and SmolLM2 are llama). Remove gguf from formats"
+            "(SmolLM and SmolLM2 are llama). Leave gguf out of the formats"
         )
     check_variant(config)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -127,7 +127,7 @@ def describe_rope(config: PretrainedConfig, *, head_dim: int) -> tuple[dict[str,
         return describe_yarn(rope, config), None
     raise ModelError(
         f"rotary scaling of type {kind!r} cannot be written as GGUF for {config.model_type}; supported: default, "
-        "linear, yarn, and llama3 for llama. Remove gguf from formats"
+        "linear, yarn, and llama3 for llama. Leave gguf out of the formats"
     )
 
 

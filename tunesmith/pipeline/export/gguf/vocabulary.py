@@ -112,7 +112,9 @@ def check_tokenizer(parts: Mapping[str, Any]) -> None:
     refused[f"added tokens that strip adjacent spaces or match whole words only: {stripped[:3]}"] = bool(stripped)
     found = [name for name, is_refused in refused.items() if is_refused]
     if found:
-        raise ModelError(f"the tokenizer has {'; '.join(found)}: GGUF cannot represent it. Remove gguf from formats")
+        raise ModelError(
+            f"the tokenizer has {'; '.join(found)}: GGUF cannot represent it. Leave gguf out of the formats"
+        )
 
 
 def affects_neighbors(token: Mapping[str, Any]) -> bool:
@@ -132,7 +134,7 @@ def find_pre_tokenizer(parts: Mapping[str, Any]) -> str:
     raise ModelError(
         "the tokenizer's split rules match no supported pre-tokenizer of llama.cpp "
         f"({', '.join(PRE_TOKENIZERS.values())}): a GGUF file would encode text differently from the trained model. "
-        "Remove gguf from formats"
+        "Leave gguf out of the formats"
     )
 
 
@@ -196,7 +198,7 @@ def find_added_specials(tokenizer: PreTrainedTokenizerBase) -> tuple[bool, bool]
             return has_bos, has_eos
     raise ModelError(
         f"the tokenizer adds other tokens than bos and eos to text ({full} for {plain}): GGUF cannot represent it. "
-        "Remove gguf from formats"
+        "Leave gguf out of the formats"
     )
 
 
