@@ -13,7 +13,6 @@ import openai
 import pytest
 
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, Stop, TunerModelConfig, WorkflowOutput, tune
-from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.errors import ConfigError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
@@ -259,7 +258,7 @@ def test_several_ranks_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     config = build_config({"model": {"path": "m"}, "rollout": {"max_staleness": 1}})
     with pytest.raises(ConfigError, match="does not work with 2 ranks: rollouts stay in flight on one rank only"):
-        check_staleness(config, resolve_algorithm(config.algorithm))
+        check_staleness(config)
 
 
 def test_a_cap_of_importance_weights_has_an_effect_with_staleness(run):

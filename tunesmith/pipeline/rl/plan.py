@@ -60,7 +60,7 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         check_online(config, algorithm)
     check_refill(config)
     check_credit(config)
-    check_staleness(config, algorithm)
+    check_staleness(config)
     check_sampling_is_random(config, algorithm)
     operators = build_operators(
         config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators

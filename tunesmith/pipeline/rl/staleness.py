@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from tunesmith.algorithms.algorithm import Algorithm
-from tunesmith.algorithms.table import ON_POLICY_ONLY
 from tunesmith.cluster.place import find_place
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
@@ -22,39 +20,14 @@ from tunesmith.tasks.task_feed import TaskFeed
 T = TypeVar("T")
 
 
-def check_staleness(config: RunConfig, algorithm: Algorithm) -> None:
-    """Raise if the run cannot train on tokens of older weights."""
-    rollout, replay = config.rollout, config.experience.replay
-    if rollout.max_staleness == 0:
-        if rollout.stale_cache != type(rollout).model_fields["stale_cache"].default:
-            raise ConfigError(
-                f"rollout.stale_cache={rollout.stale_cache} has no effect with rollout.max_staleness=0: raise it, or "
-                "leave out stale_cache"
-            )
-        return
+def check_staleness(config: RunConfig) -> None:
+    """Raise if this process is one of several ranks, whose rollouts cannot stay in flight."""
     num_ranks = max(config.cluster.num_workers or 1, find_place().world_size)
-    reasons = {
-        f"algorithm.algorithm_type={algorithm.name!r}": (
-            algorithm.name in ON_POLICY_ONLY or "baselines" in algorithm.needs,
-            "it is defined for tokens of the current weights only; choose another, such as multi_step_grpo",
-        ),
-        "rollout.branching": (
-            rollout.branching is not None,
-            "a branch would continue a rollout of other weights; leave one of them out",
-        ),
-        "serve": (config.serve is not None, "workers run each task to its end; leave max_staleness out"),
-        f"{num_ranks} ranks": (
-            num_ranks > 1,
-            "rollouts stay in flight on one rank only; leave max_staleness out, or set cluster.num_workers=1",
-        ),
-        f"experience.replay.max_staleness={replay.max_staleness}": (
-            replay.num_groups > 0 and replay.max_staleness > rollout.max_staleness,
-            f"replayed groups would be older; set it to {rollout.max_staleness} or less",
-        ),
-    }
-    for what, (is_wrong, advice) in reasons.items():
-        if is_wrong:
-            raise ConfigError(f"rollout.max_staleness={rollout.max_staleness} does not work with {what}: {advice}")
+    if config.rollout.max_staleness and num_ranks > 1:
+        raise ConfigError(
+            f"rollout.max_staleness={config.rollout.max_staleness} does not work with {num_ranks} ranks: rollouts stay "
+            "in flight on one rank only; leave max_staleness out, or set cluster.num_workers=1"
+        )
 
 
 def build_in_flight(

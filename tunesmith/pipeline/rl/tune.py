@@ -50,6 +50,7 @@ from tunesmith.rollout.actors import Actors, RolloutProgress
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.in_flight.in_flight_groups import describe_requeued
+from tunesmith.rollout.openai_server.http import check_port
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.shared_step import end_run, follow
 from tunesmith.storage import check_free_space, save_json
@@ -133,6 +134,7 @@ def run_tuning(
         check_workflow_branches(workflow)
     place = find_place()
     own_config = place_config(config, place, num_gpus=torch.cuda.device_count())
+    check_port(own_config.rollout.http_port, knob="rollout.http_port")
     device = resolve_device(own_config.model.device)
     plan = build_plan(own_config, custom) if place.is_first else None
     with default_modes(), open_ranks(place, device=device, timeout_s=config.cluster.timeout_s) as ranks:

@@ -18,10 +18,11 @@ from tunesmith.pipeline.session.load_function import load_function
 from tunesmith.pipeline.session.placement import place_server
 from tunesmith.pipeline.session.policy import BuildModel
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
+from tunesmith.rollout.openai_server.http import check_port
 from tunesmith.rollout.task_server.app import ServerLimits
 from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.queue import TaskQueue
-from tunesmith.rollout.task_server.serve import serve_live, serve_tasks
+from tunesmith.rollout.task_server.serve import KNOB, serve_live, serve_tasks
 from tunesmith.types import JudgeType, WorkflowType
 
 
@@ -51,6 +52,7 @@ def run_serving(
         public_url=section.public_url,
     )
     address: dict[str, Any] = {"limits": limits, "host": section.host, "port": place_server(section, place).port}
+    check_port(address["port"], host=section.host, knob=KNOB)
     workflow: WorkflowType
     if section.mode == "online":
         sessions = LiveSessions(
