@@ -70,7 +70,7 @@ def wait_for_fork(path: str, arguments: list[str]) -> None:
     """Let the process at the socket fork, and end as its fork ends."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
-    request = json.dumps({"arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
+    request = json.dumps({"arguments": arguments, "folder": str(Path.cwd()), "environment": dict(os.environ)}).encode()
     socket.send_fds(connection, [len(request).to_bytes(8, "big")], [1, 2])
     connection.sendall(request)
     pid = int.from_bytes(connection.recv(8), "big")

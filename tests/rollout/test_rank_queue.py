@@ -63,7 +63,7 @@ class Served:
 
     async def wait_for_offers(self, number: int) -> None:
         async with asyncio.timeout(20):
-            while (await self.client.get("/health")).json()["num_waiting"] != number:
+            while (await self.client.get("/health")).json()["num_waiting"] != number:  # noqa: ASYNC110 - over HTTP
                 await asyncio.sleep(0.01)
 
 
@@ -103,7 +103,7 @@ async def test_a_worker_of_one_address_runs_the_tasks_of_both_ranks():
         assert [each.failure for each in trajectories] == [None] * 4
         assert [len(each.turns) for each in trajectories] == [1] * 4
         async with asyncio.timeout(20):  # the first rank learns of the end when the other closes its request
-            while (await served.client.get("/health")).json()["num_open"]:
+            while (await served.client.get("/health")).json()["num_open"]:  # noqa: ASYNC110 - over HTTP
                 await asyncio.sleep(0.01)
 
 
