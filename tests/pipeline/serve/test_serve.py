@@ -160,7 +160,11 @@ def test_other_training_refuses_the_section(monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "override", "message"),
     [
-        ({}, "serve.mode=online serve.lost_after_s=120", "serve.mode=online with 2 ranks: live conversations run on one rank only"),
+        (
+            {},
+            "serve.mode=online serve.lost_after_s=120",
+            "serve.mode=online with 2 ranks: live conversations run on one rank only",
+        ),
         ({}, "serve.public_url=http://a", "serve.public_url='http://a' is one address for 2 ranks"),
         ({"LOCAL_WORLD_SIZE": "1"}, "serve.port=0", "1 of 2 ranks run on others: start torchrun on one host only"),
         ({"LOCAL_RANK": "1", "RANK": "1"}, "serve.port=65535", "serve.port=65535 leaves no port for rank 1"),
