@@ -15,6 +15,7 @@ import pytest
 from killed_runs import read_metrics
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.prepare import prepare_model
+from tunesmith.storage import load_json
 
 pytestmark = pytest.mark.timeout(600)
 RUN = """
@@ -47,25 +48,28 @@ def folder(tmp_path_factory):
 class Worker(threading.Thread):
     """Works at one URL until the run has ended; `turns` are its calls, by attempt, with the port they went to."""
 
-    def __init__(self, url: str, *, max_tasks: int | None = None) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
         self.client = httpx.Client(base_url=url, timeout=60)
-        self.max_tasks = max_tasks
         self.turns: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self.num_reports = 0
         self.error: Exception | None = None
         self.start()
 
     def run(self) -> None:
-        try:
-            while self.max_tasks is None or self.num_reports < self.max_tasks:
+        while self.error is None:
+            try:
                 reply = self.client.get("/tasks/next", params={"wait_s": 5})
-                if reply.status_code == 410:
-                    return
-                if reply.status_code != 204:
-                    self.work(reply.raise_for_status().json())
-        except httpx.HTTPError as error:
-            self.error = error
+            except httpx.TransportError:  # the server has ended
+                return
+            if reply.status_code == 410:
+                return
+            if reply.status_code == 204:
+                continue
+            try:
+                self.work(reply.raise_for_status().json())
+            except httpx.HTTPError as error:
+                self.error = error
 
     def work(self, taken: dict) -> None:
         body = {"messages": [{"role": "user", "content": taken["task"]["question"]}], "return_token_ids": True}
@@ -78,9 +82,9 @@ class Worker(threading.Thread):
         self.num_reports += 1
 
 
-def start(forks, folder, name):
+def start(forks, folder, name, *arguments):
     """The command, and the URL that it prints."""
-    process = forks.start(folder, "serve", "run.yaml", "--ranks", "2", "--set", f"name={name}")
+    process = forks.start(folder, "serve", "run.yaml", "--ranks", "2", "--set", f"name={name}", *arguments)
     for line in process.stdout:
         if line.startswith("tasks for workers: "):
             return process, line.removeprefix("tasks for workers: ").removesuffix("/tasks/next\n")
@@ -111,12 +115,12 @@ def test_two_ranks_train_on_what_a_worker_of_one_address_does(forks, folder):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_run_with_one_sentence(forks, folder, victim):
-    process, url = start(forks, folder, f"killed-{victim}")
-    worker = Worker(url, max_tasks=2)
-    deadline = time.monotonic() + 60
-    while worker.num_reports < 2 and worker.error is None:
-        assert time.monotonic() < deadline
+def test_a_killed_rank_ends_the_run_with_one_sentence_and_it_resumes(forks, folder, victim):
+    name = f"killed-{victim}"
+    process, url = start(forks, folder, name, "--set", "total_steps=50")
+    worker, deadline = Worker(url), time.monotonic() + 120
+    while not (folder / f"runs/p/{name}/global_step_1/DONE.json").exists():
+        assert process.poll() is None and worker.error is None and time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(forks.find_ranks(process)[victim], signal.SIGKILL)
     output, _ = process.communicate(timeout=300)
@@ -126,3 +130,10 @@ def test_a_killed_rank_ends_the_run_with_one_sentence(forks, folder, victim):
     assert "Traceback" not in output
     with pytest.raises(OSError), socket.create_connection(("127.0.0.1", httpx.URL(url).port), timeout=5):
         pass
+    committed = load_json(folder / f"runs/p/{name}/last_commit.json")["step"]
+    process, url = start(forks, folder, name, "--set", f"total_steps={committed + 1}", "--resume")
+    worker = Worker(url)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    trained = [row["step"] for row in read_metrics(folder / f"runs/p/{name}") if row["kind"] == "train"]
+    assert trained == list(range(1, committed + 2)) and worker.error is None

@@ -190,12 +190,16 @@ def run_follower(
     start: RunStart = ranks.broadcast_object()
     policy, actors = load()
     trainer = build_trainer(config, algorithm, functions, policy, ranks, total_steps=start.total_steps)
-    if start.checkpoint is not None:
-        restore_models(start.checkpoint, policy, trainer)
+    actors = bind_actors(actors, server)
+
+    async def train_shares() -> TuneResult:
+        if start.checkpoint is not None:  # together with the first rank, which has its server then
+            restore_models(start.checkpoint, policy, trainer)
+        ended: TuneResult = await follow(actors, trainer, build_branching(config, policy))
+        return ended
+
     try:
-        actors = bind_actors(actors, server)
-        following = partial(follow, actors, trainer, build_branching(config, policy))
-        result: TuneResult = run_lockstep(work_while_serving(following, server, actors), config.rollout)
+        result = run_lockstep(work_while_serving(train_shares, server, actors), config.rollout)
     finally:
         policy.close()
     return result
