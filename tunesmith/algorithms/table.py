@@ -364,6 +364,3 @@ GROUP_RELATIVE_ADVANTAGES = frozenset(
 ZERO_AT_EQUAL_REWARDS = GROUP_RELATIVE_ADVANTAGES | {compute_gigpo_advantages, compute_remax_advantages}
 """Advantages that are zero, so that the group is dropped, if the rewards of a group (and its baseline or turns) do not
 differ."""
-ON_POLICY_ONLY = frozenset({"opo", "remax", "on_policy_distill", "jsd"})
-"""Algorithms defined for tokens of the current weights only: the baselines of `opo` and `remax` are those of the
-policy that is trained, and distillation compares the current policy with its teacher on its own tokens."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tunesmith.cluster.ranks import Ranks
 
@@ -26,8 +26,9 @@ async def end_together(ranks: Ranks, work: Awaitable[T]) -> T:
     running, is_done = asyncio.ensure_future(work), threading.Event()
     running.add_done_callback(lambda _: is_done.set())
     others = _watch(ranks, is_done)
+    both: set[asyncio.Future[Any]] = {running, others}
     try:
-        await asyncio.wait({running, others}, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
         if running.done():
             running.result()  # raises the error of this rank, which the others have not met
         others.result()

@@ -19,7 +19,7 @@ from tunesmith.config.environment.environment import EnvironmentSection
 from tunesmith.config.experience import ExperienceSection, OperatorSection
 from tunesmith.config.model import AuxiliaryModelSection, ModelSection, refuse_dropout
 from tunesmith.config.rollout.branching import BranchingSection, check_branching
-from tunesmith.config.rollout.staleness import StalenessKnobs
+from tunesmith.config.rollout.staleness import StalenessKnobs, check_staleness_knobs
 from tunesmith.config.section import LearningRate, NumThreads, Section, Temperature
 from tunesmith.config.serve.serve import ServeSection, check_serve
 
@@ -348,6 +348,18 @@ class RunConfig(Section):
         num_ranks, launcher = self.cluster.num_workers or 1, self.cluster.launcher
         check_serve(self.serve, num_ranks=num_ranks, launcher=launcher, has_branching=branching is not None)
         check_branching(branching, self.rollout.assignment, group_size=group_size, temperature=temperature)
+        return self
+
+    @model_validator(mode="after")
+    def _check_staleness(self) -> RunConfig:
+        replay = self.experience.replay
+        check_staleness_knobs(
+            self.rollout,
+            algorithm=self.algorithm.algorithm_type,
+            replay_staleness=replay.max_staleness if replay.num_groups else None,
+            has_branching=self.rollout.branching is not None,
+            is_served=self.serve is not None,
+        )
         return self
 
     @model_validator(mode="after")

@@ -22,11 +22,13 @@ from tunesmith.pipeline.diagnosis.drift import (
     find_stale_samples,
 )
 from tunesmith.pipeline.diagnosis.finding import Finding, Passed
+from tunesmith.pipeline.diagnosis.in_flight import find_dropped_groups
 from tunesmith.pipeline.diagnosis.lengths import find_length_growth
 from tunesmith.pipeline.diagnosis.optimizer import find_dead_learning_rate, find_gradients
 from tunesmith.pipeline.diagnosis.record import RunRecord
 from tunesmith.pipeline.diagnosis.rewards import find_reward_trend, find_small_batch
 from tunesmith.pipeline.diagnosis.series import Series, compute_slope_t, find_longest_streak, split_ends
+from tunesmith.pipeline.diagnosis.speed import find_stragglers
 
 RISING = np.linspace(0, 1, 40)
 
@@ -146,6 +148,43 @@ def test_stale_groups_are_reported_with_the_knobs_of_replay():
     fresh = metrics | {"experience/num_replayed_groups": 8, "correction/truncated_frac": 0.01}
     assert isinstance(find_stale_samples(build_record(fresh, experience=replay)), Passed)
     assert find_stale_samples(build_record(metrics)) is None
+
+
+@pytest.mark.parametrize(
+    ("staleness", "settings"), [(1, {"rollout.max_staleness": 2}), (4, {"rollout.max_concurrency": 160})]
+)
+def test_dropped_groups_are_reported_with_the_knobs_of_staleness(staleness, settings):
+    rollout = {"max_staleness": staleness, "max_concurrency": 512}
+    algorithm = {"batch_size": 16, "group_size": 4}
+    record = build_record({"staleness/num_dropped_groups": 2.0}, rollout=rollout, algorithm=algorithm)
+    finding = find_dropped_groups(record)
+    assert "12% of the groups are dropped" in finding.problem
+    assert finding.settings == settings
+    assert finding.evidence[0].value == pytest.approx(2 / 16)
+    check_settings(finding, record.config)
+    few = np.where(np.arange(40) % 4 == 0, 2.0, 0.0)
+    assert isinstance(find_dropped_groups(build_record({"staleness/num_dropped_groups": few})), Passed)
+    assert find_dropped_groups(build_record({"perf/step_s": 1.0})) is None
+
+
+SLOW = {"perf/trajectory_s_max": 40.0, "perf/trajectory_s_mean": 3.0, "perf/rollout_s": 41.0, "perf/step_s": 45.0}
+
+
+def test_waits_for_slow_rollouts_suggest_rollouts_in_flight_where_the_run_can_have_them():
+    record = build_record(SLOW)
+    finding = find_stragglers(record)
+    assert finding.settings == {"rollout.timeout_s": 26.0, "rollout.max_staleness": 1}
+    check_settings(finding, record.config)
+    for refused in (
+        {"algorithm": {"algorithm_type": "opo"}},
+        {"serve": {}},
+        {"experience": {"replay": {"num_groups": 1}}},
+    ):
+        record = build_record(SLOW, **refused)
+        finding = find_stragglers(record)
+        assert "max_staleness" not in finding.change
+        check_settings(finding, record.config)
+    assert isinstance(find_stragglers(build_record(SLOW, rollout={"max_staleness": 1})), Passed)
 
 
 def test_checks_without_their_metrics_do_not_apply():

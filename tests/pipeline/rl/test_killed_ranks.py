@@ -1,7 +1,8 @@
 """`kill -9` of a random rank at a random moment, under torchrun and under Ray; the run ends as if nothing had happened.
 
-`TUNESMITH_ALL_RANKS=1` runs it: ten kills on two and three CPU ranks, and errors that Ray must not restart after. The
-tests of Ray need the extra `ray`, and start a cluster of two nodes on this machine.
+Two kills under torchrun are always run. `TUNESMITH_ALL_RANKS=1` runs all of them: ten kills on two and three CPU ranks
+under each launcher, and errors that Ray must not restart after. The tests of Ray need the extra `ray`, and start a
+cluster of two nodes on this machine.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-from test_ranks import NEEDS_ALL, folder, run, start  # noqa: F401 - `folder` is a fixture
+from test_ranks import NEEDS_ALL, folder, fork, run, start  # noqa: F401 - `folder` is a fixture
 
 from killed_runs import read_metrics
 
-pytestmark = [NEEDS_ALL, pytest.mark.timeout(1200)]
-NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra `ray` is not installed")
+pytestmark = pytest.mark.timeout(1200)
+HAS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra `ray` is not installed")
+NUM_KILLS = 10
+NUM_ALWAYS_RUN = 2
+SMALL = ("--set", "total_steps=4", "--set", "algorithm.group_size=2", "--set", "model.max_tokens=6")
+"""Four steps with two checkpoints, and seven lines of metrics."""
 PROGRAM = """
 from tunesmith import JudgeOutput, WorkflowOutput, tune
 
@@ -44,9 +50,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def whole(folder):  # noqa: F811
-    """Uninterrupted runs by their number of ranks."""
-    return {number: run(folder, f"whole-{number}", "--ranks", str(number)) for number in (2, 3)}
+def find_whole(folder, forks):  # noqa: F811
+    """The uninterrupted run on a number of ranks."""
+    return cache(lambda number: run(folder, f"whole-{number}", "--ranks", str(number), *SMALL, forks=forks))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +68,7 @@ def cluster():
 
 def assert_same_run(found: Path, expected: Path) -> None:
     assert read_metrics(found) == read_metrics(expected)
-    one, other = (load_file(each / "global_step_6/model.safetensors") for each in (found, expected))
+    one, other = (load_file(each / "global_step_4/model.safetensors") for each in (found, expected))
     assert all((one[key] == other[key]).all() for key in other)
 
 
@@ -89,15 +95,11 @@ def find_ray_workers(pid: int) -> list[int]:
     return sorted(found)
 
 
-def find_torchrun_ranks(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def kill_one(
     process: subprocess.Popen, find: Callable[[], list[int]], metrics: Path, rng: random.Random, *, num_ranks: int
 ) -> bool:
     """Kill a random rank after a random number of metrics' lines and a random delay; False if the run was faster."""
-    num_rows, delay, deadline = rng.randrange(8), rng.uniform(0, 1), time.monotonic() + 300
+    num_rows, delay, deadline = rng.randrange(6), rng.uniform(0, 1), time.monotonic() + 300
     while len(find()) < num_ranks or (
         num_rows and (not metrics.exists() or metrics.read_text().count("\n") < num_rows)
     ):
@@ -113,39 +115,43 @@ def kill_one(
     return True
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_killed_rank_of_torchrun_ends_the_run_and_it_resumes(folder, whole, seed):  # noqa: F811
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=NEEDS_ALL if seed >= NUM_ALWAYS_RUN else ()) for seed in range(NUM_KILLS)]
+)
+def test_a_killed_rank_of_torchrun_ends_the_run_and_it_resumes(folder, forks, find_whole, seed):  # noqa: F811
     rng, name = random.Random(seed), f"torchrun-{seed}"
     num_ranks = rng.choice((2, 3))
-    process = start(folder, name, "--ranks", str(num_ranks))
+    process = fork(forks, folder, name, "--ranks", str(num_ranks), *SMALL)
     metrics = folder / "runs/AgentScope" / name / "metrics.jsonl"
-    is_killed = kill_one(process, lambda: find_torchrun_ranks(process.pid), metrics, rng, num_ranks=num_ranks)
+    is_killed = kill_one(process, partial(forks.find_ranks, process), metrics, rng, num_ranks=num_ranks)
     output, _ = process.communicate(timeout=300)
     if is_killed and process.returncode:
         assert "was killed by signal 9 (SIGKILL)" in output and "--resume" in output, output
-        run(folder, name, "--ranks", str(num_ranks), "--resume")
+        run(folder, name, "--ranks", str(num_ranks), *SMALL, "--resume", forks=forks)
     else:  # after the last step
         assert process.returncode == 0, output
-    assert_same_run(metrics.parent, whole[num_ranks])
+    assert_same_run(metrics.parent, find_whole(num_ranks))
 
 
-@NEEDS_RAY
-@pytest.mark.parametrize("seed", range(10))
-def test_ray_restarts_a_run_whose_rank_was_killed(folder, whole, cluster, seed, monkeypatch):  # noqa: F811
+@NEEDS_ALL
+@HAS_RAY
+@pytest.mark.parametrize("seed", range(NUM_KILLS))
+def test_ray_restarts_a_run_whose_rank_was_killed(folder, find_whole, cluster, seed, monkeypatch):  # noqa: F811
     monkeypatch.setenv("RAY_ADDRESS", cluster["RAY_ADDRESS"])
     rng, name = random.Random(100 + seed), f"ray-{seed}"
     num_ranks = rng.choice((2, 3))
-    process = start(folder, name, "--ranks", str(num_ranks), "--set", "cluster.launcher=ray")
+    process = start(folder, name, "--ranks", str(num_ranks), *SMALL, "--set", "cluster.launcher=ray")
     metrics = folder / "runs/AgentScope" / name / "metrics.jsonl"
     is_killed = kill_one(process, lambda: find_ray_workers(os.getpid()), metrics, rng, num_ranks=num_ranks)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert not is_killed or "all ranks are stopped" in output or "step 6/6" in output, output
-    assert_same_run(metrics.parent, whole[num_ranks])
+    assert not is_killed or "all ranks are stopped" in output or "step 4/4" in output, output
+    assert_same_run(metrics.parent, find_whole(num_ranks))
     assert not list((folder / "runs").glob(".ray-*"))
 
 
-@NEEDS_RAY
+@NEEDS_ALL
+@HAS_RAY
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -165,7 +171,8 @@ def test_a_lasting_error_is_one_sentence(folder, cluster, arguments, message, mo
     assert not list((folder / "runs").glob(".ray-*"))
 
 
-@NEEDS_RAY
+@NEEDS_ALL
+@HAS_RAY
 def test_a_program_of_functions_runs_on_ray(folder, cluster, monkeypatch):  # noqa: F811
     monkeypatch.setenv("RAY_ADDRESS", cluster["RAY_ADDRESS"])
     (folder / "program.py").write_text(PROGRAM)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import textwrap
 import time
 from functools import cache
@@ -17,7 +18,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forked_ranks import ForkedRanks
 from killed_runs import read_metrics
 from tunesmith.cluster.place import Place
 from tunesmith.errors import ConfigError
@@ -51,8 +51,56 @@ AGENT = textwrap.dedent(
 )
 
 
+class LooseRanks:
+    """Ranks of one run at a time in `folder`, without a launcher that would stop them when one fails."""
+
+    def __init__(self, folder, forks):
+        self.folder, self._forks, self._processes = folder, forks, []
+
+    def run(self, name, *overrides, num_ranks=1, options=()):
+        """The folder of a run that must end well."""
+        self.start(name, *overrides, num_ranks=num_ranks, options=options)
+        assert self.wait() == [0] * num_ranks, self.read_log()
+        return self.folder / "runs/AgentScope" / name
+
+    def start(self, name, *overrides, num_ranks=1, options=()):
+        """Start `tunesmith tune run.yaml`; returns the processes of the ranks."""
+        settings = [part for each in (f"name={name}", *overrides) for part in ("--set", each)]
+        port = find_free_port()
+        with (self.folder / "ranks.log").open("w") as log:
+            self._processes = [
+                self._forks.start(
+                    self.folder, "tune", "run.yaml", *settings, *options, log=log,
+                    environment={} if num_ranks == 1 else build_environment(rank, num_ranks, port),
+                )
+                for rank in range(num_ranks)
+            ]  # fmt: skip
+        return self._processes
+
+    def wait(self):
+        """The exit statuses of the ranks that were started last."""
+        return [process.wait(timeout=300) for process in self._processes]
+
+    def read_log(self):
+        """What these ranks have printed."""
+        return (self.folder / "ranks.log").read_text()
+
+
+def build_environment(rank, num_ranks, port):
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+
+
+def find_free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory, pocket_folder):
+def ranks(tmp_path_factory, pocket_folder, forks):
     folder = tmp_path_factory.mktemp("staleness")
     (folder / "agent.py").write_text(AGENT)
     (folder / "data").mkdir()
@@ -75,9 +123,7 @@ def ranks(tmp_path_factory, pocket_folder):
         "evaluation": {"interval_steps": 3, "max_tasks": 3},
     }
     (folder / "run.yaml").write_text(json.dumps(config))
-    found = ForkedRanks(folder)
-    yield found
-    found.close()
+    return LooseRanks(folder, forks)
 
 
 def read_groups(run, num_steps=NUM_STEPS):
@@ -201,12 +247,12 @@ def test_a_killed_rank_stops_the_others_and_the_run_resumes(ranks, samplers, vic
     """Without a launcher that would stop them."""
     name, num_ranks = f"killed-{samplers}-{victim}", 3 if samplers == 2 else 2
     settings = [f"cluster.sampling_ranks={samplers}", "total_steps=8"]
-    pids = ranks.start(name, *settings, num_ranks=num_ranks)
+    processes = ranks.start(name, *settings, num_ranks=num_ranks)
     metrics, deadline = ranks.folder / "runs/AgentScope" / name / "metrics.jsonl", time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    os.kill(pids[victim], signal.SIGKILL)
+    processes[victim].kill()
     started = time.monotonic()
     statuses = ranks.wait()
     assert statuses[victim] == -signal.SIGKILL and all(status == 1 for i, status in enumerate(statuses) if i != victim)

@@ -23,7 +23,8 @@ from safetensors.numpy import load_file
 from test_resume import AGENT
 from typer.testing import CliRunner
 
-from killed_runs import Zygote, read_metrics
+from forked_ranks import ForkedRanks
+from killed_runs import read_metrics
 from tunesmith.cli import app
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.prepare import prepare_model
@@ -76,17 +77,21 @@ def start(folder: Path, name: str, *arguments: str) -> subprocess.Popen:
     )
 
 
-def run(folder: Path, name: str, *arguments: str) -> Path:
-    process = start(folder, name, *arguments)
+def run(folder: Path, name: str, *arguments: str, forks: ForkedRanks | None = None) -> Path:
+    """A finished run: of processes that the command starts, or of forks in their place."""
+    process = start(folder, name, *arguments) if forks is None else fork(forks, folder, name, *arguments)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return folder / "runs/AgentScope" / name
 
 
+def fork(forks: ForkedRanks, folder: Path, name: str, *arguments: str) -> subprocess.Popen:
+    return forks.start(folder, "tune", "run.yaml", "--set", f"name={name}", *arguments)
+
+
 @pytest.fixture(scope="module")
-def alone(folder):
-    assert Zygote(folder).run(["tune", "run.yaml", "--set", "name=alone"]) == 0, (folder / "zygote.log").read_text()
-    return folder / "runs/AgentScope/alone"
+def alone(folder, forks):
+    return run(folder, "alone", forks=forks)
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +135,14 @@ def test_two_ranks_make_the_run_of_one(alone, pair):
         pytest.param([(2, 4), (3, 5), (1, 6)], id="2, 3, 1", marks=NEEDS_ALL),
     ],
 )
-def test_a_run_of_one_rank_is_resumed_on_any_number_of_ranks(folder, alone, stages):
+def test_a_run_of_one_rank_is_resumed_on_any_number_of_ranks(folder, forks, alone, stages):
     """Numbers of ranks, and the step at which they stop."""
     name = f"moved-{len(stages)}"
     shutil.copytree(alone, alone.with_name(name))
     for index, (num_ranks, total_steps) in enumerate(stages):
         how = ["--resume"] if index else ["--resume-from", "2"]
-        found = run(folder, name, *how, "--ranks", str(num_ranks), "--set", f"total_steps={total_steps}")
+        steps = ("--set", f"total_steps={total_steps}")
+        found = run(folder, name, *how, "--ranks", str(num_ranks), *steps, forks=forks)
     for step in (2, *(total_steps for _, total_steps in stages)):
         assert (found / f"global_step_{step}/DONE.json").is_file()
     rows, expected = read_metrics(found), read_metrics(alone)
@@ -151,22 +157,22 @@ def test_a_run_of_one_rank_is_resumed_on_any_number_of_ranks(folder, alone, stag
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=NEEDS_ALL), 1])
-def test_a_killed_rank_stops_the_others_and_the_run_resumes_bit_for_bit(folder, pair, victim):
+def test_a_killed_rank_stops_the_others_and_the_run_resumes_bit_for_bit(folder, forks, pair, victim):
     name = f"killed-{victim}"
-    process = start(folder, name, "--ranks", "2")
+    process = fork(forks, folder, name, "--ranks", "2")
     metrics, deadline = folder / "runs/AgentScope" / name / "metrics.jsonl", time.monotonic() + 120
     num_rows = random.Random(victim).randrange(2, 5)
     while not metrics.exists() or metrics.read_text().count("\n") < num_rows:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = forks.find_ranks(process)
     assert len(ranks) == 2
-    os.kill(int(ranks[victim]), signal.SIGKILL)
+    os.kill(ranks[victim], signal.SIGKILL)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 1
     assert f"tunesmith: rank {victim} was killed by signal 9 (SIGKILL)" in output
     assert "--resume" in output
-    found = run(folder, name, "--ranks", "2", "--resume")
+    found = run(folder, name, "--ranks", "2", "--resume", forks=forks)
     assert read_metrics(found) == read_metrics(pair)
     one, other = (load_file(each / "global_step_6/model.safetensors") for each in (found, pair))
     assert all((one[key] == other[key]).all() for key in other)
@@ -212,7 +218,7 @@ async def workflow(task, model):
 
 @NEEDS_ALL
 @pytest.mark.parametrize("credit", ["soft", "hard"])
-def test_rollouts_branch_on_two_ranks_as_on_one(folder, credit):
+def test_rollouts_branch_on_two_ranks_as_on_one(folder, forks, credit):
     (folder / "searcher.py").write_text(SEARCHER)
     settings = [
         "workflow=searcher.py:workflow",
@@ -223,8 +229,8 @@ def test_rollouts_branch_on_two_ranks_as_on_one(folder, credit):
     settings += ["rollout.branching.initial_rollouts=2"]
     settings += ["rollout.branching.base_probability=0.7"]
     overrides = [part for each in settings for part in ("--set", each)]
-    alone = run(folder, f"branching-{credit}", *overrides)
-    pair = run(folder, f"branching-{credit}-2", "--ranks", "2", *overrides)
+    alone = run(folder, f"branching-{credit}", *overrides, forks=forks)
+    pair = run(folder, f"branching-{credit}-2", "--ranks", "2", *overrides, forks=forks)
     assert_equal_runs(pair, alone)
     assert any(row.get("rollout/num_branched_rollouts", 0) > 0 for row in read_metrics(pair))
 
@@ -243,13 +249,14 @@ async def workflow(task, model):
 
 
 @NEEDS_ALL
-def test_a_rank_whose_tools_are_slow_runs_fewer_tasks_on_demand(folder):
+def test_a_rank_whose_tools_are_slow_runs_fewer_tasks_on_demand(folder, forks):
     """Every task is run once, with the tokens that it has on one rank."""
     (folder / "sleeper.py").write_text(SLEEPER)
     settings = ["workflow=sleeper.py:workflow", "judge=null", "algorithm.batch_size=8", "total_steps=2"]
     settings += ["rollout.max_concurrency=4", "rollout.assignment=balanced", "experience.refill_budget=1"]
     overrides = [part for each in settings for part in ("--set", each)]
-    alone, pair = run(folder, "demand", *overrides), run(folder, "demand-2", "--ranks", "2", *overrides)
+    alone = run(folder, "demand", *overrides, forks=forks)
+    pair = run(folder, "demand-2", "--ranks", "2", *overrides, forks=forks)
     groups, theirs = (load_rollouts(each / "rollouts/step_000001.parquet") for each in (pair, alone))
     assert [group.task for group in groups] == [group.task for group in theirs]
     sampled, expected = (

@@ -138,6 +138,7 @@ def test_a_worker_in_javascript_needs_only_fetch(train):
         ("workflow=agent.py:solve", "workflow='agent.py:solve' has no effect with `tunesmith serve`"),
         ("serve.host=0.0.0.0", "serve: host=0.0.0.0 lets other machines take tasks and post rewards"),
         ("serve.api_key_env=NO_SUCH_KEY", "serve.api_key_env='NO_SUCH_KEY': this environment variable is not set"),
+        ("cluster={launcher: ray, num_workers: 2}", "serve with cluster.launcher=ray: workers"),
     ],
 )
 def test_settings_are_refused_before_the_model_loads(override, message, monkeypatch):
@@ -146,13 +147,48 @@ def test_settings_are_refused_before_the_model_loads(override, message, monkeypa
         serve(RECIPE / "run.yaml", overrides=[override])
 
 
-def test_other_training_refuses_the_section(monkeypatch):
-    async def ask(task, model):
-        raise AssertionError
+async def ask_nothing(task, model):
+    raise AssertionError
 
+
+def test_other_training_refuses_the_section(monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match="serve has no effect without workers: run the file with `tunesmith serve`"):
-        tune(RECIPE / "run.yaml", workflow_func=ask)
+        tune(RECIPE / "run.yaml", workflow_func=ask_nothing)
+
+
+@pytest.mark.parametrize(
+    ("environment", "override", "message"),
+    [
+        (
+            {},
+            "serve.mode=online serve.lost_after_s=120",
+            "serve.mode=online with 2 ranks: live conversations run on one rank only",
+        ),
+        ({}, "serve.public_url=http://a", "serve.public_url='http://a' is one address for 2 ranks"),
+        ({"LOCAL_WORLD_SIZE": "1"}, "serve.port=0", "1 of 2 ranks run on others: start torchrun on one host only"),
+        ({"LOCAL_RANK": "1", "RANK": "1"}, "serve.port=65535", "serve.port=65535 leaves no port for rank 1"),
+    ],
+)
+def test_ranks_that_cannot_share_workers_are_refused(environment, override, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name, value in ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"} | environment).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        serve(RECIPE / "run.yaml", overrides=override.split())
+
+
+def test_a_port_in_use_is_found_before_the_model_loads(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot serve on 127.0.0.1:{port}: .*; set serve.port to a free port"):
+            serve(RECIPE / "run.yaml", overrides=[f"serve.port={port}", "model.path=./no_such_model"])
+        overrides = [f"rollout.http_port={port}", "serve=null", "model.path=./no_such_model"]
+        with pytest.raises(ConfigError, match=f"cannot serve on 127.0.0.1:{port}: .*; set rollout.http_port to a free"):
+            tune(RECIPE / "run.yaml", workflow_func=ask_nothing, overrides=overrides)
 
 
 def test_a_port_in_use_is_one_sentence(train):

@@ -8,6 +8,10 @@ from pydantic import Field
 
 from tunesmith.config.section import Section
 
+ON_POLICY_ONLY = frozenset({"opo", "remax", "on_policy_distill", "jsd"})
+"""Algorithms defined for tokens of the current weights only: the baselines of `opo` and `remax` are those of the
+policy that is trained, and distillation compares the current policy with its teacher on its own tokens."""
+
 
 class StalenessKnobs(Section):
     """How old a token may be when it is trained, and what unfinished replies continue from."""
@@ -20,3 +24,37 @@ class StalenessKnobs(Section):
     """Keys and values of unfinished replies after an update, with `max_staleness` above 0. recompute: those of the new
     weights; keep: the old ones, which saves the prefill, and the rest of the reply has the policy version that they
     had."""
+
+
+def check_staleness_knobs(
+    knobs: StalenessKnobs, *, algorithm: str, replay_staleness: int | None, has_branching: bool, is_served: bool
+) -> None:
+    """Raise a ValueError if the run cannot train on tokens of older weights.
+
+    `replay_staleness`: the maximum age of replayed groups, None without replay.
+    """
+    if knobs.max_staleness == 0:
+        if knobs.stale_cache != StalenessKnobs.model_fields["stale_cache"].default:
+            raise ValueError(
+                f"rollout.stale_cache={knobs.stale_cache} has no effect with rollout.max_staleness=0: raise it, or "
+                "leave out stale_cache"
+            )
+        return
+    reasons = {
+        f"algorithm.algorithm_type={algorithm!r}": (
+            algorithm in ON_POLICY_ONLY,
+            "it is defined for tokens of the current weights only; choose another, such as multi_step_grpo",
+        ),
+        "rollout.branching": (
+            has_branching,
+            "a branch would continue a rollout of other weights; leave one of them out",
+        ),
+        "serve": (is_served, "workers run each task to its end; leave max_staleness out"),
+        f"experience.replay.max_staleness={replay_staleness}": (
+            replay_staleness is not None and replay_staleness > knobs.max_staleness,
+            f"replayed groups would be older; set it to {knobs.max_staleness} or less",
+        ),
+    }
+    for what, (is_wrong, advice) in reasons.items():
+        if is_wrong:
+            raise ValueError(f"rollout.max_staleness={knobs.max_staleness} does not work with {what}: {advice}")

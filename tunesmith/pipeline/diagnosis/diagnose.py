@@ -18,6 +18,7 @@ from tunesmith.pipeline.diagnosis.evaluations import find_evaluation_trend
 from tunesmith.pipeline.diagnosis.failures import find_failures, find_late_calls, find_stop
 from tunesmith.pipeline.diagnosis.finding import SEVERITIES, Diagnosis, Finding, Outcome, Passed
 from tunesmith.pipeline.diagnosis.fine_tuning import find_evaluation_loss, find_loss_trend
+from tunesmith.pipeline.diagnosis.in_flight import find_dropped_groups
 from tunesmith.pipeline.diagnosis.lengths import find_length_growth, find_refused_prompts, find_truncation
 from tunesmith.pipeline.diagnosis.optimizer import find_dead_learning_rate, find_gradients
 from tunesmith.pipeline.diagnosis.record import RunRecord, find_run_folder, load_record
@@ -53,6 +54,7 @@ RL_CHECKS: Mapping[str, Check] = {
     "kl": find_kl,
     "update-size": find_large_updates,
     "stale-samples": find_stale_samples,
+    "dropped-groups": find_dropped_groups,
     "evaluation": find_evaluation_trend,
     "branches": find_branches,
     "task-pool": find_repeated_tasks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tunesmith.config import RunConfig
 from tunesmith.pipeline.diagnosis.finding import Evidence, Finding, Outcome, Passed, format_settings
+from tunesmith.pipeline.diagnosis.in_flight import can_be_stale
 from tunesmith.pipeline.diagnosis.record import RunRecord
 
 MAX_WAIT_SHARE, MIN_WAIT_S = 0.3, 0.2
@@ -81,17 +82,24 @@ def find_stragglers(run: RunRecord) -> Outcome:
     factor = longest.mean / mean.mean if mean.mean else 1.0
     observed = f"the slowest rollout of a step takes {longest.mean:.2g} s, the mean one {mean.mean:.2g} s"
     is_slow = factor > STRAGGLER_FACTOR and longest.mean - mean.mean > MIN_STRAGGLER_S
+    if run.config.rollout.max_staleness:
+        return Passed(check="stragglers", figure=f"{observed}, which steps do not wait for (rollout.max_staleness)")
     if not is_slow or rollout_s.mean < MIN_ROLLOUT_SHARE * step_s.mean:
         return Passed(check="stragglers", figure=observed)
     timeout_s = max(1.0, round(2 * mean.mean + longest.mean / 2))
+    settings: dict[str, object] = {"rollout.timeout_s": timeout_s}
+    stale = ""
+    if can_be_stale(run.config):
+        settings["rollout.max_staleness"] = 1
+        stale = "train on the groups that are complete with rollout.max_staleness=1, "
     return Finding(
         check="stragglers",
         severity="note",
         problem="each step waits for a few rollouts that take much longer than the others",
         evidence=(Evidence(source=longest.name, observed=observed, value=factor, steps=longest.span),),
-        change="limit turns and retries in the workflow, lower model.max_tokens, or set "
+        change=f"{stale}limit turns and retries in the workflow, lower model.max_tokens, or set "
         f"rollout.timeout_s={timeout_s:g} (a rollout that times out counts as failed)",
-        settings={"rollout.timeout_s": timeout_s},
+        settings=settings,
     )
 
 

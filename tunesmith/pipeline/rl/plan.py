@@ -19,7 +19,6 @@ from tunesmith.pipeline.rl.callbacks import Callbacks, load_callbacks
 from tunesmith.pipeline.rl.learning_check import check_sampling_is_random
 from tunesmith.pipeline.rl.load_experts import load_expert_feed
 from tunesmith.pipeline.rl.load_tasks import CustomComponents, build_task_feed
-from tunesmith.pipeline.rl.staleness import check_staleness
 from tunesmith.pipeline.session.extra_models import check_extra_models
 from tunesmith.pipeline.session.load_function import load_component, load_function
 from tunesmith.pipeline.session.policy import check_auxiliary, check_engine, check_trained_model
@@ -61,7 +60,6 @@ def build_plan(config: RunConfig, custom: CustomComponents = CustomComponents())
         check_online(config, algorithm)
     check_refill(config)
     check_credit(config)
-    check_staleness(config, algorithm)
     check_sampling_is_random(config, algorithm)
     operators = build_operators(
         config.experience, load=partial(load_component, knob="experience.operators"), own=custom.operators

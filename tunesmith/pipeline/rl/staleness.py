@@ -9,15 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from tunesmith.algorithms.algorithm import Algorithm
-from tunesmith.algorithms.table import ON_POLICY_ONLY
 from tunesmith.cluster.links import connect_links
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.cluster.roles import RankRoles
 from tunesmith.config import RunConfig
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.step_windows import open_windows
-from tunesmith.errors import ConfigError, RankError
+from tunesmith.errors import RankError
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.in_flight.in_flight_groups import GroupSite, InFlightGroups
@@ -29,36 +27,6 @@ from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.optimizer import find_trainable
 
 T = TypeVar("T")
-
-
-def check_staleness(config: RunConfig, algorithm: Algorithm) -> None:
-    """Raise if the run cannot train on tokens of older weights."""
-    rollout, replay = config.rollout, config.experience.replay
-    if rollout.max_staleness == 0:
-        if rollout.stale_cache != type(rollout).model_fields["stale_cache"].default:
-            raise ConfigError(
-                f"rollout.stale_cache={rollout.stale_cache} has no effect with rollout.max_staleness=0: raise it, or "
-                "leave out stale_cache"
-            )
-        return
-    reasons = {
-        f"algorithm.algorithm_type={algorithm.name!r}": (
-            algorithm.name in ON_POLICY_ONLY or "baselines" in algorithm.needs,
-            "it is defined for tokens of the current weights only; choose another, such as multi_step_grpo",
-        ),
-        "rollout.branching": (
-            rollout.branching is not None,
-            "a branch would continue a rollout of other weights; leave one of them out",
-        ),
-        "serve": (config.serve is not None, "workers run each task to its end; leave max_staleness out"),
-        f"experience.replay.max_staleness={replay.max_staleness}": (
-            replay.num_groups > 0 and replay.max_staleness > rollout.max_staleness,
-            f"replayed groups would be older; set it to {rollout.max_staleness} or less",
-        ),
-    }
-    for what, (is_wrong, advice) in reasons.items():
-        if is_wrong:
-            raise ConfigError(f"rollout.max_staleness={rollout.max_staleness} does not work with {what}: {advice}")
 
 
 def build_in_flight(

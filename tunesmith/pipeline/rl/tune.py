@@ -62,6 +62,7 @@ from tunesmith.pipeline.session.run_folder import RunFolder, open_run_folder
 from tunesmith.rollout.actors import Actors, RolloutProgress
 from tunesmith.rollout.failures import list_causes
 from tunesmith.rollout.in_flight.in_flight_groups import describe_requeued
+from tunesmith.rollout.openai_server.http import check_port
 from tunesmith.rollout.signature import check_judge_function, check_workflow_branches, check_workflow_function
 from tunesmith.shared_step import end_run, follow
 from tunesmith.storage import check_free_space, save_json
@@ -144,6 +145,7 @@ def run_tuning(
         check_workflow_branches(workflow)
     place = find_place()
     own_config = place_config(config, place, num_gpus=torch.cuda.device_count())
+    check_port(own_config.rollout.http_port, knob="rollout.http_port")
     device = resolve_device(own_config.model.device)
     plan = build_plan(own_config, custom) if place.is_first else None
     with default_modes(), open_ranks(place, device=device, timeout_s=config.cluster.timeout_s) as ranks:
@@ -204,12 +206,16 @@ def run_follower(
     policy, actors = load()
     trainer = build_trainer(config, algorithm, functions, policy, actors.ranks, total_steps=start.total_steps)
     in_flight = build_member(config, policy, actors, roles)
-    if start.checkpoint is not None:
-        restore_models(start.checkpoint, policy, trainer)
+    actors = bind_actors(actors, server)
+
+    async def train_shares() -> TuneResult:
+        if start.checkpoint is not None:  # together with the first rank, which has its server then
+            restore_models(start.checkpoint, policy, trainer)
+        ended: TuneResult = await follow(actors, trainer, build_branching(config, policy), in_flight)
+        return ended
+
     try:
-        actors = bind_actors(actors, server)
-        following = partial(follow, actors, trainer, build_branching(config, policy), in_flight)
-        result: TuneResult = run_lockstep(work_while_serving(following, server, actors), config.rollout)
+        result = run_lockstep(work_while_serving(train_shares, server, actors), config.rollout)
     finally:
         policy.close()
     return roles.share_result(result)

@@ -9,7 +9,6 @@ from typing import Any
 
 from tunesmith.cluster.place import find_place
 from tunesmith.config import RunConfig, ServeSection
-from tunesmith.config.serve.serve import check_serve
 from tunesmith.errors import ConfigError
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.server import Server
@@ -18,10 +17,11 @@ from tunesmith.pipeline.session.load_function import load_function
 from tunesmith.pipeline.session.placement import place_server
 from tunesmith.pipeline.session.policy import BuildModel
 from tunesmith.rollout.chat_model import ChatModel, Endpoint
+from tunesmith.rollout.openai_server.http import check_port
 from tunesmith.rollout.task_server.app import ServerLimits
 from tunesmith.rollout.task_server.live import LiveSessions
 from tunesmith.rollout.task_server.queue import TaskQueue
-from tunesmith.rollout.task_server.serve import serve_live, serve_tasks
+from tunesmith.rollout.task_server.serve import KNOB, serve_live, serve_tasks
 from tunesmith.types import JudgeType, WorkflowType
 
 
@@ -38,8 +38,8 @@ def run_serving(
     """
     if config.workflow is not None:
         raise ConfigError(f"workflow={config.workflow!r} has no effect with `tunesmith serve`: workers run the agent")
-    place, section = find_place(), config.serve or ServeSection()
-    check_serve(section, num_ranks=place.world_size, launcher=config.cluster.launcher, has_branching=False)
+    section = config.serve or ServeSection()
+    section = place_server(section, config, find_place())
     if section.mode == "online" and judge is not None:
         raise ConfigError("judge_func has no effect with serve.mode=online: clients post the reward")
     if judge is None and config.judge is not None:
@@ -50,7 +50,8 @@ def run_serving(
         max_requests=section.max_requests,
         public_url=section.public_url,
     )
-    address: dict[str, Any] = {"limits": limits, "host": section.host, "port": place_server(section, place).port}
+    address: dict[str, Any] = {"limits": limits, "host": section.host, "port": section.port}
+    check_port(section.port, host=section.host, knob=KNOB)
     workflow: WorkflowType
     if section.mode == "online":
         sessions = LiveSessions(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tunesmith.cluster.place import Place, is_ray_worker
 from tunesmith.config import EngineSection, ModelSection, RolloutSection, RunConfig, ServeSection
+from tunesmith.config.serve.serve import check_serve
 from tunesmith.errors import ConfigError
 from tunesmith.model.load import resolve_device
 
@@ -93,11 +94,16 @@ def place_port(port: int | None, place: Place, *, knob: str) -> int | None:
     return port + place.local_rank
 
 
-def place_server(serve: ServeSection, place: Place) -> ServeSection:
+def place_server(serve: ServeSection, config: RunConfig, place: Place) -> ServeSection:
     """The server of this rank; raise ConfigError if its ranks cannot share the work of external programs."""
+    try:
+        check_serve(serve, num_ranks=place.world_size, launcher=config.cluster.launcher, has_branching=False)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if place.local_size < place.world_size:
         raise ConfigError(
             f"serve runs on ranks of one host, and {place.world_size - place.local_size} of {place.world_size} ranks "
             "run on others: start torchrun on one host only"
         )
-    return serve.model_copy(update={"port": place_port(serve.port, place, knob="serve.port")})
+    port = place_port(serve.port, place, knob="serve.port")
+    return serve.model_copy(update={"port": port})

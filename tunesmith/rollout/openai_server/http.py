@@ -35,16 +35,7 @@ async def serve_app(
         access_log=False,
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
     )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # the event loop turns Nagle's algorithm off only for sockets of this protocol; it would delay answers by 40 ms
-    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot serve on {host}:{port}: {error.strerror}; set {knob} to a free port, or to 0"
-            ) from error
+    with open_listener(host, port, knob=knob) as listener:
         listener.listen(2048)
         server = _Server(config)
         task = asyncio.ensure_future(server.serve(sockets=[listener]))
@@ -59,3 +50,26 @@ async def serve_app(
         finally:
             server.should_exit = True
             await asyncio.wait({task})
+
+
+@contextlib.contextmanager
+def open_listener(host: str, port: int, *, knob: str) -> Iterator[socket.socket]:
+    """A socket bound to the address; ConfigError if that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # the event loop turns Nagle's algorithm off only for sockets of this protocol; it would delay answers by 40 ms
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve on {host}:{port}: {error.strerror}; set {knob} to a free port, or to 0"
+            ) from error
+        yield listener
+
+
+def check_port(port: int | None, *, host: str = "127.0.0.1", knob: str) -> None:
+    """Raise ConfigError if a server could not listen there; None and 0 (any free port) need no check."""
+    if port:
+        with open_listener(host, port, knob=knob) as listener:
+            listener.listen()
