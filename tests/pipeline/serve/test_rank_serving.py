@@ -15,7 +15,6 @@ import pytest
 from killed_runs import read_metrics
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.prepare import prepare_model
-from tunesmith.storage import load_json
 
 pytestmark = pytest.mark.timeout(600)
 RUN = """
@@ -130,7 +129,7 @@ def test_a_killed_rank_ends_the_run_with_one_sentence_and_it_resumes(forks, fold
     assert "Traceback" not in output
     with pytest.raises(OSError), socket.create_connection(("127.0.0.1", httpx.URL(url).port), timeout=5):
         pass
-    committed = load_json(folder / f"runs/p/{name}/last_commit.json")["step"]
+    committed = max(int(each.parent.name.split("_")[-1]) for each in (folder / f"runs/p/{name}").glob("*/DONE.json"))
     process, url = start(forks, folder, name, "--set", f"total_steps={committed + 1}", "--resume")
     worker = Worker(url)
     output, _ = process.communicate(timeout=120)
