@@ -77,7 +77,7 @@ FRAMEWORKS = (
               features="google_adk_agents",
               packages=("google-adk==2.13.0", "litellm==1.106.2", "mcp==2.3.0"), is_http=True),
     Framework(name="CrewAI through LiteLLM", environment="crewai", recipe="crewai_agent", features="crewai_agents",
-              packages=("crewai[litellm]==1.15.30", "litellm==1.88.6"), is_http=True),
+              packages=("crewai[litellm]==1.15.30", "litellm==1.105.3"), is_http=True),
     Framework(name="AutoGen, AssistantAgent", environment="autogen", recipe="autogen_agent",
               features="autogen_agents",
               packages=("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5", "tensorboard==2.19.0")),

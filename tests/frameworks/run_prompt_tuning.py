@@ -9,22 +9,26 @@ import subprocess
 import sys
 from pathlib import Path
 
-from run import make_environment
+from run import install_uv, make_environment
 
 from environments import Framework
 
 ROOT = Path(__file__).parents[2]
 TESTS = ("tests/pipeline/prompt_tuning", "tests/recipes/test_agentscope_tuner_recipe.py")
 DSPY = Framework(
-    name="DSPy, MIPROv2", environment="prompt", recipe="", packages=("dspy[optuna]==3.4.1", "optuna==5.0.0")
+    name="DSPy, MIPROv2",
+    environment="prompt",
+    recipe="",
+    features="",
+    packages=("dspy[optuna]==3.4.1", "optuna==5.0.0"),
 )
 
 
 def main() -> int:
     folder = Path(sys.argv[1]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    python = make_environment(DSPY, folder)
-    return subprocess.run([python, "-m", "pytest", "-q", *TESTS], cwd=ROOT, check=False).returncode
+    environment = make_environment(DSPY, folder, install_uv(folder))
+    return subprocess.run([environment.python, "-m", "pytest", "-q", *TESTS], cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":
