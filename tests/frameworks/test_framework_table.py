@@ -23,6 +23,7 @@ from outcome_table import (
     read_table,
 )
 from run import check, find_failures, record, start_builds
+from run_prompt_tuning import DSPY
 
 from environments import FRAMEWORKS
 
@@ -68,6 +69,11 @@ def test_agents_of_the_framework_train(framework):
     folder.mkdir(parents=True, exist_ok=True)
     build = start_builds([framework], folder)[framework.environment]
     assert not find_failures(check(FRAMEWORKS.index(framework), framework, build, folder))
+
+
+def test_prompt_tuning_is_tested_with_the_version_of_dspy_that_agents_are_tested_with():
+    (version,) = {package.partition("==")[2] for each in FRAMEWORKS for package in each.packages if "dspy" in package}
+    assert DSPY.packages[0] == f"dspy[optuna]=={version}"
 
 
 def test_a_failed_check_shows_its_reason():
