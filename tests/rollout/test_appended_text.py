@@ -114,6 +114,13 @@ async def test_what_was_sampled_after_the_stop_string_is_part_of_the_reply():
     assert three.prompt_ids[: len(tokens)] != tokens
 
 
+async def test_a_reply_with_its_stop_string_extends_the_turn():
+    (one, two), stats = await run([USER], [USER, reply(CODE + STOP + "\n"), RESULT], replies=(CODE + STOP, "5"))
+    assert two.prompt_ids[: len(one.prompt_ids + one.sampled_ids)] == one.prompt_ids + one.sampled_ids
+    assert read(two.prompt_ids) == write_prompt(QWEN25, USER, reply(CODE + STOP), RESULT)
+    assert stats["rollout/num_extended"] == 1
+
+
 @pytest.mark.parametrize(
     ("sampled", "sent"),
     [

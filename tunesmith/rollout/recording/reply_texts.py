@@ -74,12 +74,8 @@ class ReplyTexts:
 
     def find_extended(self, conversation: Conversation, message: Message) -> tuple[ReplyText, str] | None:
         """The reply whose whole text the message begins with, and the rest of the message."""
-        content = message.content.lstrip()
-        found = [
-            (each, content[len(text) :] if content.rstrip() != text.rstrip() else "")
-            for each in self._replies.get(conversation, ())
-            if (text := each.whole_text.lstrip()) and content.startswith(text) and not message.tool_calls
-        ]
+        rests = [(each, _find_rest(message.content, each.whole_text)) for each in self._replies.get(conversation, ())]
+        found = [(each, rest) for each, rest in rests if rest is not None and not message.tool_calls]
         return max(found, key=lambda each: (-len(each[1]), each[0].choice_id), default=None)
 
     def find(self, conversation: Conversation, text: str) -> ReplyText | None:
@@ -88,3 +84,11 @@ class ReplyTexts:
             each for each in self._replies.get(conversation, ()) if each.text is not None and text.startswith(each.text)
         ]
         return max(found, key=lambda each: (len(each.text or ""), each.choice_id), default=None)
+
+
+def _find_rest(content: str, text: str) -> str | None:
+    """What the content has after the text; None if it does not begin with it. Whitespace around both is ignored."""
+    content, text = content.lstrip(), text.lstrip()
+    if text and content.rstrip() == text.rstrip():
+        return ""
+    return content[len(text) :] if text and content.startswith(text) else None
