@@ -80,11 +80,24 @@ def read_table(page: str, start: str) -> str:
     return page.split(start)[1].split(END)[0]
 
 
+def write_outcomes(outcomes: list[dict]) -> None:
+    """Replace the recorded outcomes, then the tables of the page."""
+    _replace_text(OUTCOMES, json.dumps(outcomes, indent=1) + "\n")
+    main()
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a file that an interruption leaves either as it was or complete."""
+    written = path.with_name(f".{path.name}.tmp")
+    written.write_text(text)
+    written.replace(path)
+
+
 def main() -> None:
     page, outcomes = PAGE.read_text(), json.loads(OUTCOMES.read_text())
     for start, table in ((OUTCOMES_START, format_outcomes(outcomes)), (FEATURES_START, format_features(outcomes))):
         page = page.replace(start + read_table(page, start), start + table)
-    PAGE.write_text(page)
+    _replace_text(PAGE, page)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Checks every framework in a virtual environment of its own: `python tests/frameworks/run.py FOLDER [NAME ...]`.
 
-The environments are made in FOLDER, two at a time, again whenever their pinned packages change, and also import the
-packages of the interpreter that runs this script, after their own. The outcomes are written to
-`results/frameworks.json` and to the tables of `docs/frameworks.md`; with NAMEs, those of the frameworks whose names
-contain one of them.
+The environments are made in FOLDER by uv, two at a time, again whenever their pinned packages change, and also import
+the packages of the interpreter that runs this script, after their own. After each framework its outcome is written to
+`results/frameworks.json` and to the tables of `docs/frameworks.md`, so an interrupted run keeps what it has checked.
+With NAMEs, only the frameworks are checked whose names contain one of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from environments import FRAMEWORKS, Framework
 HERE = Path(__file__).parent
 TIMEOUT_S = 1800
 NUM_BUILDERS = 2
+UV = "uv==0.13.9"
 KEYS = (
     "version", "ok", "turns", "branches", "sampled_tokens", "call_tokens", "merged_tokens", "features", "error",
 )  # fmt: skip
@@ -42,7 +43,18 @@ class Environment:
     num_mib: int
 
 
-def make_environment(framework: Framework, folder: Path) -> Environment:
+def install_uv(folder: Path) -> Path:
+    """The program uv of an environment in the folder."""
+    root = folder / "uv"
+    uv, done = root / "bin" / "uv", root / "installed.txt"
+    if not done.exists() or done.read_text() != UV:
+        venv.create(root, with_pip=True, clear=True)
+        subprocess.run([root / "bin" / "python", "-m", "pip", "install", "-q", UV], check=True)
+        done.write_text(UV)
+    return uv
+
+
+def make_environment(framework: Framework, folder: Path, uv: Path) -> Environment:
     """The environment of a framework; creates it unless it has these packages."""
     root = folder / framework.environment
     python = root / "bin" / "python"
@@ -51,8 +63,8 @@ def make_environment(framework: Framework, folder: Path) -> Environment:
     if not done.exists() or json.loads(done.read_text())["packages"] != packages:
         started_at = time.monotonic()
         shutil.rmtree(root, ignore_errors=True)
-        venv.create(root, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", *framework.packages], check=True)
+        subprocess.run([uv, "venv", "-q", "--python", sys.executable, root], check=True)
+        subprocess.run([uv, "pip", "install", "-q", "--python", python, *framework.packages], check=True)
         (site,) = root.glob("lib/python*/site-packages")
         (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
         num_bytes = sum(path.lstat().st_size for path in root.rglob("*"))
@@ -64,9 +76,9 @@ def make_environment(framework: Framework, folder: Path) -> Environment:
 
 def start_builds(chosen: Sequence[Framework], folder: Path) -> dict[str, Future[Environment]]:
     """The environments by name, while threads make them."""
-    builders = ThreadPoolExecutor(NUM_BUILDERS)
+    builders, uv = ThreadPoolExecutor(NUM_BUILDERS), install_uv(folder)
     environments = {framework.environment: framework for framework in chosen}
-    return {name: builders.submit(make_environment, framework, folder) for name, framework in environments.items()}
+    return {name: builders.submit(make_environment, framework, folder, uv) for name, framework in environments.items()}
 
 
 def check(index: int, framework: Framework, build: Future[Environment], folder: Path) -> dict:
@@ -77,6 +89,7 @@ def check(index: int, framework: Framework, build: Future[Environment], folder: 
     except subprocess.CalledProcessError as error:
         return outcome | {"error": f"the packages cannot be installed: {error}"}
     outcome |= {"build_s": environment.build_s, "environment_mib": environment.num_mib}
+    started_at = time.monotonic()
     try:
         done = subprocess.run(
             [environment.python, HERE / "check_framework.py", str(index)],
@@ -89,11 +102,21 @@ def check(index: int, framework: Framework, build: Future[Environment], folder: 
         )
     except subprocess.TimeoutExpired:
         return outcome | {"error": f"not done after {TIMEOUT_S} s"}
+    outcome["check_s"] = round(time.monotonic() - started_at)
     lines = [line for line in done.stdout.splitlines() if line.startswith("OUTCOME ")]
     if not lines:
         return outcome | {"error": done.stderr[-2000:]}
     printed = json.loads(lines[-1].removeprefix("OUTCOME "))
     return outcome | {key: printed.get(key) for key in KEYS}
+
+
+def record(outcome: dict) -> None:
+    """Write the outcome in place of the framework's last one, and the tables of the page."""
+    path = outcome_table.OUTCOMES
+    recorded = {each["name"]: each for each in json.loads(path.read_text())} if path.exists() else {}
+    recorded[outcome["name"]] = outcome
+    outcomes = [recorded[framework.name] for framework in FRAMEWORKS if framework.name in recorded]
+    outcome_table.write_outcomes(outcomes)
 
 
 def find_failures(outcome: dict) -> list[str]:
@@ -108,17 +131,13 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     chosen = [each for each in FRAMEWORKS if not names or any(name in each.name for name in names)]
     builds = start_builds(chosen, folder)
-    recorded = {each["name"]: each for each in json.loads(outcome_table.OUTCOMES.read_text())}
     num_failed = 0
     for framework in chosen:
         outcome = check(FRAMEWORKS.index(framework), framework, builds[framework.environment], folder)
-        recorded[framework.name] = outcome
+        record(outcome)
         failures = find_failures(outcome)
         num_failed += bool(failures)
         print(f"{'FAILED' if failures else 'ok':7} {framework.name} {'; '.join(failures)}".rstrip(), flush=True)
-    outcomes = [recorded[framework.name] for framework in FRAMEWORKS if framework.name in recorded]
-    outcome_table.OUTCOMES.write_text(json.dumps(outcomes, indent=1) + "\n")
-    outcome_table.main()
     return 1 if num_failed else 0
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from run import make_environment
+from run import install_uv, make_environment
 
 from environments import Framework
 
@@ -27,8 +27,8 @@ DSPY = Framework(
 def main() -> int:
     folder = Path(sys.argv[1]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    python = make_environment(DSPY, folder).python
-    return subprocess.run([python, "-m", "pytest", "-q", *TESTS], cwd=ROOT, check=False).returncode
+    environment = make_environment(DSPY, folder, install_uv(folder))
+    return subprocess.run([environment.python, "-m", "pytest", "-q", *TESTS], cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":

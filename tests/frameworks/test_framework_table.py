@@ -1,10 +1,17 @@
-"""The page of frameworks shows what the checks measured; the checks themselves run by tests/frameworks/run.py."""
+"""The page of frameworks shows what the checks measured; tests/frameworks/run.py runs them and writes the page.
+
+The same checks run here if TUNESMITH_FRAMEWORKS is a folder for the environments.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
+import outcome_table
 import pytest
+from cases import FEATURES
 from outcome_table import (
     FEATURES_START,
     OUTCOMES,
@@ -15,9 +22,12 @@ from outcome_table import (
     format_outcomes,
     read_table,
 )
+from run import check, find_failures, record, start_builds
+from run_prompt_tuning import DSPY
 
 from environments import FRAMEWORKS
 
+ENVIRONMENTS = os.environ.get("TUNESMITH_FRAMEWORKS")
 RECIPES = sorted((ROOT / "recipes" / "frameworks").glob("*.py"))
 
 
@@ -30,6 +40,40 @@ def test_the_page_shows_the_recorded_outcomes():
 def test_every_framework_has_an_outcome_with_its_pinned_packages():
     recorded = [(each["name"], tuple(each["packages"])) for each in json.loads(OUTCOMES.read_text())]
     assert recorded == [(framework.name, framework.packages) for framework in FRAMEWORKS]
+
+
+@pytest.mark.parametrize("outcome", json.loads(OUTCOMES.read_text()), ids=lambda outcome: outcome["name"])
+def test_every_feature_passed_or_is_said_to_be_absent(outcome):
+    assert outcome["ok"]
+    assert outcome["features"].keys() == FEATURES.keys()
+    assert all("absent" in each or each["ok"] for each in outcome["features"].values())
+
+
+def test_an_outcome_is_written_in_place_of_the_last_one_and_the_others_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(outcome_table, "OUTCOMES", tmp_path / "outcomes.json")
+    monkeypatch.setattr(outcome_table, "PAGE", tmp_path / "page.md")
+    outcome_table.PAGE.write_text(PAGE.read_text())
+    first, second, third = json.loads(OUTCOMES.read_text())[:3]
+    for outcome in (third, first, second, first | {"ok": False, "error": "no package"}):
+        record(outcome)
+    recorded = json.loads(outcome_table.OUTCOMES.read_text())
+    assert recorded == [first | {"ok": False, "error": "no package"}, second, third]
+    assert read_table(outcome_table.PAGE.read_text(), OUTCOMES_START) == format_outcomes(recorded)
+    assert {path.name for path in tmp_path.iterdir()} == {"outcomes.json", "page.md"}
+
+
+@pytest.mark.skipif(ENVIRONMENTS is None, reason="agents of other frameworks; TUNESMITH_FRAMEWORKS is not set")
+@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.name)
+def test_agents_of_the_framework_train(framework):
+    folder = Path(ENVIRONMENTS or "").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    build = start_builds([framework], folder)[framework.environment]
+    assert not find_failures(check(FRAMEWORKS.index(framework), framework, build, folder))
+
+
+def test_prompt_tuning_is_tested_with_the_version_of_dspy_that_agents_are_tested_with():
+    (version,) = {package.partition("==")[2] for each in FRAMEWORKS for package in each.packages if "dspy" in package}
+    assert DSPY.packages[0] == f"dspy[optuna]=={version}"
 
 
 def test_a_failed_check_shows_its_reason():

@@ -30,6 +30,10 @@ class Detokenizer:
         hidden = self._hidden_ids.union(extra_hidden_ids) if extra_hidden_ids else self._hidden_ids
         return self._decode([token_id for token_id in ids if token_id not in hidden])
 
+    def decode_text(self, ids: Sequence[int]) -> str | None:
+        """Text of the ids; None if one of them is a hidden special token."""
+        return None if self._hidden_ids.intersection(ids) else self._decode(ids)
+
     def build_incremental(self, *, extra_hidden_ids: Collection[int] = ()) -> IncrementalDetokenizer:
         return IncrementalDetokenizer(self, self._hidden_ids.union(extra_hidden_ids))
 

@@ -147,17 +147,22 @@ class Renderer:
         prompt_ids: Sequence[int],
         sampled_ids: Sequence[int],
         is_ended: bool,
+        appended: str = "",
         max_tokens: int | None = None,
     ) -> tuple[int, ...] | None:
         """Prompt ids of a conversation whose first `num_old` messages end with the reply of a recorded turn.
 
         `prompt_ids` and `sampled_ids` are the turn's; `is_ended`: the last sampled id is an end-of-sequence token.
-        Returns None if the text that the template adds after the reply cannot be determined. `max_tokens` as in
-        `render`.
+        `appended`: text that the message has after the reply, for a reply whose sampled ids are text alone. Returns
+        None if the text that the template adds after the reply cannot be determined. `max_tokens` as in `render`.
         """
-        delta = self._render_delta(prompt, num_old)
+        delta = self._render_delta(prompt, num_old, appended)
         self._check_length(delta or "", max_tokens)
         delta_ids = () if delta is None else self._encode_delta(delta)
+        if appended:
+            is_exact = delta_ids and self._extends_text(sampled_ids, appended)
+            start_ids = self.encode_content(prompt.reply_start, max_tokens=max_tokens)
+            return (*prompt_ids, *sampled_ids, *delta_ids, *start_ids) if is_exact else None
         if not delta_ids or delta_ids[0] not in self._template.special_ids.values():
             return None
         is_end_sampled = bool(sampled_ids) and sampled_ids[-1] == delta_ids[0]
@@ -239,6 +244,11 @@ class Renderer:
         """Text of sampled ids, without special tokens."""
         return self._detokenizer.decode(ids, extra_hidden_ids=extra_hidden_ids)
 
+    def decode_text(self, ids: Sequence[int], *, has_reasoning: bool) -> str:
+        """Text of sampled ids after their reasoning, markup included; empty if an id is a special token."""
+        text = self._detokenizer.decode_text(ids) or ""
+        return text.partition(self._tags.closing)[2] if has_reasoning else text
+
     def build_incremental_detokenizer(self, *, extra_hidden_ids: Collection[int] = ()) -> IncrementalDetokenizer:
         """A detokenizer that decodes ids one at a time to the same text as `decode`."""
         return self._detokenizer.build_incremental(extra_hidden_ids=extra_hidden_ids)
@@ -293,17 +303,24 @@ class Renderer:
             self._has_warned = True
             logger.warning(UNPARSED_CALLS_WARNING, self._tool_call_parser)
 
-    def _render_delta(self, prompt: Prompt, num_old: int) -> str | None:
-        """Text after message `num_old - 1`, the reply, from the special token that ends it.
+    def _extends_text(self, sampled_ids: Sequence[int], appended: str) -> bool:
+        """Whether the ids of the appended text, encoded by itself, add just this text to the sampled ids."""
+        tail_ids = tuple(sampled_ids[-NUM_TAIL_IDS:])
+        return self.decode(tail_ids + self.encode_content(appended)) == self.decode(tail_ids) + appended
+
+    def _render_delta(self, prompt: Prompt, num_old: int, appended: str) -> str | None:
+        """Text after message `num_old - 1`, the reply, from the appended text or the special token that ends it.
 
         A sentinel marks the end of the reply, see `_build_attempts`.
         """
         self._warn_once(prompt)
         variables = self._merge_variables(prompt)
         old, reply, new = prompt.messages[: num_old - 1], prompt.messages[num_old - 1], prompt.messages[num_old:]
-        for attempt in self._build_attempts(reply):
+        for attempt in self._build_attempts(reply, appended):
             try:
-                delta = self._template.render_delta((*old, attempt, *new), tools=prompt.tools, variables=variables)
+                delta = self._template.render_delta(
+                    (*old, attempt, *new), tools=prompt.tools, variables=variables, appended=appended
+                )
             except ValueError:
                 continue
             if delta is not None:
@@ -312,15 +329,15 @@ class Renderer:
                     return delta
         return None
 
-    def _build_attempts(self, reply: Message) -> list[Message]:
-        """The reply with a sentinel in place of its end.
+    def _build_attempts(self, reply: Message, appended: str) -> list[Message]:
+        """The reply with a sentinel in place of its end, before what is appended to it.
 
         The sentinel replaces the content; tool calls are kept, with empty arguments, for templates that match results
         to calls. For templates that omit content next to calls, or write it in a message of its own, the sentinel is
         the argument of the last call. A last attempt leaves the calls out.
         """
         calls = [ToolCall(call_id=call.call_id, name=call.name, arguments="{}") for call in reply.tool_calls]
-        content = Message(role="assistant", content=SENTINEL)
+        content = Message(role="assistant", content=SENTINEL + appended)
         if not calls:
             return [content]
         last = replace(calls[-1], arguments=json.dumps({"a": SENTINEL}))

@@ -145,12 +145,20 @@ class ChatTemplate:
         return self._render(messages, tools, variables or {}, has_generation_prompt)
 
     def render_delta(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        appended: str = "",
     ) -> str | None:
-        """Text after the message whose content, or last argument, is the sentinel; None if it cannot be determined."""
+        """Text after the message whose content, or last argument, is the sentinel; None if it cannot be determined.
+
+        `appended`: text that follows the sentinel in the message; the result begins with it, as the template writes it.
+        """
         messages, tools = self._apply_fallbacks(messages, tools)
         found = [index for index, message in enumerate(messages) if _has_sentinel(message)]
-        find_delta = functools.partial(self.find_delta, call_id=_find_sentinel_call(messages))
+        find_delta = functools.partial(self.find_delta, call_id=_find_sentinel_call(messages), appended=appended)
         if len(found) == 1 and found[0] > NUM_CONTEXT_MESSAGES and self._jinja.is_rendered_from_neighbors(tools):
             shortened = [messages[0], *messages[found[0] - 1 :]]
             with contextlib.suppress(ValueError):  # the template may refuse the shortened conversation
@@ -171,11 +179,12 @@ class ChatTemplate:
             messages = merge_system_into_user(messages)
         return messages, tools
 
-    def find_delta(self, text: str, *, call_id: str | None = None) -> str | None:
+    def find_delta(self, text: str, *, call_id: str | None = None, appended: str = "") -> str | None:
         """Text after the sentinel, starting at the special token that ends the turn; None if it cannot be determined.
 
         If no token ends a turn, the header of the next message must follow the sentinel immediately. `call_id`: the
-        sentinel is the last argument of the call with this id, and the end of the call follows first.
+        sentinel is the last argument of the call with this id, and the end of the call follows first. `appended`:
+        text that must follow the sentinel, up to whitespace at its end; it is part of the result.
         """
         if text.count(SENTINEL) != 1:
             return None
@@ -186,6 +195,12 @@ class ChatTemplate:
         if call_id is not None:
             tail = self.rendered_call.tail.replace(PROBE_CALL_ID, call_id)
             return after[found.start() :] if after[: found.start()] == tail and tail.rstrip() == tail else None
+        if appended:
+            written = after[: found.start()]
+            if self.special_tokens is not None:
+                written = self.special_tokens.unescape(written)
+            is_end = self.end_of_turn is None or found.group() in self._ends_of_turn
+            return after if is_end and written.rstrip() == appended.rstrip() else None
         is_end = found.start() == 0 if self.end_of_turn is None else found.group() in self._ends_of_turn
         return after[found.start() :] if is_end else None
 

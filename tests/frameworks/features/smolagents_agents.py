@@ -84,15 +84,16 @@ CASES = (
 )  # fmt: skip
 ABSENT = {"structured": "", "compaction": ""}
 
-ADDING, FINAL_CODE = "Thought: add\n<code>\nprint(add(2, 3))\n", "Thought: done\n<code>\nfinal_answer(5)\n"
-HELPING = 'Thought: ask\n<code>\nprint(helper("2 + 3?"))\n'
+ADDING = "Thought: add\n<code>\nprint(add(2, 3))\n</code>"
+FINAL_CODE = "Thought: done\n<code>\nfinal_answer(5)\n</code>"
+HELPING = 'Thought: ask\n<code>\nprint(helper("2 + 3?"))\n</code>'
 STRUCTURED = '{"thought": "done", "code": "final_answer(5)"}'
 CODE_CASES = (
     Case(feature="sub_agents", workflow=ask_helper_in_code, replies=(HELPING, FINAL_CODE, FINAL_CODE),
-         num_turns=3, num_branches=2),
+         num_turns=3, num_branches=1),
     Case(feature="structured", workflow=run_structured_code, replies=(STRUCTURED,), num_turns=1, num_branches=0),
-    Case(feature="streaming", workflow=stream_code, replies=(ADDING, FINAL_CODE), num_turns=2, num_branches=1),
-    Case(feature="retries", workflow=run_code, replies=("Thought: add\n<code>\nmultiply(2)\n", FINAL_CODE),
-         num_turns=2, num_branches=1),
+    Case(feature="streaming", workflow=stream_code, replies=(ADDING, FINAL_CODE), num_turns=2, num_branches=0),
+    Case(feature="retries", workflow=run_code, replies=("Thought: add\n<code>\nmultiply(2)\n</code>", FINAL_CODE),
+         num_turns=2, num_branches=0),
 )  # fmt: skip
 CODE_ABSENT = {"parallel_calls": "calls are lines of code", "compaction": ""}

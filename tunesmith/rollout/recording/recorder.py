@@ -19,16 +19,13 @@ from tunesmith.chat.scope import describe_scope
 from tunesmith.errors import EngineError
 from tunesmith.rollout.recording.in_flight import InFlightTurn
 from tunesmith.rollout.recording.replay import RolloutRecord, deliver_recorded, drop_details
-from tunesmith.rollout.recording.reply_texts import ReplyText, ReplyTexts
+from tunesmith.rollout.recording.reply_texts import ChoiceId, EarlierTurn, RecordedReply, ReplyText, ReplyTexts
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.tokenizer_thread import run_tokenizer
 from tunesmith.types import Completion, DeferredTokens, Engine, OnTokens, Sampling, TokenDetails, Turn
 
 TEXT_SCOPE = "text"
 """Scope of text prompts (/v1/completions), which are not conversations."""
-
-ChoiceId = tuple[int, int]
-"""Index of the call in its session, and index of the choice in its call."""
 
 
 class SamplingRefusedError(ValueError):
@@ -50,16 +47,6 @@ class SessionCall:
     keys: tuple[MatchKey, ...]
     scope: str
     """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RecordedReply:
-    """A finished turn and the match keys of the conversation up to its reply; later calls may extend it."""
-
-    choice_id: ChoiceId
-    turn: Turn
-    keys: tuple[MatchKey, ...]
-    scope: str
 
 
 class Session:
@@ -107,7 +94,7 @@ class Session:
         self._num_tool_calls = 0
         self._in_flight: dict[ChoiceId, InFlightTurn] = {}
         self._turns: dict[ChoiceId, Turn] = {}
-        self._replies: dict[int, _RecordedReply] = {}
+        self._replies: dict[int, RecordedReply] = {}
         self._reply_texts = ReplyTexts()
         self._seen_requests: set[tuple[int, str]] = set()
 
@@ -116,7 +103,7 @@ class Session:
         keys = compute_match_keys(prompt.messages)
         scope = describe_scope(prompt)
         index = self._count_call((hash((keys, prompt.reply_start)), scope))
-        found = self._find_recorded_reply(keys, scope)
+        found = self._find_earlier_turn(prompt, keys, scope)
         continued = self._reply_texts.find((keys, scope), prompt.reply_start) if prompt.reply_start else None
         build = partial(self._build_prompt_ids, prompt, found, continued)
         prompt_ids, is_extended = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
@@ -129,7 +116,7 @@ class Session:
         if self.is_closed:
             raise SessionClosedError
         keys, scope = compute_match_keys(prompt.messages), describe_scope(prompt)
-        found = self._find_recorded_reply(keys, scope)
+        found = self._find_earlier_turn(prompt, keys, scope)
         continued = self._reply_texts.find((keys, scope), prompt.reply_start) if prompt.reply_start else None
         build = partial(self._build_prompt_ids, prompt, found, continued)
         prompt_ids, _ = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
@@ -158,30 +145,33 @@ class Session:
         self._seen_requests.add(request_key)
         return index
 
-    def _find_recorded_reply(self, keys: tuple[MatchKey, ...], scope: str) -> tuple[int, _RecordedReply] | None:
-        """The recorded reply with the longest matching prefix of the conversation, and that prefix's message count."""
+    def _find_earlier_turn(self, prompt: Prompt, keys: tuple[MatchKey, ...], scope: str) -> EarlierTurn | None:
+        """The recorded turn with the longest matching prefix of the conversation."""
         for num_old, digest in reversed(list(_iter_reply_digests(keys, scope))):
             reply = self._replies.get(digest)
             if reply is not None and reply.keys == keys[:num_old] and reply.scope == scope:
-                return num_old, reply
+                return EarlierTurn(turn=reply.turn, num_messages=num_old)
+            extended = self._reply_texts.find_extended((keys[: num_old - 1], scope), prompt.messages[num_old - 1])
+            if extended is not None:
+                return EarlierTurn(turn=extended[0].turn, num_messages=num_old, appended=extended[1])
         return None
 
     def _build_prompt_ids(
-        self, prompt: Prompt, found: tuple[int, _RecordedReply] | None, continued: ReplyText | None
+        self, prompt: Prompt, found: EarlierTurn | None, continued: ReplyText | None
     ) -> tuple[tuple[int, ...], bool]:
         """Prompt ids, and whether they extend the recorded turn."""
         max_tokens = self._engine.max_model_len
         if continued is not None:
-            rest = prompt.reply_start[len(continued.text) :]
+            rest = prompt.reply_start[len(continued.text or "") :]
             return continued.token_ids + self._renderer.encode_content(rest, max_tokens=max_tokens), True
         if found is not None:
-            num_old, reply = found
             prompt_ids = self._renderer.extend(
                 prompt,
-                num_old=num_old,
-                prompt_ids=reply.turn.prompt_ids,
-                sampled_ids=reply.turn.sampled_ids,
-                is_ended=reply.turn.stop_reason == "eos",
+                num_old=found.num_messages,
+                prompt_ids=found.turn.prompt_ids,
+                sampled_ids=found.turn.sampled_ids,
+                is_ended=found.turn.stop_reason == "eos",
+                appended=found.appended,
                 max_tokens=max_tokens,
             )
             if prompt_ids is not None:
@@ -278,14 +268,22 @@ class Session:
         if turn is None:
             return
         reply = replace(reply, content=call.prompt.reply_start + reply.content)
-        if reply.reasoning is None and not reply.tool_calls:
-            text = ReplyText(choice_id=choice_id, turn=turn, text=reply.content)
+        if not reply.tool_calls:
+            has_reasoning = reply.reasoning is not None
+            is_cut = turn.stop_reason in ("stop", "length") and turn.prompt_ids == call.prompt_ids
+            sampled = self._renderer.decode_text(turn.sampled_ids, has_reasoning=has_reasoning) if is_cut else ""
+            text = ReplyText(
+                choice_id=choice_id,
+                turn=turn,
+                text=None if has_reasoning else reply.content,
+                whole_text=sampled and call.prompt.reply_start + sampled,
+            )
             self._reply_texts.add((call.keys, call.scope), text)
         keys = call.keys + compute_match_keys([reply])
         *_, (_, digest) = _iter_reply_digests(keys, call.scope)
         existing = self._replies.get(digest)
         if existing is None or existing.choice_id < choice_id:
-            self._replies[digest] = _RecordedReply(choice_id=choice_id, turn=turn, keys=keys, scope=call.scope)
+            self._replies[digest] = RecordedReply(choice_id=choice_id, turn=turn, keys=keys, scope=call.scope)
 
     def list_conversations(self) -> list[tuple[int, str, tuple[MatchKey, ...]]]:
         """Index of the call, scope and match keys of each recorded conversation; the last key is that of the reply."""

@@ -1,28 +1,60 @@
-"""The text of recorded replies, so that a request can continue a reply instead of answering it.
+"""Recorded replies and their text, so that a request can continue a reply or send it back with more text.
 
 A request with `continue_final_message` sends the assistant's text so far: what was sampled, and what the agent
 appended, such as the result of a tool. The recorded reply whose text is the longest beginning of it is continued: its
 prompt ids, its sampled ids, then the encoded rest. Sampled text is never tokenized again.
+
+An agent may also append to the assistant's message and then add other messages. That extends the turn only if all its
+sampled ids are text that the message begins with: not if it ended by an end-of-sequence token, which the template
+writes after the appended text.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tunesmith.chat.messages import MatchKey
+from tunesmith.chat.messages import MatchKey, Message
 from tunesmith.types import Turn
 
 Conversation = tuple[tuple[MatchKey, ...], str]
 """Match keys of the messages before the reply, and their scope."""
 
 
+ChoiceId = tuple[int, int]
+"""Index of the call in its session, and index of the choice in its call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedReply:
+    """A finished turn and the match keys of the conversation up to its reply; later calls may extend it."""
+
+    choice_id: ChoiceId
+    turn: Turn
+    keys: tuple[MatchKey, ...]
+    scope: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierTurn:
+    """The recorded turn that a request continues."""
+
+    turn: Turn
+    num_messages: int
+    """Messages of the request up to the turn's reply."""
+    appended: str = ""
+    """Text that the request's message has after the reply's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyText:
     """A recorded reply and its text, with the part that earlier turns wrote."""
 
-    choice_id: tuple[int, int]
+    choice_id: ChoiceId
     turn: Turn
-    text: str
+    text: str | None
+    """None if the reply has reasoning, which a request cannot continue."""
+    whole_text: str
+    """With the stop string and what was sampled after it, without reasoning; empty if sampled ids are not text."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -40,7 +72,23 @@ class ReplyTexts:
     def add(self, conversation: Conversation, reply: ReplyText) -> None:
         self._replies.setdefault(conversation, []).append(reply)
 
+    def find_extended(self, conversation: Conversation, message: Message) -> tuple[ReplyText, str] | None:
+        """The reply whose whole text the message begins with, and the rest of the message."""
+        rests = [(each, _find_rest(message.content, each.whole_text)) for each in self._replies.get(conversation, ())]
+        found = [(each, rest) for each, rest in rests if rest is not None and not message.tool_calls]
+        return max(found, key=lambda each: (-len(each[1]), each[0].choice_id), default=None)
+
     def find(self, conversation: Conversation, text: str) -> ReplyText | None:
         """The reply with the longest text that `text` begins with; of equal texts the last."""
-        found = [each for each in self._replies.get(conversation, ()) if text.startswith(each.text)]
-        return max(found, key=lambda each: (len(each.text), each.choice_id), default=None)
+        found = [
+            each for each in self._replies.get(conversation, ()) if each.text is not None and text.startswith(each.text)
+        ]
+        return max(found, key=lambda each: (len(each.text or ""), each.choice_id), default=None)
+
+
+def _find_rest(content: str, text: str) -> str | None:
+    """What the content has after the text; None if it does not begin with it. Whitespace around both is ignored."""
+    content, text = content.lstrip(), text.lstrip()
+    if text and content.rstrip() == text.rstrip():
+        return ""
+    return content[len(text) :] if text and content.startswith(text) else None
