@@ -47,3 +47,25 @@ def test_chunks_hold_all_weights_in_order_within_the_limit(monkeypatch):
     tensors = [(str(index), torch.zeros(size)) for index, size in enumerate((10, 10, 5, 200, 1))]
     chunks = list(weights.split_chunks(iter(tensors)))
     assert [[name for name, _ in chunk] for chunk in chunks] == [["0", "1", "2"], ["3"], ["4"]]
+
+
+def test_gathered_weights_are_converted_on_the_cpu(monkeypatch):
+    def revert(model, state):
+        return {f"old.{name}": tensor for name, tensor in state.items()}
+
+    monkeypatch.setattr(weights, "revert_weight_conversion", revert)
+    gathered = {"one": torch.ones(2), "two": torch.zeros(3)}
+    found = dict(weights.iter_weights(build_tiny("llama"), lambda: iter(gathered.items())))
+    assert found.keys() == {"old.one", "old.two"} and torch.equal(found["old.one"], torch.ones(2))
+
+
+def test_weights_that_need_no_conversion_are_gathered_one_at_a_time():
+    taken = []
+
+    def gather():
+        for name in ("one", "two"):
+            taken.append(name)
+            yield name, torch.ones(1)
+
+    found = weights.iter_weights(build_tiny("llama"), gather)
+    assert taken == [] and next(found)[0] == "one" and taken == ["one"]

@@ -55,6 +55,8 @@ def folder(tmp_path_factory):
         "save_interval_steps": 2,
         "model": {"path": "pocket", "max_model_len": 128, "max_tokens": 6, "device": "cpu"},
         "train_dataset": {"path": "data"},
+        "eval_datasets": {"held_out": {"path": "data", "split": "train"}},
+        "evaluation": {"at_start": True, "interval_steps": 2, "max_tasks": 8},
         "algorithm": {"batch_size": 4, "group_size": 4, "kl_coef": 0.01},
         "engine": {"kind": "vllm"},
         "rollout": {"chat_model": "openai"},
@@ -91,11 +93,12 @@ def read_weights(run_folder: Path, step: int) -> dict[str, np.ndarray]:
 
 def test_vllm_receives_the_weights_of_each_step(folder, pair):
     received = [load_file(path) for path in sorted((folder / "received pair").iterdir())]
-    assert len(received) == 4  # before each step
+    assert len(received) == 5  # before each step or evaluation of new weights
     saved = read_weights(pair, 2)
     start = load_file(folder / "pocket/model.safetensors")
     for name, weight in saved.items():
         assert np.array_equal(received[2][name], weight), name
+        assert np.array_equal(received[4][name], read_weights(pair, 4)[name]), name
         assert np.array_equal(received[0][name], start[name]), name
     assert any(not np.array_equal(weight, start[name]) for name, weight in saved.items())
 
@@ -112,7 +115,8 @@ def alone(folder):
 
 
 def assert_equal_runs(found: Path, expected: Path) -> None:
-    for mine, theirs in zip(read_metrics(found), read_metrics(expected), strict=True):
+    rows = [[row for row in read_metrics(run) if row["kind"] == "train"] for run in (found, expected)]
+    for mine, theirs in zip(*rows, strict=True):
         for key in ("train/loss", "train/grad_norm", "train/kl", "mismatch/kl", "rollout/reward_mean"):
             assert np.isclose(mine[key], theirs[key], rtol=1e-3, atol=1e-5), (mine["step"], key)
     weights, others = read_weights(found, 4), read_weights(expected, 4)

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from tunesmith.experience.trie import EMPTY, Trie
 from tunesmith.model.forward.attention import run_body
-from tunesmith.trainer.batch import copy_to_device, describe_attention
+from tunesmith.trainer.batch import copy_to_device
 from tunesmith.trainer.sharding.sharded_model import find_sharding
-from tunesmith.trainer.tree_attention.plan import TreePlan
+from tunesmith.trainer.tree_attention.plan import TreePlan, describe_attention
 from tunesmith.trainer.tree_attention.tile_schedule import pad_trie
 
 NUM_TOKENS = 2

@@ -117,7 +117,8 @@ def gather_weight(model: PreTrainedModel, parameter: Tensor) -> Tensor:
     if sharding is None or not isinstance(parameter, DTensor):
         return parameter.detach()
     with rank_errors():
-        return parameter.detach().to(sharding.dtype).full_tensor()
+        whole: Tensor = parameter.detach().to(sharding.dtype).full_tensor()  # type: ignore[attr-defined]
+    return whole
 
 
 def gather_state(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -153,7 +154,8 @@ def get_local(parameter: Tensor) -> Tensor:
     """This rank's rows of a sharded parameter; shares its memory."""
     assert isinstance(parameter, DTensor)
     with torch.no_grad():
-        return parameter.detach().to_local()
+        local: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
+    return local
 
 
 def count_rows(parameter: Tensor, world_size: int) -> int:
