@@ -13,12 +13,9 @@ import openai
 import pytest
 
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, Stop, TunerModelConfig, WorkflowOutput, tune
-from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.errors import ConfigError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
-from tunesmith.pipeline.rl.staleness import check_staleness
-from tunesmith.pipeline.session.load_config import build_config
 from tunesmith.trainer.trainer import Trainer
 
 PLAIN = ("rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192")
@@ -252,14 +249,6 @@ def test_what_cannot_be_stale_is_refused_before_a_model_loads(run, tmp_path, ove
     with pytest.raises(ConfigError, match=message):
         run(*overrides)
     assert not (tmp_path / "runs").exists()
-
-
-def test_several_ranks_are_refused(monkeypatch):
-    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
-        monkeypatch.setenv(name, value)
-    config = build_config({"model": {"path": "m"}, "rollout": {"max_staleness": 1}})
-    with pytest.raises(ConfigError, match="does not work with 2 ranks: rollouts stay in flight on one rank only"):
-        check_staleness(config, resolve_algorithm(config.algorithm))
 
 
 def test_a_cap_of_importance_weights_has_an_effect_with_staleness(run):
