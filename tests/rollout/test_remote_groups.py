@@ -39,7 +39,7 @@ def build_tasks():
 class SplitRun:
     """The first rank of a run and its samplers."""
 
-    def __init__(self, workflow, limits: InFlightLimits, *, is_balanced: bool = False) -> None:
+    def __init__(self, workflow, limits: InFlightLimits, *, is_balanced: bool = False, timeout_s: float = 60) -> None:
         pairs = [socket.socketpair() for _ in range(NUM_SAMPLERS)]
         self.engines = [StepwiseEngine() for _ in pairs]
         self.num_sent = 0
@@ -47,7 +47,7 @@ class SplitRun:
         links = Links(by_rank={rank: Link(pair[0]) for rank, pair in enumerate(pairs, start=1)})
         self.site = RemoteGroups(
             links, self.ledger, send_weights=self._send, num_elements=9, max_staleness=limits.max_staleness,
-            is_balanced=is_balanced,
+            is_balanced=is_balanced, timeout_s=timeout_s,
         )  # fmt: skip
         self.feed = TaskFeed(build_tasks(), build_sequential([[0.0]] * NUM_TASKS, seed=0))
         self.groups = InFlightGroups(self.site, self.feed, limits)
@@ -62,7 +62,11 @@ class SplitRun:
         ranks = Ranks(rank=index, world_size=NUM_SAMPLERS)
         actors = Actors(engine=engine, service=service, agent=agent, max_concurrency=6, ranks=ranks)
         return SamplingRank(
-            actors, OwnGroups(actors, engine, limits, seed=0), link, take_weights=self.taken_weights.append
+            actors,
+            OwnGroups(actors, engine, limits, seed=0),
+            link,
+            take_weights=self.taken_weights.append,
+            timeout_s=60,
         )
 
     def _send(self) -> None:
@@ -126,11 +130,12 @@ def test_no_trained_token_is_too_old_and_no_task_is_lost(max_staleness, seed, is
 
 def test_groups_that_wait_too_long_are_dropped_and_run_again():
     """A complete group ages on the first rank, one that runs on its sampler."""
-    release = asyncio.Event()
+    release, blocked = asyncio.Event(), []
 
     async def workflow(task, model):
         await model([{"role": "user", "content": "hi"}])
         if task["number"] == 1 and not release.is_set():
+            blocked.append(task)
             await release.wait()
         return WorkflowOutput(reward=1.0)
 
@@ -139,8 +144,8 @@ def test_groups_that_wait_too_long_are_dropped_and_run_again():
         groups = split.groups
         groups.resume(0)
         taken = await split.drive(groups.take(1, step=1), rng)
-        assert [group.task.index for group in taken] == [0]
-        while groups.compute_metrics()["staleness/num_waiting_groups"] < 1:
+        assert taken[0].task.index in (0, 2)
+        while split.site.num_waiting < 1 or len(blocked) < GROUP_SIZE:
             await split.drive(asyncio.sleep(0), rng)
         for version in (1, 2):
             await split.drive(groups.train(lambda: None, policy_version=version), rng)
@@ -188,6 +193,19 @@ def test_an_error_on_a_sampler_ends_it_and_the_first_rank(monkeypatch):
         await split.groups.close()
         ended = await asyncio.gather(*split.sampling, return_exceptions=True)
         assert any(isinstance(each, TypeError) for each in ended)
+
+    asyncio.run(run())
+
+
+def test_a_sampler_that_hangs_ends_the_run():
+    """Nothing is sampled here, so no group is ever complete."""
+
+    async def run() -> None:
+        split = SplitRun(talk, build_limits(1), timeout_s=0.3)
+        split.groups.resume(0)
+        with pytest.raises(RankError, match="within cluster.timeout_s=0.3"):
+            await split.groups.take(BATCH_SIZE, step=1)
+        await split.close()
 
     asyncio.run(run())
 
