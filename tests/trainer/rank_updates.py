@@ -18,6 +18,7 @@ from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.cluster.place import Place
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.ranks import Ranks
+from tunesmith.cluster.roles import split_ranks
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
 from tunesmith.model.adapters.lora import add_adapter
 from tunesmith.trainer.sharding.sharded_model import gather_state, iter_whole_weights, shard_model
@@ -39,6 +40,8 @@ SHARDED_WEIGHTS = tuple(
     f"{name}, sharded weights"
     for name in ("grpo", "reinforceplusplus", "gspo", "kl_cov", "mix", "grpo, recomputed layers", "grpo, corrections")
 )
+SPLIT = ("grpo", "grpo, minibatches", "ppo, sharded gradients")
+"""Cases that some of three ranks train while the others only take weights."""
 ON_TWO_RANKS = (*ALGORITHMS, "grpo, corrections", "grpo, sharded gradients", "gspo, minibatches", *SHARDED_WEIGHTS)
 
 
@@ -96,10 +99,12 @@ def build_policy(name: str) -> torch.nn.Module:
     return model
 
 
-def run_case(name: str, ranks: Ranks) -> tuple[dict[str, float], torch.Tensor, dict[str, torch.Tensor]]:
+def run_case(
+    name: str, ranks: Ranks, model: torch.nn.Module | None = None
+) -> tuple[dict[str, float], torch.Tensor, dict[str, torch.Tensor]]:
     """Metrics of the second of two steps, the weights after it, and the optimizer's state."""
     section, settings, rank_of_group = list_cases()[name]
-    model, algorithm = build_policy(name), section["algorithm_type"]
+    model, algorithm = model or build_policy(name), section["algorithm_type"]
     samples = load_samples((4, 5) if algorithm.startswith("mix") else ())
     own = [
         each for each in samples if ranks.is_alone or rank_of_group[each.group_index] % ranks.world_size == ranks.rank
@@ -141,6 +146,19 @@ def run_narrow(ranks: Ranks) -> dict[str, object]:
     return {"before": before, "after": after, "saved": saved, "state": state, "masters": masters}
 
 
+def run_split(name: str, world: Ranks, num_samplers: int) -> torch.Tensor:
+    """The weights after a case that the last ranks do not train, but take from the first one."""
+    roles = split_ranks(world, num_samplers=num_samplers, timeout_s=120)
+    model = build_policy(name)
+    if roles.is_sampler:
+        model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()}, strict=False)
+    else:
+        run_case(name, roles.trainers, model)
+    if roles.is_sampler or world.is_first:
+        roles.send_weights(list(model.parameters()))
+    return read_parameters(model)
+
+
 def run_all(folder: Path) -> None:
     """Run the cases on three ranks, then on two of them, and save the results of each rank."""
     ports = {}
@@ -161,4 +179,6 @@ def run_rank(rank: int, ports: dict[int, int], folder: Path) -> None:
         with open_ranks(place, device=torch.device("cpu"), timeout_s=120) as ranks:
             results: dict = {name: run_case(name, ranks) for name in list_cases() if is_run(name, num_ranks)}
             results["narrow"] = run_narrow(ranks)
+            if num_ranks == 3:
+                results |= {f"{name}, {n} sample": run_split(name, ranks, n) for name in SPLIT for n in (1, 2)}
         torch.save(results, folder / f"{rank} of {num_ranks}.pt")

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from rank_updates import ALONE, is_run, list_cases, run_all, run_case, run_narrow
+from rank_updates import ALONE, SPLIT, is_run, list_cases, run_all, run_case, run_narrow
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,15 @@ def results(tmp_path_factory):
 
 
 run_alone = functools.cache(functools.partial(run_case, ranks=ALONE))
+
+
+@pytest.mark.parametrize("num_samplers", [1, 2])
+@pytest.mark.parametrize("name", SPLIT)
+def test_ranks_that_only_sample_get_the_weights_of_one_rank(name, num_samplers, results):
+    _, expected, _ = run_alone(name)
+    first, *others = (result[f"{name}, {num_samplers} sample"] for result in results[3])
+    torch.testing.assert_close(first, expected, rtol=0, atol=1e-10)
+    assert all(torch.equal(each, first) for each in others)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -25,6 +25,14 @@ HEADER = struct.Struct("!Q")
 LOST = "another rank has ended: its own message says why; resume the run from its last checkpoint with --resume"
 
 
+def build_silence_error(timeout_s: float) -> RankError:
+    """The error of a rank that has heard of no other one for too long."""
+    return RankError(
+        f"no message of another rank came within cluster.timeout_s={timeout_s:g}: it hangs, or its rollouts take "
+        "longer; raise cluster.timeout_s, or resume the run from its last checkpoint with --resume"
+    )
+
+
 class Link:
     """One end of a connection between two ranks, used in one event loop."""
 

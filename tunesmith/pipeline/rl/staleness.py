@@ -61,6 +61,7 @@ def build_member(config: RunConfig, policy: Policy, actors: Actors, roles: RankR
         build_own_groups(config, policy, actors),
         connect_links(roles.world, range(1, roles.world.world_size), timeout_s=config.cluster.timeout_s),
         open_clock=partial(open_windows, engines=engines, has_windows=policy.model.device.type == "cpu"),
+        timeout_s=config.cluster.timeout_s,
     )
 
 
@@ -74,6 +75,7 @@ def build_remote_groups(config: RunConfig, policy: Policy, actors: Actors, roles
         num_elements=sum(each.numel() for each in weights),
         max_staleness=config.rollout.max_staleness,
         is_balanced=config.rollout.assignment == "balanced",
+        timeout_s=config.cluster.timeout_s,
         prepare_thread=build_thread_start(policy),
     )
 
@@ -90,7 +92,8 @@ def build_sampling_rank(config: RunConfig, policy: Policy, actors: Actors, roles
 
     actors = replace(actors, ranks=Ranks(rank=index, world_size=len(roles.samplers)))
     links = connect_links(roles.world, roles.samplers, timeout_s=config.cluster.timeout_s)
-    return SamplingRank(actors, build_own_groups(config, policy, actors), links.first, take_weights=take_weights)
+    own = build_own_groups(config, policy, actors)
+    return SamplingRank(actors, own, links.first, take_weights=take_weights, timeout_s=config.cluster.timeout_s)
 
 
 def build_own_groups(config: RunConfig, policy: Policy, actors: Actors) -> OwnGroups:

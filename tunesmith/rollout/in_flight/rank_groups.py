@@ -83,13 +83,17 @@ class ResumeReport:
 class RankMember:
     """This rank's groups in flight, and how they follow the orders of the first rank; one on each rank."""
 
-    def __init__(self, actors: Actors, own: OwnGroups, links: Links, *, open_clock: OpenClock) -> None:
+    def __init__(
+        self, actors: Actors, own: OwnGroups, links: Links, *, open_clock: OpenClock, timeout_s: float
+    ) -> None:
+        """`timeout_s`: as `RankSampling`."""
         self.actors = actors
         self.own = own
         self.links = links
         self.sampling_s = 0.0
         """Seconds of sampling since the last groups were taken."""
         self._open_clock = open_clock
+        self._timeout_s = timeout_s
         self._sampling: RankSampling | None = None
         self._reading: list[asyncio.Task[None]] = []
 
@@ -108,7 +112,8 @@ class RankMember:
             return
         for link in self.links.by_rank.values():
             await link.open()
-        self._sampling = RankSampling(self.own, self._open_clock, report or self.links.first.send)
+        send = report or self.links.first.send
+        self._sampling = RankSampling(self.own, self._open_clock, send, timeout_s=self._timeout_s)
         self._sampling.clock.stop()
         await self.own.open()
         reading = (
@@ -317,6 +322,7 @@ class RankGroups:
     def _add_report(self, rank: int, report: SamplingReport) -> None:
         """Stop all ranks if enough groups are complete; else let those sample on that wait for others."""
         phase = self._phase
+        self._member.sampling.note_report()
         if report.phase != phase.number or phase.has_ended:
             return  # sent before the rank knew that the phase had ended
         phase.add(rank, report)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from tunesmith.cluster.links import build_silence_error
 from tunesmith.rollout.in_flight.own_groups import OwnGroups
 
 SamplingState = Literal["sampling", "waiting", "idle"]
@@ -87,8 +88,13 @@ work."""
 class RankSampling:
     """The sampling of this rank in each phase."""
 
-    def __init__(self, own: OwnGroups, open_clock: OpenClock, report: Callable[[SamplingReport], None]) -> None:
+    def __init__(
+        self, own: OwnGroups, open_clock: OpenClock, report: Callable[[SamplingReport], None], *, timeout_s: float
+    ) -> None:
+        """`timeout_s`: longest time in which neither this rank nor, on the first one, another reports."""
         self._own = own
+        self._timeout_s = timeout_s
+        self._num_reports = 0
         self._report = report
         self._phase = -1
         self._ended: asyncio.Future[None] | None = None
@@ -103,10 +109,23 @@ class RankSampling:
             self._send("sampling")
         try:
             self._own.raise_error()
-            await self._ended
+            await self._wait(self._ended)
         finally:
             self._ended = None
             self.clock.stop()
+
+    async def _wait(self, ended: asyncio.Future[None]) -> None:
+        num_reports = -1
+        while not ended.done():
+            if num_reports == self._num_reports:
+                raise build_silence_error(self._timeout_s)
+            num_reports = self._num_reports
+            await asyncio.wait({ended}, timeout=self._timeout_s)
+        ended.result()
+
+    def note_report(self) -> None:
+        """A rank has reported."""
+        self._num_reports += 1
 
     def begin_window(self, phase: int) -> None:
         """Sample on in this phase."""
@@ -141,6 +160,7 @@ class RankSampling:
             self._send("sampling")
 
     def _send(self, state: SamplingState) -> None:
+        self.note_report()
         self._report(SamplingReport(phase=self._phase, state=state, complete=sorted(self._own.complete)))
 
 

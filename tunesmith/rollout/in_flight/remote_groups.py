@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from tunesmith.cluster.links import Links
+from tunesmith.cluster.links import Links, build_silence_error
 from tunesmith.errors import RankError
 from tunesmith.experience.staleness import find_oldest_version
 from tunesmith.rollout.actors import RolloutProgress
@@ -45,11 +45,13 @@ class RemoteGroups:
         num_elements: int,
         max_staleness: int,
         is_balanced: bool,
+        timeout_s: float,
         prepare_thread: Callable[[], None] = lambda: None,
     ) -> None:
         """`send_weights` sends the current weights, of `num_elements` in all, to the samplers, in a thread.
 
-        The samplers' counters are added to `ledger`. `is_balanced`: as `rollout.assignment: balanced`.
+        The samplers' counters are added to `ledger`. `is_balanced`: as `rollout.assignment: balanced`;
+        `timeout_s`: longest time without a message while it waits for one.
         """
         self._links = links.by_rank
         self._ledger = ledger
@@ -57,6 +59,7 @@ class RemoteGroups:
         self._num_elements = num_elements
         self._max_staleness = max_staleness
         self._is_balanced = is_balanced
+        self._timeout_s = timeout_s
         self._thread = WorkThread(prepare_thread)
         self.progress = RolloutProgress()
         self._rank_of: dict[int, int] = {}
@@ -191,7 +194,10 @@ class RemoteGroups:
             if self._error is not None:
                 raise self._error
             self._changed.clear()
-            await self._changed.wait()
+            try:
+                await asyncio.wait_for(self._changed.wait(), self._timeout_s)
+            except TimeoutError:
+                raise build_silence_error(self._timeout_s) from None
 
     async def _read(self, rank: int) -> None:
         """Read what a sampler sends."""

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tunesmith.cluster.links import Link
+from tunesmith.cluster.links import Link, build_silence_error
 from tunesmith.errors import RankError
 from tunesmith.rollout.actors import Actors, RolloutProgress, run_own_tasks
 from tunesmith.rollout.in_flight.own_groups import OwnGroups
@@ -72,13 +72,19 @@ class RoundDone:
 class SamplingRank:
     """Follows the messages of the first rank on one that only samples."""
 
-    def __init__(self, actors: Actors, own: OwnGroups, link: Link, *, take_weights: Callable[[int], None]) -> None:
+    def __init__(
+        self, actors: Actors, own: OwnGroups, link: Link, *, take_weights: Callable[[int], None], timeout_s: float
+    ) -> None:
         """`actors.ranks` is this rank's place among those that sample; `take_weights` overwrites the weights in place,
-        in a thread, and raises if their number of elements is another."""
+        in a thread, and raises if their number of elements is another; `timeout_s`: longest time in which neither a
+        message comes nor a group is complete."""
         self._actors = actors
         self._own = own
         self._link = link
         self._take_weights = take_weights
+        self._timeout_s = timeout_s
+        self._num_sent = 0
+        """Complete groups so far."""
         self._stats: list[tuple[Mapping[str, float], Mapping[str, float]]] = []
         """Counters of the engine and the recorder that have not been sent."""
         self._failed: asyncio.Future[None] | None = None
@@ -100,13 +106,18 @@ class SamplingRank:
     async def _receive(self) -> object:
         receiving = asyncio.ensure_future(self._link.receive())
         assert self._failed is not None
+        ending, num_sent, done = {receiving, self._failed}, -1, set[asyncio.Future[object]]()
         try:
-            await asyncio.wait({receiving, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            while not done and num_sent != self._num_sent:
+                num_sent = self._num_sent
+                done, _ = await asyncio.wait(ending, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not receiving.done():
                 receiving.cancel()
         if self._failed.done():
             self._failed.result()
+        if not done:
+            raise build_silence_error(self._timeout_s)
         return receiving.result()
 
     async def _follow(self, message: object) -> None:
@@ -167,4 +178,5 @@ class SamplingRank:
         for number in sorted(self._own.complete):
             group = self._own.complete.pop(number).build()
             self._own.progress.finished.clear()
+            self._num_sent += 1
             self._link.send(CompleteGroup(number=number, group=group))
