@@ -126,16 +126,18 @@ def run_case(
     return metrics, weights, trainer.state_dict()["optimizer"]
 
 
-def run_narrow(ranks: Ranks) -> dict[str, object]:
+def run_narrow(ranks: Ranks, *, is_sharded: bool = True) -> dict[str, object]:
     """Two updates of a model with 16-bit weights; what it hands on before and after, and its state."""
     model = build_trainable(dtype=torch.bfloat16)
     samples = [each for each in load_samples(()) if ranks.is_alone or each.group_index % ranks.world_size == ranks.rank]
-    if not ranks.is_alone:
+    if not ranks.is_alone and is_sharded:
         model = model.to("meta") if not ranks.is_first else model
         shard_model(model, ranks, torch.device("cpu"))
     settings = TrainerSection(**(SETTINGS | {"mismatch_stop": 1e9}))
     section = AlgorithmSection(algorithm_type="reinforceplusplus")
-    trainer = Trainer(model, settings, section, max_model_len=64, num_total_steps=9, ranks=ranks)
+    trainer = Trainer(
+        model, settings, section, max_model_len=64, num_total_steps=9, ranks=ranks, has_sharded_gradients=True
+    )
     before = {name: weight.clone() for name, weight in iter_whole_weights(model)}
     masters = {name: part.dtype for name, part in trainer._optimizer._masters.items()}
     trainer.step(samples)
@@ -179,6 +181,7 @@ def run_rank(rank: int, ports: dict[int, int], folder: Path) -> None:
         with open_ranks(place, device=torch.device("cpu"), timeout_s=120) as ranks:
             results: dict = {name: run_case(name, ranks) for name in list_cases() if is_run(name, num_ranks)}
             results["narrow"] = run_narrow(ranks)
+            results["narrow, whole weights"] = run_narrow(ranks, is_sharded=False)
             if num_ranks == 3:
                 results |= {f"{name}, {n} sample": run_split(name, ranks, n) for name in SPLIT for n in (1, 2)}
         torch.save(results, folder / f"{rank} of {num_ranks}.pt")

@@ -56,12 +56,14 @@ def test_weights_and_metrics_do_not_depend_on_ranks(name, num_ranks, results):
 def test_sharded_16_bit_weights_are_rounded_masters(num_ranks, results):
     alone = run_narrow(ALONE)
     first, *others = [result["narrow"] for result in results[num_ranks]]
+    whole = results[num_ranks][0]["narrow, whole weights"]["after"]
     assert set(first["masters"].values()) == {torch.float32}
     assert first["state"].keys() == alone["state"].keys() and not any(each["state"] for each in others)
     for name, weight in alone["before"].items():
         assert torch.equal(first["before"][name], weight) and first["before"][name].dtype == torch.bfloat16
         assert torch.equal(first["after"][name], first["state"][f"master:{name}"].bfloat16())
         assert torch.equal(first["saved"][name], first["after"][name])
+        torch.testing.assert_close(first["after"][name], whole[name], rtol=1e-2, atol=1e-4)
         assert all(torch.equal(each["after"][name], first["after"][name]) for each in others)
         # rows are rounded to 16 bits in another order, and AdamW divides by the size of a gradient
         assert (first["after"][name].float() - alone["after"][name].float()).abs().mean() < 2e-3
