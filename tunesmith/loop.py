@@ -116,7 +116,8 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
         metrics |= compute_staleness(groups, advantages, policy_version=policy_version)
         metrics |= parts.in_flight.compute_metrics()
     num_sampled = metrics["rollout/num_sampled_tokens"] - metrics.get("rollout/num_inherited_tokens", 0.0)
-    metrics["perf/sampled_tokens_per_s"] = num_sampled / (sampled - started)
+    is_sampled_meanwhile = parts.actors.remote is not None  # during the update too
+    metrics["perf/sampled_tokens_per_s"] = num_sampled / ((trained if is_sampled_meanwhile else sampled) - started)
     metrics |= parts.tasks.give_feedback(compute_pass_rates(batch.collected, parts.outcome_key), batch.collected)
     if parts.baseline_sampling is not None:
         metrics |= compute_baseline_metrics(batch.collected)
