@@ -100,10 +100,8 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
         policy_version=policy_version,
         has_hard_credit=has_hard_credit,
     )
-    if parts.in_flight is None:
-        train_metrics = train()
-    else:
-        train_metrics = await parts.in_flight.train(train, policy_version=step)
+    in_flight = parts.in_flight
+    train_metrics = train() if in_flight is None else await in_flight.train(train, policy_version=step)
     trained = time.perf_counter()
 
     metrics = compute_rollout_metrics(batch.collected) | parts.actors.compute_engine_stats() | batch.compute_metrics()
@@ -112,11 +110,12 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     metrics["perf/rollout_s"] = sampled - started
     metrics["perf/train_s"] = trained - sampled
     metrics |= {} if parts.branching is None else parts.branching.stats.compute()
-    if parts.in_flight is not None:
+    if in_flight is not None:
         metrics |= compute_staleness(groups, advantages, policy_version=policy_version)
-        metrics |= parts.in_flight.compute_metrics()
+        metrics |= in_flight.compute_metrics()
     num_sampled = metrics["rollout/num_sampled_tokens"] - metrics.get("rollout/num_inherited_tokens", 0.0)
-    metrics["perf/sampled_tokens_per_s"] = num_sampled / (sampled - started)
+    sampling_s = (sampled if parts.actors.remote is None else trained) - started  # other ranks go on during the update
+    metrics["perf/sampled_tokens_per_s"] = num_sampled / sampling_s
     metrics |= parts.tasks.give_feedback(compute_pass_rates(batch.collected, parts.outcome_key), batch.collected)
     if parts.baseline_sampling is not None:
         metrics |= compute_baseline_metrics(batch.collected)
