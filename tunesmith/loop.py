@@ -23,10 +23,10 @@ from tunesmith.experience.staleness import compute_staleness
 from tunesmith.experience.table import BoundOperator, apply_operators
 from tunesmith.rollout.actors import Actors, RolloutProgress, run_tasks
 from tunesmith.rollout.branching.tree import Branching
-from tunesmith.rollout.groups import check_failures, compute_baseline_metrics, compute_rollout_metrics
+from tunesmith.rollout.groups import compute_baseline_metrics, compute_rollout_metrics
 from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
 from tunesmith.rollout.seeds import derive_round_seed
-from tunesmith.shared_step import train_groups
+from tunesmith.shared_step import check_step_failures, take_groups, train_groups
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Sampling
@@ -59,6 +59,11 @@ class StepParts:
     in_flight: InFlightGroups | None = None
     """Rollouts that continue while the weights change; None: a step waits for all of its rollouts."""
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the tokens of other ranks' groups are read before the update."""
+        return bool(self.operators) or self.algorithm.reads_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -73,7 +78,7 @@ class StepResult:
 async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | None = None) -> StepResult:
     """Make step 1, 2, ...: sample with policy version `step - 1`, make one update, report pass rates."""
     started, policy_version, sampler = time.perf_counter(), step - 1, parts.in_flight or parts.actors.engine
-    batch = Batch(size=parts.size)
+    batch, progress = Batch(size=parts.size), progress or RolloutProgress()
     sampler.resume(policy_version)
     while batch.num_missing:
         groups = await run_round(parts, batch, step=step, progress=progress)
@@ -82,7 +87,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
             groups, kept, operator_metrics, has_advantage=[has_advantage(parts.algorithm, each) for each in kept]
         )
     sampler.pause()
-    check_failures(batch.collected, max_failure_rate=parts.max_failure_rate)
+    check_step_failures(parts.actors, batch, progress, max_failure_rate=parts.max_failure_rate)
     sampled = time.perf_counter()
 
     replayed = parts.replay.sample(policy_version=policy_version)
@@ -101,6 +106,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
         has_hard_credit=has_hard_credit,
     )
     train_metrics = train() if parts.in_flight is None else await parts.in_flight.run_beside(train)
+    take_groups(parts.actors, batch, progress)
     trained = time.perf_counter()
 
     metrics = compute_rollout_metrics(batch.collected) | parts.actors.compute_engine_stats() | batch.compute_metrics()
@@ -129,7 +135,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     return StepResult(batch=batch, advantages=advantages[: len(batch.groups)], metrics=metrics)
 
 
-async def run_round(parts: StepParts, batch: Batch, *, step: int, progress: RolloutProgress | None) -> list[Group]:
+async def run_round(parts: StepParts, batch: Batch, *, step: int, progress: RolloutProgress) -> list[Group]:
     """Run the tasks that the batch lacks, or take as many groups from those in flight."""
     if parts.in_flight is not None:
         return await parts.in_flight.take(batch.num_missing, step=step, progress=progress)
@@ -142,4 +148,5 @@ async def run_round(parts: StepParts, batch: Batch, *, step: int, progress: Roll
         baseline_sampling=parts.baseline_sampling,
         progress=progress,
         branching=parts.branching,
+        has_tokens=parts.needs_tokens,
     )

@@ -3,6 +3,9 @@
 By plan, task p of a round is run by rank p modulo the number of ranks, all rollouts of it, so a group is on one rank;
 on demand (`rollout.assignment: balanced`), by the rank that takes it from a counter. Seeds depend on the position of a
 task in its round, never on the rank.
+
+Most algorithms compute advantages from rewards alone. Then a rank sends outlines of its groups after a round, and the
+groups with their tokens while the devices work on the update.
 """
 
 from __future__ import annotations
@@ -16,7 +19,55 @@ from tunesmith.cluster.shared_counter import SharedCounters
 from tunesmith.experience.path_cost import PathCost
 from tunesmith.rollout.branching.stats import BranchingCounts
 from tunesmith.rollout.task_source import PlannedTasks, TasksOnDemand, TaskSource
-from tunesmith.types import Group, Sampling, Task
+from tunesmith.types import Distribution, Failure, Group, Sampling, Task, Trajectory, Turn
+
+NO_TOKENS = Turn(
+    prompt_ids=(), sampled_ids=(), logprobs=(), policy_versions=(), distribution=Distribution(), stop_reason="cancelled"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOutline:
+    """A group without task, tokens and texts; fields but the last are per trajectory."""
+
+    run_indices: tuple[int, ...]
+    num_turns: tuple[int, ...]
+    rewards: tuple[float | None, ...]
+    metrics: tuple[Mapping[str, float], ...]
+    failures: tuple[Failure | None, ...]
+    baseline_reward: float | None
+
+    def build_group(self, task: Task) -> Group:
+        """The group, with as many turns as were made, all without tokens."""
+        rows = zip(self.run_indices, self.num_turns, self.rewards, self.metrics, self.failures, strict=True)
+        return Group(
+            task=task,
+            trajectories=tuple(
+                Trajectory(
+                    task=task,
+                    run_index=run_index,
+                    turns=(NO_TOKENS,) * num_turns,
+                    reward=reward,
+                    metrics=metrics,
+                    failure=failure,
+                )
+                for run_index, num_turns, reward, metrics, failure in rows
+            ),
+            baseline_reward=self.baseline_reward,
+        )
+
+
+def outline_group(group: Group) -> GroupOutline:
+    """The outline of a group."""
+    runs = group.trajectories
+    return GroupOutline(
+        run_indices=tuple(run.run_index for run in runs),
+        num_turns=tuple(len(run.turns) for run in runs),
+        rewards=tuple(run.reward for run in runs),
+        metrics=tuple(run.metrics for run in runs),
+        failures=tuple(run.failure for run in runs),
+        baseline_reward=group.baseline_reward,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +85,8 @@ class RolloutOrder:
     """Number of rounds of this process before it."""
     has_branches: bool = False
     """Whether rollouts branch, as `rollout.branching`."""
+    has_tokens: bool = True
+    """False: ranks send outlines of their groups, and the groups when the first rank collects them."""
 
     def build_source(self, ranks: Ranks, counters: SharedCounters | None) -> TaskSource:
         """What hands a rank its tasks: the counters, or without them a plan."""
@@ -48,6 +101,8 @@ class RankShare:
     """What a rank hands to the first rank after a round."""
 
     groups: Sequence[Group]
+    outlines: Sequence[GroupOutline] = ()
+    """Instead of the groups if the order asks for no tokens."""
     positions: Sequence[int]
     """Of the groups, in their round."""
     costs: Sequence[PathCost]
@@ -55,6 +110,13 @@ class RankShare:
     recorder_stats: Mapping[str, float]
     rollout_s: float
     branching: BranchingCounts | None = None
+
+    def build_groups(self, order: RolloutOrder) -> Sequence[Group]:
+        """The groups, without tokens where the rank sent outlines."""
+        if order.has_tokens:
+            return self.groups
+        pairs = zip(self.positions, self.outlines, strict=True)
+        return [outline.build_group(order.tasks[position]) for position, outline in pairs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +127,8 @@ class GroupOrigin:
     key: tuple[int, int]
     """Number of its round and position in it: its key in `RankLedger.kept` of that rank."""
     cost: PathCost
+    has_tokens: bool = True
+    """False: the first rank has the outline only."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,8 +140,14 @@ class RankLedger:
     """This rank's groups by round and position."""
     rollout_s: list[float] = field(default_factory=list)
     """Seconds of rollouts of each rank."""
+    collect_s: float = 0.0
+    """Seconds of the first rank in collecting groups whose outlines it has."""
     exchange_s: float = 0.0
     """Seconds of the first rank in handing out and collecting rounds, without the rollouts of any rank."""
+    outlined: set[tuple[int, int]] = field(default_factory=set)
+    """Keys of the groups in `kept` whose outlines were sent."""
+    _collected: dict[int, Group] = field(default_factory=dict)
+    """By `id` of the group without tokens."""
     _origins: dict[int, tuple[Group, GroupOrigin]] = field(default_factory=dict)
     """By `id` of the group, which stays alive."""
     _engine_stats: list[Mapping[str, float]] = field(default_factory=list)
@@ -86,16 +156,22 @@ class RankLedger:
     def keep(self, order: RolloutOrder, positions: Sequence[int], groups: Sequence[Group]) -> None:
         """Keep groups that this rank has run."""
         self.num_rounds += 1
-        self.kept |= {(order.number, position): group for position, group in zip(positions, groups, strict=True)}
+        kept = {(order.number, position): group for position, group in zip(positions, groups, strict=True)}
+        self.kept |= kept
+        self.outlined |= set() if order.has_tokens else kept.keys()
 
     def add_round(self, order: RolloutOrder, shares: Sequence[RankShare]) -> list[Group]:
         """Add the shares of all ranks on the first one, which kept its own; return the groups in task order."""
         groups: dict[int, Group] = {}
         for rank, share in enumerate(shares):
-            own = [self.kept[order.number, position] for position in share.positions] if rank == 0 else share.groups
-            for position, group, cost in zip(share.positions, own, share.costs, strict=True):
+            is_own = rank == 0
+            kept = [self.kept[order.number, each] for each in share.positions] if is_own else share.build_groups(order)
+            for position, group, cost in zip(share.positions, kept, share.costs, strict=True):
                 groups[position] = group
-                self._origins[id(group)] = (group, GroupOrigin(rank=rank, key=(order.number, position), cost=cost))
+                origin = GroupOrigin(
+                    rank=rank, key=(order.number, position), cost=cost, has_tokens=is_own or order.has_tokens
+                )
+                self._origins[id(group)] = (group, origin)
         self._engine_stats += [share.engine_stats for share in shares[1:]]
         self._recorder_stats += [share.recorder_stats for share in shares[1:]]
         seconds = [share.rollout_s for share in shares]
@@ -107,11 +183,37 @@ class RankLedger:
         found = self._origins.get(id(group))
         return None if found is None else found[1]
 
+    @property
+    def has_outlines(self) -> bool:
+        """Whether, on the first rank, groups of other ranks have no tokens."""
+        return any(not origin.has_tokens for _, origin in self._origins.values())
+
+    def take_outlined(self) -> dict[tuple[int, int], Group]:
+        """This rank's groups whose outlines were sent since the last call, by key."""
+        taken = {key: self.kept[key] for key in self.outlined}
+        self.outlined.clear()
+        return taken
+
+    def add_collected(self, parts: Sequence[Mapping[tuple[int, int], Group]]) -> None:
+        """Add the groups of other ranks, whose outlines the first rank has."""
+        whole = {key: group for part in parts for key, group in part.items()}
+        self._collected |= {
+            place: whole[origin.key]
+            for place, (_, origin) in self._origins.items()
+            if not origin.has_tokens and origin.key in whole
+        }
+
+    def take_collected(self) -> dict[int, Group]:
+        """The groups collected since the last call, by `id` of the same group without tokens."""
+        collected, self._collected = self._collected, {}
+        return collected
+
     def clear(self) -> None:
         """Forget the groups of the step."""
         self.kept.clear()
+        self.outlined.clear()
         self._origins.clear()
-        self.rollout_s, self.exchange_s = [], 0.0
+        self.rollout_s, self.exchange_s, self.collect_s = [], 0.0, 0.0
 
     def take_engine_stats(self) -> list[Mapping[str, float]]:
         """Counters of the other ranks' engines since the last call."""
