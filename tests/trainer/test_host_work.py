@@ -1,0 +1,98 @@
+"""Work of the host while the device computes: once a step, and garbage collected at that moment."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from test_gradients import build_samples
+from test_trainer import build_trainer, score
+
+from trainable_models import build_trainable
+from tunesmith.errors import TrainingError
+from tunesmith.trainer.host_work import FREEZE_CALL, FULL_INTERVAL, HostWork
+from tunesmith.trainer.sharding.collective_times import CollectiveTimes
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_work_beside_the_device_is_done_once_before_the_first_update(num_minibatches):
+    model = build_trainable(dtype=torch.float32)
+    trainer, samples, calls = build_trainer(model, num_minibatches=num_minibatches), score(model, build_samples()), []
+    before = model.get_input_embeddings().weight.clone()
+    trainer.step(samples, beside=lambda: calls.append(bool((model.get_input_embeddings().weight == before).all())))
+    assert calls == [True]
+    trainer.step([], beside=lambda: calls.append(False))
+    assert calls == [True, False], "also in a step without samples"
+
+
+def test_an_error_of_the_work_beside_the_device_is_that_of_the_step():
+    def fail() -> None:
+        raise TrainingError("a rank has ended")
+
+    model = build_trainable(dtype=torch.float32)
+    with pytest.raises(TrainingError, match="a rank has ended"):
+        build_trainer(model).step(score(model, build_samples()), beside=fail)
+
+
+@pytest.fixture
+def collections():
+    """Generations that were collected."""
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            seen.append(info["generation"])
+
+    gc.disable()
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+    gc.unfreeze()
+    gc.enable()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_all_generations_are_collected_at_times_and_objects_of_the_start_are_exempt(collections, is_frozen):
+    if is_frozen:
+        gc.freeze()  # as `run_lockstep` does
+    num_frozen, work = gc.get_freeze_count(), HostWork(torch.device("cpu"))
+    for call in range(1, FULL_INTERVAL + 1):
+        work.collect_garbage()
+        kept = [[] for _ in range(100)]
+        assert (gc.get_freeze_count() > num_frozen) == (is_frozen and call >= FREEZE_CALL)
+    full = [call for call, generation in enumerate(collections, start=1) if generation == 2]
+    assert full == ([FREEZE_CALL] if is_frozen else []) + [FULL_INTERVAL]
+    assert len(kept) == 100
+
+
+def test_a_cpu_step_leaves_the_collector_alone(collections):
+    HostWork(torch.device("cpu")).run(None)
+    assert collections == []
+
+
+class Event:
+    """A CUDA event whose work has ended, or not yet."""
+
+    def __init__(self, seconds: float, *, has_ended: bool = True) -> None:
+        self.seconds, self.has_ended = seconds, has_ended
+
+    def query(self) -> bool:
+        return self.has_ended
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.seconds - self.seconds)
+
+
+def test_an_interval_that_has_not_ended_on_the_device_is_reported_later(monkeypatch):
+    times, last = CollectiveTimes("cuda"), Event(7.0, has_ended=False)
+    marks = iter([Event(1.0), Event(2.5), Event(4.0), last])
+    monkeypatch.setattr(times, "_mark", lambda: next(marks))
+    with times.waiting():
+        pass
+    with times.communicating():
+        pass
+    assert times.take() == {"perf/train_wait_s": 1.5, "perf/communication_s": 0.0}
+    assert times.take() == {"perf/train_wait_s": 0.0, "perf/communication_s": 0.0}
+    last.has_ended = True
+    assert times.take() == {"perf/train_wait_s": 0.0, "perf/communication_s": 3.0}
