@@ -180,7 +180,7 @@ def build_uneven(*, has_tokens: bool) -> list[Group]:
             turn = Turn(
                 prompt_ids=(7, run_index % 2) * has_tokens,
                 sampled_ids=(1,) * size,
-                logprobs=(-0.1 - 0.3 * (run_index % 3),) * size,
+                logprobs=(-0.1 * number - 0.3 * (run_index % 3),) * size,
                 policy_versions=(0,) * size,
                 distribution=Distribution(),
                 stop_reason="eos",
