@@ -127,7 +127,7 @@ async def run_tasks(
     for share in shares[1:]:
         if branching is not None and share.branching is not None:
             branching.stats.add(share.branching)
-    return actors.ledger.add_round(order, shares)
+    return actors.ledger.add_round(order, [share.build_groups(tasks) for share in shares])
 
 
 async def run_share(
@@ -146,6 +146,8 @@ async def run_share(
     groups = await run_own_tasks(actors, order, source, progress or RolloutProgress(), branching)
     rollout_s = time.perf_counter() - started
     actors.ledger.keep(order, source.taken, groups)
+    if not order.has_tokens:
+        actors.ledger.outlined |= {(order.number, position) for position in source.taken}
     is_first = actors.ranks.is_first
     return actors.ranks.gather_objects(
         RankShare(

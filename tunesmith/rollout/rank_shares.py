@@ -11,7 +11,7 @@ groups with their tokens while the devices work on the update.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from tunesmith.cluster.ranks import Ranks
@@ -111,12 +111,12 @@ class RankShare:
     rollout_s: float
     branching: BranchingCounts | None = None
 
-    def build_groups(self, order: RolloutOrder) -> Sequence[Group]:
-        """The groups, without tokens where the rank sent outlines."""
-        if order.has_tokens:
-            return self.groups
+    def build_groups(self, tasks: Sequence[Task]) -> RankShare:
+        """The share of a round of these tasks, with groups without tokens if the rank sent outlines."""
+        if not self.outlines:
+            return self
         pairs = zip(self.positions, self.outlines, strict=True)
-        return [outline.build_group(order.tasks[position]) for position, outline in pairs]
+        return replace(self, groups=[outline.build_group(tasks[position]) for position, outline in pairs])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,22 +156,17 @@ class RankLedger:
     def keep(self, order: RolloutOrder, positions: Sequence[int], groups: Sequence[Group]) -> None:
         """Keep groups that this rank has run."""
         self.num_rounds += 1
-        kept = {(order.number, position): group for position, group in zip(positions, groups, strict=True)}
-        self.kept |= kept
-        self.outlined |= set() if order.has_tokens else kept.keys()
+        self.kept |= {(order.number, position): group for position, group in zip(positions, groups, strict=True)}
 
     def add_round(self, order: RolloutOrder, shares: Sequence[RankShare]) -> list[Group]:
         """Add the shares of all ranks on the first one, which kept its own; return the groups in task order."""
         groups: dict[int, Group] = {}
         for rank, share in enumerate(shares):
-            is_own = rank == 0
-            kept = [self.kept[order.number, each] for each in share.positions] if is_own else share.build_groups(order)
-            for position, group, cost in zip(share.positions, kept, share.costs, strict=True):
+            own = [self.kept[order.number, position] for position in share.positions] if rank == 0 else share.groups
+            for position, group, cost in zip(share.positions, own, share.costs, strict=True):
                 groups[position] = group
-                origin = GroupOrigin(
-                    rank=rank, key=(order.number, position), cost=cost, has_tokens=is_own or order.has_tokens
-                )
-                self._origins[id(group)] = (group, origin)
+                key, has_tokens = (order.number, position), not share.outlines
+                self._origins[id(group)] = (group, GroupOrigin(rank=rank, key=key, cost=cost, has_tokens=has_tokens))
         self._engine_stats += [share.engine_stats for share in shares[1:]]
         self._recorder_stats += [share.recorder_stats for share in shares[1:]]
         seconds = [share.rollout_s for share in shares]
