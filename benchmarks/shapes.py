@@ -37,6 +37,10 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=152064, hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40,
         num_key_value_heads=8, max_position_embeddings=32768,
     ),
+    "qwen2.5-32b": Qwen2Config(
+        vocab_size=152064, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40,
+        num_key_value_heads=8, max_position_embeddings=32768,
+    ),
 }  # fmt: skip
 
 
