@@ -32,13 +32,13 @@ class HostWork:
             self.collect_garbage()
 
     def collect_garbage(self) -> None:
-        """Collect young objects, at times all. Objects alive at the third update are exempt from then on.
+        """Collect young objects, at times all; objects alive at the third update are exempt from then on.
 
-        They are only exempt where `run_lockstep` has exempted others, and until it ends.
+        Nothing is collected unless `run_lockstep` has exempted the objects of libraries, which take a second.
         """
+        if not gc.get_freeze_count():
+            return
         self._num_calls += 1
-        if self._num_calls == FREEZE_CALL and gc.get_freeze_count():
-            gc.collect()
+        gc.collect(2 if self._num_calls == FREEZE_CALL or self._num_calls % FULL_INTERVAL == 0 else 1)
+        if self._num_calls == FREEZE_CALL:
             gc.freeze()
-        else:
-            gc.collect(2 if self._num_calls % FULL_INTERVAL == 0 else 1)
