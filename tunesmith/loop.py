@@ -10,7 +10,7 @@ Sampler and trainer hold the same parameters. Policy version v is the weights af
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -75,7 +75,13 @@ class StepResult:
     metrics: dict[str, float]
 
 
-async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | None = None) -> StepResult:
+SaveBatch = Callable[[Batch, list[list[RunAdvantage]]], None]
+"""Saves the groups of a step with the advantages of those that train, while the device computes the update."""
+
+
+async def run_step(
+    parts: StepParts, *, step: int, progress: RolloutProgress | None = None, save: SaveBatch | None = None
+) -> StepResult:
     """Make step 1, 2, ...: sample with policy version `step - 1`, make one update, report pass rates."""
     started, policy_version, sampler = time.perf_counter(), step - 1, parts.in_flight or parts.actors.engine
     batch, progress = Batch(size=parts.size), progress or RolloutProgress()
@@ -104,9 +110,9 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
         experts,
         policy_version=policy_version,
         has_hard_credit=has_hard_credit,
+        beside=partial(finish_batch, parts, batch, advantages, progress, save),
     )
     train_metrics = train() if parts.in_flight is None else await parts.in_flight.run_beside(train)
-    take_groups(parts.actors, batch, progress)
     trained = time.perf_counter()
 
     metrics = compute_rollout_metrics(batch.collected) | parts.actors.compute_engine_stats() | batch.compute_metrics()
@@ -133,6 +139,19 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     metrics |= parts.trainer.take_times()
     metrics["perf/step_s"] = time.perf_counter() - started
     return StepResult(batch=batch, advantages=advantages[: len(batch.groups)], metrics=metrics)
+
+
+def finish_batch(
+    parts: StepParts,
+    batch: Batch,
+    advantages: list[list[RunAdvantage]],
+    progress: RolloutProgress,
+    save: SaveBatch | None,
+) -> None:
+    """Complete the batch with the tokens of other ranks' groups, and save it."""
+    take_groups(parts.actors, batch, progress)
+    if save is not None:
+        save(batch, advantages[: len(batch.groups)])
 
 
 async def run_round(parts: StepParts, batch: Batch, *, step: int, progress: RolloutProgress) -> list[Group]:

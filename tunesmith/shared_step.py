@@ -10,9 +10,8 @@ the groups while the devices work on it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
@@ -79,14 +78,16 @@ def train_groups(
     *,
     policy_version: int,
     has_hard_credit: bool = False,
+    beside: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """Train the groups and demonstrations of a step on all ranks; metrics of the samples and of the trainer.
 
-    On several ranks only the first calls this. `has_hard_credit`: as `rollout.branching.credit: hard`.
+    On several ranks only the first calls this. `has_hard_credit`: as `rollout.branching.credit: hard`. `beside` is work
+    of the host that is done while the device computes; groups of other ranks have been collected by then.
     """
     if actors.ranks.is_alone:
         samples, metrics = build_samples(groups, advantages, has_hard_credit=has_hard_credit)
-        return metrics | trainer.step(add_experts(samples, experts), policy_version=policy_version)
+        return metrics | trainer.step(add_experts(samples, experts), policy_version=policy_version, beside=beside)
     shares, metrics = share_groups(actors, trainer, groups, advantages)
     moved = find_moved(actors, groups, shares)
     split = split_experts(
@@ -111,7 +112,7 @@ def train_groups(
         ]
     )
     metrics["perf/exchange_s"] += time.perf_counter() - started
-    return train_share(actors, trainer, share) | metrics
+    return train_share(actors, trainer, share, beside) | metrics
 
 
 def share_groups(
@@ -139,7 +140,9 @@ def share_groups(
     return shares, metrics
 
 
-def train_share(actors: Actors, trainer: Trainer, share: TrainShare) -> dict[str, float]:
+def train_share(
+    actors: Actors, trainer: Trainer, share: TrainShare, beside: Callable[[], None] | None = None
+) -> dict[str, float]:
     """Train this rank's share of a step, together with the other ranks; metrics over all of them."""
     found = actors.ledger.kept | exchange_moved(actors, share.moved)
     groups = [found[each.key] if each.key is not None else each.group for each in share.groups]
@@ -149,11 +152,14 @@ def train_share(actors: Actors, trainer: Trainer, share: TrainShare) -> dict[str
         has_hard_credit=share.has_hard_credit,
         places=[each.place for each in share.groups],
     )
-    trained = trainer.step(
-        [*samples, *share.experts],
-        policy_version=share.policy_version,
-        beside=partial(collect_groups, actors) if share.has_outlines else None,
-    )
+
+    def work() -> None:
+        if share.has_outlines:
+            collect_groups(actors)
+        if beside is not None:
+            beside()
+
+    trained = trainer.step([*samples, *share.experts], policy_version=share.policy_version, beside=work)
     gathered = actors.ranks.all_gather_objects(metrics)
     metrics = {name: sum(part[name] for part in gathered) for name in metrics} | trained
     metrics["perf/collect_s"] = actors.ledger.collect_s

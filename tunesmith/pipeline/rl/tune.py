@@ -25,7 +25,6 @@ from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
-from tunesmith.experience.store import save_rollouts
 from tunesmith.loop import StepParts, StepResult, run_step
 from tunesmith.model.checkpoint import estimate_checkpoint_bytes, find_last_checkpoint
 from tunesmith.model.load import resolve_device
@@ -33,7 +32,7 @@ from tunesmith.model.torch_modes import default_modes
 from tunesmith.monitor.monitor import Monitor
 from tunesmith.pipeline.eval.held_out import evaluate_all
 from tunesmith.pipeline.eval.results import EvaluationResult
-from tunesmith.pipeline.rl.checkpoints import commit, restore, restore_models, save_error, save_unfinished
+from tunesmith.pipeline.rl.checkpoints import StepRollouts, commit, restore, restore_models, save_error
 from tunesmith.pipeline.rl.learning_check import UpdateLog, check_reply_fits
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
 from tunesmith.pipeline.rl.plan import Plan, build_plan, describe_repetition, load_own_functions
@@ -350,14 +349,13 @@ def show_notes(config: RunConfig, plan: Plan, folder: RunFolder, monitor: Monito
 
 async def run_saved_step(parts: StepParts, folder: RunFolder, monitor: Monitor, *, step: int) -> StepResult:
     """Run a step and save its rollouts and selection; rollouts of a step that fails are saved too."""
-    progress = RolloutProgress(status=monitor)
+    progress, rollouts = RolloutProgress(status=monitor), StepRollouts(folder.paths.rollouts(step))
     try:
-        result = await run_step(parts, step=step, progress=progress)
+        result = await run_step(parts, step=step, progress=progress, save=rollouts.save)
     except TunesmithError as error:
-        save_unfinished(folder.paths.rollouts(step), progress.finished)
+        rollouts.save_unfinished(progress.finished)
         save_error(folder.paths, error, step=step)
         raise
-    save_rollouts(folder.paths.rollouts(step), result.batch.recorded, result.batch.spread(result.advantages))
     parts.tasks.save_selection(folder.paths.selection(step))
     return result
 
