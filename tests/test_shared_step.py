@@ -6,6 +6,7 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,8 +152,8 @@ async def make_step(actors: Actors, trainer: Recorder, *, has_tokens: bool) -> t
     groups = await run_tasks(actors, TASKS, group_size=3, seed=0, step=1, progress=progress, has_tokens=has_tokens)
     batch.add_round(groups, groups, {}, has_advantage=[has_advantage(GRPO, group) for group in groups])
     advantages, _ = compute_group_advantages(GRPO, batch.groups)
-    metrics = train_groups(actors, trainer, batch.groups, advantages, [], policy_version=4)
-    take_groups(actors, batch, progress)
+    take = partial(take_groups, actors, batch, progress)
+    metrics = train_groups(actors, trainer, batch.groups, advantages, [], policy_version=4, beside=take)
     return groups, batch, metrics, progress.finished
 
 
