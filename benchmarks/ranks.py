@@ -97,23 +97,22 @@ class TimedTrainer(Trainer):
         super().__init__(*arguments, **options)
         self.times: list[dict[str, float]] = []
         self._garbage = GarbageTimes()
+        self._queued, self._finish = 0.0, self._host_work.finish
+        self._host_work.finish = self._note_queued
+
+    def _note_queued(self) -> None:
+        self._queued = self._queued or time.perf_counter()
+        self._finish()
 
     def step(self, *arguments: Any, **options: Any) -> dict[str, float]:
         before, started = self._garbage.take(), time.perf_counter()
-        queued, beside = started, options.pop("beside", None)
-
-        def do_beside() -> None:
-            nonlocal queued
-            queued = time.perf_counter()
-            if beside is not None:
-                beside()
-
-        metrics = super().step(*arguments, **options, beside=do_beside)
+        self._queued = 0.0
+        metrics = super().step(*arguments, **options)
         ended, garbage = time.perf_counter(), self._garbage.take()
         self.times.append(
             {
                 "train_s": ended - started, "train_wait_s": 0.0, "communication_s": 0.0, "train_at": started,
-                "slack_s": ended - queued, "collect_s": 0.0, "rollout_garbage_s": before["garbage_s"],
+                "slack_s": ended - self._queued, "collect_s": 0.0, "rollout_garbage_s": before["garbage_s"],
                 "longest_rollout_garbage_s": before["longest_garbage_s"], "train_garbage_s": garbage["garbage_s"],
             }
         )  # fmt: skip

@@ -66,8 +66,8 @@ class Recorder:
 
     def step(self, samples, *, policy_version, beside):
         self.samples = samples
-        if beside is not None:
-            beside()
+        for piece in beside:
+            piece()
         return {"train/loss": 0.5}
 
     def take_times(self) -> dict[str, float]:
@@ -153,7 +153,7 @@ async def make_step(actors: Actors, trainer: Recorder, *, has_tokens: bool) -> t
     batch.add_round(groups, groups, {}, has_advantage=[has_advantage(GRPO, group) for group in groups])
     advantages, _ = compute_group_advantages(GRPO, batch.groups)
     take = partial(take_groups, actors, batch, progress)
-    metrics = train_groups(actors, trainer, batch.groups, advantages, [], policy_version=4, beside=take)
+    metrics = train_groups(actors, trainer, batch.groups, advantages, [], policy_version=4, beside=[take])
     return groups, batch, metrics, progress.finished
 
 

@@ -110,7 +110,7 @@ async def run_step(
         experts,
         policy_version=policy_version,
         has_hard_credit=has_hard_credit,
-        beside=partial(finish_batch, parts, batch, advantages, progress, save),
+        beside=[partial(finish_batch, parts, batch, advantages, progress, save)],
     )
     train_metrics = train() if parts.in_flight is None else await parts.in_flight.run_beside(train)
     trained = time.perf_counter()

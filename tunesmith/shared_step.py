@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal
 
@@ -78,12 +79,12 @@ def train_groups(
     *,
     policy_version: int,
     has_hard_credit: bool = False,
-    beside: Callable[[], None] | None = None,
+    beside: Sequence[Callable[[], None]] = (),
 ) -> dict[str, float]:
     """Train the groups and demonstrations of a step on all ranks; metrics of the samples and of the trainer.
 
-    On several ranks only the first calls this. `has_hard_credit`: as `rollout.branching.credit: hard`. `beside` is work
-    of the host that is done while the device computes; groups of other ranks have been collected by then.
+    On several ranks only the first calls this. `has_hard_credit`: as `rollout.branching.credit: hard`. `beside` are
+    pieces of work of the host, done while the device computes; groups of other ranks have been collected by then.
     """
     if actors.ranks.is_alone:
         samples, metrics = build_samples(groups, advantages, has_hard_credit=has_hard_credit)
@@ -141,7 +142,7 @@ def share_groups(
 
 
 def train_share(
-    actors: Actors, trainer: Trainer, share: TrainShare, beside: Callable[[], None] | None = None
+    actors: Actors, trainer: Trainer, share: TrainShare, beside: Sequence[Callable[[], None]] = ()
 ) -> dict[str, float]:
     """Train this rank's share of a step, together with the other ranks; metrics over all of them."""
     found = actors.ledger.kept | exchange_moved(actors, share.moved)
@@ -152,14 +153,10 @@ def train_share(
         has_hard_credit=share.has_hard_credit,
         places=[each.place for each in share.groups],
     )
-
-    def work() -> None:
-        if share.has_outlines:
-            collect_groups(actors)
-        if beside is not None:
-            beside()
-
-    trained = trainer.step([*samples, *share.experts], policy_version=share.policy_version, beside=work)
+    collecting = [partial(collect_groups, actors)] if share.has_outlines else []
+    trained = trainer.step(
+        [*samples, *share.experts], policy_version=share.policy_version, beside=[*collecting, *beside]
+    )
     gathered = actors.ranks.all_gather_objects(metrics)
     metrics = {name: sum(part[name] for part in gathered) for name in metrics} | trained
     metrics["perf/collect_s"] = actors.ledger.collect_s

@@ -96,7 +96,9 @@ def run_case(name: str, ranks: Ranks) -> tuple[dict[str, float], torch.Tensor, d
         max_model_len=64, num_total_steps=9, ranks=ranks, has_sharded_gradients="sharded" in name, **extra,
     )  # fmt: skip
     trainer.step(own)
-    metrics = trainer.step(own)
+    met: list[list[int]] = []
+    metrics = trainer.step(own, beside=[lambda: met.append(ranks.all_gather_objects(ranks.rank)), lambda: None])
+    assert met == [list(range(ranks.world_size))], "ranks meet beside the update"
     return metrics, read_parameters(model), trainer.state_dict()["optimizer"]
 
 

@@ -20,10 +20,25 @@ def test_work_beside_the_device_is_done_once_before_the_first_update(num_minibat
     model = build_trainable(dtype=torch.float32)
     trainer, samples, calls = build_trainer(model, num_minibatches=num_minibatches), score(model, build_samples()), []
     before = model.get_input_embeddings().weight.clone()
-    trainer.step(samples, beside=lambda: calls.append(bool((model.get_input_embeddings().weight == before).all())))
-    assert calls == [True]
-    trainer.step([], beside=lambda: calls.append(False))
-    assert calls == [True, False], "also in a step without samples"
+    embeddings = model.get_input_embeddings().weight
+    pieces = [lambda number=number: calls.append((number, bool((embeddings == before).all()))) for number in range(9)]
+    trainer.step(samples, beside=pieces)
+    assert calls == [(number, True) for number in range(9)], "more pieces than rows"
+    calls.clear()
+    trainer.step([], beside=pieces[:2])
+    assert calls == [(0, False), (1, False)], "also in a step without samples"
+
+
+def test_pieces_of_work_are_spread_over_rows():
+    model, seen = build_trainable(dtype=torch.float32), []
+    trainer = build_trainer(model, max_tokens_per_row=8)
+
+    def note() -> None:
+        gradient = next(parameter.grad for parameter in model.parameters())
+        seen.append(float(gradient.norm()))
+
+    trainer.step(score(model, build_samples()), beside=[note, note])
+    assert len(set(seen)) == 2, "a row was added in between"
 
 
 def test_an_error_of_the_work_beside_the_device_is_that_of_the_step():
@@ -32,7 +47,7 @@ def test_an_error_of_the_work_beside_the_device_is_that_of_the_step():
 
     model = build_trainable(dtype=torch.float32)
     with pytest.raises(TrainingError, match="a rank has ended"):
-        build_trainer(model).step(score(model, build_samples()), beside=fail)
+        build_trainer(model).step(score(model, build_samples()), beside=[fail])
 
 
 @pytest.fixture
@@ -67,7 +82,9 @@ def test_all_generations_are_collected_at_times_and_objects_of_the_start_are_exe
 def test_the_collector_is_left_alone_where_it_would_read_the_objects_of_libraries(collections):
     HostWork(torch.device("cpu")).collect_garbage()
     gc.freeze()
-    HostWork(torch.device("cpu")).run(None)
+    work = HostWork(torch.device("cpu"))
+    work.begin([])
+    work.finish()
     assert collections == [], "on a CPU nothing hides it"
 
 

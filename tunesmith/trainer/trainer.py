@@ -143,7 +143,7 @@ class Trainer:
         samples: Sequence[Sample],
         *,
         policy_version: int | None = None,
-        beside: Callable[[], None] | None = None,
+        beside: Sequence[Callable[[], None]] = (),
     ) -> dict[str, float]:
         """Make one update per minibatch, or none if the samples have no trained token; return metrics.
 
@@ -151,8 +151,8 @@ class Trainer:
         samples. Raises TrainingError, with the parameters as before the failing update, when the loss or the gradient
         is not finite or when the mismatch of sampler and trainer logprobs exceeds `trainer.mismatch_stop`. The mismatch
         is measured on the first minibatch. Also raises TrainingError when the device is lost or out of memory. An empty
-        step counts as a step in the learning-rate schedule. `beside` is work of the host that is done once, while the
-        device computes the gradient of the first update.
+        step counts as a step in the learning-rate schedule. `beside` are pieces of work of the host, done in order
+        while the device computes the gradient of the first update.
         """
         try:
             with default_modes(num_threads=self._num_cpu_threads):
@@ -163,7 +163,7 @@ class Trainer:
             raise TrainingError(explain_device_error(error, work="an update", advice=LESS_MEMORY)) from error
 
     def _step(
-        self, samples: Sequence[Sample], policy_version: int | None, beside: Callable[[], None] | None
+        self, samples: Sequence[Sample], policy_version: int | None, beside: Sequence[Callable[[], None]]
     ) -> dict[str, float]:
         learning_rate = compute_learning_rate(
             self._settings, step=self.num_steps, num_total_steps=self._num_total_steps
@@ -177,19 +177,17 @@ class Trainer:
         proximal = self._score_proximal_policy(samples, policy_version)
         step_terms = self._compute_step_terms(samples, proximal)
         updates: list[Update] = []
+        self._host_work.begin(beside)
         for indices in split_minibatches(samples, self._settings.num_minibatches, groups=groups):
             minibatch = [samples[index] for index in indices]
             rows = self._pack(minibatch)
             if self._ranks.is_any(bool(rows)):
                 part = None if proximal is None else proximal.select(indices)
                 terms = None if step_terms is None else step_terms.select(indices)
-                update = self._update(
-                    minibatch, rows, part, terms, learning_rate, policy_version, beside, is_first=not updates
-                )
+                update = self._update(minibatch, rows, part, terms, learning_rate, policy_version, is_first=not updates)
                 updates.append(update)
                 self._adapt_kl_coef(update, minibatch)
-        if not updates:
-            self._host_work.run(beside)
+        self._host_work.finish()
         self.num_steps += 1
         metrics = build_metrics(updates) | {"train/learning_rate": learning_rate}
         return metrics if self._reference is None else metrics | self._reference.advance(self._model, self.num_steps)
@@ -296,7 +294,6 @@ class Trainer:
         step_terms: StepTerms | None,
         learning_rate: float,
         policy_version: int | None,
-        beside: Callable[[], None] | None,
         *,
         is_first: bool,
     ) -> Update:
@@ -306,9 +303,8 @@ class Trainer:
             prepared = self._prepare(samples, rows, proximal, step_terms, policy_version)
             with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._active_dropout():
                 totals = self._run(samples, rows, prepared)
+        self._host_work.finish()
         grad_norm = self._optimizer.compute_grad_norm()
-        if is_first:
-            self._host_work.run(beside)
         tensors = [grad_norm, *(total.value for total in totals.values())]
         values = torch.stack([value.double() for value in tensors]).tolist()  # the only device synchronization
         host_totals = read_totals(totals, values[1:], self._ranks)
@@ -378,6 +374,7 @@ class Trainer:
             is_compiled=bool(self._compiled),
             graphs=self._graphs if torch.is_grad_enabled() else None,
             stream=self._optimizer.stream if torch.is_grad_enabled() else None,
+            after_row=self._host_work.advance,
         )
 
     def _active_dropout(self) -> AbstractContextManager[None]:
