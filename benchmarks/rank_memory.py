@@ -23,9 +23,9 @@ CAPACITY_GIB = 139.8
 """Of an H200, as torch reports it."""
 
 
-def compute_state_bytes(shape: str, num_gpus: int) -> float:
+def compute_state_bytes(shape: str, num_gpus: int, num_layers: int | None = None) -> float:
     """Bytes a GPU of weights, gradients, masters and moments."""
-    config, num_parameters = SHAPES[shape], count_parameters(shape)
+    config, num_parameters = SHAPES[shape], count_parameters(shape, num_layers)
     ends = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     return (2 + 12 / num_gpus) * num_parameters + 4 * (num_parameters - ends) / num_gpus + 4 * ends
 
@@ -55,9 +55,19 @@ def main() -> None:
         cells = [f"{gib:.0f}" if gib <= CAPACITY_GIB else f"({gib:.0f})" for gib in total.values()]
         print(f"| {shape} | {count_parameters(shape) / 1e9:.1f}e9 | " + " | ".join(cells) + " |")
         rows.append({"shape": shape, "gib": total, "activations_gib": activations * size / base_size})
+    for layers in range(SHAPES[shape].num_hidden_layers, 0, -1):
+        rest = kv_cache + activations * layers * SHAPES[shape].hidden_size / base_size
+        gib = compute_state_bytes(shape, numbers[-1], layers) / GIB + rest
+        if gib <= CAPACITY_GIB:
+            break
+    largest = {"gpus": numbers[-1], "layers": layers, "parameters": count_parameters(shape, layers), "gib": gib}
+    print(
+        f"largest on {numbers[-1]} GPUs: {shape} with {layers} layers, {largest['parameters'] / 1e9:.1f}e9, {gib:.0f} GiB"
+    )
     print(f"GiB of each GPU; in brackets: more than the {CAPACITY_GIB} of an H200")
     if arguments.out is not None:
         computed = {"measured_gib": memory, "kv_cache_gib": kv_cache, "capacity_gib": CAPACITY_GIB, "shapes": rows}
+        computed["largest"] = largest
         arguments.out.write_text(json.dumps(computed, indent=1) + "\n")
 
 
