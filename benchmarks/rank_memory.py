@@ -21,6 +21,8 @@ from shapes import SHAPES, count_parameters
 GIB = 2**30
 CAPACITY_GIB = 139.8
 """Of an H200, as torch reports it."""
+SPARE_GIB = 2
+"""Left by the largest model, for the driver and NCCL."""
 
 
 def compute_state_bytes(shape: str, num_gpus: int, num_layers: int | None = None) -> float:
@@ -58,12 +60,11 @@ def main() -> None:
     for layers in range(SHAPES[shape].num_hidden_layers, 0, -1):
         rest = kv_cache + activations * layers * SHAPES[shape].hidden_size / base_size
         gib = compute_state_bytes(shape, numbers[-1], layers) / GIB + rest
-        if gib <= CAPACITY_GIB:
+        if gib <= CAPACITY_GIB - SPARE_GIB:
             break
-    largest = {"gpus": numbers[-1], "layers": layers, "parameters": count_parameters(shape, layers), "gib": gib}
-    print(
-        f"largest on {numbers[-1]} GPUs: {shape} with {layers} layers, {largest['parameters'] / 1e9:.1f}e9, {gib:.0f} GiB"
-    )
+    parameters = count_parameters(shape, layers)
+    largest = {"gpus": numbers[-1], "layers": layers, "parameters": parameters, "gib": gib}
+    print(f"largest on {numbers[-1]} GPUs: {shape} with {layers} layers, {parameters / 1e9:.1f}e9, {gib:.0f} GiB")
     print(f"GiB of each GPU; in brackets: more than the {CAPACITY_GIB} of an H200")
     if arguments.out is not None:
         computed = {"measured_gib": memory, "kv_cache_gib": kv_cache, "capacity_gib": CAPACITY_GIB, "shapes": rows}
