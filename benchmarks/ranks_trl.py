@@ -33,6 +33,8 @@ def score(response: str, answer: str) -> float:
 
 def run_worker(arguments: argparse.Namespace) -> None:
     """One rank; the first writes the seconds of the measured steps."""
+    here = Path(__file__).resolve().parent
+    sys.path = [each for each in sys.path if Path(each).resolve() != here]  # it has files named as packages
     num_ranks, out = int(os.environ["WORLD_SIZE"]), Path(arguments.worker)
     questions = list_questions((arguments.steps + 1) * arguments.tasks * num_ranks)
 
