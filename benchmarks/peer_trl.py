@@ -22,8 +22,11 @@ ONE_PROCESS = {
     "MASTER_PORT": "29511",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
 }
-"""Environment of vLLM inside of TRL's process."""
+"""Environment of vLLM inside of TRL's process; torchrun sets the first five."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +50,13 @@ def run_trl_grpo(
     micro_batch: int,
     vllm_memory: float | None = None,
     lora_rank: int | None = None,
+    on_step: Callable[[list[float]], None] = lambda seconds: None,
 ) -> PeerResult:
     """Train `num_steps` steps after one warm-up step; each forward and backward has `micro_batch` completions.
 
     `vllm_memory` is the share of the GPU memory for vLLM; None samples with `generate`. `lora_rank` trains an adapter
-    of the attention projections instead of all weights.
+    of the attention projections instead of all weights. `on_step` receives the seconds of all steps so far. Under
+    torchrun each process calls this, `num_tasks` are those of one, and prompts are those of all.
     """
     vllm: dict[str, Any] = {}
     if vllm_memory is not None:
@@ -76,6 +81,7 @@ def run_trl_grpo(
 
         def on_step_end(self, *_: object, **__: object) -> None:
             self.stamp()
+            on_step([end - start for start, end in zip(stamps[0::2], stamps[1::2], strict=True)])
 
         def stamp(self) -> None:
             if device != "cpu":
@@ -109,6 +115,7 @@ def run_trl_grpo(
             logging_steps=1,
             disable_tqdm=True,
             shuffle_dataset=False,
+            ddp_find_unused_parameters=False,
             **vllm,
         )
         trainer = GRPOTrainer(

@@ -13,9 +13,9 @@ has long rollouts and a short `train_wait_s`, and the others wait for it.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -27,8 +27,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from questions import list_questions
 from report import describe_environment
-from shapes import SHAPES, save_random_model
+from shapes import SHAPES, count_multiplied, save_random_model
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.place import find_place
@@ -53,8 +54,10 @@ from tunesmith.types import JudgeOutput, Task, WorkflowOutput
 
 PARTS = (
     "perf/rollout_s", "perf/train_s", "perf/rollout_wait_s", "perf/train_wait_s", "perf/communication_s",
-    "perf/exchange_s",
+    "perf/exchange_s", "perf/collect_s",
 )  # fmt: skip
+PEAK_FLOPS = 989e12
+"""Of an H200, bfloat16 without sparsity."""
 
 
 async def ask(task: dict[str, Any], model: ChatModel) -> WorkflowOutput:
@@ -67,17 +70,52 @@ async def judge(task: dict[str, Any], response: str) -> JudgeOutput:
     return JudgeOutput(reward=float(sum(map(ord, response)) % 11))
 
 
+class GarbageTimes:
+    """Seconds of Python's garbage collector since the last call of `take`."""
+
+    def __init__(self) -> None:
+        self._started, self._total, self._longest = 0.0, 0.0, 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._started = time.perf_counter()
+        else:
+            seconds = time.perf_counter() - self._started
+            self._total, self._longest = self._total + seconds, max(self._longest, seconds)
+
+    def take(self) -> dict[str, float]:
+        taken = {"garbage_s": self._total, "longest_garbage_s": self._longest}
+        self._total = self._longest = 0.0
+        return taken
+
+
 class TimedTrainer(Trainer):
-    """Keeps the times of each step on this rank."""
+    """Keeps the times of each step on this rank; those that end in `_at` are of one clock for all ranks of a host."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.times: list[dict[str, float]] = []
+        self._garbage = GarbageTimes()
+        self._queued, self._finish = 0.0, self._host_work.finish
+        self._host_work.finish = self._note_queued
+
+    def _note_queued(self) -> None:
+        self._queued = self._queued or time.perf_counter()
+        self._finish()
 
     def step(self, *arguments: Any, **options: Any) -> dict[str, float]:
-        started = time.perf_counter()
+        before, started = self._garbage.take(), time.perf_counter()
+        self._queued = 0.0
         metrics = super().step(*arguments, **options)
-        self.times.append({"train_s": time.perf_counter() - started, "train_wait_s": 0.0, "communication_s": 0.0})
+        ended, garbage = time.perf_counter(), self._garbage.take()
+        self.times.append(
+            {
+                "train_s": ended - started, "train_wait_s": 0.0, "communication_s": 0.0, "train_at": started,
+                "slack_s": ended - self._queued, "collect_s": 0.0, "rollout_garbage_s": before["garbage_s"],
+                "longest_rollout_garbage_s": before["longest_garbage_s"], "train_garbage_s": garbage["garbage_s"],
+            }
+        )  # fmt: skip
         return metrics
 
     def take_times(self) -> dict[str, float]:
@@ -89,9 +127,14 @@ class TimedTrainer(Trainer):
 
 @dataclass(slots=True, kw_only=True)
 class TimedLedger(RankLedger):
-    """Keeps the seconds of rollouts of each step and rank, on the first rank."""
+    """Keeps the seconds of rollouts of each step and rank, on the first rank, and when this rank's rollouts ended."""
 
     rollout_times: list[list[float]] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+
+    def keep(self, *arguments: Any) -> None:
+        self.ends.append(time.perf_counter())
+        RankLedger.keep(self, *arguments)
 
     def clear(self) -> None:
         self.rollout_times.append(self.rollout_s)
@@ -113,6 +156,7 @@ def build_settings(arguments: argparse.Namespace, *, num_ranks: int, local_rank:
             "trainer": {
                 "learning_rate": 1e-6, "mismatch_stop": 1e9, "mismatch_warn": 1e9,
                 "has_gradient_checkpointing": arguments.checkpointing,
+                "max_tokens_per_row": arguments.max_tokens_per_row,
             },
             "rollout": {"chat_model": "openai", "max_concurrency": arguments.tasks * arguments.group},
             "engine": {
@@ -123,15 +167,7 @@ def build_settings(arguments: argparse.Namespace, *, num_ranks: int, local_rank:
 
 
 def list_tasks(num_tasks: int) -> list[Task]:
-    """Questions of about 60 tokens."""
-    rng = random.Random(0)
-    names = ["apples", "books", "coins", "tickets", "stamps"]
-    rows = [
-        f"Question {index}: Tom has {rng.randrange(100)} {rng.choice(names)} and gives {rng.randrange(20)} of them to "
-        f"each of {rng.randrange(2, 9)} friends, then buys {rng.randrange(50)} more for {rng.randrange(9)} dollars "
-        "each. How many does he have now, and how much did he pay? Think step by step."
-        for index in range(num_tasks)
-    ]
+    rows = list_questions(num_tasks)
     return [Task(task_id=f"q/{index}", index=index, row={"question": row}) for index, row in enumerate(rows)]
 
 
@@ -156,6 +192,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
         else:
             history = run_lockstep(follow(actors, trainer), config.rollout)
         memory = 0 if arguments.device == "cpu" else torch.cuda.max_memory_allocated() / 2**30
+        for step, rollouts_at in zip(trainer.times, actors.ledger.ends, strict=False):
+            step["rollouts_at"] = rollouts_at
         gathered = ranks.all_gather_objects({"memory_gib": memory, "steps": trainer.times})
     if place.world_size > 1 and place.is_first:
         for rank, each in enumerate(gathered):
@@ -182,13 +220,13 @@ async def run_steps(
         seed=0,
         max_failure_rate=0.0,
     )
-    history = []
+    history: list[dict[str, float]] = []
+    started = time.perf_counter()
     for step in range(1, arguments.steps + arguments.warmup + 1):
-        started = time.perf_counter()
         result = await run_step(parts, step=step)
-        if arguments.device != "cpu":
-            torch.cuda.synchronize()
-        history.append(result.metrics | {"seconds": time.perf_counter() - started})
+        ended = time.perf_counter()  # without waiting for the device, as in `tune`: its last kernels are in the next
+        history.append(result.metrics | {"slack_s": trainer.times[-1]["slack_s"], "seconds": ended - started})
+        started = ended
         print(f"{ranks.world_size} ranks, step {step}: {history[-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
     if not ranks.is_alone:
         end_run(ranks, history)
@@ -206,6 +244,7 @@ def measure(
             "--max-model-len", str(arguments.max_model_len), "--steps", str(arguments.steps),
             "--warmup", str(arguments.warmup), *(["--checkpointing"] if arguments.checkpointing else []),
             *(["--sharded-gradients"] if arguments.sharded_gradients else []),
+            "--max-tokens-per-row", str(arguments.max_tokens_per_row),
             *([] if arguments.kv_cache_gib is None else ["--kv-cache-gib", str(arguments.kv_cache_gib)]),
         ]  # fmt: skip
         num_threads = max((os.cpu_count() or 1) // max(map(int, arguments.gpus.split(","))), 1)
@@ -234,11 +273,19 @@ def measure(
     return slowest | {"num_ranks": num_ranks, "is_independent": True, "ranks": ranks}
 
 
-def show(results: list[dict[str, Any]], *, warmup: int) -> None:
-    """The table: medians over the measured steps."""
+def describe_utilization(shape: str, rows: list[dict[str, float]], training: float) -> str:
+    """Model FLOP utilization of the update: 6 a parameter and token, without attention and recomputation."""
+    if shape not in SHAPES:
+        return ""
+    tokens = statistics.median(row["train/num_tokens"] / row.get("cluster/num_ranks", 1) for row in rows)
+    return f"{6 * count_multiplied(shape) * tokens / training / PEAK_FLOPS:.0%}".replace("%", " %")
+
+
+def show(results: list[dict[str, Any]], *, shape: str, warmup: int) -> None:
+    """The table, and its rows for `docs/scaling.md`: medians over the measured steps."""
     print(f"\n{'ranks':>5}{'step s':>9}{'scaling':>9}{'tok/s':>10}{'GiB':>7}", end="")
     print("".join(f"{name.removeprefix('perf/').removesuffix('_s'):>15}" for name in PARTS))
-    base = None
+    base, table = None, []
     for result in results:
         rows = result["steps"][warmup:]
         seconds = statistics.median(row["seconds"] for row in rows)
@@ -248,7 +295,19 @@ def show(results: list[dict[str, Any]], *, warmup: int) -> None:
         memory = max(rank["memory_gib"] for rank in result["ranks"])
         name = f"{result['num_ranks']}{'*' if result.get('is_independent') else ''}"
         line = f"{name:>5}{seconds:>9.3f}{base / seconds:>9.1%}{tokens / seconds:>10.0f}{memory:>7.1f}"
-        print(line + "".join(f"{statistics.median(row.get(part, 0.0) for row in rows):>15.3f}" for part in PARTS))
+        parts = [statistics.median(row.get(part, 0.0) for row in rows) for part in PARTS]
+        print(line + "".join(f"{part:>15.3f}" for part in parts))
+        rollouts, training, *waits, communication, exchange, collect = parts
+        cells = [f"{seconds:.3f}", "" if result is results[0] else f"{base / seconds:.1%}".replace("%", " %")]
+        cells += [f"{rollouts:.3f}", f"{training:.3f}"]
+        is_alone = result["num_ranks"] == 1 or result.get("is_independent")
+        cells += [""] * 4 if is_alone else [f"{each:.3f}" for each in (sum(waits), communication, exchange, collect)]
+        cells += [f"{memory:.1f}", describe_utilization(shape, rows, training)]
+        table.append(f"| {shape} | {name} | " + " | ".join(cells) + " |")
+    names = ["model", "GPUs", "step", "scaling", "rollouts", "training", "waits", "communication", "exchange"]
+    names += ["collection", "GiB per GPU", "MFU of training"]
+    print("\n| " + " | ".join(names) + " |\n|---|" + "---:|" * (len(names) - 1))
+    print("\n".join(table))
     if any(result.get("is_independent") for result in results):
         print("*: independent processes; the slowest one's times")
 
@@ -269,6 +328,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3, help="steps before them: compilation, CUDA graphs")
     parser.add_argument("--checkpointing", action="store_true", help="as trainer.has_gradient_checkpointing")
     parser.add_argument("--sharded-gradients", action="store_true", help="as cluster.has_sharded_gradients=true")
+    parser.add_argument("--max-tokens-per-row", type=int, default=16384, help="as trainer.max_tokens_per_row")
     parser.add_argument("--kv-cache-gib", type=float, help="as engine.kv_cache_gib")
     parser.add_argument("--independent", action="store_true", help="also as many processes that share nothing")
     parser.add_argument("--out", help="JSON file; default: results/ranks_DEVICE/SHAPE.json")
@@ -288,7 +348,7 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "worker", "model")}
     out.write_text(json.dumps({"arguments": settings, "results": results}, indent=1) + "\n")
-    show(results, warmup=arguments.warmup)
+    show(results, shape=arguments.shape, warmup=arguments.warmup)
     print(f"raw: {out}")
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_trl import run_trl_grpo
+from questions import list_questions
 from report import describe_environment
 
 
@@ -32,10 +33,25 @@ def score(response: str, answer: str) -> float:
 
 def run_worker(arguments: argparse.Namespace) -> None:
     """One rank; the first writes the seconds of the measured steps."""
-    from ranks import list_tasks  # imports torch, which the launcher does not need
+    here = Path(__file__).resolve().parent
+    sys.path = [each for each in sys.path if Path(each).resolve() != here]  # it has files named as packages
+    num_ranks, out = int(os.environ["WORLD_SIZE"]), Path(arguments.worker)
+    questions = list_questions((arguments.steps + 1) * arguments.tasks * num_ranks)
 
-    num_ranks = int(os.environ["WORLD_SIZE"])
-    questions = [task.row["question"] for task in list_tasks(4 * arguments.tasks * num_ranks)]
+    def save(seconds: list[float], mean_completion_tokens: float | None = None) -> None:
+        """Replace the result, so that a run that is stopped has that of the steps it made."""
+        if os.environ["RANK"] != "0" or len(seconds) < 2:
+            return
+        record = {
+            "num_ranks": num_ranks,
+            "seconds": seconds[1:],
+            "mean_completion_tokens": mean_completion_tokens,
+            "environment": describe_environment("cuda"),
+        }
+        partial = out.with_suffix(".partial")
+        partial.write_text(json.dumps(record))
+        partial.replace(out if mean_completion_tokens is not None else out.with_suffix(".steps"))
+
     result = run_trl_grpo(
         model_path=arguments.model,
         prompts=[[{"role": "user", "content": question}] for question in questions],
@@ -49,35 +65,39 @@ def run_worker(arguments: argparse.Namespace) -> None:
         device="cuda",
         micro_batch=arguments.micro_batch,
         vllm_memory=arguments.vllm_memory,
+        on_step=save,
     )
-    if os.environ["RANK"] == "0":
-        record = {
-            "num_ranks": num_ranks,
-            "seconds": result.seconds_per_step,
-            "mean_completion_tokens": result.mean_completion_tokens,
-            "environment": describe_environment("cuda"),
-        }
-        Path(arguments.worker).write_text(json.dumps(record))
+    save([0.0, *result.seconds_per_step], result.mean_completion_tokens)
+    os._exit(0)  # vLLM's own shutdown may wait
 
 
 def measure(arguments: argparse.Namespace, num_ranks: int, model: str) -> dict[str, Any]:
-    """Start the ranks; vLLM's own shutdown may wait, so they are ended once the result is there."""
+    """Start the ranks, and end them once the result is there or at the limit of time."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         names = ("tasks", "group", "max_new_tokens", "micro_batch", "vllm_memory", "steps")
         given = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
         command = [sys.executable, *launcher, __file__, "--worker", str(out), "--model", model, *given]
-        process = subprocess.Popen(command, start_new_session=True)
-        while process.poll() is None and not out.exists():
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "8"} | os.environ
+        process = subprocess.Popen(command, start_new_session=True, env=environment)
+        deadline = time.monotonic() + arguments.limit_s
+        while process.poll() is None and not out.exists() and time.monotonic() < deadline:
             time.sleep(1)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(20)
+            process.wait(20 if out.exists() else 0)
+        process.terminate()  # torchrun ends its processes, which have sessions of their own
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        if not out.exists():
-            raise SystemExit(f"TRL ended with {process.returncode} and without a result")
-        return json.loads(out.read_text())
+        process.wait()
+        found = next((each for each in (out, out.with_suffix(".steps")) if each.exists()), None)
+        if found is None:
+            raise SystemExit(
+                f"TRL made no step after its warm-up step in {arguments.limit_s:g} s (its output says why)"
+            )
+        return json.loads(found.read_text())
 
 
 def main() -> None:
@@ -91,6 +111,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=64, help="completions of a forward and backward")
     parser.add_argument("--vllm-memory", type=float, default=0.35, help="share of the GPU memory for vLLM")
     parser.add_argument("--steps", type=int, default=3, help="measured steps after one warm-up step")
+    parser.add_argument("--limit-s", type=float, default=420.0, help="most seconds for one number of GPUs")
     parser.add_argument("--out", help="JSON file; default: results/ranks_cuda/trl_SHAPE.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -117,7 +138,9 @@ def main() -> None:
     print(f"{'GPUs':>4}{'step s':>9}{'tokens a completion':>21}")
     for result in results:
         seconds = statistics.median(result["seconds"])
-        print(f"{result['num_ranks']:>4}{seconds:>9.2f}{result['mean_completion_tokens']:>21.1f}")
+        tokens = result["mean_completion_tokens"] or float("nan")
+        print(f"{result['num_ranks']:>4}{seconds:>9.2f}{tokens:>21.1f}")
+        print(f"| {arguments.shape} | {result['num_ranks']} | {seconds:.2f} |")
     print(f"raw: {out}")
 
 

@@ -1,15 +1,16 @@
 """A model of the time of a GRPO step on R GPUs, fitted on what `ranks.py` measured, and its predictions.
 
-    seconds(R) = compute + waiting * g(R) + move * (R - 1) / R + host * (R - 1)
+    seconds(R) = compute + waiting * g(R) + move * (R - 1) / R + host * (R - 1) + max(collect * (R - 1) - slack, 0)
 
 - compute: a step on one GPU.
 - waiting * g(R): each rank waits for the slowest one after rollouts and after the backward pass. g(R) is the expected
   maximum of R standard normal numbers over that of two; waiting is measured on two GPUs.
 - move: a ring moves (R - 1) / R of the gradients and of the weights; measured on the fabric of the host. Between hosts
   the same bytes take `--host-bandwidth` GB/s a GPU instead, where that is slower.
-- host: the first rank hands out tasks and collects the groups of each other rank; measured on two GPUs.
+- host: the first rank hands out tasks and collects the outlines of each other rank; measured on two GPUs.
+- collect, slack: it collects the groups of each other rank while its GPU trains, for which it has `slack` seconds.
 
-What the four terms do not explain on two GPUs is a fifth, `rest`, which is kept constant: it is there with any number
+What these terms do not explain on two GPUs is a fifth, `rest`, which is kept constant: it is there with any number
 of ranks above one. A prediction for more GPUs than were measured is a prediction, not a measurement.
 
     python benchmarks/scaling_model.py results/ranks_cuda/qwen*.json --out results/ranks_cuda/prediction.json
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shapes import SHAPES
+from shapes import count_parameters
 
 GPUS_A_HOST = 8
 
@@ -37,20 +38,11 @@ def expect_maximum(number: int) -> float:
     return float(np.sum(grid * number * below ** (number - 1) * density) * (grid[1] - grid[0]))
 
 
-def count_parameters(shape: str) -> int:
-    """Parameters of a decoder of this shape, without building it."""
-    config = SHAPES[shape]
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = config.hidden_size * head * 2 * (config.num_attention_heads + config.num_key_value_heads)
-    layer = attention + 3 * config.hidden_size * config.intermediate_size
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return config.num_hidden_layers * layer + embeddings
-
-
 def read_medians(result: dict[str, Any], *, warmup: int) -> dict[str, float]:
     """Medians of a measurement over its steps."""
     rows = result["steps"][warmup:]
     names = ("seconds", "perf/rollout_wait_s", "perf/train_wait_s", "perf/communication_s", "perf/exchange_s")
+    names += ("perf/collect_s", "slack_s")
     return {name: statistics.median(row.get(name, 0.0) for row in rows) for name in names}
 
 
@@ -62,8 +54,11 @@ def fit(measured: dict[int, dict[str, float]]) -> dict[str, float]:
         "waiting": two["perf/rollout_wait_s"] + two["perf/train_wait_s"],
         "move": two["perf/communication_s"] * 2,
         "host": two["perf/exchange_s"],
+        "collect": two["perf/collect_s"],
+        "slack": two["slack_s"],
     }
     known = terms["compute"] + terms["waiting"] + terms["move"] / 2 + terms["host"]
+    known += max(terms["collect"] - terms["slack"], 0.0)
     return terms | {"rest": two["seconds"] - known}
 
 
@@ -77,7 +72,8 @@ def predict(terms: dict[str, float], num_gpus: int, *, num_parameters: int, host
     if num_gpus > GPUS_A_HOST:
         num_bytes = (4 + 2) * num_parameters  # float32 gradients are reduced, bfloat16 weights are gathered
         move = max(move, num_bytes * moved / (host_bandwidth * 1e9))
-    return terms["compute"] + waiting + move + terms["host"] * (num_gpus - 1) + terms["rest"]
+    late = max(terms["collect"] * (num_gpus - 1) - terms["slack"], 0.0)
+    return terms["compute"] + waiting + move + terms["host"] * (num_gpus - 1) + late + terms["rest"]
 
 
 def main() -> None:
@@ -89,7 +85,7 @@ def main() -> None:
     arguments = parser.parse_args()
     numbers = [int(number) for number in arguments.predict.split(",")]
     records = []
-    terms_named = ("compute", "waiting", "move", "host", "rest")
+    terms_named = ("compute", "waiting", "move", "host", "collect", "slack", "rest")
     print("| model | " + " | ".join(terms_named) + " | " + " | ".join(f"{number} GPUs" for number in numbers) + " |")
     print("|---|" + "---:|" * (len(terms_named) + len(numbers)))
     for path in arguments.results:

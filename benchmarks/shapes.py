@@ -37,7 +37,28 @@ SHAPES: dict[str, PretrainedConfig] = {
         vocab_size=152064, hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40,
         num_key_value_heads=8, max_position_embeddings=32768,
     ),
+    "qwen2.5-32b": Qwen2Config(
+        vocab_size=152064, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40,
+        num_key_value_heads=8, max_position_embeddings=32768,
+    ),
 }  # fmt: skip
+
+
+def count_parameters(shape: str, num_layers: int | None = None) -> int:
+    """Parameters of a decoder of this shape, or of one with another number of layers, without building it."""
+    config = SHAPES[shape]
+    return count_multiplied(shape, num_layers) + (
+        0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    )
+
+
+def count_multiplied(shape: str, num_layers: int | None = None) -> int:
+    """Parameters that each token is multiplied with: those of the layers and of the head."""
+    config = SHAPES[shape]
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = config.hidden_size * head * 2 * (config.num_attention_heads + config.num_key_value_heads)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    return (num_layers or config.num_hidden_layers) * layer + config.vocab_size * config.hidden_size
 
 
 def build_random_model(shape: str, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

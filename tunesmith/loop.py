@@ -10,7 +10,7 @@ Sampler and trainer hold the same parameters. Policy version v is the weights af
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,10 +23,10 @@ from tunesmith.experience.staleness import compute_staleness
 from tunesmith.experience.table import BoundOperator, apply_operators
 from tunesmith.rollout.actors import Actors, RolloutProgress, run_tasks
 from tunesmith.rollout.branching.tree import Branching
-from tunesmith.rollout.groups import check_failures, compute_baseline_metrics, compute_rollout_metrics
+from tunesmith.rollout.groups import compute_baseline_metrics, compute_rollout_metrics
 from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
 from tunesmith.rollout.seeds import derive_round_seed
-from tunesmith.shared_step import train_groups
+from tunesmith.shared_step import check_step_failures, take_groups, train_groups
 from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Sampling
@@ -59,6 +59,11 @@ class StepParts:
     in_flight: InFlightGroups | None = None
     """Rollouts that continue while the weights change; None: a step waits for all of its rollouts."""
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the tokens of other ranks' groups are read before the update."""
+        return bool(self.operators) or self.algorithm.reads_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -70,10 +75,16 @@ class StepResult:
     metrics: dict[str, float]
 
 
-async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | None = None) -> StepResult:
+SaveBatch = Callable[[Batch, list[list[RunAdvantage]]], None]
+"""Saves the groups of a step with the advantages of those that train, while the device computes the update."""
+
+
+async def run_step(
+    parts: StepParts, *, step: int, progress: RolloutProgress | None = None, save: SaveBatch | None = None
+) -> StepResult:
     """Make step 1, 2, ...: sample with policy version `step - 1`, make one update, report pass rates."""
     started, policy_version, sampler = time.perf_counter(), step - 1, parts.in_flight or parts.actors.engine
-    batch = Batch(size=parts.size)
+    batch, progress = Batch(size=parts.size), progress or RolloutProgress()
     sampler.resume(policy_version)
     while batch.num_missing:
         groups = await run_round(parts, batch, step=step, progress=progress)
@@ -82,7 +93,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
             groups, kept, operator_metrics, has_advantage=[has_advantage(parts.algorithm, each) for each in kept]
         )
     sampler.pause()
-    check_failures(batch.collected, max_failure_rate=parts.max_failure_rate)
+    check_step_failures(parts.actors, batch, progress, max_failure_rate=parts.max_failure_rate)
     sampled = time.perf_counter()
 
     replayed = parts.replay.sample(policy_version=policy_version)
@@ -99,6 +110,7 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
         experts,
         policy_version=policy_version,
         has_hard_credit=has_hard_credit,
+        beside=[partial(finish_batch, parts, batch, advantages, progress, save)],
     )
     in_flight = parts.in_flight
     train_metrics = train() if in_flight is None else await in_flight.train(train, policy_version=step)
@@ -131,7 +143,20 @@ async def run_step(parts: StepParts, *, step: int, progress: RolloutProgress | N
     return StepResult(batch=batch, advantages=advantages[: len(batch.groups)], metrics=metrics)
 
 
-async def run_round(parts: StepParts, batch: Batch, *, step: int, progress: RolloutProgress | None) -> list[Group]:
+def finish_batch(
+    parts: StepParts,
+    batch: Batch,
+    advantages: list[list[RunAdvantage]],
+    progress: RolloutProgress,
+    save: SaveBatch | None,
+) -> None:
+    """Complete the batch with the tokens of other ranks' groups, and save it."""
+    take_groups(parts.actors, batch, progress)
+    if save is not None:
+        save(batch, advantages[: len(batch.groups)])
+
+
+async def run_round(parts: StepParts, batch: Batch, *, step: int, progress: RolloutProgress) -> list[Group]:
     """Run the tasks that the batch lacks, or take as many groups from those in flight."""
     if parts.in_flight is not None:
         return await parts.in_flight.take(batch.num_missing, step=step, progress=progress)
@@ -144,4 +169,5 @@ async def run_round(parts: StepParts, batch: Batch, *, step: int, progress: Roll
         baseline_sampling=parts.baseline_sampling,
         progress=progress,
         branching=parts.branching,
+        has_tokens=parts.needs_tokens,
     )

@@ -2,7 +2,9 @@
 
 The first rank selects tasks, computes advantages, writes files and decides what comes next. Whenever all ranks must
 take part (in a round of rollouts, in an update, in gathering the optimizer's state) it broadcasts an order, which
-`follow` carries out on the others. A group is trained where it was run unless another rank has less work.
+`follow` carries out on the others. A group is trained where it was run unless another rank has less work. Where
+advantages follow from rewards, the first rank has only outlines of the others' groups before the update, and collects
+the groups while the devices work on it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 from typing import Any, Literal, TypeVar
 
@@ -20,10 +23,13 @@ from transformers import PreTrainedModel
 
 from tunesmith.cluster.balance import balance_work
 from tunesmith.cluster.ranks import Ranks
+from tunesmith.errors import RolloutError
+from tunesmith.experience.batch import Batch
 from tunesmith.experience.path_cost import measure_group
 from tunesmith.experience.samples import add_experts, build_samples
-from tunesmith.rollout.actors import Actors, run_share
+from tunesmith.rollout.actors import Actors, RolloutProgress, run_share
 from tunesmith.rollout.branching.tree import Branching
+from tunesmith.rollout.groups import check_failures
 from tunesmith.rollout.in_flight.rank_groups import GroupOrder, RankMember
 from tunesmith.rollout.rank_shares import RolloutOrder
 from tunesmith.trainer.packing import combine_cost
@@ -32,7 +38,7 @@ from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import Group, RunAdvantage, Sample
 
 T = TypeVar("T")
-Order = Literal["train", "state", "weights"]
+Order = Literal["train", "collect", "state", "weights"]
 """What the first rank asks for, besides a `RolloutOrder` and the end."""
 
 
@@ -48,7 +54,7 @@ class GroupShare:
     """A group that a rank trains."""
 
     group: Group | None
-    """None: the rank has it under `key`, because it has run it."""
+    """None: the rank has it under `key`, because it has run it or because it is moved there."""
     key: tuple[int, int] | None
     place: tuple[int, int]
     """Index of the group in the batch, and of its first trajectory."""
@@ -64,6 +70,10 @@ class TrainShare:
     """Demonstrations, with their indices in the batch."""
     policy_version: int
     has_hard_credit: bool = False
+    moved: Sequence[tuple[int, int]] = ()
+    """Keys of the groups that go from the ranks that have run them to others, not by the first rank."""
+    has_outlines: bool = False
+    """Whether the first rank has outlines, and collects the groups during the update."""
 
 
 def train_groups(
@@ -75,15 +85,18 @@ def train_groups(
     *,
     policy_version: int,
     has_hard_credit: bool = False,
+    beside: Sequence[Callable[[], None]] = (),
 ) -> dict[str, float]:
     """Train the groups and demonstrations of a step on all ranks; metrics of the samples and of the trainer.
 
-    On several ranks only the first calls this. `has_hard_credit`: as `rollout.branching.credit: hard`.
+    On several ranks only the first calls this. `has_hard_credit`: as `rollout.branching.credit: hard`. `beside` are
+    pieces of work of the host, done while the device computes; groups of other ranks have been collected by then.
     """
     if actors.ranks.is_alone:
         samples, metrics = build_samples(groups, advantages, has_hard_credit=has_hard_credit)
-        return metrics | trainer.step(add_experts(samples, experts), policy_version=policy_version)
+        return metrics | trainer.step(add_experts(samples, experts), policy_version=policy_version, beside=beside)
     shares, metrics = share_groups(actors, trainer, groups, advantages)
+    moved = find_moved(actors, groups, shares)
     split = split_experts(
         experts,
         len(shares),
@@ -99,12 +112,14 @@ def train_groups(
                 experts=demonstrations,
                 policy_version=policy_version,
                 has_hard_credit=has_hard_credit,
+                moved=moved,
+                has_outlines=actors.ledger.has_outlines,
             )
             for own, demonstrations in zip(shares, split, strict=True)
         ]
     )
     metrics["perf/exchange_s"] += time.perf_counter() - started
-    return train_share(actors, trainer, share) | metrics
+    return train_share(actors, trainer, share, beside) | metrics
 
 
 def share_groups(
@@ -118,7 +133,8 @@ def share_groups(
     loads = [0.0] * num_ranks
     for group, place, row, cost, rank in zip(groups, list_places(groups), advantages, costs, assigned, strict=True):
         origin = actors.ledger.find_origin(group)
-        key = origin.key if origin is not None and origin.rank == rank else None
+        is_kept = origin is not None and (origin.rank == rank or not origin.has_tokens)
+        key = origin.key if origin is not None and is_kept else None
         shares[rank].append(GroupShare(group=group if key is None else None, key=key, place=place, advantages=row))
         loads[rank] += cost
     rollout_s = actors.ledger.rollout_s or [0.0]  # none where other ranks sample
@@ -132,19 +148,75 @@ def share_groups(
     return shares, metrics
 
 
-def train_share(actors: Actors, trainer: Trainer, share: TrainShare) -> dict[str, float]:
+def train_share(
+    actors: Actors, trainer: Trainer, share: TrainShare, beside: Sequence[Callable[[], None]] = ()
+) -> dict[str, float]:
     """Train this rank's share of a step, together with the other ranks; metrics over all of them."""
-    groups = [actors.ledger.kept[each.key] if each.key is not None else each.group for each in share.groups]
+    found = actors.ledger.kept | exchange_moved(actors, share.moved)
+    groups = [found[each.key] if each.key is not None else each.group for each in share.groups]
     samples, metrics = build_samples(
         [group for group in groups if group is not None],
         [each.advantages for each in share.groups],
         has_hard_credit=share.has_hard_credit,
         places=[each.place for each in share.groups],
     )
-    actors.ledger.clear()
-    trained = trainer.step([*samples, *share.experts], policy_version=share.policy_version)
+    collecting = [partial(collect_groups, actors)] if share.has_outlines else []
+    trained = trainer.step(
+        [*samples, *share.experts], policy_version=share.policy_version, beside=[*collecting, *beside]
+    )
     gathered = actors.ranks.all_gather_objects(metrics)
-    return {name: sum(part[name] for part in gathered) for name in metrics} | trained
+    metrics = {name: sum(part[name] for part in gathered) for name in metrics} | trained
+    metrics["perf/collect_s"] = actors.ledger.collect_s
+    actors.ledger.clear()
+    return metrics
+
+
+def find_moved(
+    actors: Actors, groups: Sequence[Group], shares: Sequence[Sequence[GroupShare]]
+) -> list[tuple[int, int]]:
+    """Keys of the groups that a rank trains but neither has run nor receives with its share."""
+    origins = [actors.ledger.find_origin(group) for group in groups]
+    rank_of_key = {origin.key: origin.rank for origin in origins if origin is not None}
+    keys = [(rank, each.key) for rank, share in enumerate(shares) for each in share]
+    return [key for rank, key in keys if key is not None and rank_of_key[key] != rank]
+
+
+def exchange_moved(actors: Actors, moved: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Group]:
+    """The groups of these keys, from the ranks that have run them; all ranks call this."""
+    if not moved:
+        return {}
+    kept = actors.ledger.kept
+    parts = actors.ranks.all_gather_objects({key: kept[key] for key in moved if key in kept})
+    return {key: group for part in parts for key, group in part.items()}
+
+
+def collect_groups(actors: Actors) -> None:
+    """Hand the groups whose outlines the first rank has to it; all ranks call this."""
+    started = time.perf_counter()
+    own = actors.ledger.take_outlined()
+    parts = actors.ranks.gather_objects({} if actors.ranks.is_first else own)
+    if parts is not None:
+        actors.ledger.add_collected(parts)
+    actors.ledger.collect_s += time.perf_counter() - started
+
+
+def check_step_failures(actors: Actors, batch: Batch, progress: RolloutProgress, *, max_failure_rate: float) -> None:
+    """As `check_failures`; if it raises, the rollouts of all ranks are in `progress`."""
+    try:
+        check_failures(batch.collected, max_failure_rate=max_failure_rate)
+    except RolloutError:
+        if actors.ledger.has_outlines:
+            actors.ranks.broadcast_object("collect")
+            collect_groups(actors)
+            take_groups(actors, batch, progress)
+        raise
+
+
+def take_groups(actors: Actors, batch: Batch, progress: RolloutProgress) -> None:
+    """Put the groups collected from other ranks in place of their outlines."""
+    collected = actors.ledger.take_collected()
+    batch.replace_groups(collected)
+    progress.finished += [run for group in collected.values() for run in group.trajectories]
 
 
 def list_places(groups: Sequence[Group]) -> list[tuple[int, int]]:
@@ -258,6 +330,8 @@ async def carry_out_orders(
                     in_flight.pause()
                 await run(lambda: train_share(actors, trainer, ranks.scatter_objects()))
                 trainer.take_times()  # of this rank: they are not shown, and would otherwise pile up
+            case "collect":
+                collect_groups(actors)
             case "state":
                 await run(trainer.state_dict)
             case "weights":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tunesmith.algorithms.algorithm import compute_group_advantages, resolve_algorithm
+from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.algorithms.table import ALGORITHMS
 from tunesmith.config import AlgorithmSection
 from tunesmith.errors import ConfigError
@@ -164,3 +165,50 @@ def test_gigpo_advantages_are_per_turn():
 def test_supervised_algorithm_has_no_advantages():
     with pytest.raises(ConfigError, match="does not train on rewards"):
         compute_group_advantages(resolve_algorithm(AlgorithmSection(algorithm_type="sft")), [])
+
+
+REWARDED = [name for name in ALGORITHMS if ALGORITHMS[name].compute_advantages is not None]
+
+
+def build_uneven(*, has_tokens: bool) -> list[Group]:
+    """Groups of five rollouts, more of which fail than succeed, with unequal lengths and probabilities."""
+    groups = []
+    for number in range(6):
+        task, runs = Task(task_id=f"t/{number}", index=number, row={}), []
+        for run_index in range(5):
+            size = (3 + 2 * run_index) * has_tokens
+            turn = Turn(
+                prompt_ids=(7, run_index % 2) * has_tokens,
+                sampled_ids=(1,) * size,
+                logprobs=(-0.1 * number - 0.3 * (run_index % 3),) * size,
+                policy_versions=(0,) * size,
+                distribution=Distribution(),
+                stop_reason="eos",
+            )
+            turns, reward = (turn,) * (1 + run_index % 2), float(run_index > 3 - number % 2)
+            runs.append(
+                Trajectory(task=task, run_index=run_index, turns=turns, reward=reward, metrics={"a": reward, "b": 0.0})
+            )
+        groups.append(Group(task=task, trajectories=tuple(runs), baseline_reward=0.25))
+    return groups
+
+
+@pytest.mark.parametrize("name", REWARDED)
+def test_advantages_that_read_no_tokens_follow_from_rewards(name):
+    arguments = {"rewards": {"a": 1.0, "b": 0.5}} if name == "gdpo" else {}
+    arguments |= {"drop": "balance"} if name == "rec" else {}
+    algorithm = resolve_algorithm(AlgorithmSection(algorithm_type=name, group_size=5, advantage_args=arguments))
+    found, expected = (
+        compute_group_advantages(algorithm, build_uneven(has_tokens=has_tokens)) for has_tokens in (False, True)
+    )
+    assert (found == expected) == (not algorithm.reads_tokens)
+
+
+def test_own_advantages_and_the_rank_penalty_may_read_tokens():
+    assert resolve_algorithm(AlgorithmSection(algorithm_type="grpo", advantage_args={"rank_penalty": 0.1})).reads_tokens
+    assert not resolve_algorithm(
+        AlgorithmSection(algorithm_type="grpo", advantage_args={"rank_penalty": 0.0})
+    ).reads_tokens
+    section = AlgorithmSection(advantage="agent.py:shape")
+    own = OwnFunctions(advantage=lambda groups: [[0.0 for _ in group] for group in groups])
+    assert resolve_algorithm(section, own=own).reads_tokens

@@ -121,7 +121,9 @@ def run_case(
         max_model_len=64, num_total_steps=9, ranks=ranks, has_sharded_gradients="sharded gradients" in name, **extra,
     )  # fmt: skip
     trainer.step(own)
-    metrics = trainer.step(own)
+    met: list[list[int]] = []
+    metrics = trainer.step(own, beside=[lambda: met.append(ranks.all_gather_objects(ranks.rank)), lambda: None])
+    assert met == [list(range(ranks.world_size))], "ranks meet beside the update"
     weights = torch.cat([weight.flatten() for _, weight in iter_whole_weights(model)])
     return metrics, weights, trainer.state_dict()["optimizer"]
 
@@ -158,7 +160,7 @@ def run_split(name: str, world: Ranks, num_samplers: int) -> torch.Tensor:
         run_case(name, roles.trainers, model)
     if roles.is_sampler or world.is_first:
         roles.send_weights(list(model.parameters()))
-    return read_parameters(model)
+    return torch.cat([weight.flatten() for _, weight in iter_whole_weights(model)])
 
 
 def run_all(folder: Path) -> None:

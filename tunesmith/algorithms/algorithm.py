@@ -21,6 +21,7 @@ from tunesmith.algorithms.scores import BatchScores, Need, TokenTerms, keep_adva
 from tunesmith.algorithms.table import (
     ALGORITHMS,
     GROUP_RELATIVE_ADVANTAGES,
+    REWARD_ADVANTAGES,
     ZERO_AT_EQUAL_REWARDS,
     AlgorithmEntry,
 )
@@ -51,6 +52,8 @@ class Algorithm:
     is_on_policy: bool
     is_group_relative: bool
     """Whether advantages are known to only compare the rollouts of a group; False for an own advantage function."""
+    reads_tokens: bool
+    """Whether advantages may depend on tokens or logprobs of the rollouts; True for an own advantage function."""
     trains_zero_advantages: bool
     """Whether groups of zero advantage are trained: a KL, an entropy bonus or a regularizer has a gradient on them."""
 
@@ -99,6 +102,7 @@ def resolve_algorithm(section: AlgorithmSection, *, own: OwnFunctions = OwnFunct
         correction=section.correction,
         is_on_policy=entry.is_on_policy,
         is_group_relative=entry.compute_advantages in GROUP_RELATIVE_ADVANTAGES,
+        reads_tokens=_reads_tokens(section, entry),
         trains_zero_advantages=_trains_zero_advantages(section, entry),
     )
     _check_section(section, algorithm)
@@ -122,6 +126,10 @@ def _bind_advantages(
     where = f"advantage_args of {section.advantage!r}"
     bound = bind_arguments(entry.compute_advantages, section.advantage_args, where=where)
     return CheckedAdvantages(bound, knob=f"algorithm.advantage={section.advantage!r}")
+
+
+def _reads_tokens(section: AlgorithmSection, entry: AlgorithmEntry) -> bool:
+    return entry.compute_advantages not in REWARD_ADVANTAGES or section.advantage_args.get("rank_penalty", 0) > 0
 
 
 def _trains_zero_advantages(section: AlgorithmSection, entry: AlgorithmEntry) -> bool:

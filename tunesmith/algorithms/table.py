@@ -364,3 +364,12 @@ GROUP_RELATIVE_ADVANTAGES = frozenset(
 ZERO_AT_EQUAL_REWARDS = GROUP_RELATIVE_ADVANTAGES | {compute_gigpo_advantages, compute_remax_advantages}
 """Advantages that are zero, so that the group is dropped, if the rewards of a group (and its baseline or turns) do not
 differ."""
+REWARD_ADVANTAGES = (GROUP_RELATIVE_ADVANTAGES - {compute_opo_advantages, compute_rec_advantages}) | {
+    compute_asymre_advantages,
+    compute_raft_advantages,
+    compute_reinforce_advantages,
+    compute_remax_advantages,
+    keep_rewards,
+}
+"""Advantages that are functions of rewards, metrics and numbers of turns, not of tokens or logprobs; that of grpo is
+only without a rank penalty."""

@@ -15,7 +15,7 @@ from tunesmith.cluster.wait import end_together
 from tunesmith.experience.path_cost import measure_group
 from tunesmith.rollout.branching.tree import Branching
 from tunesmith.rollout.groups import attach_baselines, run_groups
-from tunesmith.rollout.rank_shares import RankLedger, RankShare, RolloutOrder, merge_rank_stats
+from tunesmith.rollout.rank_shares import RankLedger, RankShare, RolloutOrder, merge_rank_stats, outline_group
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.seeds import derive_seed
 from tunesmith.rollout.service import ModelProvider, ModelService
@@ -119,13 +119,15 @@ async def run_tasks(
     baseline_sampling: Sampling | None = None,
     progress: RolloutProgress | None = None,
     branching: Branching | None = None,
+    has_tokens: bool = True,
 ) -> list[Group]:
     """Run the agent `group_size` times on each task; returns groups in the order of the tasks.
 
     The policy's engine must be sampling. With `baseline_sampling`, one additional rollout of each task gives its
     group's baseline reward. With `branching`, rollouts of a group branch. `progress` collects finished trajectories, so
     that they can be saved if the phase is aborted. On several ranks the first calls this, and the others run
-    `run_share` with the order that it sends.
+    `run_share` with the order that it sends. Without `has_tokens`, turns of other ranks' groups have no tokens, until
+    these groups are collected (`shared_step`).
     """
     order = RolloutOrder(
         tasks=tasks,
@@ -138,6 +140,7 @@ async def run_tasks(
         number=actors.ledger.num_rounds,
         has_branches=branching is not None,
         has_one_sampler=actors.has_one_sampler,
+        has_tokens=has_tokens,
     )
     progress = RolloutProgress() if progress is None else progress
     if actors.remote is not None:
@@ -154,7 +157,7 @@ async def run_tasks(
     for share in shares[1:]:
         if branching is not None and share.branching is not None:
             branching.stats.add(share.branching)
-    return actors.ledger.add_round(order, shares)
+    return actors.ledger.add_round(order, [share.build_groups(tasks) for share in shares])
 
 
 async def run_share(
@@ -172,10 +175,13 @@ async def run_share(
     running = measure_time(run_own_tasks(actors, order, source, progress or RolloutProgress(), branching))
     groups, rollout_s = await (end_together(actors.ranks, running) if actors.is_served_to_workers else running)
     actors.ledger.keep(order, source.taken, groups)
+    if not order.has_tokens:
+        actors.ledger.outlined |= {(order.number, position) for position in source.taken}
     is_first = actors.ranks.is_first
     return actors.ranks.gather_objects(
         RankShare(
-            groups=[] if is_first else groups,
+            groups=groups if order.has_tokens and not is_first else [],
+            outlines=[] if order.has_tokens or is_first else [outline_group(group) for group in groups],
             positions=source.taken,
             costs=[measure_group(group) for group in groups],
             engine_stats={} if is_first else actors.engine.compute_stats(),

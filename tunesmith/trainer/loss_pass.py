@@ -9,7 +9,7 @@ Axes: T tokens of the row, S sites and E events of a chunk (see `batch.py`), C h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
@@ -51,11 +51,13 @@ def run_loss_pass(
     is_compiled: bool = False,
     graphs: RowGraphs | None = None,
     stream: StreamedGradients | None = None,
+    after_row: Callable[[], None] = lambda: None,
 ) -> dict[str, Total]:
     """Accumulate the gradient of the update (no gradient under `no_grad`) and return its totals, {} without rows.
 
     `rows` are the packed samples of one update; `inputs` are concatenated over their events. `is_compiled` compiles the
-    losses; `graphs` replays rows as CUDA graphs where possible; `stream` sums gradients over ranks after each row.
+    losses; `graphs` replays rows as CUDA graphs where possible; `stream` sums gradients over ranks after each row;
+    `after_row` is called when the device has a row to compute, or takes part in one of another rank.
     """
     match_rows(model, len(rows))
     if stream is not None:
@@ -81,8 +83,9 @@ def run_loss_pass(
                 parts.append(run(row, device_inputs, kl_coef))
             if stream is not None:
                 stream.end_row()
+            after_row()
     if stream is not None:
-        stream.end_update()
+        stream.end_update(after_row)
     if graphs is not None:
         graphs.end_update()
     return add_parts(parts) if parts else {}

@@ -8,12 +8,12 @@ bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tunesmith.algorithms.algorithm import Algorithm
@@ -113,3 +113,12 @@ def check_extra_model(algorithm: Algorithm, need: Need, model: PreTrainedModel |
         passed = f"no {role} model was passed" if model is None else f"a {role} model was passed"
         reason = f"kl_coef={kl_coef}" if need == "reference" else f"algorithm_type={algorithm.name!r}"
         raise ConfigError(f"{reason}, but {passed}")
+
+
+def check_dropouts(dropouts: Sequence[nn.Dropout], algorithm: Algorithm) -> None:
+    """Raise a ConfigError if the adapter has dropout and the algorithm compares the policy with another pass."""
+    if dropouts and (not algorithm.is_supervised or "logprobs" in algorithm.needs):
+        raise ConfigError(
+            f"model.lora.dropout={dropouts[0].p:g} is for supervised fine-tuning only: {algorithm.name!r} compares "
+            "logprobs of different forward passes; set it to 0"
+        )

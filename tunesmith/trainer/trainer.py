@@ -8,7 +8,7 @@ an adapter's dropout is active, in the loss pass of supervised fine-tuning, whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from tunesmith.algorithms.kl import adapt_kl_coef
 from tunesmith.algorithms.own_functions import OwnFunctions
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import AlgorithmSection, TrainerSection
-from tunesmith.errors import ConfigError, TrainingError
+from tunesmith.errors import TrainingError
 from tunesmith.experience.trie import Trie
 from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.adapters.dropout import active_dropout, find_dropouts
@@ -32,6 +32,7 @@ from tunesmith.model.forward.logprobs import choose_chunk_tokens
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.critic import Critic
+from tunesmith.trainer.host_work import HostWork
 from tunesmith.trainer.layers.compiled_layers import compiled_layers, find_compilable
 from tunesmith.trainer.layers.gradient_checkpointing import checkpointed_layers, enable_checkpointing
 from tunesmith.trainer.layers.row_graphs import RowGraphs, uses_row_graphs
@@ -49,7 +50,7 @@ from tunesmith.trainer.metrics import (
 )
 from tunesmith.trainer.packing import pack_samples, split_minibatches
 from tunesmith.trainer.policy_versions import find_newest_version, has_older_tokens
-from tunesmith.trainer.reference import Reference, check_extra_model
+from tunesmith.trainer.reference import Reference, check_dropouts, check_extra_model
 from tunesmith.trainer.scoring_pass import (
     PreparedUpdate,
     ProximalScores,
@@ -102,13 +103,11 @@ class Trainer:
         """
         self._ranks = ranks
         self._algorithm = resolve_algorithm(algorithm, own=own_functions)
-        self._settings = settings
-        self._grammars = grammars
+        self._settings, self._grammars = settings, grammars
         self._norm_length = algorithm.norm_length or max_model_len
-        self._num_total_steps = num_total_steps
         self._dropouts, self._dropout_seed = find_dropouts(model), dropout_seed
-        self._has_separate_sampler = has_separate_sampler
-        self._check_dropout()
+        check_dropouts(self._dropouts, self._algorithm)
+        self._has_separate_sampler, self._num_total_steps = has_separate_sampler, num_total_steps
         check_extra_model(self._algorithm, "reference", reference_model)
         check_extra_model(self._algorithm, "teacher", teacher_model)
         check_extra_model(self._algorithm, "values", critic_model)
@@ -135,26 +134,36 @@ class Trainer:
         self._graphs = RowGraphs(model) if has_graphs and self._optimizer.stream is None else None
         self.num_steps = 0
         """Steps made, empty ones included; determines the learning rate."""
+        self._host_work = HostWork(model.device)
         self._num_cpu_threads = torch.get_num_threads()
 
-    def step(self, samples: Sequence[Sample], *, policy_version: int | None = None) -> dict[str, float]:
+    def step(
+        self,
+        samples: Sequence[Sample],
+        *,
+        policy_version: int | None = None,
+        beside: Sequence[Callable[[], None]] = (),
+    ) -> dict[str, float]:
         """Make one update per minibatch, or none if the samples have no trained token; return metrics.
 
         `policy_version` is the newest version, whose tokens are checked for mismatch; None means the newest in the
         samples. Raises TrainingError, with the parameters as before the failing update, when the loss or the gradient
         is not finite or when the mismatch of sampler and trainer logprobs exceeds `trainer.mismatch_stop`. The mismatch
         is measured on the first minibatch. Also raises TrainingError when the device is lost or out of memory. An empty
-        step counts as a step in the learning-rate schedule.
+        step counts as a step in the learning-rate schedule. `beside` are pieces of work of the host, done in order
+        while the device computes the gradient of the first update.
         """
         try:
             with default_modes(num_threads=self._num_cpu_threads):
-                return self._step(samples, policy_version)
+                return self._step(samples, policy_version, beside)
         except RuntimeError as error:
             if not is_device_error(error):
                 raise
             raise TrainingError(explain_device_error(error, work="an update", advice=LESS_MEMORY)) from error
 
-    def _step(self, samples: Sequence[Sample], policy_version: int | None) -> dict[str, float]:
+    def _step(
+        self, samples: Sequence[Sample], policy_version: int | None, beside: Sequence[Callable[[], None]]
+    ) -> dict[str, float]:
         learning_rate = compute_learning_rate(
             self._settings, step=self.num_steps, num_total_steps=self._num_total_steps
         )
@@ -167,6 +176,7 @@ class Trainer:
         proximal = self._score_proximal_policy(samples, policy_version)
         step_terms = self._compute_step_terms(samples, proximal)
         updates: list[Update] = []
+        self._host_work.begin(beside)
         for indices in split_minibatches(samples, self._settings.num_minibatches, groups=groups):
             minibatch = [samples[index] for index in indices]
             rows = self._pack(minibatch)
@@ -176,6 +186,7 @@ class Trainer:
                 update = self._update(minibatch, rows, part, terms, learning_rate, policy_version, is_first=not updates)
                 updates.append(update)
                 self._adapt_kl_coef(update, minibatch)
+        self._host_work.finish()
         self.num_steps += 1
         metrics = build_metrics(updates) | {"train/learning_rate": learning_rate}
         return metrics if self._reference is None else metrics | self._reference.advance(self._model, self.num_steps)
@@ -295,6 +306,7 @@ class Trainer:
             prepared = self._prepare(samples, rows, proximal, step_terms, policy_version)
             with checkpointed_layers(self._model) if has_checkpointing else nullcontext(), self._active_dropout():
                 totals = self._run(samples, rows, prepared)
+        self._host_work.finish()
         grad_norm = self._optimizer.compute_grad_norm()
         tensors = [grad_norm, *(total.value for total in totals.values())]
         values = torch.stack([value.double() for value in tensors]).tolist()  # the only device synchronization
@@ -365,6 +377,7 @@ class Trainer:
             is_compiled=bool(self._compiled),
             graphs=self._graphs if torch.is_grad_enabled() else None,
             stream=self._optimizer.stream if torch.is_grad_enabled() else None,
+            after_row=self._host_work.advance,
         )
 
     def _active_dropout(self) -> AbstractContextManager[None]:
@@ -385,10 +398,3 @@ class Trainer:
                 horizon=adaptive.horizon,
             )
             self._algorithm = replace(self._algorithm, kl_coef=kl_coef)
-
-    def _check_dropout(self) -> None:
-        if self._dropouts and (not self._algorithm.is_supervised or "logprobs" in self._algorithm.needs):
-            raise ConfigError(
-                f"model.lora.dropout={self._dropouts[0].p:g} is for supervised fine-tuning only: "
-                f"{self._algorithm.name!r} compares logprobs of different forward passes; set it to 0"
-            )

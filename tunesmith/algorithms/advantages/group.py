@@ -250,14 +250,15 @@ def _compute_advantages(
     std_threshold: float,
 ) -> list[list[float | None]]:
     observed = [_select_observed(group, row) for group, row in zip(groups, weights, strict=True)]
-    batch_std = _compute_mean_and_std([pair for pairs in observed for pair in pairs])[1]
+    is_batch = std_cal_level == "batch"
+    batch_std = _compute_mean_and_std([pair for pairs in observed for pair in pairs])[1] if is_batch else 0.0
     advantages: list[list[float | None]] = []
     for group, pairs in zip(groups, observed, strict=True):
         mean, std = _compute_mean_and_std(pairs)
         if _has_no_variance(pairs) or std <= std_threshold:
             advantages.append([None] * len(group))
         else:
-            scale = (batch_std if std_cal_level == "batch" else std) + epsilon
+            scale = (batch_std if is_batch else std) + epsilon
             advantages.append([None if run.reward is None else (run.reward - mean) / scale for run in group])
     return advantages
 

@@ -14,6 +14,7 @@ from typing import Any
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import RunConfig
 from tunesmith.errors import StorageError, TunesmithError
+from tunesmith.experience.batch import Batch
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles
 from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
 from tunesmith.loop import StepParts
@@ -33,7 +34,7 @@ from tunesmith.shared_step import collect_trainer_state, collect_weights
 from tunesmith.storage import RunPaths, save_json
 from tunesmith.trainer.sharding.sharded_model import count_weight_bytes, find_sharding
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Group, Trajectory
+from tunesmith.types import Group, RunAdvantage, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -116,14 +117,26 @@ def merge_steps(paths: RunPaths, *, committed_step: int, steps_per_file: int) ->
             logger.warning("files of steps were not merged: %s", error)
 
 
-def save_unfinished(path: Path, finished: Sequence[Trajectory]) -> None:
-    """Save the trajectories that a failed step had finished."""
-    by_task: dict[str, list[Trajectory]] = {}
-    for trajectory in finished:
-        by_task.setdefault(trajectory.task.task_id, []).append(trajectory)
-    if by_task:
-        groups = [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in by_task.values()]
-        save_rollouts(path, groups)
+class StepRollouts:
+    """The file of a step's rollouts, written once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_saved = False
+
+    def save(self, batch: Batch, advantages: Sequence[Sequence[RunAdvantage]]) -> None:
+        """Save all groups of the step, with the advantages of those that train."""
+        save_rollouts(self._path, batch.recorded, batch.spread(advantages))
+        self._is_saved = True
+
+    def save_unfinished(self, finished: Sequence[Trajectory]) -> None:
+        """Save the trajectories that a failed step had finished, unless its groups are saved."""
+        by_task: dict[str, list[Trajectory]] = {}
+        for trajectory in finished:
+            by_task.setdefault(trajectory.task.task_id, []).append(trajectory)
+        if by_task and not self._is_saved:
+            groups = [Group(task=runs[0].task, trajectories=tuple(runs)) for runs in by_task.values()]
+            save_rollouts(self._path, groups)
 
 
 def save_error(paths: RunPaths, error: TunesmithError, *, step: int) -> None:

@@ -24,7 +24,6 @@ from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.errors import ConfigError, TunesmithError
 from tunesmith.experience.batch import BatchSize
-from tunesmith.experience.store import save_rollouts
 from tunesmith.loop import StepParts, StepResult, run_step
 from tunesmith.model.load import resolve_device
 from tunesmith.model.torch_modes import default_modes
@@ -32,13 +31,13 @@ from tunesmith.monitor.monitor import Monitor
 from tunesmith.pipeline.eval.held_out import evaluate_all
 from tunesmith.pipeline.eval.results import EvaluationResult
 from tunesmith.pipeline.rl.checkpoints import (
+    StepRollouts,
     commit,
     count_checkpoint_bytes,
     describe_interruption,
     restore,
     restore_models,
     save_error,
-    save_unfinished,
 )
 from tunesmith.pipeline.rl.learning_check import UpdateLog, check_reply_fits
 from tunesmith.pipeline.rl.load_tasks import CustomComponents
@@ -320,14 +319,13 @@ def show_notes(config: RunConfig, plan: Plan, folder: RunFolder, monitor: Monito
 
 async def run_saved_step(parts: StepParts, folder: RunFolder, monitor: Monitor, *, step: int) -> StepResult:
     """Run a step and save its rollouts and selection; rollouts of a step that fails are saved too."""
-    progress = RolloutProgress(status=monitor)
+    progress, rollouts = RolloutProgress(status=monitor), StepRollouts(folder.paths.rollouts(step))
     try:
-        result = await run_step(parts, step=step, progress=progress)
+        result = await run_step(parts, step=step, progress=progress, save=rollouts.save)
     except TunesmithError as error:
-        save_unfinished(folder.paths.rollouts(step), progress.finished)
+        rollouts.save_unfinished(progress.finished)
         save_error(folder.paths, error, step=step)
         raise
-    save_rollouts(folder.paths.rollouts(step), result.batch.recorded, result.batch.spread(result.advantages))
     parts.tasks.save_selection(folder.paths.selection(step))
     return result
 

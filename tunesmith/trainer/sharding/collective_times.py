@@ -1,4 +1,7 @@
-"""Time that a rank waits for other ranks and communicates within updates; on a GPU without synchronizing."""
+"""Time that a rank waits for other ranks and communicates within updates; on a GPU without synchronizing.
+
+The host may be ahead of the GPU: an interval that has not ended there is reported with those of the next step.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,17 @@ class CollectiveTimes:
             yield
 
     def take(self) -> dict[str, float]:
-        """Sums of the intervals since the last call, in seconds; on a GPU this waits for the last of them."""
+        """Sums of the intervals that have ended since the last call, in seconds."""
         times = {"perf/train_wait_s": 0.0, "perf/communication_s": 0.0}
+        pending = []
         for name, start, end in self._intervals:
-            if self._is_cuda:
-                end.synchronize()
+            if not self._is_cuda:
+                times[name] += end - start
+            elif end.query():
                 times[name] += start.elapsed_time(end) / 1000
             else:
-                times[name] += end - start
-        self._intervals.clear()
+                pending.append((name, start, end))
+        self._intervals = pending
         return times
 
     @contextmanager

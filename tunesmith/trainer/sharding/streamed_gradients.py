@@ -7,7 +7,7 @@ gradients are made in several pieces of a row, are summed after the last row (`S
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -54,10 +54,11 @@ class StreamedGradients:
         self._num_launched = 0
         self._num_rows -= 1
 
-    def end_update(self) -> None:
-        """After the last row of this rank: take part in the remaining rows of others."""
+    def end_update(self, after_row: Callable[[], None]) -> None:
+        """After the last row of this rank: take part in the remaining rows of others; `after_row` as on these ranks."""
         while self._num_rows > 0:
             self.end_row()
+            after_row()
 
     def clear(self) -> None:
         """Forget all gradients."""
