@@ -123,8 +123,7 @@ async def run_step(
     metrics["perf/train_s"] = trained - sampled
     metrics |= {} if parts.branching is None else parts.branching.stats.compute()
     if in_flight is not None:
-        metrics |= compute_staleness(groups, advantages, policy_version=policy_version)
-        metrics |= in_flight.compute_metrics()
+        metrics |= compute_staleness(groups, advantages, policy_version=policy_version) | in_flight.compute_metrics()
     num_sampled = metrics["rollout/num_sampled_tokens"] - metrics.get("rollout/num_inherited_tokens", 0.0)
     sampling_s = (sampled if parts.actors.remote is None else trained) - started  # other ranks go on during the update
     metrics["perf/sampled_tokens_per_s"] = num_sampled / sampling_s
@@ -137,8 +136,7 @@ async def run_step(
         policy_version=policy_version,
         has_older_tokens=parts.in_flight is not None,
     )
-    metrics |= parts.actors.compute_recorder_stats()
-    metrics |= parts.trainer.take_times()
+    metrics |= parts.actors.compute_recorder_stats() | parts.trainer.take_times()
     metrics["perf/step_s"] = time.perf_counter() - started
     return StepResult(batch=batch, advantages=advantages[: len(batch.groups)], metrics=metrics)
 

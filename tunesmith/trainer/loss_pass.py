@@ -59,7 +59,7 @@ def run_loss_pass(
     losses; `graphs` replays rows as CUDA graphs where possible; `stream` sums gradients over ranks after each row;
     `after_row` is called when the device has a row to compute, or takes part in one of another rank.
     """
-    match_rows(model, len(rows))
+    match_rows(model, len(rows), after_row)
     if stream is not None:
         stream.begin_update(len(rows))
     if graphs is not None:

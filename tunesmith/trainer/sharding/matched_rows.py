@@ -6,6 +6,8 @@ runs on two tokens, with gradients of zero.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -21,16 +23,18 @@ NUM_TOKENS = 2
 """Of an empty row: compiled layers are compiled once more for a single token."""
 
 
-def match_rows(model: PreTrainedModel, num_rows: int) -> None:
+def match_rows(model: PreTrainedModel, num_rows: int, after_row: Callable[[], None] = lambda: None) -> None:
     """Before a pass of `num_rows` rows, run the passes that other ranks have in addition; all ranks call this.
 
-    Nothing happens unless the model is sharded. With gradients enabled, backward passes run too.
+    Nothing happens unless the model is sharded. With gradients enabled, backward passes run too. `after_row` is called
+    after each, as other ranks call it after their rows.
     """
     sharding = find_sharding(model)
     if sharding is None:
         return
     for _ in range(max(sharding.ranks.all_gather_objects(num_rows)) - num_rows):
         run_empty_row(model)
+        after_row()
 
 
 def run_empty_row(model: PreTrainedModel) -> None:
