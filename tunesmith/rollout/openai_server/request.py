@@ -8,10 +8,12 @@ without effect on the result (`INERT_FIELDS`) are ignored.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from tunesmith.chat.memo import build_cache_key, load_cache_key
 from tunesmith.chat.messages import Message, parse_messages, parse_tools
 from tunesmith.chat.renderer import Prompt
 from tunesmith.rollout.openai_server.constraints import Constraint, ConstraintError, parse_constraint
@@ -45,6 +47,8 @@ MAX_BAD_WORDS = 1024
 MAX_PENALTY = 2.0
 """Largest magnitude of a presence or frequency penalty, as in the OpenAI API."""
 MAX_TOP_LOGPROBS = 20
+NUM_CACHED_OPTIONS, MAX_CACHED_BYTES = 1024, 16384
+"""Cache size and key length for the fields of chat requests other than the messages."""
 
 ToolChoice = Literal["auto", "none", "required"]
 
@@ -155,17 +159,55 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_NUMBER for each in value)
 
 
-def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str], bool]) -> ChatRequest:
-    """Parse the body of a chat request; `uses_variable`: whether the chat template refers to a variable."""
-    if not isinstance(body, dict):
-        raise RequestError("the request body must be a JSON object")
-    _refuse_unsupported(body, CHAT_FIELDS, allowed=CONTINUATION_FIELDS)
-    messages, reply_start = _split_reply_start(body, _parse_field("messages", parse_messages, body.get("messages")))
+class RequestParser:
+    """Parses the bodies of chat requests for one chat template.
+
+    Requests of an agent, and of all agents of a run, repeat everything but the messages, so what is parsed of the other
+    fields is cached by their content.
+    """
+
+    def __init__(self, uses_variable: Callable[[str], bool]) -> None:
+        """`uses_variable`: whether the chat template refers to a variable."""
+        self._uses_variable = uses_variable
+        self._options: OrderedDict[tuple[bytes, Sampling], ChatRequest] = OrderedDict()
+        """Requests without messages, least recently used first."""
+
+    def parse(
+        self, body: Any, defaults: Sampling, *, parse_messages: Callable[[Any], tuple[Message, ...]] = parse_messages
+    ) -> ChatRequest:
+        """The request; raises `RequestError`. `parse_messages` parses its messages."""
+        if not isinstance(body, dict):
+            raise RequestError("the request body must be a JSON object")
+        fields = {**body, "messages": None}
+        cache_key = build_cache_key(fields)
+        key = None if cache_key is None or len(cache_key) > MAX_CACHED_BYTES else (cache_key, defaults)
+        request = None if key is None else self._options.get(key)
+        if request is None:
+            _refuse_unsupported(body, CHAT_FIELDS, allowed=CONTINUATION_FIELDS)
+        messages = _parse_field("messages", parse_messages, body.get("messages"))
+        messages, reply_start = _split_reply_start(body, messages)
+        if request is None:
+            request = _parse_options(fields if key is None else load_cache_key(key[0]), defaults, self._uses_variable)
+            if key is not None:
+                self._cache(key, request)
+        if reply_start and request.tool_choice == "required":
+            raise RequestError("tool_choice cannot force a call in a reply that is continued", param="tool_choice")
+        old = request.prompt
+        prompt = Prompt(messages=messages, tools=old.tools, variables=old.variables, reply_start=reply_start)
+        return replace(request, prompt=prompt)
+
+    def _cache(self, key: tuple[bytes, Sampling], request: ChatRequest) -> None:
+        self._options[key] = request
+        if len(self._options) > NUM_CACHED_OPTIONS:
+            self._options.popitem(last=False)
+
+
+def _parse_options(body: Any, defaults: Sampling, uses_variable: Callable[[str], bool]) -> ChatRequest:
+    """All fields but the messages."""
     prompt = Prompt(
-        messages=messages,
+        messages=(),
         tools=_parse_field("tools", parse_tools, body.get("tools")),
         variables=_parse_variables(body, uses_variable),
-        reply_start=reply_start,
     )
     tool_choice, forced_tool = _parse_tool_choice(body.get("tool_choice"), prompt.tools)
     has_logprobs, constraint = get_field(body, "logprobs", bool, False), _parse_constraint(body)
@@ -177,8 +219,6 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
             f"tool_choice forces a tool call, and {constraint.param} constrains the text of a reply without one: give "
             "only one of them", param=constraint.param,
         )  # fmt: skip
-    if reply_start and tool_choice == "required":
-        raise RequestError("tool_choice cannot force a call in a reply that is continued", param="tool_choice")
     return ChatRequest(
         prompt=prompt,
         sampling=_parse_sampling(body, defaults, num_top=num_top),

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tunesmith.chat.messages import MatchKey, Message, compute_match_keys
+from tunesmith.chat.conversation import EMPTY, Conversation, ConversationCache
+from tunesmith.chat.messages import MatchKey, Message
 from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.chat.scope import describe_scope
 from tunesmith.errors import EngineError
@@ -47,7 +48,7 @@ class SessionCall:
     """Position in the session's calls, in order of arrival."""
     prompt: Prompt
     prompt_ids: tuple[int, ...]
-    keys: tuple[MatchKey, ...]
+    conversation: Conversation
     scope: str
     """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
 
@@ -59,7 +60,6 @@ class _RecordedReply:
     choice_id: ChoiceId
     turn: Turn
     keys: tuple[MatchKey, ...]
-    scope: str
 
 
 class Session:
@@ -107,32 +107,30 @@ class Session:
         self._num_tool_calls = 0
         self._in_flight: dict[ChoiceId, InFlightTurn] = {}
         self._turns: dict[ChoiceId, Turn] = {}
-        self._replies: dict[int, _RecordedReply] = {}
+        self._replies: dict[tuple[int, str], _RecordedReply] = {}
+        """By digest of the conversation up to the reply, and scope."""
+        self.conversations = ConversationCache()
+        """Parses the messages of requests."""
         self._reply_texts = ReplyTexts()
         self._seen_requests: set[tuple[int, str]] = set()
 
     async def admit(self, prompt: Prompt) -> SessionCall:
         """Assign the call's index and build its prompt ids, extending a recorded turn if one matches."""
-        keys = compute_match_keys(prompt.messages)
-        scope = describe_scope(prompt)
-        index = self._count_call((hash((keys, prompt.reply_start)), scope))
-        found = self._find_recorded_reply(keys, scope)
-        continued = self._reply_texts.find((keys, scope), prompt.reply_start) if prompt.reply_start else None
-        build = partial(self._build_prompt_ids, prompt, found, continued)
-        prompt_ids, is_extended = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
+        conversation, scope = self.conversations.find(prompt.messages), describe_scope(prompt)
+        index = self._count_call((hash((conversation.digest, prompt.reply_start)), scope))
+        prompt_ids, is_extended, is_found = await self._build_prompt_ids(prompt, conversation, scope)
         self.num_extended += is_extended
-        self.num_unextended += (found is not None or continued is not None) and not is_extended
-        return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
+        self.num_unextended += is_found and not is_extended
+        return SessionCall(
+            index=index, prompt=prompt, prompt_ids=prompt_ids, conversation=conversation, scope=scope
+        )
 
     async def build_prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt ids that `admit` would build now, without counting a call."""
         if self.is_closed:
             raise SessionClosedError
-        keys, scope = compute_match_keys(prompt.messages), describe_scope(prompt)
-        found = self._find_recorded_reply(keys, scope)
-        continued = self._reply_texts.find((keys, scope), prompt.reply_start) if prompt.reply_start else None
-        build = partial(self._build_prompt_ids, prompt, found, continued)
-        prompt_ids, _ = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
+        conversation, scope = self.conversations.find(prompt.messages), describe_scope(prompt)
+        prompt_ids, *_ = await self._build_prompt_ids(prompt, conversation, scope)
         return prompt_ids
 
     async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> SessionCall:
@@ -146,7 +144,7 @@ class Session:
                 max_tokens=self._engine.max_model_len,
             )
             text = await run_tokenizer(self._renderer, encode, num_characters=len(text))
-        return SessionCall(index=index, prompt=Prompt(messages=()), prompt_ids=text, keys=(), scope=TEXT_SCOPE)
+        return SessionCall(index=index, prompt=Prompt(messages=()), prompt_ids=text, conversation=EMPTY, scope=TEXT_SCOPE)
 
     def _count_call(self, request_key: tuple[int, str]) -> int:
         """Index of a new call; calls after the end of the session are counted and refused."""
@@ -158,25 +156,33 @@ class Session:
         self._seen_requests.add(request_key)
         return index
 
-    def _find_recorded_reply(self, keys: tuple[MatchKey, ...], scope: str) -> tuple[int, _RecordedReply] | None:
+    def _find_recorded_reply(self, conversation: Conversation, scope: str) -> tuple[int, _RecordedReply] | None:
         """The recorded reply with the longest matching prefix of the conversation, and that prefix's message count."""
-        for num_old, digest in reversed(list(_iter_reply_digests(keys, scope))):
-            reply = self._replies.get(digest)
-            if reply is not None and reply.keys == keys[:num_old] and reply.scope == scope:
+        for num_old, digest in reversed(conversation.reply_digests):
+            reply = self._replies.get((digest, scope))
+            if reply is not None and reply.keys == conversation.keys[:num_old]:
                 return num_old, reply
         return None
 
-    def _build_prompt_ids(
-        self, prompt: Prompt, found: tuple[int, _RecordedReply] | None, continued: ReplyText | None
-    ) -> tuple[tuple[int, ...], bool]:
-        """Prompt ids, and whether they extend the recorded turn."""
+    async def _build_prompt_ids(
+        self, prompt: Prompt, conversation: Conversation, scope: str
+    ) -> tuple[tuple[int, ...], bool, bool]:
+        """Prompt ids, whether they extend a recorded turn, and whether the prompt continues one."""
         max_tokens = self._engine.max_model_len
+        found = self._find_recorded_reply(conversation, scope)
+        continued = None
+        if prompt.reply_start:
+            continued = self._reply_texts.find((conversation.keys, scope), prompt.reply_start)
+        build: Callable[[], tuple[int, ...] | None]
         if continued is not None:
             rest = prompt.reply_start[len(continued.text) :]
-            return continued.token_ids + self._renderer.encode_content(rest, max_tokens=max_tokens), True
+            build = partial(self._renderer.encode_content, rest, max_tokens=max_tokens)
+            rest_ids = await run_tokenizer(self._renderer, build, num_characters=len(rest))
+            return (*continued.token_ids, *rest_ids), True, True
         if found is not None:
             num_old, reply = found
-            prompt_ids = self._renderer.extend(
+            build = partial(
+                self._renderer.extend,
                 prompt,
                 num_old=num_old,
                 prompt_ids=reply.turn.prompt_ids,
@@ -184,9 +190,13 @@ class Session:
                 is_ended=reply.turn.stop_reason == "eos",
                 max_tokens=max_tokens,
             )
+            num_new = sum(message.num_characters for message in prompt.messages[num_old:]) + len(prompt.reply_start)
+            prompt_ids = await run_tokenizer(self._renderer, build, num_characters=num_new)
             if prompt_ids is not None:
-                return prompt_ids, True
-        return self._renderer.render(prompt, max_tokens=max_tokens), False
+                return prompt_ids, True, True
+        render = partial(self._renderer.render, prompt, max_tokens=max_tokens)
+        num_characters = conversation.num_characters + len(prompt.reply_start)
+        return await run_tokenizer(self._renderer, render, num_characters=num_characters), False, found is not None
 
     async def generate(
         self,
@@ -280,16 +290,16 @@ class Session:
         reply = replace(reply, content=call.prompt.reply_start + reply.content)
         if reply.reasoning is None and not reply.tool_calls:
             text = ReplyText(choice_id=choice_id, turn=turn, text=reply.content)
-            self._reply_texts.add((call.keys, call.scope), text)
-        keys = call.keys + compute_match_keys([reply])
-        *_, (_, digest) = _iter_reply_digests(keys, call.scope)
-        existing = self._replies.get(digest)
+            self._reply_texts.add((call.conversation.keys, call.scope), text)
+        ended = call.conversation.extend([reply])
+        existing = self._replies.get((ended.digest, call.scope))
         if existing is None or existing.choice_id < choice_id:
-            self._replies[digest] = _RecordedReply(choice_id=choice_id, turn=turn, keys=keys, scope=call.scope)
+            recorded = _RecordedReply(choice_id=choice_id, turn=turn, keys=ended.keys)
+            self._replies[ended.digest, call.scope] = recorded
 
     def list_conversations(self) -> list[tuple[int, str, tuple[MatchKey, ...]]]:
         """Index of the call, scope and match keys of each recorded conversation; the last key is that of the reply."""
-        return [(reply.choice_id[0], reply.scope, reply.keys) for reply in self._replies.values()]
+        return [(reply.choice_id[0], scope, reply.keys) for (_, scope), reply in self._replies.items()]
 
     def count_tokens(self) -> tuple[int, int]:
         """Prompt tokens and sampled tokens of the turns so far; a prompt counts in every call."""
@@ -319,15 +329,6 @@ class Session:
         """End the session; returns the turns in order of arrival."""
         self.end()
         return tuple(self._turns[choice_id] for choice_id in sorted(self._turns))
-
-
-def _iter_reply_digests(keys: Sequence[MatchKey], scope: str) -> Iterator[tuple[int, int]]:
-    """For each assistant message: the number of messages up to it, and a digest of their keys."""
-    digest = hash(scope)
-    for num_messages, key in enumerate(keys, start=1):
-        digest = hash((digest, key))
-        if key[0] == "assistant":
-            yield num_messages, digest
 
 
 class Recorder:
