@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunesmith.chat.memo import build_cache_key
-from tunesmith.chat.messages import MatchKey, MatchKeys, Message, parse_messages
+from tunesmith.chat.messages import MatchKey, MatchKeys, Message, compute_match_keys, parse_messages
 
 LIST_HEADER_LENGTH = 5
 """Bytes before the items of a list in marshal's format: a type code and the number of items."""
@@ -43,19 +43,26 @@ class Conversation:
     def extend(self, messages: Sequence[Message], *, content: bytes | None = None) -> Conversation:
         """This conversation and more messages; `content` is that of all of them."""
         match_keys = self.match_keys.extend(messages)
-        digest, reply_digests = self.digest, list(self.reply_digests)
-        for position, key in enumerate(match_keys.keys[len(self.messages) :], start=len(self.messages) + 1):
-            digest = hash((digest, key))
-            if key[0] == "assistant":
-                reply_digests.append((position, digest))
+        digest, reply_digests, num_characters = self.digest, list(self.reply_digests), self.num_characters
+        num_old = len(self.messages)
+        for position, message in enumerate(messages, start=num_old):
+            digest = hash((digest, match_keys.keys[position]))
+            if message.role == "assistant":
+                reply_digests.append((position + 1, digest))
+            num_characters += message.num_characters
         return Conversation(
             messages=(*self.messages, *messages),
             content=content,
             match_keys=match_keys,
-            num_characters=self.num_characters + sum(message.num_characters for message in messages),
+            num_characters=num_characters,
             digest=digest,
             reply_digests=tuple(reply_digests),
         )
+
+    def identify_reply(self, reply: Message) -> tuple[int, tuple[MatchKey, ...]]:
+        """Digest and match keys of this conversation with a reply."""
+        [key] = compute_match_keys([reply])
+        return hash((self.digest, key)), (*self.keys, key)
 
 
 EMPTY = Conversation()

@@ -287,15 +287,15 @@ class Session:
         turn = self._turns.get(choice_id)
         if turn is None:
             return
-        reply = replace(reply, content=call.prompt.reply_start + reply.content)
+        if call.prompt.reply_start:
+            reply = replace(reply, content=call.prompt.reply_start + reply.content)
         if reply.reasoning is None and not reply.tool_calls:
             text = ReplyText(choice_id=choice_id, turn=turn, text=reply.content)
             self._reply_texts.add((call.conversation.keys, call.scope), text)
-        ended = call.conversation.extend([reply])
-        existing = self._replies.get((ended.digest, call.scope))
+        digest, keys = call.conversation.identify_reply(reply)
+        existing = self._replies.get((digest, call.scope))
         if existing is None or existing.choice_id < choice_id:
-            recorded = _RecordedReply(choice_id=choice_id, turn=turn, keys=ended.keys)
-            self._replies[ended.digest, call.scope] = recorded
+            self._replies[digest, call.scope] = _RecordedReply(choice_id=choice_id, turn=turn, keys=keys)
 
     def list_conversations(self) -> list[tuple[int, str, tuple[MatchKey, ...]]]:
         """Index of the call, scope and match keys of each recorded conversation; the last key is that of the reply."""
