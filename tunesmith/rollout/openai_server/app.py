@@ -12,13 +12,14 @@ import asyncio
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tunesmith.rollout.openai_server.chat_completion import PendingCompletion, create_completion, stream_completion
@@ -30,6 +31,8 @@ from tunesmith.rollout.openai_server.responses_api.endpoint import ResponsesApi
 from tunesmith.rollout.recording.recorder import Session
 
 Answer = TypeVar("Answer")
+KEY_PREFIX = "/t/"
+"""Start of paths that hold the API key."""
 BuildErrorBody = Callable[[ApiError], dict[str, Any]]
 
 
@@ -62,11 +65,32 @@ def build_app(endpoint: ChatEndpoint, *, max_body_bytes: int | None = None) -> S
         ),
     }
     routes = [Route("/health", get_health)]
-    for prefix in ("", "/t/{key}"):
+    for prefix in ("", KEY_PREFIX + "{key}"):
         routes += [Route(f"{prefix}/v1/{path}", app, methods=["POST"]) for path, app in posted.items()]
         routes.append(Route(f"{prefix}/v1/models", list_models))
         routes.append(Route(f"{prefix}/v1/models/{{name:path}}", describe_model))
-    return Starlette(routes=routes)
+    return _EndpointApp({f"/v1/{path}": app for path, app in posted.items()}, routes=routes)
+
+
+class _EndpointApp(Starlette):
+    """Finds the route of a POST request by its path alone; Starlette's router takes as long as parsing the request."""
+
+    def __init__(self, posted: Mapping[str, ASGIApp], *, routes: Sequence[BaseRoute]) -> None:
+        super().__init__(routes=routes)
+        self._posted = {path: ServerErrorMiddleware(app) for path, app in posted.items()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
+            return await super().__call__(scope, receive, send)
+        path, key = scope["path"], ""
+        if path.startswith(KEY_PREFIX):
+            key, _, rest = path.removeprefix(KEY_PREFIX).partition("/")
+            path = f"/{rest}" if key else path
+            scope = {**scope, "path_params": {"key": key}}
+        app = self._posted.get(path)
+        if app is None:
+            return await super().__call__(scope, receive, send)
+        await app(scope, receive, send)
 
 
 class SessionRoute(ABC):

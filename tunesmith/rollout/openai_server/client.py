@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -130,8 +131,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_scalar(value: Any) -> bool:
-    """Whether JSON gives back the same value; it has no infinity and NaN, and floats are rare."""
-    return value is None or type(value) in SCALARS
+    """Whether JSON gives back the same value; it has no infinity and NaN."""
+    return value is None or type(value) in SCALARS or (type(value) is float and math.isfinite(value))
 
 
 @memoize(max_entries=NUM_CACHED_VALUES, max_length=MAX_VALUE_BYTES)

@@ -33,6 +33,7 @@ async def serve_app(
         log_level="warning",
         lifespan="off",
         access_log=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
     )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
