@@ -41,6 +41,7 @@ import torch
 from endpoint_load import GROUP_SIZE, Measured, build_question, draw_length, run_load
 from endpoint_peers import MAX_MODEL_LEN, PeerError, build_peer, find_free_port, start_peer
 from report import publish
+from stack_samples import StackSamples
 from transformers import PreTrainedTokenizerBase
 
 from tunesmith.chat.renderer import Renderer
@@ -129,6 +130,10 @@ class Setup:
             return replace(measured, cpu_s=time.process_time() - started)
 
         return run_lockstep(measure(), RolloutSection(max_concurrency=512))
+
+    def compute_engine_stats(self) -> dict[str, float]:
+        """Metrics of the engine since the last call."""
+        return self._engine.compute_stats()
 
     def _open(self, num_agents: int) -> list[BoundModel]:
         return [self._service.open(seed=index, order=(index,)) for index in range(num_agents)]
@@ -282,17 +287,27 @@ def measure_rollouts(setup: Setup, arguments: argparse.Namespace) -> dict[str, A
         for call in range(arguments.turns)
     )
     rates: dict[str, list[float]] = {name: [] for name in ways}
+    stepping: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(arguments.repeats + 1):
         for name, way in ways.items():
             measured = setup.run(way)
             assert measured.num_tokens == expected, "a reply ended early"
+            stats = setup.compute_engine_stats()
             if repeat:
                 rates[name].append(measured.num_tokens / measured.seconds)
+                stepping[name].append(stats["perf/engine_busy_s"] / measured.seconds)
+    if arguments.profile:
+        for name, way in ways.items():
+            samples = StackSamples()
+            with samples.taking():
+                setup.run(way)
+            print(f"\nprofile, {name}: {samples.report()}")
     medians = {name: statistics.median(each) for name, each in rates.items()}
     shares = {
         f"share_{name.replace(' ', '_')}": 1 - medians[name] / medians["direct"] for name in setup.ways
     }
-    return {"agents": num_agents, "tokens_per_s": medians, "tokens_per_s_all": rates, **shares}
+    in_steps = {f"step_share_{name.replace(' ', '_')}": statistics.median(each) for name, each in stepping.items()}
+    return {"agents": num_agents, "tokens_per_s": medians, "tokens_per_s_all": rates, **shares, **in_steps}
 
 
 def measure_peer(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -352,9 +367,11 @@ def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 def print_rollouts(rollouts: Mapping[str, Any]) -> None:
     for name, rate in rollouts["tokens_per_s"].items():
-        share = rollouts.get(f"share_{name.replace(' ', '_')}")
+        key = name.replace(" ", "_")
+        share, in_steps = rollouts.get(f"share_{key}"), rollouts.get(f"step_share_{key}", 0.0)
         print(f"rollouts of {rollouts['agents']} agents, {name:<11}{rate:>10,.0f} tok/s", end="")
-        print("" if share is None else f", the endpoint costs {100 * share:.1f} %")
+        print("" if share is None else f", the endpoint costs {100 * share:.1f} %", end="")
+        print(f", {100 * in_steps:.0f} % of the time in engine steps")
 
 
 def print_docs(path: str) -> None:
@@ -388,7 +405,7 @@ def main() -> None:
     parser.add_argument("--peer-limit-s", type=float, default=30.0, help="longest time of one load on a peer")
     parser.add_argument("--parts", nargs="+", default=["cost", "latency", "rollouts"], help="what is measured")
     parser.add_argument(
-        "--profile", action="store_true", help="print a profile of the cost at the last number of agents"
+        "--profile", action="store_true", help="print profiles: of the cost at the last number of agents, of rollouts"
     )
     parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     arguments = parser.parse_args()
