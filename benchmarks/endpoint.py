@@ -303,9 +303,7 @@ def measure_rollouts(setup: Setup, arguments: argparse.Namespace) -> dict[str, A
                 setup.run(way)
             print(f"\nprofile, {name}: {samples.report()}")
     medians = {name: statistics.median(each) for name, each in rates.items()}
-    shares = {
-        f"share_{name.replace(' ', '_')}": 1 - medians[name] / medians["direct"] for name in setup.ways
-    }
+    shares = {f"share_{name.replace(' ', '_')}": 1 - medians[name] / medians["direct"] for name in setup.ways}
     in_steps = {f"step_share_{name.replace(' ', '_')}": statistics.median(each) for name, each in stepping.items()}
     return {"agents": num_agents, "tokens_per_s": medians, "tokens_per_s_all": rates, **shares, **in_steps}
 
@@ -392,7 +390,8 @@ def print_docs(path: str) -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--table"]:
-        return print_docs(sys.argv[2])
+        print_docs(sys.argv[2])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of the model")
     parser.add_argument("--device", type=resolve_device, default="auto")

@@ -48,5 +48,7 @@ class StackSamples:
         lines = [f"{self.num_samples} samples; on the stack:"]
         for title, counts in (("", self.on_stack), ("running:", self.running)):
             lines += [title] if title else []
-            lines += [f"{100 * count / self.num_samples:6.1f} % {name}" for name, count in counts.most_common(num_lines)]
+            lines += [
+                f"{100 * count / self.num_samples:6.1f} % {name}" for name, count in counts.most_common(num_lines)
+            ]
         return "\n".join(lines)

@@ -86,7 +86,9 @@ class ConversationCache:
         if num_old == len(raw):
             return start.messages
         conversation = start.extend(parse_messages(raw, first=num_old), content=content)
-        self._conversations = [each for each in self._conversations if each is not start][1 - NUM_CACHED_CONVERSATIONS :]
+        self._conversations = [each for each in self._conversations if each is not start][
+            1 - NUM_CACHED_CONVERSATIONS :
+        ]
         self._conversations.append(conversation)
         return conversation.messages
 

@@ -121,9 +121,7 @@ class Session:
         prompt_ids, is_extended, is_found = await self._build_prompt_ids(prompt, conversation, scope)
         self.num_extended += is_extended
         self.num_unextended += is_found and not is_extended
-        return SessionCall(
-            index=index, prompt=prompt, prompt_ids=prompt_ids, conversation=conversation, scope=scope
-        )
+        return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, conversation=conversation, scope=scope)
 
     async def build_prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt ids that `admit` would build now, without counting a call."""
@@ -144,7 +142,9 @@ class Session:
                 max_tokens=self._engine.max_model_len,
             )
             text = await run_tokenizer(self._renderer, encode, num_characters=len(text))
-        return SessionCall(index=index, prompt=Prompt(messages=()), prompt_ids=text, conversation=EMPTY, scope=TEXT_SCOPE)
+        return SessionCall(
+            index=index, prompt=Prompt(messages=()), prompt_ids=text, conversation=EMPTY, scope=TEXT_SCOPE
+        )
 
     def _count_call(self, request_key: tuple[int, str]) -> int:
         """Index of a new call; calls after the end of the session are counted and refused."""
