@@ -147,7 +147,7 @@ class ChatTemplate:
     def render_delta(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> str | None:
-        """Text after the last message whose content, or last argument, is the sentinel; None if it cannot be determined."""
+        """Text after the last message whose content, or last argument, is the sentinel; None if it is undetermined."""
         if not self._has_local_fallbacks(tools):
             messages, tools = self._apply_fallbacks(messages, tools)
         position = _find_sentinel(messages)

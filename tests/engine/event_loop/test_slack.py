@@ -36,13 +36,15 @@ def test_a_request_that_arrives_while_the_device_is_busy_is_in_the_next_step():
         device = BusyDevice(blocked_s=60.0, num_steps=2)
         ours, theirs = socket.socketpair()
         loop = asyncio.get_running_loop()
-        with ours, theirs:
-            loop.add_reader(ours, lambda: device.events.append("request") if ours.recv(16) == b"last" else None)
-            loop.add_engine(device)
-            threading.Timer(0.1, theirs.send, [b"last"]).start()
-            while "request" not in device.events:
-                await asyncio.sleep(0.02)
+
+        def receive() -> None:
+            device.events.append("request")
             loop.remove_reader(ours)
+
+        with ours, theirs:
+            loop.add_reader(ours, receive)
+            loop.add_engine(device)
+            threading.Timer(0.1, theirs.send, [b"a"]).start()
             await device.done
         return device.events
 

@@ -81,15 +81,14 @@ class _EndpointApp(Starlette):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
-            return await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send)
+            return
         path, key = scope["path"], ""
         if path.startswith(KEY_PREFIX):
             key, _, rest = path.removeprefix(KEY_PREFIX).partition("/")
             path = f"/{rest}" if key else path
             scope = {**scope, "path_params": {"key": key}}
-        app = self._posted.get(path)
-        if app is None:
-            return await super().__call__(scope, receive, send)
+        app = self._posted.get(path, super().__call__)
         await app(scope, receive, send)
 
 
