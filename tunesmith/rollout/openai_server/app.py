@@ -9,12 +9,14 @@ cancelled.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import pydantic_core
 from starlette.applications import Starlette
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
@@ -185,6 +187,9 @@ def _check_body_size(num_bytes: int, limit: float) -> None:
 
 
 def _parse_json(body: bytes) -> Any:
+    """The JSON value; the standard library, which is slower, decides about what the fast parser refuses."""
+    with contextlib.suppress(ValueError):
+        return pydantic_core.from_json(body)
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

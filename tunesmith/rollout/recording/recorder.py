@@ -225,7 +225,7 @@ class Session:
                 self._turns[choice_id] = replayed.turn
                 return deliver_recorded(replayed, sampling, on_tokens)
             sampling = replace(sampling, return_entropy=True)
-        in_flight = InFlightTurn(prompt_ids=prompt_ids, sampling=sampling)
+        in_flight = InFlightTurn(prompt_ids=prompt_ids, sampling=sampling, task=asyncio.current_task())
 
         def add_tokens(
             token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
@@ -237,15 +237,14 @@ class Session:
 
         in_flight.deferred = DeferredTokens(add_tokens) if on_tokens is None else None
         report = in_flight.deferred or add_tokens
-        in_flight.task = asyncio.ensure_future(
-            self._engine.generate(in_flight.prompt_ids, sampling, order=(*self._order, *choice_id), on_tokens=report)
-        )
         self._in_flight[choice_id] = in_flight
         try:
-            completion = await in_flight.task
+            completion = await self._engine.generate(
+                prompt_ids, sampling, order=(*self._order, *choice_id), on_tokens=report
+            )
         except asyncio.CancelledError:
             self._record(choice_id, in_flight.to_turn())
-            if self.is_closed:
+            if in_flight.undo_end():
                 raise SessionClosedError from None
             raise
         except Exception as error:
@@ -322,8 +321,7 @@ class Session:
         self.is_closed = True
         for choice_id, in_flight in list(self._in_flight.items()):
             self._record(choice_id, in_flight.to_turn())
-            if in_flight.task is not None:
-                in_flight.task.cancel()
+            in_flight.end()
 
     def close(self) -> tuple[Turn, ...]:
         """End the session; returns the turns in order of arrival."""
