@@ -182,8 +182,7 @@ class RequestParser:
                 self._cache(key, request)
         if reply_start and request.tool_choice == "required":
             raise RequestError("tool_choice cannot force a call in a reply that is continued", param="tool_choice")
-        old = request.prompt
-        prompt = Prompt(messages=messages, tools=old.tools, variables=old.variables, reply_start=reply_start)
+        prompt = replace(request.prompt, messages=messages, reply_start=reply_start)
         return replace(request, prompt=prompt)
 
     def _cache(self, key: tuple[bytes, Sampling], request: ChatRequest) -> None:
