@@ -288,6 +288,7 @@ def measure_rollouts(setup: Setup, arguments: argparse.Namespace) -> dict[str, A
     )
     rates: dict[str, list[float]] = {name: [] for name in ways}
     stepping: dict[str, list[float]] = {name: [] for name in ways}
+    client_shares: list[float] = []
     for repeat in range(arguments.repeats + 1):
         for name, way in ways.items():
             measured = setup.run(way)
@@ -296,6 +297,7 @@ def measure_rollouts(setup: Setup, arguments: argparse.Namespace) -> dict[str, A
             if repeat:
                 rates[name].append(measured.num_tokens / measured.seconds)
                 stepping[name].append(stats["perf/engine_busy_s"] / measured.seconds)
+                client_shares += [] if measured.client_share is None else [measured.client_share]
     if arguments.profile:
         for name, way in ways.items():
             samples = StackSamples()
@@ -305,7 +307,8 @@ def measure_rollouts(setup: Setup, arguments: argparse.Namespace) -> dict[str, A
     medians = {name: statistics.median(each) for name, each in rates.items()}
     shares = {f"share_{name.replace(' ', '_')}": 1 - medians[name] / medians["direct"] for name in setup.ways}
     in_steps = {f"step_share_{name.replace(' ', '_')}": statistics.median(each) for name, each in stepping.items()}
-    return {"agents": num_agents, "tokens_per_s": medians, "tokens_per_s_all": rates, **shares, **in_steps}
+    result = {"agents": num_agents, "tokens_per_s": medians, "tokens_per_s_all": rates, **shares, **in_steps}
+    return result | {"client_share_http": statistics.median(client_shares)}
 
 
 def measure_peer(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -369,21 +372,26 @@ def print_rollouts(rollouts: Mapping[str, Any]) -> None:
         share, in_steps = rollouts.get(f"share_{key}"), rollouts.get(f"step_share_{key}", 0.0)
         print(f"rollouts of {rollouts['agents']} agents, {name:<11}{rate:>10,.0f} tok/s", end="")
         print("" if share is None else f", the endpoint costs {100 * share:.1f} %", end="")
-        print(f", {100 * in_steps:.0f} % of the time in engine steps")
+        print(f", {100 * in_steps:.0f} % of the time in engine steps" if in_steps else "")
+    if "client_share_http" in rollouts:
+        print(
+            f"the busiest process of agents over HTTP computes {100 * rollouts['client_share_http']:.0f} % of the time"
+        )
 
 
 def print_docs(path: str) -> None:
     """The table and the rates of docs/endpoint.md from a result."""
     details = json.loads(Path(path).read_text())["details"]
-    names = [name for name in details["cost"][0] if name != "agents"]
-    print(f"| agents | {' | '.join(f'CPU a call, {name} | p50 | p99' for name in names)} |")
-    print("|---:" * (1 + 3 * len(names)) + "|")
+    names = {"no client": "no client", "in process": "in process", "http": "HTTP"}
+    columns = {"CPU a call": "cpu_us_per_call", "p50": "p50_ms", "p99": "p99_ms"}
+    titles = [f"{column}, {name}" for column in columns for name in names.values()]
+    print(f"| agents | {' | '.join(titles)} |")
+    print("|---:" * (1 + len(titles)) + "|")
     for row in details["cost"]:
-        cells = [
-            f"{row[name]['cpu_us_per_call'] / 1e3:.2f} ms | {row[name]['p50_ms']:.3g} ms | {row[name]['p99_ms']:.3g} ms"
-            for name in names
+        values = [
+            row[name][key] / (1e3 if key == "cpu_us_per_call" else 1) for key in columns.values() for name in names
         ]
-        print(f"| {row['agents']} | {' | '.join(cells)} |")
+        print(f"| {row['agents']} | {' | '.join(f'{value:.3g} ms' for value in values)} |")
     print("calls/s with the most agents:", {name: round(row[name]["calls_per_s"]) for name in names})
     print_rollouts(details["rollouts"])
 
