@@ -52,6 +52,10 @@ class SessionCall:
     scope: str
     """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
 
+    @property
+    def keys(self) -> tuple[MatchKey, ...]:
+        return self.conversation.keys
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RecordedReply:
