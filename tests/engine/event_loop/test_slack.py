@@ -17,6 +17,9 @@ class BusyDevice:
     def __init__(self, *, blocked_s: float, num_steps: int) -> None:
         self.blocked_s = blocked_s
         self.events: list[str] = []
+        self.start(num_steps)
+
+    def start(self, num_steps: int) -> None:
         self.done = asyncio.get_running_loop().create_future()
         self._num_left = num_steps
 
@@ -60,6 +63,25 @@ def test_without_sockets_a_step_waits_for_nothing():
     started_at = time.monotonic()
     run_lockstep(run(), RolloutSection())
     assert time.monotonic() - started_at < 20
+
+
+def test_a_device_without_work_has_no_slack_when_work_comes():
+    async def run() -> float:
+        device = BusyDevice(blocked_s=120.0, num_steps=1)
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        with ours, theirs:
+            loop.add_reader(ours, lambda: None)
+            loop.add_engine(device)
+            await device.done
+            await asyncio.sleep(0.05)
+            device.start(1)
+            started_at = time.monotonic()
+            await device.done
+            loop.remove_reader(ours)
+        return time.monotonic() - started_at
+
+    assert run_lockstep(run(), RolloutSection()) < 20
 
 
 def test_a_device_that_nothing_waited_for_has_no_slack():

@@ -88,6 +88,8 @@ class _SteppingSelector(selectors.DefaultSelector):
             return super().select(timeout)
         events = super().select(0)
         working = [engine for engine in self.engines if engine.has_work]
+        if not working:
+            self._slack_s = 0.0
         if events or not working:
             return events or self._wait(timeout)
         wait_s = self._thread_calls.compute_wait_s()
