@@ -100,11 +100,6 @@ class LocalEngine:
         has_requests = self._output_processor.scheduler.has_requests
         return bool(self._inbox or self._cancelled or has_requests or self._stepper.has_inflight)
 
-    @property
-    def blocked_s(self) -> float:
-        """Seconds of the last step in which the host only waited for the device, which had more work queued."""
-        return self._stepper.blocked_s
-
     async def generate(
         self,
         prompt_ids: Sequence[int],

@@ -27,10 +27,6 @@ SHORT_SLEEP_S = 0.01
 """The loop waits for timers due within this time: agents sleep for a millisecond to let others run."""
 SLEEP_BUDGET_S = 0.25
 """Longest total sleep between two steps; without it, an agent that polls for its own completion would wait forever."""
-SLACK_SHARE = 0.5
-"""Share of the time that a step spent waiting for the device in which the next one may wait for requests instead."""
-MIN_SLACK_S = 0.0005
-"""Shortest wait for requests from sockets."""
 MIN_NEW_OBJECTS = 100_000
 """Generation-0 threshold of the garbage collector while the loop runs: with 10,000 it takes a tenth of the time of a
 model call."""
@@ -46,11 +42,6 @@ class Steppable(Protocol):
 
     @property
     def has_work(self) -> bool: ...
-
-    @property
-    def blocked_s(self) -> float:
-        """Seconds of the last step in which it only waited for a device that had more work queued."""
-        ...
 
     def step(self) -> None:
         """Run one step and deliver its output to the event loop; errors of requests are delivered, not raised."""
@@ -79,17 +70,12 @@ class _SteppingSelector(selectors.DefaultSelector):
         self.waited_s = 0.0
         self._thread_calls = thread_calls
         self._slept_s = 0.0
-        self._slack_s = 0.0
-        """How long the next step may wait for requests from sockets without leaving a device idle."""
-        self._used_slack_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
             return super().select(timeout)
         events = super().select(0)
         working = [engine for engine in self.engines if engine.has_work]
-        if not working:
-            self._slack_s = 0.0
         if events or not working:
             return events or self._wait(timeout)
         wait_s = self._thread_calls.compute_wait_s()
@@ -99,30 +85,10 @@ class _SteppingSelector(selectors.DefaultSelector):
         if timeout is not None and timeout <= SHORT_SLEEP_S and self._slept_s < SLEEP_BUDGET_S:
             self._slept_s += timeout
             return self._wait(timeout)
-        if self._slack_s > 0 and len(self.get_map()) > 1:
-            events = self._use_slack(timeout)
-            if events or self._slack_s > 0:
-                return events
         self._slept_s = 0.0
         for engine in working:
             engine.step()
-        spare_s = self._used_slack_s + min(engine.blocked_s for engine in working)
-        self._slack_s, self._used_slack_s = SLACK_SHARE * spare_s, 0.0
         return super().select(0)
-
-    def _use_slack(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for requests from sockets while the devices have work: the next step can then admit them.
-
-        A step that comes too early would leave them for the one after it, a whole burst later.
-        """
-        started_at = time.perf_counter()
-        events = super().select(self._slack_s if timeout is None else min(timeout, self._slack_s))
-        waited_s = time.perf_counter() - started_at
-        self._used_slack_s += waited_s
-        self._slack_s -= waited_s
-        if self._slack_s < MIN_SLACK_S:
-            self._slack_s = 0.0
-        return events
 
     def _wait(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:
         started_at = time.perf_counter()

@@ -10,7 +10,6 @@ Axes: R rows of a burst, in this order: rows of the previous burst, rows whose l
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,7 +42,6 @@ class AsyncStepper(SyncStepper):
         """Launch the next burst, then read the last one; when blocks are short, read first and schedule again."""
         self._output_processor.counts["steps"] += 1
         previous, self._inflight = self._inflight, None
-        self.blocked_s = 0.0
         launched = self._launch(previous)
         if previous is not None:
             self._read(previous, is_last=launched is None)
@@ -153,10 +151,7 @@ class AsyncStepper(SyncStepper):
     def _read(self, burst: InflightBurst, *, is_last: bool) -> None:
         """Wait for a burst and process each row's tokens up to the one that ends it."""
         processor = self._output_processor
-        started_at = time.perf_counter()
-        output = burst.handle.read()
-        self.blocked_s = 0.0 if is_last else time.perf_counter() - started_at
-        for part in split_output(burst, output, eos_ids=processor.eos_ids):
+        for part in split_output(burst, burst.handle.read(), eos_ids=processor.eos_ids):
             continuing = np.flatnonzero(part.is_continuing_R)
             entropies_LR = part.entropies_LR
             processor.add_burst(

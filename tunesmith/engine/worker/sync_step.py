@@ -18,8 +18,6 @@ class SyncStepper:
     """One forward per step."""
 
     def __init__(self, runner: ModelRunner, output_processor: OutputProcessor) -> None:
-        self.blocked_s = 0.0
-        """Seconds of the last step in which the host only waited for the device, which had more work queued."""
         self._runner = runner
         self._output_processor = output_processor
 
