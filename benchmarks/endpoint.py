@@ -10,6 +10,10 @@ Three measurements, each in process (`model.client`) and over HTTP (agents in ot
   prompts and lengths are given to the engine directly, and the share that the endpoint costs is what the rate through
   the endpoint lacks to that of the engine.
 
+In process the agent's own client is part of what is measured: `no client` are the same requests given to the endpoint
+as JSON values, and the difference is what the OpenAI client costs. `--table FILE` prints the rows of docs/endpoint.md
+from a result.
+
     python benchmarks/endpoint.py --model models/smollm2-135m-instruct --device cuda --peers vllm transformers \\
         --out results/endpoint_cuda.json
     python benchmarks/endpoint.py --model models/pocket --device cpu --agents 1 64 --out results/endpoint_cpu.json
@@ -21,11 +25,15 @@ import argparse
 import asyncio
 import cProfile
 import gc
+import json
 import pstats
 import statistics
+import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -33,6 +41,7 @@ import torch
 from endpoint_load import GROUP_SIZE, Measured, build_question, draw_length, run_load
 from endpoint_peers import MAX_MODEL_LEN, PeerError, build_peer, find_free_port, start_peer
 from report import publish
+from stack_samples import StackSamples
 from transformers import PreTrainedTokenizerBase
 
 from tunesmith.chat.renderer import Renderer
@@ -105,6 +114,9 @@ class Setup:
         )
         self.prompts: Prompts = []
         """Those of the last agents in process."""
+        self.ways: dict[str, Callable[..., Awaitable[Measured]]] = {
+            "in process": self.run_in_process, "no client": self.run_without_client, "http": self.run_over_http,
+        }  # fmt: skip
 
     def run(self, work: Callable[..., Awaitable[Measured]], *arguments: int, **shape: int) -> Measured:
         """Run agents with an empty KV cache."""
@@ -119,11 +131,41 @@ class Setup:
 
         return run_lockstep(measure(), RolloutSection(max_concurrency=512))
 
+    def compute_engine_stats(self) -> dict[str, float]:
+        """Metrics of the engine since the last call."""
+        return self._engine.compute_stats()
+
     def _open(self, num_agents: int) -> list[BoundModel]:
         return [self._service.open(seed=index, order=(index,)) for index in range(num_agents)]
 
-    async def run_in_process(self, num_agents: int, *, num_calls: int, num_tokens: int, is_growing: bool) -> Measured:
+    async def run_in_process(self, num_agents: int, **shape: int) -> Measured:
         """Agents that call `model.client`."""
+
+        async def call(client: Any, fields: dict[str, Any]) -> str:
+            extra = {"ignore_eos": fields.pop("ignore_eos")}
+            reply = await client.chat.completions.create(**fields, extra_body=extra)
+            return reply.choices[0].message.content
+
+        return await self._run_agents(call, num_agents, **shape)
+
+    async def run_without_client(self, num_agents: int, **shape: int) -> Measured:
+        """Agents that give the endpoint JSON values and receive JSON values."""
+
+        async def call(client: Any, fields: dict[str, Any]) -> str:
+            reply = await self._service.endpoint.complete(client.api_key, fields)
+            return reply["choices"][0]["message"]["content"]
+
+        return await self._run_agents(call, num_agents, **shape)
+
+    async def _run_agents(
+        self,
+        call_model: Callable[[Any, dict[str, Any]], Awaitable[str]],
+        num_agents: int,
+        *,
+        num_calls: int,
+        num_tokens: int,
+        is_growing: bool,
+    ) -> Measured:
         latencies: list[float] = []
         bound = self._open(num_agents)
 
@@ -133,11 +175,10 @@ class Setup:
                 messages.append({"role": "user", "content": build_question(index, call)})
                 length = draw_length(index, call, num_tokens, is_growing=is_growing)
                 started = time.perf_counter()
-                reply = await client.chat.completions.create(
-                    model=MODEL, messages=messages, max_tokens=length, extra_body={"ignore_eos": True}
-                )
+                fields = {"model": MODEL, "messages": messages, "max_tokens": length, "ignore_eos": True}
+                text = await call_model(client, fields)
                 latencies.append(time.perf_counter() - started)
-                messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+                messages.append({"role": "assistant", "content": text})
                 if not is_growing:
                     messages.clear()
 
@@ -205,13 +246,13 @@ def measure_cost(tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespa
         shape = {"num_calls": NUM_CALLS.get(num_agents, 10), "num_tokens": arguments.new_tokens, "is_growing": True}
         row: dict[str, Any] = {"agents": num_agents}
         shape["num_calls"] = min(shape["num_calls"], 20)
-        for name, run in (("in process", setup.run_in_process), ("http", setup.run_over_http)):
+        for name, run in setup.ways.items():
             setup.run(run, num_agents, **shape)
             measured = setup.run(run, num_agents, **shape)
             row[name] = describe(measured)
         rows.append(row)
     if arguments.profile:
-        for run in (setup.run_in_process, setup.run_over_http):
+        for run in setup.ways.values():
             profiler = cProfile.Profile()
             profiler.runcall(setup.run, run, num_agents, **shape)
             pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
@@ -237,27 +278,37 @@ def measure_rollouts(setup: Setup, arguments: argparse.Namespace) -> dict[str, A
     num_agents, num_tokens = max(arguments.agents), arguments.new_tokens
     shape = {"num_calls": arguments.turns, "num_tokens": num_tokens, "is_growing": True}
     ways: dict[str, Callable[[], Awaitable[Measured]]] = {
-        "in process": lambda: setup.run_in_process(num_agents, **shape),
-        "direct": lambda: setup.run_direct(num_tokens=num_tokens, is_growing=True),
-        "http": lambda: setup.run_over_http(num_agents, **shape),
+        name: partial(way, num_agents, **shape) for name, way in setup.ways.items()
     }
+    ways["direct"] = partial(setup.run_direct, num_tokens=num_tokens, is_growing=True)
     expected = sum(
         draw_length(agent, call, num_tokens, is_growing=True)
         for agent in range(num_agents)
         for call in range(arguments.turns)
     )
     rates: dict[str, list[float]] = {name: [] for name in ways}
+    stepping: dict[str, list[float]] = {name: [] for name in ways}
+    client_shares: list[float] = []
     for repeat in range(arguments.repeats + 1):
         for name, way in ways.items():
             measured = setup.run(way)
             assert measured.num_tokens == expected, "a reply ended early"
+            stats = setup.compute_engine_stats()
             if repeat:
                 rates[name].append(measured.num_tokens / measured.seconds)
+                stepping[name].append(stats["perf/engine_busy_s"] / measured.seconds)
+                client_shares += [] if measured.client_share is None else [measured.client_share]
+    if arguments.profile:
+        for name, way in ways.items():
+            samples = StackSamples()
+            with samples.taking():
+                setup.run(way)
+            print(f"\nprofile, {name}: {samples.report()}")
     medians = {name: statistics.median(each) for name, each in rates.items()}
-    shares = {
-        f"share_{name.replace(' ', '_')}": 1 - medians[name] / medians["direct"] for name in ("in process", "http")
-    }
-    return {"agents": num_agents, "tokens_per_s": medians, "tokens_per_s_all": rates, **shares}
+    shares = {f"share_{name.replace(' ', '_')}": 1 - medians[name] / medians["direct"] for name in setup.ways}
+    in_steps = {f"step_share_{name.replace(' ', '_')}": statistics.median(each) for name, each in stepping.items()}
+    result = {"agents": num_agents, "tokens_per_s": medians, "tokens_per_s_all": rates, **shares, **in_steps}
+    return result | {"client_share_http": statistics.median(client_shares)}
 
 
 def measure_peer(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -315,7 +366,40 @@ def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
                 )
 
 
+def print_rollouts(rollouts: Mapping[str, Any]) -> None:
+    for name, rate in rollouts["tokens_per_s"].items():
+        key = name.replace(" ", "_")
+        share, in_steps = rollouts.get(f"share_{key}"), rollouts.get(f"step_share_{key}", 0.0)
+        print(f"rollouts of {rollouts['agents']} agents, {name:<11}{rate:>10,.0f} tok/s", end="")
+        print("" if share is None else f", the endpoint costs {100 * share:.1f} %", end="")
+        print(f", {100 * in_steps:.0f} % of the time in engine steps" if in_steps else "")
+    if "client_share_http" in rollouts:
+        print(
+            f"the busiest process of agents over HTTP computes {100 * rollouts['client_share_http']:.0f} % of the time"
+        )
+
+
+def print_docs(path: str) -> None:
+    """The table and the rates of docs/endpoint.md from a result."""
+    details = json.loads(Path(path).read_text())["details"]
+    names = {"no client": "no client", "in process": "in process", "http": "HTTP"}
+    columns = {"CPU a call": "cpu_us_per_call", "p50": "p50_ms", "p99": "p99_ms"}
+    titles = [f"{column}, {name}" for column in columns for name in names.values()]
+    print(f"| agents | {' | '.join(titles)} |")
+    print("|---:" * (1 + len(titles)) + "|")
+    for row in details["cost"]:
+        values = [
+            row[name][key] / (1e3 if key == "cpu_us_per_call" else 1) for key in columns.values() for name in names
+        ]
+        print(f"| {row['agents']} | {' | '.join(f'{value:.3g} ms' for value in values)} |")
+    print("calls/s with the most agents:", {name: round(row[name]["calls_per_s"]) for name in names})
+    print_rollouts(details["rollouts"])
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--table"]:
+        print_docs(sys.argv[2])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of the model")
     parser.add_argument("--device", type=resolve_device, default="auto")
@@ -328,7 +412,7 @@ def main() -> None:
     parser.add_argument("--peer-limit-s", type=float, default=30.0, help="longest time of one load on a peer")
     parser.add_argument("--parts", nargs="+", default=["cost", "latency", "rollouts"], help="what is measured")
     parser.add_argument(
-        "--profile", action="store_true", help="print a profile of the cost at the last number of agents"
+        "--profile", action="store_true", help="print profiles: of the cost at the last number of agents, of rollouts"
     )
     parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
     arguments = parser.parse_args()
@@ -351,10 +435,7 @@ def main() -> None:
     for name in arguments.peers:
         details[name] = measure_peer(name, arguments)
         print_table(f"{name}, {LATENCY_TOKENS} tokens a call", details[name]["latency"])
-    for name, rate in rollouts["tokens_per_s"].items():
-        share = rollouts.get(f"share_{name.replace(' ', '_')}")
-        print(f"rollouts of {rollouts['agents']} agents, {name:<11}{rate:>10,.0f} tok/s", end="")
-        print("" if share is None else f", the endpoint costs {100 * share:.1f} %")
+    print_rollouts(rollouts)
     peers = {
         name: details[name]["rollout_tokens_per_s"]
         for name in arguments.peers

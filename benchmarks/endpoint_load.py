@@ -52,6 +52,8 @@ class Measured:
     seconds: float
     cpu_s: float | None = None
     """Processor seconds of the process that serves, if it is known."""
+    client_share: float | None = None
+    """Processor time of the busiest process of agents as a share of the time: near 1, the agents are the limit."""
 
 
 def build_question(agent: int, call: int) -> str:
@@ -76,6 +78,7 @@ def join_measured(parts: Sequence[Measured]) -> Measured:
         latencies_s=[each for part in parts for each in part.latencies_s],
         num_tokens=sum(part.num_tokens for part in parts),
         seconds=max(part.seconds for part in parts),
+        client_share=max(part.client_share or 0.0 for part in parts),
     )
 
 
@@ -173,13 +176,15 @@ async def main() -> None:
     connections = [Connection(*await asyncio.open_connection("127.0.0.1", load.port), key) for key in load.keys]
     print("ready", flush=True)
     sys.stdin.readline()
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     agents = [run_agent(connection, load, load.first + index) for index, connection in enumerate(connections)]
     results = await asyncio.gather(*agents)
+    seconds = time.perf_counter() - started
     measured = Measured(
         latencies_s=[each for latencies, _ in results for each in latencies],
         num_tokens=sum(num_tokens for _, num_tokens in results),
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
+        client_share=(time.process_time() - started_cpu) / seconds,
     )
     print(json.dumps(asdict(measured)), flush=True)
 

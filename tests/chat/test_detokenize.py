@@ -30,6 +30,24 @@ def test_incremental_text_equals_decoded_text(seed):
     assert "".join(pieces) + stream.finish() == renderer.decode(ids)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_text_by_bytes_equals_that_of_the_tokenizer(seed):
+    """Random ids are mostly invalid UTF-8; ids beyond the vocabulary have no text."""
+    renderer = build_renderer(QWEN25)
+    tokenizer, rng = renderer._tokenizer, random.Random(seed)
+    hidden = set(renderer._template.hidden_ids)
+    assert renderer._detokenizer._bytes_of is not None
+    for _ in range(200):
+        ids = [rng.randrange(len(tokenizer) + 3) for _ in range(rng.randrange(30))]
+        shown = [token_id for token_id in ids if token_id not in hidden]
+        assert renderer.decode(ids) == tokenizer.backend_tokenizer.decode(shown, skip_special_tokens=False)
+
+
+def test_bytes_are_used_only_where_the_text_of_ids_is_the_text_of_their_bytes():
+    renderer = Renderer(build_byte_fallback_tokenizer(is_stripped=True))
+    assert renderer._detokenizer._bytes_of is None
+
+
 def test_incomplete_characters_are_held_back():
     renderer = build_renderer(QWEN25)
     first, *rest = renderer.encode("\U0001f600")

@@ -16,6 +16,8 @@ from chat_templates import THINKING
 from fakes import FakeEngine
 from tunesmith.chat.messages import Message
 from tunesmith.chat.renderer import Prompt
+from tunesmith.rollout.openai_server.app import _parse_json
+from tunesmith.rollout.openai_server.endpoint import ApiError
 from tunesmith.rollout.service import ModelService
 from tunesmith.types import Distribution
 
@@ -402,6 +404,30 @@ def build_junk_body(rng: random.Random) -> dict:
         holder[rng.choice(["id", "function", "name", "arguments"])] = rng.choice(JUNK)
         body["messages"][1]["tool_calls"] = [call]
     return body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a": [1, 1.5, -0, 1e999, 12345678901234567890123, null, true, "\\u20ac"]}',
+        b'{"a": NaN, "b": -Infinity, "a": 2}',
+        b'{"lone": "\\ud800"}',
+        '{"a": "\u20ac"}'.encode("utf-16"),
+        b"\xef\xbb\xbf{}",
+        b"[" * 500 + b"]" * 500,
+        b' "text" ',
+    ],
+)
+def test_json_bodies_have_the_values_of_the_standard_library(body):
+    expected, parsed = json.loads(body), _parse_json(body)
+    assert repr(parsed) == repr(expected)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"a": 1} x', b"\xff", b"{'a': 1}", b"[" * 10**6, b'"\n"'])
+def test_what_is_not_json_is_refused_in_the_same_words(body):
+    with pytest.raises(ApiError, match="^the request body is not JSON: ") as error:
+        _parse_json(body)
+    assert error.value.status == 400
 
 
 async def test_malformed_requests_get_a_4xx_status():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tunesmith.chat.memo import build_cache_key, load_cache_key, memoize
@@ -25,6 +25,8 @@ ROLES = {
 }
 """Role in the request -> role in the chat template."""
 
+PLAIN_FIELDS = frozenset({"role", "content"})
+"""Fields of most messages."""
 TEXT_PART_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a text content part -> the field that holds its text."""
 
@@ -59,6 +61,11 @@ class Message:
     """For a tool message: the call that it is the result of."""
     name: str | None = None
 
+    @property
+    def num_characters(self) -> int:
+        """Characters of content and reasoning."""
+        return len(self.content) + len(self.reasoning or "")
+
     def to_template(self) -> dict[str, Any]:
         """The dict that chat templates expect: arguments as objects, empty optional fields left out."""
         fields: dict[str, Any] = {"role": self.role, "content": self.content}
@@ -85,14 +92,19 @@ def load_arguments(text: str) -> Any:
         return text
 
 
-def parse_messages(raw: Any) -> tuple[Message, ...]:
-    """Parse the `messages` of a request."""
+def parse_messages(raw: Any, *, first: int = 0) -> tuple[Message, ...]:
+    """Parse the `messages` of a request, from index `first` on."""
     if not isinstance(raw, list) or not raw:
         raise ValueError("messages must be a non-empty list")
-    return tuple(_parse_message(fields, f"messages[{index}]") for index, fields in enumerate(raw))
+    return tuple(_parse_message(raw[index], index) for index in range(first, len(raw)))
 
 
-def _parse_message(fields: Any, where: str) -> Message:
+def _parse_message(fields: Any, index: int) -> Message:
+    if type(fields) is dict and fields.keys() == PLAIN_FIELDS:
+        text, content = fields["role"], fields["content"]
+        if type(text) is type(content) is str and text in ROLES:
+            return Message(role=ROLES[text], content=content)
+    where = f"messages[{index}]"
     if not isinstance(fields, dict):
         raise ValueError(f"{where} must be an object, got {type(fields).__name__}")
     role = ROLES.get(str(fields.get("role")))
@@ -175,27 +187,48 @@ def _parse_tools(raw: Any) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MatchKeys:
     """One key per message; tool calls are identified by their position in the conversation, not by their ids."""
-    keys: list[MatchKey] = []
-    position_of: dict[str | None, int] = {}
-    num_calls = next_result = 0
-    for message in messages:
-        text = message.content.strip()
-        if message.role == "assistant":
-            next_result = num_calls
-            for call in message.tool_calls:
-                position_of[call.call_id] = num_calls
-                num_calls += 1
-            calls = tuple((call.name, _canonical_json(call.arguments)) for call in message.tool_calls)
-            keys.append((message.role, text, calls))
-        elif message.role == "tool":
-            position = position_of.get(message.tool_call_id, next_result) if message.tool_call_id else next_result
-            next_result = position + 1
-            keys.append((message.role, text, position))
-        else:
-            keys.append((message.role, text, message.name))
-    return tuple(keys)
+
+    keys: tuple[MatchKey, ...] = ()
+    position_of: dict[str | None, int] = field(default_factory=dict)
+    """Id of a tool call -> its position."""
+    num_calls: int = 0
+    next_result: int = 0
+    """Position of the call that a result without an id belongs to."""
+
+    def extend(self, messages: Sequence[Message]) -> MatchKeys:
+        """The keys of these messages and more of them."""
+        keys: list[MatchKey] = []
+        position_of = {**self.position_of} if any(message.tool_calls for message in messages) else self.position_of
+        num_calls, next_result = self.num_calls, self.next_result
+        for message in messages:
+            text = message.content.strip()
+            if message.role == "assistant":
+                next_result = num_calls
+                for call in message.tool_calls:
+                    position_of[call.call_id] = num_calls
+                    num_calls += 1
+                calls = tuple((call.name, _canonical_json(call.arguments)) for call in message.tool_calls)
+                keys.append((message.role, text, calls))
+            elif message.role == "tool":
+                position = position_of.get(message.tool_call_id, next_result) if message.tool_call_id else next_result
+                next_result = position + 1
+                keys.append((message.role, text, position))
+            else:
+                keys.append((message.role, text, message.name))
+        return MatchKeys(
+            keys=(*self.keys, *keys), position_of=position_of, num_calls=num_calls, next_result=next_result
+        )
+
+
+NO_KEYS = MatchKeys()
+
+
+def compute_match_keys(messages: Sequence[Message]) -> tuple[MatchKey, ...]:
+    """The match keys of a conversation."""
+    return NO_KEYS.extend(messages).keys
 
 
 @memoize(max_entries=NUM_CACHED_ARGUMENTS, max_length=MAX_ARGUMENTS_CHARACTERS)

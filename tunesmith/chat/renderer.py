@@ -68,12 +68,6 @@ class Prompt:
     reply_start: str = ""
     """Text that the reply begins with; it is part of the prompt, without the end of a turn."""
 
-    @property
-    def num_characters(self) -> int:
-        """Characters of content and reasoning in all messages."""
-        texts = sum(len(message.content) + len(message.reasoning or "") for message in self.messages)
-        return texts + len(self.reply_start)
-
 
 class Renderer:
     """Renders prompts for one tokenizer and parses what its model samples."""

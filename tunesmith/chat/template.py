@@ -152,20 +152,35 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         appended: str = "",
     ) -> str | None:
-        """Text after the message whose content, or last argument, is the sentinel; None if it cannot be determined.
+        """Text after the last message whose content, or last argument, is the sentinel; None if it is undetermined.
 
         `appended`: text that follows the sentinel in the message; the result begins with it, as the template writes it.
         """
-        messages, tools = self._apply_fallbacks(messages, tools)
-        found = [index for index, message in enumerate(messages) if _has_sentinel(message)]
-        find_delta = functools.partial(self.find_delta, call_id=_find_sentinel_call(messages), appended=appended)
-        if len(found) == 1 and found[0] > NUM_CONTEXT_MESSAGES and self._jinja.is_rendered_from_neighbors(tools):
-            shortened = [messages[0], *messages[found[0] - 1 :]]
+        if not self._has_local_fallbacks(tools):
+            messages, tools = self._apply_fallbacks(messages, tools)
+        position = _find_sentinel(messages)
+        if position > NUM_CONTEXT_MESSAGES and self._jinja.is_rendered_from_neighbors(tools):
+            shortened = [messages[0], *messages[position - 1 :]]
             with contextlib.suppress(ValueError):  # the template may refuse the shortened conversation
-                delta = find_delta(self._render(shortened, tools, variables, True))
+                delta = self._render_and_find_delta(shortened, tools, variables, appended)
                 if delta is not None:
                     return delta
-        return find_delta(self._render(messages, tools, variables, True))
+        return self._render_and_find_delta(messages, tools, variables, appended)
+
+    def _render_and_find_delta(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        appended: str,
+    ) -> str | None:
+        messages, tools = self._apply_fallbacks(messages, tools)
+        call_id = _find_sentinel_call(messages)
+        return self.find_delta(self._render(messages, tools, variables, True), call_id=call_id, appended=appended)
+
+    def _has_local_fallbacks(self, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether what the template lacks is expressed in the messages where it occurs, not in others."""
+        return self.has_system and (self.has_tools or not tools)
 
     def _apply_fallbacks(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
@@ -324,6 +339,11 @@ class ChatTemplate:
 
 def _has_sentinel(message: Message) -> bool:
     return SENTINEL in message.content or any(SENTINEL in call.arguments for call in message.tool_calls)
+
+
+def _find_sentinel(messages: Sequence[Message]) -> int:
+    """Index of the last message with the sentinel; 0 if there is none."""
+    return next((index for index in range(len(messages) - 1, 0, -1) if _has_sentinel(messages[index])), 0)
 
 
 def _find_sentinel_call(messages: Sequence[Message]) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tunesmith.chat.messages import Message
 from tunesmith.chat.parsers.call_format import Block, BlockReader, CallFormat, Tools
 from tunesmith.chat.parsers.hermes import HERMES
 from tunesmith.chat.parsers.incremental import IncrementalParser
@@ -49,6 +50,7 @@ class ReplyParser(IncrementalParser):
     ) -> None:
         """`frame`: arguments of `IncrementalParser`."""
         super().__init__(**frame)
+        self._has_frame = bool(frame.get("stop") or frame.get("prefix"))
         self._tags = reasoning_tags
         self._format = call_format
         self._openers = call_format.openers if has_tool_calls else ()
@@ -63,6 +65,16 @@ class ReplyParser(IncrementalParser):
         self._strips_content_start = has_reasoning and is_reasoning_open
         self._is_content_empty = True
         self._is_reasoning_empty = True
+
+    def parse(self, text: str) -> Message:
+        return Message(role="assistant", content=text) if self._is_plain(text) else super().parse(text)
+
+    def _is_plain(self, text: str) -> bool:
+        """Whether a complete reply is content alone, verbatim: it has no tags, and none are open."""
+        if self._has_frame or self._parse_state == self._parse_reasoning or self._first_openers:
+            return False
+        is_reasoning = self._parse_state == self._parse_start and text.lstrip().startswith(self._tags.opening)
+        return not is_reasoning and not any(opener in text for opener in self._openers)
 
     def _end_content(self) -> None:
         if not self._has_call:

@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ BODY_FIELDS = frozenset(inspect.signature(AsyncCompletions.create).parameters) -
 """Arguments of `create` that are fields of the request body."""
 NUM_CACHED_VALUES, MAX_VALUE_BYTES = 16384, 4096
 """Cache size and key length of the check whether a message or a list of tools is plain JSON."""
+SCALARS = frozenset({str, bool, int})
 ERRORS: dict[int, type[openai.APIStatusError]] = {
     400: openai.BadRequestError,
     401: openai.AuthenticationError,
@@ -109,7 +111,7 @@ def _build_body(arguments: Mapping[str, Any]) -> Any:
         return None
     fields |= extra_body
     messages, tools = fields.pop("messages"), fields.pop("tools", None)
-    body = _copy_json(fields)
+    body = fields if all(map(_is_scalar, fields.values())) else _copy_json(fields)
     body["messages"] = list(map(_to_json_value, messages)) if type(messages) is list else _copy_json(messages)
     if tools is not None:
         body["tools"] = _to_json_value(tools)
@@ -118,8 +120,19 @@ def _build_body(arguments: Mapping[str, Any]) -> Any:
 
 def _to_json_value(value: Any) -> Any:
     """The value itself if it is plain JSON, as repeated messages mostly are; else a copy converted to JSON."""
+    if type(value) is dict and all(map(_is_text, value)) and all(map(_is_text, value.values())):
+        return value
     cache_key = build_cache_key(value)
     return value if cache_key is not None and _is_json(cache_key) else _copy_json(value)
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether JSON gives back the same value; it has no infinity and NaN."""
+    return value is None or type(value) in SCALARS or (type(value) is float and math.isfinite(value))
 
 
 @memoize(max_entries=NUM_CACHED_VALUES, max_length=MAX_VALUE_BYTES)

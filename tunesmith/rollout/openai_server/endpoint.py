@@ -25,8 +25,8 @@ from tunesmith.rollout.openai_server.constraints import (
 from tunesmith.rollout.openai_server.fields import RequestError
 from tunesmith.rollout.openai_server.request import (
     ChatRequest,
+    RequestParser,
     TextRequest,
-    parse_request,
     parse_text_request,
 )
 from tunesmith.rollout.openai_server.text_completion import PendingTextCompletion
@@ -88,6 +88,7 @@ class ChatEndpoint:
     def __init__(self, recorder: Recorder, *, model_name: str) -> None:
         self.recorder = recorder
         self.model_name = model_name
+        self._parser = RequestParser(recorder.renderer.uses_variable)
 
     def find_session(self, key: str | None) -> Session:
         session = None if key is None else self.recorder.find_session(key)
@@ -111,7 +112,7 @@ class ChatEndpoint:
         """Validate and admit a chat request; raises `ApiError` if it cannot be fulfilled."""
         renderer = self.recorder.renderer
         with translate_errors():
-            request = parse_request(fields, session.sampling, uses_variable=renderer.uses_variable)
+            request = self._parse_request(session, fields)
             self._check_model(request.model)
             if request.tool_choice == "required" and not renderer.has_tool_calls:
                 raise RequestError("tool_choice needs a tool call parser; the run has none", param="tool_choice")
@@ -121,10 +122,13 @@ class ChatEndpoint:
             self._check_context(session, len(pending.prompt_ids), param="messages")
         return pending
 
+    def _parse_request(self, session: Session, fields: Any) -> ChatRequest:
+        return self._parser.parse(fields, session.sampling, parse_messages=session.conversations.parse)
+
     async def count_prompt_tokens(self, session: Session, fields: Any) -> int:
         """Number of prompt tokens of a chat request in this session; nothing is sampled or recorded."""
         with translate_errors():
-            request = parse_request(fields, session.sampling, uses_variable=self.recorder.renderer.uses_variable)
+            request = self._parse_request(session, fields)
             self._check_model(request.model)
             try:
                 return len(await session.build_prompt_ids(request.prompt))

@@ -13,10 +13,28 @@ from starlette.types import ASGIApp
 from tunesmith.errors import ConfigError
 
 SHUTDOWN_GRACE_S = 2
+TICK_S = 1.0
 
 
 class _Server(uvicorn.Server):
-    """A server that installs no signal handlers."""
+    """A server that installs no signal handlers and wakes the event loop once a second.
+
+    Engines do not step while a timer is about to expire, which could be an agent's, and uvicorn's expires ten times a
+    second.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ended = asyncio.Event()
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._ended.set()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), TICK_S)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -33,6 +51,7 @@ async def serve_app(
         log_level="warning",
         lifespan="off",
         access_log=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
     )
     with open_listener(host, port, knob=knob) as listener:
@@ -48,7 +67,7 @@ async def serve_app(
             url_host = f"[{host}]" if ":" in host else host
             yield f"http://{url_host}:{listener.getsockname()[1]}"
         finally:
-            server.should_exit = True
+            server.end()
             await asyncio.wait({task})
 
 

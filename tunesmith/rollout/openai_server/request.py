@@ -7,11 +7,12 @@ without effect on the result (`INERT_FIELDS`) are ignored.
 
 from __future__ import annotations
 
-import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from tunesmith.chat.memo import build_cache_key, load_cache_key
 from tunesmith.chat.messages import Message, parse_messages, parse_tools
 from tunesmith.chat.renderer import Prompt
 from tunesmith.rollout.openai_server.constraints import Constraint, ConstraintError, parse_constraint
@@ -29,22 +30,15 @@ from tunesmith.rollout.openai_server.fields import (
     get_number,
     shorten,
 )
-from tunesmith.types import MIN_TEMPERATURE, Distribution, Sampling
-
-SAMPLING_FIELDS = frozenset({
-    "temperature", "top_p", "top_k", "min_p", "logit_bias", "max_tokens", "max_completion_tokens", "stop",
-    "stop_token_ids", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
-    "bad_words", "top_logprobs", "logprobs", "return_entropy",
-})  # fmt: skip
-"""Options that set sampling parameters."""
+from tunesmith.rollout.openai_server.sampling_fields import parse_sampling
+from tunesmith.types import Sampling
 
 STREAM_OPTIONS = ("include_usage",)
 MAX_CHOICES = 128
-MAX_STOPS = 16
 MAX_BAD_WORDS = 1024
-MAX_PENALTY = 2.0
-"""Largest magnitude of a presence or frequency penalty, as in the OpenAI API."""
 MAX_TOP_LOGPROBS = 20
+NUM_CACHED_OPTIONS, MAX_CACHED_BYTES = 1024, 16384
+"""Cache size and key length for the fields of chat requests other than the messages."""
 
 ToolChoice = Literal["auto", "none", "required"]
 
@@ -127,7 +121,7 @@ def parse_text_request(body: Any, defaults: Sampling) -> TextRequest:
     return TextRequest(
         prompts=prompts,
         adds_special_tokens=get_field(body, "add_special_tokens", bool, True),
-        sampling=_parse_sampling(body, defaults, num_top=num_top),
+        sampling=parse_sampling(body, defaults, num_top=num_top),
         bad_words=_parse_bad_words(body),
         constraint=_parse_constraint(body),
         seed=get_field(body, "seed", int, None),
@@ -155,17 +149,54 @@ def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(each) is int and 0 <= each < MAX_NUMBER for each in value)
 
 
-def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str], bool]) -> ChatRequest:
-    """Parse the body of a chat request; `uses_variable`: whether the chat template refers to a variable."""
-    if not isinstance(body, dict):
-        raise RequestError("the request body must be a JSON object")
-    _refuse_unsupported(body, CHAT_FIELDS, allowed=CONTINUATION_FIELDS)
-    messages, reply_start = _split_reply_start(body, _parse_field("messages", parse_messages, body.get("messages")))
+class RequestParser:
+    """Parses the bodies of chat requests for one chat template.
+
+    Requests of an agent, and of all agents of a run, repeat everything but the messages, so what is parsed of the other
+    fields is cached by their content.
+    """
+
+    def __init__(self, uses_variable: Callable[[str], bool]) -> None:
+        """`uses_variable`: whether the chat template refers to a variable."""
+        self._uses_variable = uses_variable
+        self._options: OrderedDict[tuple[bytes, Sampling], ChatRequest] = OrderedDict()
+        """Requests without messages, least recently used first."""
+
+    def parse(
+        self, body: Any, defaults: Sampling, *, parse_messages: Callable[[Any], tuple[Message, ...]] = parse_messages
+    ) -> ChatRequest:
+        """The request; raises `RequestError`. `parse_messages` parses its messages."""
+        if not isinstance(body, dict):
+            raise RequestError("the request body must be a JSON object")
+        fields = {**body, "messages": None}
+        cache_key = build_cache_key(fields)
+        key = None if cache_key is None or len(cache_key) > MAX_CACHED_BYTES else (cache_key, defaults)
+        request = None if key is None else self._options.get(key)
+        if request is None:
+            _refuse_unsupported(body, CHAT_FIELDS, allowed=CONTINUATION_FIELDS)
+        messages = _parse_field("messages", parse_messages, body.get("messages"))
+        messages, reply_start = _split_reply_start(body, messages)
+        if request is None:
+            request = _parse_options(fields if key is None else load_cache_key(key[0]), defaults, self._uses_variable)
+            if key is not None:
+                self._cache(key, request)
+        if reply_start and request.tool_choice == "required":
+            raise RequestError("tool_choice cannot force a call in a reply that is continued", param="tool_choice")
+        prompt = replace(request.prompt, messages=messages, reply_start=reply_start)
+        return replace(request, prompt=prompt)
+
+    def _cache(self, key: tuple[bytes, Sampling], request: ChatRequest) -> None:
+        self._options[key] = request
+        if len(self._options) > NUM_CACHED_OPTIONS:
+            self._options.popitem(last=False)
+
+
+def _parse_options(body: Any, defaults: Sampling, uses_variable: Callable[[str], bool]) -> ChatRequest:
+    """All fields but the messages."""
     prompt = Prompt(
-        messages=messages,
+        messages=(),
         tools=_parse_field("tools", parse_tools, body.get("tools")),
         variables=_parse_variables(body, uses_variable),
-        reply_start=reply_start,
     )
     tool_choice, forced_tool = _parse_tool_choice(body.get("tool_choice"), prompt.tools)
     has_logprobs, constraint = get_field(body, "logprobs", bool, False), _parse_constraint(body)
@@ -177,11 +208,9 @@ def parse_request(body: Any, defaults: Sampling, *, uses_variable: Callable[[str
             f"tool_choice forces a tool call, and {constraint.param} constrains the text of a reply without one: give "
             "only one of them", param=constraint.param,
         )  # fmt: skip
-    if reply_start and tool_choice == "required":
-        raise RequestError("tool_choice cannot force a call in a reply that is continued", param="tool_choice")
     return ChatRequest(
         prompt=prompt,
-        sampling=_parse_sampling(body, defaults, num_top=num_top),
+        sampling=parse_sampling(body, defaults, num_top=num_top),
         bad_words=_parse_bad_words(body),
         constraint=constraint,
         seed=get_field(body, "seed", int, None),
@@ -298,69 +327,3 @@ def _parse_bad_words(body: Mapping[str, Any]) -> tuple[str, ...]:
 def _find_strict(tools: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     """Names of the tools that are declared `strict`; the tools are valid."""
     return frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
-
-
-def _parse_sampling(body: Mapping[str, Any], defaults: Sampling, *, num_top: int) -> Sampling:
-    if SAMPLING_FIELDS.isdisjoint(body):
-        return defaults
-    old = defaults.distribution
-    distribution = Distribution(
-        temperature=_parse_temperature(body, old.temperature),
-        top_p=get_number(body, "top_p", float, old.top_p, low=0.0, high=1.0, is_low_open=True),
-        top_k=max(0, get_number(body, "top_k", int, old.top_k, low=-1, high=math.inf)),
-        min_p=get_number(body, "min_p", float, old.min_p, low=0.0, high=1.0),
-        logit_bias=_parse_logit_bias(body.get("logit_bias")) if body.get("logit_bias") else old.logit_bias,
-        repetition_penalty=get_number(
-            body, "repetition_penalty", float, old.repetition_penalty, low=0.0, high=MAX_NUMBER, is_low_open=True
-        ),
-        presence_penalty=get_number(
-            body, "presence_penalty", float, old.presence_penalty, low=-MAX_PENALTY, high=MAX_PENALTY
-        ),
-        frequency_penalty=get_number(
-            body, "frequency_penalty", float, old.frequency_penalty, low=-MAX_PENALTY, high=MAX_PENALTY
-        ),
-        min_tokens=get_number(body, "min_tokens", int, old.min_tokens, low=0, high=math.inf),
-    )
-    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-    stop = body.get("stop")
-    return replace(
-        defaults,
-        distribution=distribution,
-        max_tokens=get_number(body, limit, int, defaults.max_tokens, low=1, high=math.inf),
-        stop=defaults.stop if stop is None else _parse_stop(stop),
-        stop_token_ids=_parse_stop_token_ids(body, defaults),
-        ignore_eos=get_field(body, "ignore_eos", bool, defaults.ignore_eos),
-        top_logprobs=num_top,
-        return_entropy=get_field(body, "return_entropy", bool, defaults.return_entropy),
-    )
-
-
-def _parse_stop(stop: Any) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise RequestError(f"stop must be text or a list of at most {MAX_STOPS} non-empty texts", param="stop")
-    return tuple(stops)
-
-
-def _parse_stop_token_ids(body: Mapping[str, Any], defaults: Sampling) -> tuple[int, ...]:
-    ids = get_field(body, "stop_token_ids", list, list(defaults.stop_token_ids))
-    if not all(type(token_id) is int for token_id in ids):
-        raise RequestError("stop_token_ids must be a list of token ids", param="stop_token_ids")
-    return tuple(ids)
-
-
-def _parse_logit_bias(raw: Any) -> tuple[tuple[int, float], ...]:
-    try:
-        pairs = sorted((int(token_id), float(bias)) for token_id, bias in raw.items())
-    except (AttributeError, TypeError, ValueError) as error:
-        raise RequestError("logit_bias must map token ids to numbers", param="logit_bias") from error
-    if not all(token_id >= 0 and math.isfinite(bias) for token_id, bias in pairs):
-        raise RequestError("logit_bias must map token ids to finite numbers", param="logit_bias")
-    return tuple(pairs)
-
-
-def _parse_temperature(body: Mapping[str, Any], default: float) -> float:
-    value: float = get_number(body, "temperature", float, default, low=0.0, high=math.inf)
-    if 0 < value < MIN_TEMPERATURE:
-        raise RequestError(f"temperature={value} must be 0 or at least {MIN_TEMPERATURE}", param="temperature")
-    return value

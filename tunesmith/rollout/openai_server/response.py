@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import pydantic_core
 
 from tunesmith.chat.messages import Message, ToolCall
 from tunesmith.chat.parsers import Delta
@@ -128,7 +129,8 @@ def build_error(message: str, *, status: int, param: str | None = None, code: st
 
 
 def encode_json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    """JSON as UTF-8; several times as fast as the standard library."""
+    return pydantic_core.to_json(value)
 
 
 def encode_event(value: Any) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tunesmith.types import Completion, DeferredTokens, Sampling, TokenDetails, Turn
 
@@ -15,13 +16,26 @@ class InFlightTurn:
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
-    task: asyncio.Future[Completion] | None = None
+    task: asyncio.Task[Any] | None = None
+    """The caller's task, which waits for the engine."""
+    is_ended: bool = False
+    """The session has ended and cancelled the task's wait."""
     deferred: DeferredTokens | None = None
     """The engine's callback, if nobody reads the tokens while they are sampled."""
     sampled_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
+
+    def end(self) -> None:
+        """Cancel the wait for the engine; the caller then undoes the cancellation of its task."""
+        self.is_ended = True
+        if self.task is not None:
+            self.task.cancel()
+
+    def undo_end(self) -> bool:
+        """Whether `end`, and nobody else, cancelled the task."""
+        return self.is_ended and self.task is not None and self.task.uncancel() == 0
 
     def add(
         self,

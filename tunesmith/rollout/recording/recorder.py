@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tunesmith.chat.messages import MatchKey, Message, compute_match_keys
+from tunesmith.chat.conversation import EMPTY, Conversation, ConversationCache
+from tunesmith.chat.messages import MatchKey, Message
 from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.chat.scope import describe_scope
 from tunesmith.errors import EngineError
@@ -44,9 +45,13 @@ class SessionCall:
     """Position in the session's calls, in order of arrival."""
     prompt: Prompt
     prompt_ids: tuple[int, ...]
-    keys: tuple[MatchKey, ...]
+    conversation: Conversation
     scope: str
     """Tools and template variables as text; only a call with the same scope can extend a recorded turn."""
+
+    @property
+    def keys(self) -> tuple[MatchKey, ...]:
+        return self.conversation.keys
 
 
 class Session:
@@ -94,32 +99,28 @@ class Session:
         self._num_tool_calls = 0
         self._in_flight: dict[ChoiceId, InFlightTurn] = {}
         self._turns: dict[ChoiceId, Turn] = {}
-        self._replies: dict[int, RecordedReply] = {}
+        self._replies: dict[tuple[int, str], RecordedReply] = {}
+        """By digest of the conversation up to the reply, and scope."""
+        self.conversations = ConversationCache()
+        """Parses the messages of requests."""
         self._reply_texts = ReplyTexts()
         self._seen_requests: set[tuple[int, str]] = set()
 
     async def admit(self, prompt: Prompt) -> SessionCall:
         """Assign the call's index and build its prompt ids, extending a recorded turn if one matches."""
-        keys = compute_match_keys(prompt.messages)
-        scope = describe_scope(prompt)
-        index = self._count_call((hash((keys, prompt.reply_start)), scope))
-        found = self._find_earlier_turn(prompt, keys, scope)
-        continued = self._reply_texts.find((keys, scope), prompt.reply_start) if prompt.reply_start else None
-        build = partial(self._build_prompt_ids, prompt, found, continued)
-        prompt_ids, is_extended = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
+        conversation, scope = self.conversations.find(prompt.messages), describe_scope(prompt)
+        index = self._count_call((hash((conversation.digest, prompt.reply_start)), scope))
+        prompt_ids, is_extended, is_found = await self._build_prompt_ids(prompt, conversation, scope)
         self.num_extended += is_extended
-        self.num_unextended += (found is not None or continued is not None) and not is_extended
-        return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, keys=keys, scope=scope)
+        self.num_unextended += is_found and not is_extended
+        return SessionCall(index=index, prompt=prompt, prompt_ids=prompt_ids, conversation=conversation, scope=scope)
 
     async def build_prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt ids that `admit` would build now, without counting a call."""
         if self.is_closed:
             raise SessionClosedError
-        keys, scope = compute_match_keys(prompt.messages), describe_scope(prompt)
-        found = self._find_earlier_turn(prompt, keys, scope)
-        continued = self._reply_texts.find((keys, scope), prompt.reply_start) if prompt.reply_start else None
-        build = partial(self._build_prompt_ids, prompt, found, continued)
-        prompt_ids, _ = await run_tokenizer(self._renderer, build, num_characters=prompt.num_characters)
+        conversation, scope = self.conversations.find(prompt.messages), describe_scope(prompt)
+        prompt_ids, *_ = await self._build_prompt_ids(prompt, conversation, scope)
         return prompt_ids
 
     async def admit_text(self, text: str | tuple[int, ...], *, adds_special_tokens: bool) -> SessionCall:
@@ -133,7 +134,9 @@ class Session:
                 max_tokens=self._engine.max_model_len,
             )
             text = await run_tokenizer(self._renderer, encode, num_characters=len(text))
-        return SessionCall(index=index, prompt=Prompt(messages=()), prompt_ids=text, keys=(), scope=TEXT_SCOPE)
+        return SessionCall(
+            index=index, prompt=Prompt(messages=()), prompt_ids=text, conversation=EMPTY, scope=TEXT_SCOPE
+        )
 
     def _count_call(self, request_key: tuple[int, str]) -> int:
         """Index of a new call; calls after the end of the session are counted and refused."""
@@ -145,27 +148,37 @@ class Session:
         self._seen_requests.add(request_key)
         return index
 
-    def _find_earlier_turn(self, prompt: Prompt, keys: tuple[MatchKey, ...], scope: str) -> EarlierTurn | None:
+    def _find_earlier_turn(self, conversation: Conversation, scope: str) -> EarlierTurn | None:
         """The recorded turn with the longest matching prefix of the conversation."""
-        for num_old, digest in reversed(list(_iter_reply_digests(keys, scope))):
-            reply = self._replies.get(digest)
-            if reply is not None and reply.keys == keys[:num_old] and reply.scope == scope:
+        keys = conversation.keys
+        for num_old, digest in reversed(conversation.reply_digests):
+            reply = self._replies.get((digest, scope))
+            if reply is not None and reply.keys == keys[:num_old]:
                 return EarlierTurn(turn=reply.turn, num_messages=num_old)
-            extended = self._reply_texts.find_extended((keys[: num_old - 1], scope), prompt.messages[num_old - 1])
+            message = conversation.messages[num_old - 1]
+            extended = self._reply_texts.find_extended((keys[: num_old - 1], scope), message)
             if extended is not None:
                 return EarlierTurn(turn=extended[0].turn, num_messages=num_old, appended=extended[1])
         return None
 
-    def _build_prompt_ids(
-        self, prompt: Prompt, found: EarlierTurn | None, continued: ReplyText | None
-    ) -> tuple[tuple[int, ...], bool]:
-        """Prompt ids, and whether they extend the recorded turn."""
+    async def _build_prompt_ids(
+        self, prompt: Prompt, conversation: Conversation, scope: str
+    ) -> tuple[tuple[int, ...], bool, bool]:
+        """Prompt ids, whether they extend a recorded turn, and whether the prompt continues one."""
         max_tokens = self._engine.max_model_len
+        found = self._find_earlier_turn(conversation, scope)
+        continued = None
+        if prompt.reply_start:
+            continued = self._reply_texts.find((conversation.keys, scope), prompt.reply_start)
+        build: Callable[[], tuple[int, ...] | None]
         if continued is not None:
             rest = prompt.reply_start[len(continued.text or "") :]
-            return continued.token_ids + self._renderer.encode_content(rest, max_tokens=max_tokens), True
+            build = partial(self._renderer.encode_content, rest, max_tokens=max_tokens)
+            rest_ids = await run_tokenizer(self._renderer, build, num_characters=len(rest))
+            return (*continued.token_ids, *rest_ids), True, True
         if found is not None:
-            prompt_ids = self._renderer.extend(
+            build = partial(
+                self._renderer.extend,
                 prompt,
                 num_old=found.num_messages,
                 prompt_ids=found.turn.prompt_ids,
@@ -174,9 +187,14 @@ class Session:
                 appended=found.appended,
                 max_tokens=max_tokens,
             )
+            new = prompt.messages[found.num_messages :]
+            num_new = sum(message.num_characters for message in new) + len(found.appended) + len(prompt.reply_start)
+            prompt_ids = await run_tokenizer(self._renderer, build, num_characters=num_new)
             if prompt_ids is not None:
-                return prompt_ids, True
-        return self._renderer.render(prompt, max_tokens=max_tokens), False
+                return prompt_ids, True, True
+        render = partial(self._renderer.render, prompt, max_tokens=max_tokens)
+        num_characters = conversation.num_characters + len(prompt.reply_start)
+        return await run_tokenizer(self._renderer, render, num_characters=num_characters), False, found is not None
 
     async def generate(
         self,
@@ -205,7 +223,7 @@ class Session:
                 self._turns[choice_id] = replayed.turn
                 return deliver_recorded(replayed, sampling, on_tokens)
             sampling = replace(sampling, return_entropy=True)
-        in_flight = InFlightTurn(prompt_ids=prompt_ids, sampling=sampling)
+        in_flight = InFlightTurn(prompt_ids=prompt_ids, sampling=sampling, task=asyncio.current_task())
 
         def add_tokens(
             token_ids: Sequence[int], logprobs: Sequence[float], details: TokenDetails | None = None
@@ -217,15 +235,14 @@ class Session:
 
         in_flight.deferred = DeferredTokens(add_tokens) if on_tokens is None else None
         report = in_flight.deferred or add_tokens
-        in_flight.task = asyncio.ensure_future(
-            self._engine.generate(in_flight.prompt_ids, sampling, order=(*self._order, *choice_id), on_tokens=report)
-        )
         self._in_flight[choice_id] = in_flight
         try:
-            completion = await in_flight.task
+            completion = await self._engine.generate(
+                prompt_ids, sampling, order=(*self._order, *choice_id), on_tokens=report
+            )
         except asyncio.CancelledError:
             self._record(choice_id, in_flight.to_turn())
-            if self.is_closed:
+            if in_flight.undo_end():
                 raise SessionClosedError from None
             raise
         except Exception as error:
@@ -267,27 +284,23 @@ class Session:
         turn = self._turns.get(choice_id)
         if turn is None:
             return
-        reply = replace(reply, content=call.prompt.reply_start + reply.content)
+        if call.prompt.reply_start:
+            reply = replace(reply, content=call.prompt.reply_start + reply.content)
         if not reply.tool_calls:
             has_reasoning = reply.reasoning is not None
             is_cut = turn.stop_reason in ("stop", "length") and turn.prompt_ids == call.prompt_ids
             sampled = self._renderer.decode_text(turn.sampled_ids, has_reasoning=has_reasoning) if is_cut else ""
-            text = ReplyText(
-                choice_id=choice_id,
-                turn=turn,
-                text=None if has_reasoning else reply.content,
-                whole_text=sampled and call.prompt.reply_start + sampled,
-            )
-            self._reply_texts.add((call.keys, call.scope), text)
-        keys = call.keys + compute_match_keys([reply])
-        *_, (_, digest) = _iter_reply_digests(keys, call.scope)
-        existing = self._replies.get(digest)
+            text, whole_text = None if has_reasoning else reply.content, sampled and call.prompt.reply_start + sampled
+            recorded = ReplyText(choice_id=choice_id, turn=turn, text=text, whole_text=whole_text)
+            self._reply_texts.add((call.keys, call.scope), recorded)
+        digest, keys = call.conversation.identify_reply(reply)
+        existing = self._replies.get((digest, call.scope))
         if existing is None or existing.choice_id < choice_id:
-            self._replies[digest] = RecordedReply(choice_id=choice_id, turn=turn, keys=keys, scope=call.scope)
+            self._replies[digest, call.scope] = RecordedReply(choice_id=choice_id, turn=turn, keys=keys)
 
     def list_conversations(self) -> list[tuple[int, str, tuple[MatchKey, ...]]]:
         """Index of the call, scope and match keys of each recorded conversation; the last key is that of the reply."""
-        return [(reply.choice_id[0], reply.scope, reply.keys) for reply in self._replies.values()]
+        return [(reply.choice_id[0], scope, reply.keys) for (_, scope), reply in self._replies.items()]
 
     def count_tokens(self) -> tuple[int, int]:
         """Prompt tokens and sampled tokens of the turns so far; a prompt counts in every call."""
@@ -310,22 +323,12 @@ class Session:
         self.is_closed = True
         for choice_id, in_flight in list(self._in_flight.items()):
             self._record(choice_id, in_flight.to_turn())
-            if in_flight.task is not None:
-                in_flight.task.cancel()
+            in_flight.end()
 
     def close(self) -> tuple[Turn, ...]:
         """End the session; returns the turns in order of arrival."""
         self.end()
         return tuple(self._turns[choice_id] for choice_id in sorted(self._turns))
-
-
-def _iter_reply_digests(keys: Sequence[MatchKey], scope: str) -> Iterator[tuple[int, int]]:
-    """For each assistant message: the number of messages up to it, and a digest of their keys."""
-    digest = hash(scope)
-    for num_messages, key in enumerate(keys, start=1):
-        digest = hash((digest, key))
-        if key[0] == "assistant":
-            yield num_messages, digest
 
 
 class Recorder:

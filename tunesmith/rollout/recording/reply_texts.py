@@ -31,7 +31,6 @@ class RecordedReply:
     choice_id: ChoiceId
     turn: Turn
     keys: tuple[MatchKey, ...]
-    scope: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

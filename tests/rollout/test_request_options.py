@@ -1,0 +1,87 @@
+"""Fields of chat requests that are parsed once give the same requests each time."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+
+from tunesmith.rollout.openai_server.fields import RequestError
+from tunesmith.rollout.openai_server.request import RequestParser
+from tunesmith.types import Distribution, Sampling
+
+DEFAULTS = Sampling(max_tokens=10)
+USER = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def build_parser() -> RequestParser:
+    return RequestParser(lambda name: name == "reasoning_effort")
+
+
+BODIES = [
+    {},
+    {"temperature": 0.5, "max_tokens": 3, "stop": ["a", "b"], "seed": 4, "n": 2, "user": "me"},
+    {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+    {"reasoning_effort": "low", "chat_template_kwargs": {"b": [1], "a": None}},
+    {"logprobs": True, "top_logprobs": 2, "stream": True, "stream_options": {"include_usage": True}},
+    {"response_format": {"type": "json_object"}},
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_repeated_request_equals_the_first(body):
+    parser = build_parser()
+    first = parser.parse({"messages": USER, **body}, DEFAULTS)
+    other = [*USER, {"role": "assistant", "content": "a"}, *USER]
+    second = parser.parse({**copy.deepcopy(body), "messages": other}, DEFAULTS)
+    alone = build_parser().parse({"messages": other, **body}, DEFAULTS)
+    for field in dataclasses.fields(alone):
+        if field.name not in ("prompt", "constraint"):
+            assert getattr(first, field.name) == getattr(second, field.name) == getattr(alone, field.name)
+    assert second.prompt == alone.prompt
+    assert first.prompt == build_parser().parse({"messages": USER, **body}, DEFAULTS).prompt
+    kinds = [None if each.constraint is None else each.constraint.build_grammar() for each in (first, second, alone)]
+    assert kinds[0] == kinds[1] == kinds[2]
+
+
+def test_defaults_and_types_of_values_are_told_apart():
+    parser = build_parser()
+    body = {"messages": USER, "max_tokens": 5}
+    hot = dataclasses.replace(DEFAULTS, distribution=Distribution(temperature=2.0))
+    assert parser.parse(body, DEFAULTS).sampling.distribution.temperature == 1.0
+    assert parser.parse(body, hot).sampling.distribution.temperature == 2.0
+    assert parser.parse({**body, "logprobs": True}, DEFAULTS).has_logprobs
+    with pytest.raises(RequestError, match="logprobs must be bool"):
+        parser.parse({**body, "logprobs": 1}, DEFAULTS)
+
+
+@pytest.mark.parametrize("body", [{"unknown": 1}, {"temperature": -1}, {"n": 0}, {"tool_choice": "required"}])
+def test_a_refused_request_is_refused_again(body):
+    parser = build_parser()
+    messages = []
+    for _ in range(2):
+        with pytest.raises(RequestError) as error:
+            parser.parse({"messages": USER, **body}, DEFAULTS)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_tools_changed_in_place_are_other_tools():
+    parser, tools = build_parser(), [copy.deepcopy(TOOL)]
+    before = parser.parse({"messages": USER, "tools": tools}, DEFAULTS)
+    tools[0]["function"]["name"] = "g"
+    after = parser.parse({"messages": USER, "tools": tools}, DEFAULTS)
+    assert [each.prompt.tools[0]["function"]["name"] for each in (before, after)] == ["f", "g"]
+
+
+def test_a_continued_reply_is_checked_each_time():
+    parser = build_parser()
+    body = {"continue_final_message": True, "add_generation_prompt": False}
+    messages = [*USER, {"role": "assistant", "content": "so"}]
+    for _ in range(2):
+        request = parser.parse({"messages": messages, **body}, DEFAULTS)
+        assert (request.prompt.reply_start, len(request.prompt.messages)) == ("so", 1)
+        with pytest.raises(RequestError, match="continue_final_message needs a last message of the assistant"):
+            parser.parse({"messages": USER, **body}, DEFAULTS)

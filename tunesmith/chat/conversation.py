@@ -1,0 +1,101 @@
+"""Parsed conversations that are extended: the work of a request is that of its new messages.
+
+Agents send the whole conversation with each request, and each request extends an earlier one. `ConversationCache` finds
+the longest cached conversation that a request begins with, by its content, and parses only the messages that follow.
+A `Conversation` holds what grows with it: messages, match keys, and digests that recorded replies are found by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tunesmith.chat.memo import build_cache_key
+from tunesmith.chat.messages import MatchKey, MatchKeys, Message, compute_match_keys, parse_messages
+
+LIST_HEADER_LENGTH = 5
+"""Bytes before the items of a list in marshal's format: a type code and the number of items."""
+NUM_CACHED_CONVERSATIONS = 4
+"""Conversations that a cache holds: those of an agent and a few sub-agents."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Conversation:
+    """Messages, and what identifies them."""
+
+    messages: tuple[Message, ...] = ()
+    content: bytes | None = b""
+    """The messages as sent, in marshal's format; the content of a conversation begins with that of its start. None if
+    they cannot be written in it."""
+    match_keys: MatchKeys = field(default_factory=MatchKeys)
+    num_characters: int = 0
+    """Characters of content and reasoning in all messages."""
+    digest: int = 0
+    """Of the match keys."""
+    reply_digests: tuple[tuple[int, int], ...] = ()
+    """For each assistant message: the number of messages up to it, and the digest of their keys."""
+
+    @property
+    def keys(self) -> tuple[MatchKey, ...]:
+        return self.match_keys.keys
+
+    def extend(self, messages: Sequence[Message], *, content: bytes | None = None) -> Conversation:
+        """This conversation and more messages; `content` is that of all of them."""
+        match_keys = self.match_keys.extend(messages)
+        digest, reply_digests, num_characters = self.digest, list(self.reply_digests), self.num_characters
+        num_old = len(self.messages)
+        for position, message in enumerate(messages, start=num_old):
+            digest = hash((digest, match_keys.keys[position]))
+            if message.role == "assistant":
+                reply_digests.append((position + 1, digest))
+            num_characters += message.num_characters
+        return Conversation(
+            messages=(*self.messages, *messages),
+            content=content,
+            match_keys=match_keys,
+            num_characters=num_characters,
+            digest=digest,
+            reply_digests=tuple(reply_digests),
+        )
+
+    def identify_reply(self, reply: Message) -> tuple[int, tuple[MatchKey, ...]]:
+        """Digest and match keys of this conversation with a reply."""
+        [key] = compute_match_keys([reply])
+        return hash((self.digest, key)), (*self.keys, key)
+
+
+EMPTY = Conversation()
+
+
+class ConversationCache:
+    """The last conversations of one session."""
+
+    def __init__(self) -> None:
+        self._conversations: list[Conversation] = []
+        """Least recently used first."""
+
+    def parse(self, raw: Any) -> tuple[Message, ...]:
+        """The `messages` of a request, as `parse_messages` parses them."""
+        cache_key = build_cache_key(raw) if type(raw) is list and raw else None
+        if cache_key is None:
+            return parse_messages(raw)
+        content = cache_key[LIST_HEADER_LENGTH:]
+        start = self._find_start(lambda each: each.content is not None and content.startswith(each.content))
+        num_old = len(start.messages)
+        if num_old == len(raw):
+            return start.messages
+        conversation = start.extend(parse_messages(raw, first=num_old), content=content)
+        self._conversations = [each for each in self._conversations if each is not start][
+            1 - NUM_CACHED_CONVERSATIONS :
+        ]
+        self._conversations.append(conversation)
+        return conversation.messages
+
+    def find(self, messages: tuple[Message, ...]) -> Conversation:
+        """The conversation of messages that `parse` has returned; a new one for all others."""
+        found = self._find_start(lambda each: each.messages is messages)
+        return found if found is not EMPTY else EMPTY.extend(messages)
+
+    def _find_start(self, is_start: Callable[[Conversation], bool]) -> Conversation:
+        return max(filter(is_start, self._conversations), key=lambda each: len(each.messages), default=EMPTY)
