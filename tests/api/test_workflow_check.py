@@ -65,7 +65,7 @@ def test_incomplete_replies_are_found(pocket_folder):
 def test_an_edited_reply_is_a_branch_that_names_the_message(pocket_folder):
     async def workflow(task, model):
         reply = await ask(model, [ask_user()])
-        edited = {"role": "assistant", "content": reply["content"] + " EDITED"}
+        edited = {"role": "assistant", "content": "EDITED " + reply["content"]}
         await ask(model, [ask_user(), edited, ask_user("again")])
         return WorkflowOutput(reward=1.0)
 
