@@ -28,7 +28,13 @@ def interrupt_after_steps(path, num_steps):
 
 def test_an_interrupted_cell_ends_its_run_and_the_next_one_trains(config, tmp_path, capsys):
     long = config.model_copy(
-        update={"name": "long", "total_steps": STEPS_OF_HOURS, "eval_datasets": {}, "save_interval_steps": 1}
+        update={
+            "name": "long",
+            "total_steps": STEPS_OF_HOURS,
+            "eval_datasets": {},
+            "save_interval_steps": 1,
+            "keep_checkpoints": 1,
+        }
     )
     metrics = tmp_path / "runs" / "AgentScope" / "long" / "metrics.jsonl"
 
