@@ -124,6 +124,9 @@ class HostBurstDecoder:
         ]  # fmt: skip
         return torch.cat(hidden)
 
+    def prefill(self, spans: Sequence[Span], token_ids: object, last_tokens: Sequence[int]) -> None:
+        return None
+
     def build_prefill_plan(self, spans: Sequence[Span]) -> PagedAttentionPlan:
         return PagedAttentionPlan(self._cache, [_find_runs(span) for span in spans], torch.device("cpu"))
 

@@ -8,7 +8,7 @@ import torch
 from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
 from tunesmith.engine.batch.kv_cache import KVCache, LayerShape
 from tunesmith.engine.core.span import Span
-from tunesmith.engine.cuda.attention_plans import PrefillLayerPlan, build_prefill_plan
+from tunesmith.engine.cuda.attention_plans import PrefillLayerPlan, build_prefill_arrays, build_prefill_plan
 
 
 def test_ranges_are_concatenated() -> None:
@@ -33,3 +33,11 @@ def test_a_prefill_plan_has_slots_block_table_spans_and_tiles() -> None:
     assert layer.block_table.tolist() == [[30, 31, 0], [7, 8, 9]]
     assert layer.spans.tolist() == [[0, 5], [0, 6], [5, 9]]
     assert layer.tiles.tolist() == [[0, 0, 0, 1, 1], [0, 2, 4, 0, 2]]
+
+
+def test_the_prefill_arrays_of_no_spans_are_empty() -> None:
+    arrays = build_prefill_arrays(4, [], tile_tokens=2)
+    assert arrays.block_table_RP.shape == (0, 0)
+    assert arrays.spans_3R.shape == (3, 0)
+    assert arrays.tiles_2I.shape == (2, 0)
+    assert len(arrays.slot_mapping_T) == len(arrays.positions_T) == 0

@@ -80,6 +80,11 @@ class BurstDecoder(Protocol):
         until the next call."""
         ...
 
+    def prefill(self, spans: Sequence[Span], token_ids: Ints, last_tokens: Sequence[int]) -> Tensor | None:
+        """Queue the forward of spans in one row: hidden states [N, C] of the tokens at the places `last_tokens`; None
+        if it is not faster than the model's own forward."""
+        ...
+
     def build_prefill_plan(self, spans: Sequence[Span]) -> AttentionPlan:
         """Attention of the new tokens of several requests in one flat row."""
         ...

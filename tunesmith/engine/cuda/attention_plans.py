@@ -9,9 +9,11 @@ Axes: T tokens, R requests, I tiles, P KV-cache blocks, K key-value heads, Z blo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tunesmith.engine.batch.arrays import concatenate_ranges, copy_to_device
@@ -99,30 +101,48 @@ def build_decode_plan(cache: KVCache, block_table_RP: Tensor, positions_R: Tenso
     return LayeredPlan([DecodeLayerPlan(keys, values, block_table_RP, positions_R) for keys, values in blocks])
 
 
-def build_prefill_plan(cache: KVCache, spans: Sequence[Span], *, tile_tokens: int, device: torch.device) -> LayeredPlan:
-    """Prefill attention of spans concatenated in one row; a tile holds at most `tile_tokens` tokens of one span."""
-    size = cache.block_size
-    firsts_R, starts_R, stops_R = np.array([(span.first, span.start, span.stop) for span in spans], dtype=np.int64).T
-    lengths_R, num_blocks_R = stops_R - starts_R, -(-stops_R // size)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillArrays:
+    """Where the tokens of spans that are concatenated in one row stand in the KV cache."""
+
+    positions_T: NDArray[np.int64]
+    slot_mapping_T: NDArray[np.int64]
+    """The cache slot of each token: its block times the block size, plus its place in the block."""
+    block_table_RP: NDArray[np.int32]
+    spans_3R: NDArray[np.int32]
+    """First token in the row, first position, and the position after the last."""
+    tiles_2I: NDArray[np.int32]
+    """Request, and offset of the first token within its span."""
+
+
+def build_prefill_arrays(block_size: int, spans: Sequence[Span], *, tile_tokens: int) -> PrefillArrays:
+    """A tile holds at most `tile_tokens` tokens of one span."""
+    bounds = np.array([(span.first, span.start, span.stop) for span in spans], dtype=np.int64).reshape(-1, 3)
+    _, starts_R, stops_R = bounds.T
+    lengths_R, num_blocks_R = stops_R - starts_R, -(-stops_R // block_size)
     requests_R = np.arange(len(spans))
-    block_table_RP = np.zeros((len(spans), num_blocks_R.max()), dtype=np.int32)
+    block_table_RP = np.zeros((len(spans), num_blocks_R.max(initial=0)), dtype=np.int32)
     used = zip(spans, num_blocks_R.tolist(), strict=True)
     block_table_RP[np.arange(block_table_RP.shape[1]) < num_blocks_R[:, None]] = [
         block for span, num_blocks in used for block in span.blocks[:num_blocks]
     ]
     positions_T = concatenate_ranges(starts_R, lengths_R)
-    blocks_T = block_table_RP[np.repeat(requests_R, lengths_R), positions_T // size].astype(np.int64)
+    blocks_T = block_table_RP[np.repeat(requests_R, lengths_R), positions_T // block_size].astype(np.int64)
     num_tiles_R = -(-lengths_R // tile_tokens)
     tile_offsets_I = concatenate_ranges(np.zeros_like(starts_R), num_tiles_R) * tile_tokens
-    tiles_2I = [np.repeat(requests_R, num_tiles_R), tile_offsets_I]
-    tensors = [
-        copy_to_device(array, device)
-        for array in (
-            blocks_T * size + positions_T % size,
-            block_table_RP,
-            np.array([firsts_R, starts_R, stops_R], dtype=np.int32),
-            np.array(tiles_2I, dtype=np.int32),
-        )
-    ]
+    return PrefillArrays(
+        positions_T=positions_T,
+        slot_mapping_T=blocks_T * block_size + positions_T % block_size,
+        block_table_RP=block_table_RP,
+        spans_3R=bounds.T.astype(np.int32),
+        tiles_2I=np.array([np.repeat(requests_R, num_tiles_R), tile_offsets_I], dtype=np.int32),
+    )
+
+
+def build_prefill_plan(cache: KVCache, spans: Sequence[Span], *, tile_tokens: int, device: torch.device) -> LayeredPlan:
+    """Prefill attention of spans concatenated in one row."""
+    arrays = build_prefill_arrays(cache.block_size, spans, tile_tokens=tile_tokens)
+    shared = (arrays.slot_mapping_T, arrays.block_table_RP, arrays.spans_3R, arrays.tiles_2I)
+    tensors = [copy_to_device(array, device) for array in shared]
     blocks_of_layers = zip(cache.keys, cache.values, strict=True)
     return LayeredPlan([PrefillLayerPlan(keys, values, *tensors) for keys, values in blocks_of_layers])

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,6 +35,7 @@ from tunesmith.engine.cuda.kernels.paged_prefill import get_tile_tokens
 from tunesmith.engine.cuda.kernels.sample import SamplingTensors, sample_next_tokens
 from tunesmith.engine.cuda.layer_fusion import FusedLayers
 from tunesmith.engine.cuda.merged_weights import merge_weights
+from tunesmith.engine.cuda.prefill_graphs import PrefillGraphs
 from tunesmith.model.forward.attention import run_body
 from tunesmith.model.forward.logits import compute_logits
 
@@ -110,6 +112,7 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._hidden_graphs: HiddenGraphs | None = None
         """For requests that the host samples; built when the first one comes."""
+        self._prefill_graphs: PrefillGraphs | None = None
         self._data_pointers = self._get_data_pointers()
 
     @torch.inference_mode()
@@ -147,6 +150,21 @@ class DecodeGraphs:
             )
         return self._hidden_graphs.compute(spans, token_ids)
 
+    def prefill(self, spans: Sequence[Span], token_ids: NDArray[np.int64], last_tokens: Sequence[int]) -> Tensor | None:
+        if self._prefill_graphs is None:
+            self._prefill_graphs = PrefillGraphs(
+                self._model,
+                self._cache,
+                num_slots=self._num_slots,
+                num_columns=self._block_table.shape[1],
+                scratch_block=self.input_batch.scratch_block,
+                tile_tokens=self._tile_tokens,
+                installed=self.installed,
+            )
+        if not self._prefill_graphs.can_compute(len(token_ids), len(spans)):
+            return None
+        return self._prefill_graphs.compute(spans, token_ids, last_tokens)
+
     def build_prefill_plan(self, spans: Sequence[Span]) -> LayeredPlan:
         return build_prefill_plan(self._cache, spans, tile_tokens=self._tile_tokens, device=self._model.device)
 
@@ -157,8 +175,9 @@ class DecodeGraphs:
         """Quantize FP8 weights again; drop the graphs if parameters have moved. In-place updates keep graphs valid."""
         if self._get_data_pointers() != self._data_pointers:
             self._graphs.clear()
-            if self._hidden_graphs is not None:
-                self._hidden_graphs.clear()
+            for graphs in (self._hidden_graphs, self._prefill_graphs):
+                if graphs is not None:
+                    graphs.clear()
             self._pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
             if self._fused is not None:
                 merge_weights(self._model)

@@ -160,6 +160,10 @@ class ModelRunner:
                 last_tokens.append(len(ids) - 1)
         if self._burst_decoder is not None and len(last_tokens) == len(ids):
             return self._burst_decoder.compute_hidden(spans, ids)
+        if self._burst_decoder is not None and last_tokens:
+            hidden_NC = self._burst_decoder.prefill(spans, np.frombuffer(ids, dtype=np.int64), last_tokens)
+            if hidden_NC is not None:
+                return hidden_NC
         num_tokens, device, plan = len(ids), self.cache.keys[0].device, self._build_plan(spans)
         positions = np.array([chunk.start for chunk in chunks])
         if num_tokens > len(chunks):
