@@ -1,4 +1,4 @@
-"""Prefills as CUDA graphs: one graph per number of tokens, for forwards that a GPU computes faster than they are queued.
+"""Prefills as CUDA graphs: one graph per number of tokens, for forwards that a GPU computes before they are queued.
 
 A forward of a small model takes the GPU a few milliseconds, and the host 20 to queue its kernels one by one. A graph is
 queued at once. All that it depends on is in tensors: token ids, positions, cache slots, block tables, spans and tiles,
