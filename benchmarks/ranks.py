@@ -40,6 +40,7 @@ from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.loop import StepParts, run_step
+from tunesmith.model.load import resolve_device
 from tunesmith.model.prepare import prepare_model
 from tunesmith.pipeline.session.actors import load_actors
 from tunesmith.pipeline.session.load_config import build_config
@@ -177,7 +178,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     config = build_settings(arguments, num_ranks=place.world_size, local_rank=place.local_rank)
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    with open_ranks(place, device=torch.device(config.model.device), timeout_s=900) as ranks:
+    with open_ranks(place, device=resolve_device(config.model.device), timeout_s=900) as ranks:
         policy, actors = load_actors(
             config, workflow=ask, judge=judge, build_model=lambda e, o: ChatModel(e, options=o), ranks=ranks
         )

@@ -31,6 +31,7 @@ from tunesmith.errors import ModelError
 from tunesmith.hub import offline_if_unreachable
 from tunesmith.model.adapters.adapter import check_adapter, check_fingerprint, check_same_adapter
 from tunesmith.model.checkpoint import hidden_progress_bars
+from tunesmith.model.device_memory import round_allocations
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.forward.fp32_residual import check_fp32_residual, use_fp32_residual
 from tunesmith.model.source.resolve import ModelSource, explain_load_error, find_model
@@ -52,9 +53,12 @@ LOAD_ERRORS = (
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device named `auto`, `cpu`, `cuda` or `cuda:N`; refuse one that this machine does not have."""
+    """The device named `auto`, `cpu`, `cuda` or `cuda:N`; refuse one that this machine does not have.
+
+    If it is a GPU on which this process has no memory yet, its allocator rounds large sizes.
+    """
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -66,6 +70,7 @@ def resolve_device(name: str) -> torch.device:
     index = device.index or 0
     if index >= torch.cuda.device_count():
         raise ModelError(f"model.device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    round_allocations()
     return torch.device("cuda", index)
 
 

@@ -238,7 +238,7 @@ def backward_key_value(
         _store_tile(sums + TILE_N * SIZE, rows, sizes, SIZE, is_size, grad_value_ND, SIZE != SIZE_PAD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sums"])  # one compiled kernel for any number of partial sums
 def reduce_key_value_grads(
     sums, grad_key, grad_value, table, scaling, num_tokens, num_sums,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, TILE_N: tl.constexpr,
