@@ -96,15 +96,15 @@ class EngineSection(Section):
         num_devices = len(self.vllm.devices or ())
         if num_devices not in (0, self.tensor_parallel_size):
             raise ValueError(
-                f"vllm.devices lists {num_devices} GPUs, and tensor_parallel_size={self.tensor_parallel_size} needs as "
-                "many: change one of them"
+                f"vllm.devices lists {num_devices} GPUs, but tensor_parallel_size={self.tensor_parallel_size} needs "
+                f"{self.tensor_parallel_size}: change one of them"
             )
         return self
 
     @model_validator(mode="after")
     def _check_weight_format(self) -> Self:
         if self.weight_format == "fp8" and self.cuda_decode != "compiled":
-            raise ValueError(f"weight_format=fp8 needs cuda_decode=compiled, and it is {self.cuda_decode}")
+            raise ValueError(f"weight_format=fp8 needs cuda_decode=compiled, not {self.cuda_decode}")
         return self
 
     def _is_set(self, knob: str) -> bool:
