@@ -16,7 +16,7 @@ from tunesmith.pipeline.diagnosis.diagnose import diagnose
 def run(tmp_path, pocket_folder):
     """Calls tune() with small settings; returns the diagnosis, also of a run that stops with an error."""
     algorithm = AlgorithmConfig(group_size=4, batch_size=4, learning_rate=1e-4)
-    data = write_splits(tmp_path, list_apples(60))
+    data = write_splits(tmp_path / "data", list_apples(60))
 
     def call(*overrides, steps=2, **arguments):
         start = build_small_run(

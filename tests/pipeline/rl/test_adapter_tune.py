@@ -19,7 +19,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.fixture
 def run(tmp_path, pocket_folder):
-    data = write_splits(tmp_path, list_apples(6))
+    data = write_splits(tmp_path / "data", list_apples(6))
     algorithm = AlgorithmConfig(group_size=4, batch_size=2, learning_rate=1e-2)
 
     def call(*overrides, path=pocket_folder, name="x", steps=2):

@@ -23,7 +23,7 @@ from tunesmith.experience.store import load_rollouts
 
 @pytest.fixture
 def run(tmp_path, pocket_folder):
-    data = write_splits(tmp_path, list_apples(4))
+    data = write_splits(tmp_path / "data", list_apples(4))
     algorithm = AlgorithmConfig(
         group_size=3, batch_size=2, learning_rate=1e-3, save_interval_steps=3, eval_interval_steps=2
     )

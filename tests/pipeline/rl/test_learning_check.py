@@ -20,7 +20,7 @@ async def judge_equally(task, response):
 @pytest.fixture
 def run(tmp_path, pocket_folder):
     """Calls tune() with small settings."""
-    return build_small_run(tmp_path, pocket_folder, write_splits(tmp_path, list_apples(6)))
+    return build_small_run(tmp_path, pocket_folder, write_splits(tmp_path / "data", list_apples(6)))
 
 
 def read_warnings(capsys) -> list[str]:

@@ -35,7 +35,7 @@ OWN = textwrap.dedent(
 def run(tmp_path, pocket_folder):
     (tmp_path / "own.py").write_text(OWN)
     algorithm = AlgorithmConfig(group_size=4, batch_size=2, learning_rate=1e-3, save_interval_steps=1)
-    data = write_splits(tmp_path, list_apples(6))
+    data = write_splits(tmp_path / "data", list_apples(6))
     return build_small_run(tmp_path, pocket_folder, data, max_tokens=6, algorithm=algorithm, experiment_name=None)
 
 

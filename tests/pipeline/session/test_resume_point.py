@@ -22,7 +22,7 @@ NUM_STEPS = 4
 def run(tmp_path, pocket_folder):
     """Calls tune() with a checkpoint every step, a replay buffer, and rollouts merged by two steps."""
     return build_small_run(
-        tmp_path, pocket_folder, write_splits(tmp_path, list_apples(6)), "save_interval_steps=1",
+        tmp_path, pocket_folder, write_splits(tmp_path / "data", list_apples(6)), "save_interval_steps=1",
         "experience.replay.num_groups=1", "steps_per_file=2", "trainer.mismatch_stop=100", steps=NUM_STEPS,
     )  # fmt: skip
 
