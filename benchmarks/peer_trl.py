@@ -83,7 +83,6 @@ def run_trl_grpo(
     def reward(completions: list, answer: list[str], **_: object) -> list[float]:
         return [score(completion[0]["content"], gold) for completion, gold in zip(completions, answer, strict=True)]
 
-    dtype = "float32" if device == "cpu" else "bfloat16"
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
@@ -99,7 +98,7 @@ def run_trl_grpo(
             **vllm,
         )
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype),
+            model=AutoModelForCausalLM.from_pretrained(model_path, dtype="float32" if device == "cpu" else "bfloat16"),
             processing_class=AutoTokenizer.from_pretrained(model_path),
             reward_funcs=reward,
             args=config,
