@@ -104,7 +104,7 @@ class EngineSection(Section):
     @model_validator(mode="after")
     def _check_weight_format(self) -> Self:
         if self.weight_format == "fp8" and self.cuda_decode != "compiled":
-            raise ValueError(f"weight_format=fp8 needs cuda_decode=compiled, not {self.cuda_decode}")
+            raise ValueError(f"weight_format=fp8 needs cuda_decode=compiled, and it is {self.cuda_decode}")
         return self
 
     def _is_set(self, knob: str) -> bool:
