@@ -24,7 +24,7 @@ from tunesmith.model.load import load_tokenizer
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.groups import run_groups
 from tunesmith.rollout.openai_server.client import InProcessClient
-from tunesmith.rollout.openai_server.request import parse_request
+from tunesmith.rollout.openai_server.request import RequestParser
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.storage import load_json_lines
@@ -34,7 +34,7 @@ GROUP_SIZE = 8
 MAX_MODEL_LEN = 1024
 CALL_PARTS: dict[str, Callable[..., Any]] = {
     "build a client": InProcessClient.bind,
-    "read the request": parse_request,
+    "read the request": RequestParser.parse,
     "render and tokenize": Renderer.render,
     "decode the answer": Renderer.decode,
     "engine": LocalEngine.step,

@@ -96,7 +96,7 @@ class EngineSection(Section):
         num_devices = len(self.vllm.devices or ())
         if num_devices not in (0, self.tensor_parallel_size):
             raise ValueError(
-                f"vllm.devices lists {num_devices} GPUs, but tensor_parallel_size={self.tensor_parallel_size} needs "
+                f"vllm.devices lists {num_devices} GPUs, and tensor_parallel_size={self.tensor_parallel_size} needs "
                 f"{self.tensor_parallel_size}: change one of them"
             )
         return self
