@@ -112,7 +112,8 @@ def measure(work: Callable[[int], object], repeats: int) -> float:
 
 def build_requests(engine: LocalEngine, arguments: argparse.Namespace) -> Callable[[int], None]:
     rng = np.random.default_rng(0)
-    prompts = rng.integers(100, 1000, (arguments.sequences, arguments.prompt_tokens)).tolist()
+    largest = min(1000, engine._vocab_size)
+    prompts = rng.integers(100, largest, (arguments.sequences, arguments.prompt_tokens)).tolist()
 
     async def generate() -> list[Completion]:
         calls = [
