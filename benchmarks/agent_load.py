@@ -10,11 +10,11 @@ import cProfile
 import pstats
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import EngineSection, ModelSection
@@ -24,7 +24,7 @@ from tunesmith.model.load import load_tokenizer
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.groups import run_groups
 from tunesmith.rollout.openai_server.client import InProcessClient
-from tunesmith.rollout.openai_server.request import parse_request
+from tunesmith.rollout.openai_server.request import RequestParser
 from tunesmith.rollout.runner import Agent
 from tunesmith.rollout.service import ModelService
 from tunesmith.storage import load_json_lines
@@ -34,7 +34,7 @@ GROUP_SIZE = 8
 MAX_MODEL_LEN = 1024
 CALL_PARTS: dict[str, Callable[..., Any]] = {
     "build a client": InProcessClient.bind,
-    "read the request": parse_request,
+    "read the request": RequestParser.parse,
     "render and tokenize": Renderer.render,
     "decode the answer": Renderer.decode,
     "engine": LocalEngine.step,
@@ -51,16 +51,16 @@ async def judge(task: Mapping[str, Any], response: str) -> JudgeOutput:
     return JudgeOutput(reward=float(len(response)))
 
 
-def measure_agents(model: PreTrainedModel, arguments: argparse.Namespace, *, num_agents: int) -> dict[str, Any]:
-    """Medians over the repeats; agents run in groups of eight that ask the same question."""
-    tokenizer = load_tokenizer(arguments.model)
-    settings = EngineSection(
-        max_num_seqs=num_agents,
-        kv_cache_tokens=num_agents * MAX_MODEL_LEN // 2,
-        cuda_decode=arguments.cuda_decode,
-        decode_block=arguments.decode_block,
-    )
-    engine = LocalEngine(model, tokenizer, settings, max_model_len=MAX_MODEL_LEN)
+def load_tasks(arguments: argparse.Namespace, num_agents: int) -> list[Task]:
+    """One question for each group of agents."""
+    rows = load_json_lines(Path(arguments.questions))[: num_agents // GROUP_SIZE]
+    return [Task(task_id=f"q/{i}", index=i, row=row) for i, row in enumerate(rows)]
+
+
+def build_agents(
+    engine: LocalEngine, tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace, tasks: Sequence[Task]
+) -> Callable[[int], list[Group]]:
+    """A function that runs all agents at once in a given step."""
     section = ModelSection(path=arguments.model)
     renderer = Renderer(
         tokenizer,
@@ -73,20 +73,37 @@ def measure_agents(model: PreTrainedModel, arguments: argparse.Namespace, *, num
         renderer,
         model_name="policy",
         sampling=Sampling(max_tokens=arguments.new_tokens),
-        build_model=_build_model,
+        build_model=lambda endpoint: ChatModel(endpoint),
     )
-    rows = load_json_lines(Path(arguments.questions))[: num_agents // GROUP_SIZE]
-    tasks = [Task(task_id=f"q/{i}", index=i, row=row) for i, row in enumerate(rows)]
+    agent, num_agents = Agent(workflow=ask, judge=judge, timeout_s=600.0), len(tasks) * GROUP_SIZE
 
     def run(step: int) -> list[Group]:
-        engine.pause()
-        engine.resume(step)
-        agent = Agent(workflow=ask, judge=judge, timeout_s=600.0)
         return run_lockstep(
             run_groups(
                 tasks, group_size=GROUP_SIZE, agent=agent, model=service, seed=0, step=step, max_concurrency=num_agents
             )
         )
+
+    return run
+
+
+def measure_agents(model: PreTrainedModel, arguments: argparse.Namespace, *, num_agents: int) -> dict[str, Any]:
+    """Medians over the repeats; agents run in groups of eight that ask the same question."""
+    tokenizer = load_tokenizer(arguments.model)
+    settings = EngineSection(
+        max_num_seqs=num_agents,
+        kv_cache_tokens=num_agents * MAX_MODEL_LEN // 2,
+        cuda_decode=arguments.cuda_decode,
+        decode_block=arguments.decode_block,
+    )
+    engine = LocalEngine(model, tokenizer, settings, max_model_len=MAX_MODEL_LEN)
+    tasks = load_tasks(arguments, num_agents)
+    run_agents = build_agents(engine, tokenizer, arguments, tasks)
+
+    def run(step: int) -> list[Group]:
+        engine.pause()
+        engine.resume(step)
+        return run_agents(step)
 
     rates, cpu_us, lengths = [], [], []
     for step in range(arguments.repeats + 1):
@@ -109,10 +126,6 @@ def measure_agents(model: PreTrainedModel, arguments: argparse.Namespace, *, num
         "cpu_us_per_call": statistics.median(cpu_us),
         "profiled_us_per_call": compute_part_costs(profiler, len(tasks) * GROUP_SIZE),
     }
-
-
-def _build_model(endpoint: Any) -> ChatModel:
-    return ChatModel(endpoint)
 
 
 def compute_part_costs(profiler: cProfile.Profile, num_calls: int) -> dict[str, float]:

@@ -13,23 +13,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from agent_load import GROUP_SIZE, ask, compute_part_costs, judge
+from agent_load import build_agents, compute_part_costs, load_tasks
 from report import publish
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase
 
-from tunesmith.chat.renderer import Renderer
-from tunesmith.config import EngineSection, ModelSection
+from tunesmith.config import EngineSection
 from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
 from tunesmith.engine.batch.input_batch import InputBatch
 from tunesmith.engine.core.span import Span
@@ -38,11 +35,7 @@ from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.forward.attention import use_plan_attention
 from tunesmith.model.load import load_tokenizer
-from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.rollout.groups import run_groups
-from tunesmith.rollout.runner import Agent
-from tunesmith.rollout.service import ModelService
-from tunesmith.types import Completion, Sampling, Task
+from tunesmith.types import Completion, Sampling
 
 MAX_MODEL_LEN = 1024
 HIDDEN_SIZE = 16
@@ -119,7 +112,8 @@ def measure(work: Callable[[int], object], repeats: int) -> float:
 
 def build_requests(engine: LocalEngine, arguments: argparse.Namespace) -> Callable[[int], None]:
     rng = np.random.default_rng(0)
-    prompts = rng.integers(100, 1000, (arguments.sequences, arguments.prompt_tokens)).tolist()
+    largest = min(1000, engine._vocab_size)
+    prompts = rng.integers(100, largest, (arguments.sequences, arguments.prompt_tokens)).tolist()
 
     async def generate() -> list[Completion]:
         calls = [
@@ -135,35 +129,14 @@ def build_requests(engine: LocalEngine, arguments: argparse.Namespace) -> Callab
     return run
 
 
-def build_agents(
+def build_agent_work(
     engine: LocalEngine, tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace
 ) -> Callable[[int], None]:
-    section = ModelSection(path=arguments.model)
-    renderer = Renderer(
-        tokenizer,
-        tool_call_parser=section.tool_call_parser,
-        reasoning_parser=section.reasoning_parser,
-        enable_thinking=section.enable_thinking,
-    )
-    service = ModelService(
-        engine,
-        renderer,
-        model_name="policy",
-        sampling=Sampling(max_tokens=arguments.new_tokens),
-        build_model=lambda endpoint: ChatModel(endpoint),
-    )
-    lines = Path(arguments.questions).read_text(encoding="utf-8").splitlines()[: arguments.sequences // GROUP_SIZE]
-    tasks = [Task(task_id=f"q/{i}", index=i, row=json.loads(line)) for i, line in enumerate(lines)]
-    agent = Agent(workflow=ask, judge=judge, timeout_s=600.0)
+    run_agents = build_agents(engine, tokenizer, arguments, load_tasks(arguments, arguments.sequences))
 
     def run(step: int) -> None:
         engine.resume(step)
-        groups = run_lockstep(
-            run_groups(
-                tasks, group_size=GROUP_SIZE, agent=agent, model=service, seed=0, step=step,
-                max_concurrency=arguments.sequences,
-            )
-        )  # fmt: skip
+        groups = run_agents(step)
         assert all(trajectory.failure is None for group in groups for trajectory in group.trajectories)
 
     return run
@@ -183,7 +156,7 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.model)
     engine = build_engine(tokenizer, arguments.sequences)
     requests_s = measure(build_requests(engine, arguments), arguments.repeats)
-    run_agents = build_agents(engine, tokenizer, arguments)
+    run_agents = build_agent_work(engine, tokenizer, arguments)
     agents_s = measure(run_agents, arguments.repeats)
     profiler = cProfile.Profile(time.process_time)
     profiler.runcall(run_agents, arguments.repeats + 1)

@@ -119,7 +119,7 @@ async def get_text(model: Any, messages: list[dict[str, str]]) -> str:
     return str(answer.choices[0].message.content)
 
 
-def main() -> None:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="training steps")
     parser.add_argument("--interval", type=int, default=50, help="steps between records")
@@ -135,7 +135,11 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="list Python lines whose allocations grow")
     parser.add_argument("--set", nargs="*", default=[], dest="overrides", metavar="KEY=VALUE", help="override keys")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = read_options()
     if options.trace:
         tracemalloc.start(4)
     probe = Probe(

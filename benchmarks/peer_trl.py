@@ -28,6 +28,21 @@ ONE_PROCESS = {
 }
 """Environment of vLLM inside of TRL's process; torchrun sets the first five."""
 
+PLAIN: dict[str, Any] = {
+    "lr_scheduler_type": "constant",
+    "beta": 0.0,
+    "temperature": 1.0,
+    "top_k": 0,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "shuffle_dataset": False,
+    "ddp_find_unused_parameters": False,
+}
+"""Settings of `GRPOConfig` that are the same in every measurement."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerResult:
@@ -58,22 +73,61 @@ def run_trl_grpo(
     of the attention projections instead of all weights. `on_step` receives the seconds of all steps so far. Under
     torchrun each process calls this, `num_tasks` are those of one, and prompts are those of all.
     """
-    vllm: dict[str, Any] = {}
-    if vllm_memory is not None:
-        for name, value in ONE_PROCESS.items():
-            os.environ.setdefault(name, value)
-        vllm = {
-            "use_vllm": True,
-            "vllm_mode": "colocate",
-            "vllm_gpu_memory_utilization": vllm_memory,
-            "vllm_max_model_length": 1024,
-        }
-    import torch
+    vllm = {} if vllm_memory is None else prepare_vllm(vllm_memory)
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     stamps: list[float] = []
+
+    def reward(completions: list, answer: list[str], **_: object) -> list[float]:
+        return [score(completion[0]["content"], gold) for completion, gold in zip(completions, answer, strict=True)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=device == "cpu",
+            bf16=device != "cpu",
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=num_tasks * group_size // micro_batch,
+            num_generations=group_size,
+            max_completion_length=max_new_tokens,
+            max_steps=num_steps + 1,
+            learning_rate=learning_rate,
+            **PLAIN,
+            **vllm,
+        )
+        trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(model_path, dtype="float32" if device == "cpu" else "bfloat16"),
+            processing_class=AutoTokenizer.from_pretrained(model_path),
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": prompts, "answer": answers}),
+            callbacks=[build_clock(stamps, on_step, device=device)],
+            peft_config=None if lora_rank is None else build_lora(lora_rank),
+        )
+        trainer.train()
+    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
+    seconds = [end - start for start, end in zip(stamps[0::2], stamps[1::2], strict=True)]
+    return PeerResult(seconds_per_step=seconds[1:], mean_completion_tokens=sum(lengths[1:]) / max(1, len(lengths[1:])))
+
+
+def prepare_vllm(memory: float) -> dict[str, Any]:
+    """The settings of `GRPOConfig` for vLLM in this process, whose environment is set."""
+    for name, value in ONE_PROCESS.items():
+        os.environ.setdefault(name, value)
+    return {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": memory,
+        "vllm_max_model_length": 1024,
+    }
+
+
+def build_clock(stamps: list[float], on_step: Callable[[list[float]], None], *, device: str) -> Any:
+    """A callback that appends the times at which steps begin and end to `stamps`."""
+    import torch
+    from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *_: object, **__: object) -> None:
@@ -88,50 +142,7 @@ def run_trl_grpo(
                 torch.cuda.synchronize()
             stamps.append(time.perf_counter())
 
-    def reward(completions: list, answer: list[str], **_: object) -> list[float]:
-        return [score(completion[0]["content"], gold) for completion, gold in zip(completions, answer, strict=True)]
-
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
-    batch = num_tasks * group_size
-    with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            use_cpu=device == "cpu",
-            bf16=device != "cpu",
-            per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=batch // micro_batch,
-            num_generations=group_size,
-            max_completion_length=max_new_tokens,
-            max_steps=num_steps + 1,
-            learning_rate=learning_rate,
-            lr_scheduler_type="constant",
-            beta=0.0,
-            temperature=1.0,
-            top_k=0,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-            shuffle_dataset=False,
-            ddp_find_unused_parameters=False,
-            **vllm,
-        )
-        trainer = GRPOTrainer(
-            model=model,
-            processing_class=AutoTokenizer.from_pretrained(model_path),
-            reward_funcs=reward,
-            args=config,
-            train_dataset=Dataset.from_dict({"prompt": prompts, "answer": answers}),
-            callbacks=[Clock()],
-            peft_config=None if lora_rank is None else build_lora(lora_rank),
-        )
-        trainer.train()
-    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
-    starts, ends = stamps[0::2], stamps[1::2]
-    seconds = [end - start for start, end in zip(starts, ends, strict=True)]
-    return PeerResult(seconds_per_step=seconds[1:], mean_completion_tokens=sum(lengths[1:]) / max(1, len(lengths[1:])))
+    return Clock()
 
 
 def build_lora(rank: int) -> Any:

@@ -10,6 +10,17 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+PLAIN: dict[str, Any] = {
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+"""Settings of `SFTConfig` that are the same in every measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +52,7 @@ def run_trl_sft(
     """
     import torch
     from datasets import Dataset
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TrainerCallback
+    from transformers import AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     stamps: list[float] = []
@@ -52,6 +62,43 @@ def run_trl_sft(
             if device != "cpu":
                 torch.cuda.synchronize()
             stamps.append(time.perf_counter())
+
+    model = load_model(
+        model_path, adapter_path, is_quantized=is_quantized, has_narrow_weights=has_narrow_weights, device=device
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = SFTConfig(
+            output_dir=folder,
+            use_cpu=device == "cpu",
+            bf16=device != "cpu",
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=rows_per_batch // micro_batch,
+            num_train_epochs=1,
+            train_sampling_strategy="sequential",
+            max_length=None,
+            padding_free=is_padding_free,
+            learning_rate=learning_rate,
+            **PLAIN,
+        )
+        trainer = SFTTrainer(
+            model=model,
+            processing_class=AutoTokenizer.from_pretrained(model_path),
+            args=config,
+            train_dataset=Dataset.from_dict({"input_ids": list(token_ids), "labels": list(labels)}),
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    seconds = [after - before for before, after in itertools.pairwise(stamps)]
+    return PeerRun(seconds_per_step=seconds, losses=losses)
+
+
+def load_model(
+    model_path: str, adapter_path: str | None, *, is_quantized: bool, has_narrow_weights: bool, device: str
+) -> Any:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     dtype = torch.bfloat16 if has_narrow_weights and device != "cpu" else torch.float32
     quantization = BitsAndBytesConfig(
@@ -66,35 +113,4 @@ def run_trl_sft(
         device_map={"": device},
         **({"quantization_config": quantization} if is_quantized else {}),
     )
-    if adapter_path is not None:
-        model = PeftModel.from_pretrained(model, adapter_path, is_trainable=True)
-    with tempfile.TemporaryDirectory() as folder:
-        config = SFTConfig(
-            output_dir=folder,
-            use_cpu=device == "cpu",
-            bf16=device != "cpu",
-            per_device_train_batch_size=micro_batch,
-            gradient_accumulation_steps=rows_per_batch // micro_batch,
-            num_train_epochs=1,
-            train_sampling_strategy="sequential",
-            max_length=None,
-            padding_free=is_padding_free,
-            learning_rate=learning_rate,
-            lr_scheduler_type="constant",
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-        )
-        trainer = SFTTrainer(
-            model=model,
-            processing_class=AutoTokenizer.from_pretrained(model_path),
-            args=config,
-            train_dataset=Dataset.from_dict({"input_ids": list(token_ids), "labels": list(labels)}),
-            callbacks=[Clock()],
-        )
-        trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    seconds = [after - before for before, after in itertools.pairwise(stamps)]
-    return PeerRun(seconds_per_step=seconds, losses=losses)
+    return model if adapter_path is None else PeftModel.from_pretrained(model, adapter_path, is_trainable=True)

@@ -25,33 +25,34 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from questions import list_questions
-from report import describe_environment
-from shapes import SHAPES, count_multiplied, save_random_model
+from report import describe_environment, describe_settings, save_record
+from shapes import SHAPES, count_multiplied
+from training_step import (
+    RANDOM_WEIGHTS,
+    add_step_arguments,
+    build_feed,
+    build_parts,
+    build_rank_command,
+    build_step_config,
+    build_trainer,
+    list_tasks,
+    load_step_actors,
+    run_ranks,
+    save_model,
+)
 
-from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.experience.batch import BatchSize
-from tunesmith.experience.replay import ReplayBuffer
-from tunesmith.loop import StepParts, run_step
+from tunesmith.loop import run_step
 from tunesmith.model.load import resolve_device
-from tunesmith.model.prepare import prepare_model
-from tunesmith.pipeline.session.actors import load_actors
-from tunesmith.pipeline.session.load_config import build_config
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.rank_shares import RankLedger
 from tunesmith.shared_step import end_run, follow
-from tunesmith.tasks.selector import build_sequential
-from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import JudgeOutput, Task, WorkflowOutput
 
 PARTS = (
     "perf/rollout_s", "perf/train_s", "perf/rollout_wait_s", "perf/train_wait_s", "perf/communication_s",
@@ -59,16 +60,6 @@ PARTS = (
 )  # fmt: skip
 PEAK_FLOPS = 989e12
 """Of an H200, bfloat16 without sparsity."""
-
-
-async def ask(task: dict[str, Any], model: ChatModel) -> WorkflowOutput:
-    completion = await model([{"role": "user", "content": task["question"]}])
-    return WorkflowOutput(response=completion.choices[0].message.content or "")
-
-
-async def judge(task: dict[str, Any], response: str) -> JudgeOutput:
-    """A reward that differs within groups, so that every rollout trains."""
-    return JudgeOutput(reward=float(sum(map(ord, response)) % 11))
 
 
 class GarbageTimes:
@@ -142,52 +133,31 @@ class TimedLedger(RankLedger):
         RankLedger.clear(self)
 
 
-def build_settings(arguments: argparse.Namespace, *, num_ranks: int, local_rank: int) -> RunConfig:
-    return build_config(
-        {
-            "model": {
-                "path": arguments.model,
-                "device": "cpu" if arguments.device == "cpu" else f"cuda:{local_rank}",
-                "max_model_len": arguments.max_model_len,
-                "max_tokens": arguments.max_new_tokens,
-            },
-            "algorithm": {
-                "algorithm_type": "grpo", "group_size": arguments.group, "batch_size": arguments.tasks * num_ranks,
-            },
-            "trainer": {
-                "learning_rate": 1e-6, "mismatch_stop": 1e9, "mismatch_warn": 1e9,
-                "has_gradient_checkpointing": arguments.checkpointing,
-                "max_tokens_per_row": arguments.max_tokens_per_row,
-            },
-            "rollout": {"chat_model": "openai", "max_concurrency": arguments.tasks * arguments.group},
-            "engine": {
-                "max_num_seqs": max(256, arguments.tasks * arguments.group), "kv_cache_gib": arguments.kv_cache_gib,
-            },
-        }
-    )  # fmt: skip
-
-
-def list_tasks(num_tasks: int) -> list[Task]:
-    rows = list_questions(num_tasks)
-    return [Task(task_id=f"q/{index}", index=index, row={"question": row}) for index, row in enumerate(rows)]
-
-
 def run_rank(arguments: argparse.Namespace) -> None:
     """One rank of one measurement; the first writes the result."""
     place = find_place()
-    config = build_settings(arguments, num_ranks=place.world_size, local_rank=place.local_rank)
+    config = build_step_config(
+        arguments,
+        algorithm={"batch_size": arguments.tasks * place.world_size},
+        trainer={
+            **RANDOM_WEIGHTS,
+            "has_gradient_checkpointing": arguments.checkpointing,
+            "max_tokens_per_row": arguments.max_tokens_per_row,
+        },
+        engine={
+            "max_num_seqs": max(256, arguments.tasks * arguments.group), "kv_cache_gib": arguments.kv_cache_gib,
+        },
+    )  # fmt: skip
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     with open_ranks(place, device=resolve_device(config.model.device), timeout_s=900) as ranks:
-        policy, actors = load_actors(
-            config, workflow=ask, judge=judge, build_model=lambda e, o: ChatModel(e, options=o), ranks=ranks
-        )
+        policy, actors = load_step_actors(config, ranks=ranks)
         actors = replace(actors, ledger=TimedLedger())
-        trainer = TimedTrainer(
-            policy.model, config.trainer, config.algorithm, max_model_len=config.model.max_model_len,
-            num_total_steps=arguments.steps + 2, ranks=ranks,
+        trainer = build_trainer(
+            config, policy, num_steps=arguments.steps + 2, kind=TimedTrainer, ranks=ranks,
             has_sharded_gradients=True if arguments.sharded_gradients else None,
         )  # fmt: skip
+        assert isinstance(trainer, TimedTrainer)
         if ranks.is_first:
             history = run_lockstep(run_steps(arguments, config, actors, trainer, ranks), config.rollout)
         else:
@@ -206,21 +176,10 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 
 async def run_steps(
-    arguments: argparse.Namespace, config: RunConfig, actors: Actors, trainer: Trainer, ranks: Ranks
+    arguments: argparse.Namespace, config: RunConfig, actors: Actors, trainer: TimedTrainer, ranks: Ranks
 ) -> list[dict[str, float]]:
-    num_tasks = config.algorithm.batch_size
-    tasks = list_tasks(4 * num_tasks)
-    parts = StepParts(
-        tasks=TaskFeed(tasks, build_sequential(np.zeros((len(tasks), 0)), seed=0)),
-        actors=actors,
-        algorithm=resolve_algorithm(config.algorithm),
-        trainer=trainer,
-        replay=ReplayBuffer(config.experience.replay, seed=0),
-        size=BatchSize(num_groups=num_tasks, max_tasks=num_tasks),
-        group_size=arguments.group,
-        seed=0,
-        max_failure_rate=0.0,
-    )
+    feed = build_feed(list_tasks(4 * config.algorithm.batch_size))
+    parts = build_parts(config, feed, actors, trainer)
     history: list[dict[str, float]] = []
     started = time.perf_counter()
     for step in range(1, arguments.steps + arguments.warmup + 1):
@@ -238,23 +197,14 @@ def measure(
     arguments: argparse.Namespace, num_ranks: int, model: str, *, is_independent: bool = False
 ) -> dict[str, Any]:
     """Start the ranks, or as many independent processes, and read what they have written."""
+    num_threads = max((os.cpu_count() or 1) // max(map(int, arguments.gpus.split(","))), 1)
     with tempfile.TemporaryDirectory() as folder:
-        given = [
-            "--model", model, "--device", arguments.device, "--tasks", str(arguments.tasks),
-            "--group", str(arguments.group), "--max-new-tokens", str(arguments.max_new_tokens),
-            "--max-model-len", str(arguments.max_model_len), "--steps", str(arguments.steps),
-            "--warmup", str(arguments.warmup), *(["--checkpointing"] if arguments.checkpointing else []),
-            *(["--sharded-gradients"] if arguments.sharded_gradients else []),
-            "--max-tokens-per-row", str(arguments.max_tokens_per_row),
-            *([] if arguments.kv_cache_gib is None else ["--kv-cache-gib", str(arguments.kv_cache_gib)]),
-        ]  # fmt: skip
-        num_threads = max((os.cpu_count() or 1) // max(map(int, arguments.gpus.split(","))), 1)
-        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(num_threads)} | os.environ
-        outs = [Path(folder) / f"result-{index}.json" for index in range(num_ranks if is_independent else 1)]
+        outs = [str(Path(folder) / f"result-{index}.json") for index in range(num_ranks if is_independent else 1)]
         if is_independent:
+            environment = {"OMP_NUM_THREADS": str(num_threads)} | os.environ
             processes = [
                 subprocess.Popen(
-                    [sys.executable, __file__, "--worker", str(out), *given],
+                    build_rank_command(1, "--worker", out, "--model", model),
                     env=environment | {"CUDA_VISIBLE_DEVICES": str(index)},
                 )
                 for index, out in enumerate(outs)
@@ -263,10 +213,8 @@ def measure(
             if any(statuses):
                 raise SystemExit("an independent process failed")
         else:
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-            command = [sys.executable, *(launcher if num_ranks > 1 else []), __file__, "--worker", str(outs[0]), *given]
-            subprocess.run(command, env=environment, check=True)
-        results = [json.loads(out.read_text()) for out in outs]
+            run_ranks(num_ranks, "--worker", outs[0], "--model", model, num_threads=num_threads)
+        results = [json.loads(Path(out).read_text()) for out in outs]
     slowest = max(results, key=lambda result: sum(row["seconds"] for row in result["steps"][arguments.warmup :]))
     if not is_independent:
         return slowest
@@ -316,15 +264,8 @@ def show(results: list[dict[str, Any]], *, shape: str, warmup: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", default="1,2", help="numbers of ranks, with commas; the first is the base")
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"], help="device of all ranks")
-    parser.add_argument("--shape", default="qwen3-0.6b", choices=[*SHAPES, "pocket"], help="random weights of it")
-    parser.add_argument(
-        "--model", help="folder of the model whose tokenizer is used; default: SmolLM2's, else pocket's"
-    )
+    add_step_arguments(parser)
     parser.add_argument("--tasks", type=int, default=64, help="tasks per rank and step")
-    parser.add_argument("--group", type=int, default=8, help="rollouts per task")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="most tokens per rollout")
-    parser.add_argument("--max-model-len", type=int, default=1024, help="as model.max_model_len")
     parser.add_argument("--steps", type=int, default=5, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them: compilation, CUDA graphs")
     parser.add_argument("--checkpointing", action="store_true", help="as trainer.has_gradient_checkpointing")
@@ -345,28 +286,10 @@ def main() -> None:
             if arguments.independent and number > 1:
                 results.append(measure(arguments, number, model, is_independent=True))
             results.append(measure(arguments, number, model))
-    out = Path(arguments.out or f"results/ranks_{arguments.device}/{arguments.shape}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "worker", "model")}
-    out.write_text(json.dumps({"arguments": settings, "results": results}, indent=1) + "\n")
+    out = arguments.out or f"results/ranks_{arguments.device}/{arguments.shape}.json"
+    save_record(out, {"arguments": describe_settings(arguments), "results": results})
     show(results, shape=arguments.shape, warmup=arguments.warmup)
     print(f"raw: {out}")
-
-
-def save_model(arguments: argparse.Namespace, folder: Path) -> str:
-    """The model of the shape, with a tokenizer that is there without a download."""
-    if arguments.shape == "pocket":
-        return str(prepare_model("pocket", folder / "pocket"))
-    tokenizer = arguments.model
-    if tokenizer is None:
-        try:
-            tokenizer = str(prepare_model("smollm2-135m-instruct", folder / "smollm2"))
-        except (OSError, ValueError):
-            tokenizer = str(prepare_model("pocket", folder / "pocket"))
-    save_random_model(arguments.shape, folder / "model", tokenizer=tokenizer, device=torch.device(arguments.device))
-    if arguments.device == "cuda":
-        torch.cuda.empty_cache()
-    return str(folder / "model")
 
 
 if __name__ == "__main__":

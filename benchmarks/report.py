@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,18 @@ def publish(
     ratio = ours / max(peers.values()) if peers and max(peers.values()) else None
     line = {"name": name, "unit": unit, "ours": ours, "peers": dict(peers), "ratio": ratio}
     if out is not None:
-        path = Path(out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        record = line | {"environment": describe_environment(device), "details": details}
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        save_record(out, line | {"environment": describe_environment(device), "details": details})
     print(json.dumps(line))
+
+
+def save_record(out: str, record: Mapping[str, Any]) -> None:
+    """Write a result file, and the folder that it is in."""
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def describe_settings(arguments: argparse.Namespace, *, hidden: Collection[str] = ()) -> dict[str, Any]:
+    """The options of a run as its result file names them: without files of this machine, and without `hidden`."""
+    left_out = {"out", "model", "worker", "run", *hidden}
+    return {name: value for name, value in vars(arguments).items() if name not in left_out}

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import random
 import statistics
 import subprocess
@@ -30,102 +29,54 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from ranks import judge, list_tasks, save_model
-from report import describe_environment
-from shapes import SHAPES
+from report import describe_environment, describe_settings, save_record
+from slow_tools import Sleeps, use_tools
+from training_step import (
+    RANDOM_WEIGHTS,
+    add_step_arguments,
+    build_feed,
+    build_parts,
+    build_step_config,
+    build_trainer,
+    list_tasks,
+    load_step_actors,
+    save_model,
+    time_step,
+)
 
-from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import EvaluationSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.experience.batch import BatchSize
-from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.judges.numeric import judge_number
-from tunesmith.loop import StepParts, run_step
-from tunesmith.pipeline.demo.run import DemoAgent, DemoSettings, finetune, save_base
-from tunesmith.pipeline.demo.run import build_config as build_run
+from tunesmith.pipeline.demo.run import DemoAgent, DemoSettings, build_config, finetune, save_base
 from tunesmith.pipeline.prepare.calculator_agent import build_reply, run_tool_calls
 from tunesmith.pipeline.rl.tune import run_tuning
-from tunesmith.pipeline.session.actors import load_actors
-from tunesmith.pipeline.session.load_config import build_config
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
 from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.rollout.in_flight.in_flight_groups import InFlightGroups
 from tunesmith.rollout.in_flight.own_groups import InFlightLimits, OwnGroups
 from tunesmith.tasks.arithmetic import Problem
-from tunesmith.tasks.selector import build_sequential
-from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.tools.calculator import CALCULATOR_TOOL
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import WorkflowOutput
 
-DECK_SIZE = 1024
+TOTAL_STEPS = 10**6
 MAX_FILLING_STEPS = 3
 """Steps that are not measured while groups in flight have no age yet; the first with older tokens compiles its loss."""
 COUNTS = ("num_dropped_groups", "num_overtaking_groups", "num_mixed_turns")
-
-
-class Sleeps:
-    """Log-normal durations in seconds, from shuffled decks of equally likely quantiles."""
-
-    def __init__(self, *, median_s: float, p99_s: float, seed: int) -> None:
-        sigma = math.log(p99_s / median_s) / statistics.NormalDist().inv_cdf(0.99) if median_s else 0.0
-        quantiles = [statistics.NormalDist().inv_cdf((i + 0.5) / DECK_SIZE) for i in range(DECK_SIZE)]
-        self._deck = [median_s * math.exp(sigma * z) for z in quantiles]
-        self._rng = random.Random(seed)
-        self._left: list[float] = []
-
-    def draw(self) -> float:
-        if not self._left:
-            self._left = self._rng.sample(self._deck, DECK_SIZE)
-        return self._left.pop()
 
 
 SLEEPS = Sleeps(median_s=0.0, p99_s=0.0, seed=0)
 """Those of the current measurement."""
 
 
-async def use_tools(task: Mapping[str, Any], model: ChatModel, *, num_calls: int) -> WorkflowOutput:
-    """Model calls with a slow tool between them."""
-    messages = [{"role": "user", "content": task["question"]}]
-    for call in range(num_calls + 1):
-        reply = (await model(messages)).choices[0].message.content or ""
-        if call < num_calls:
-            await asyncio.sleep(SLEEPS.draw())
-            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "The tool is done."}]
-    return WorkflowOutput(response=reply)
-
-
-def build_settings(arguments: argparse.Namespace) -> RunConfig:
-    num_agents = arguments.tasks * arguments.group
-    return build_config(
-        {
-            "model": {
-                "path": arguments.model,
-                "device": arguments.device,
-                "max_model_len": 1024,
-                "max_tokens": arguments.max_new_tokens,
-            },
-            "algorithm": {"algorithm_type": "grpo", "group_size": arguments.group, "batch_size": arguments.tasks},
-            "trainer": {"learning_rate": 1e-6, "mismatch_stop": 1e9, "mismatch_warn": 1e9},
-            "rollout": {"chat_model": "openai", "max_concurrency": num_agents},
-            "engine": {"max_num_seqs": num_agents},
-        }
-    )
-
-
 def measure_speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Steps of each staleness; the first result is a warm-up without sleeps."""
-    config = build_settings(arguments)
-    workflow = partial(use_tools, num_calls=arguments.calls)
-    policy, actors = load_actors(
-        config, workflow=workflow, judge=judge, build_model=lambda e, o: ChatModel(e, options=o)
-    )
-    trainer = Trainer(
-        policy.model, config.trainer, config.algorithm, max_model_len=config.model.max_model_len, num_total_steps=10**6
-    )
+    config = build_step_config(arguments, trainer=RANDOM_WEIGHTS)
+    workflow = partial(use_tools, num_calls=arguments.calls, draw_sleep=lambda: SLEEPS.draw())
+    policy, actors = load_step_actors(config, workflow=workflow)
+    trainer = build_trainer(config, policy, num_steps=TOTAL_STEPS)
 
     async def run() -> list[dict[str, Any]]:
         global SLEEPS
@@ -150,40 +101,24 @@ async def run_steps(
     staleness: int | None,
 ) -> list[dict[str, float]]:
     """Steps until `--seconds` have passed, after those that fill the groups in flight; `--warmup` for the warm-up."""
-    tasks = list_tasks(64 * arguments.tasks)
-    feed = TaskFeed(tasks, build_sequential(np.zeros((len(tasks), 0)), seed=0))
+    feed = build_feed(list_tasks(64 * arguments.tasks))
     limits = InFlightLimits(
-        group_size=arguments.group, batch_size=arguments.tasks, max_staleness=staleness or 0, total_steps=10**6,
+        group_size=arguments.group, batch_size=arguments.tasks, max_staleness=staleness or 0, total_steps=TOTAL_STEPS,
         keeps_cache=arguments.stale_cache == "keep",
     )  # fmt: skip
     device = policy.model.device
     prepare = partial(torch.cuda.set_device, device) if device.type == "cuda" else lambda: None
     own = OwnGroups(actors, policy.engine, limits, seed=0, prepare_thread=prepare)
     in_flight = InFlightGroups(own, feed, limits)
-    parts = StepParts(
-        tasks=feed,
-        actors=actors,
-        algorithm=resolve_algorithm(config.algorithm),
-        trainer=trainer,
-        replay=ReplayBuffer(config.experience.replay, seed=0),
-        size=BatchSize(num_groups=arguments.tasks, max_tasks=arguments.tasks),
-        group_size=arguments.group,
-        seed=0,
-        max_failure_rate=0.0,
-        in_flight=in_flight if staleness else None,
-    )
+    parts = build_parts(config, feed, actors, trainer, in_flight=in_flight if staleness else None)
     history: list[dict[str, float]] = []
     measured_s = 0.0
     while measured_s < arguments.seconds and not (staleness is None and len(history) == arguments.warmup):
-        started = time.perf_counter()
-        metrics = (await run_step(parts, step=len(history) + 1)).metrics
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        metrics = await time_step(parts, step=len(history) + 1, device=device.type)
         is_filling = len(history) < min((staleness or -1) + 1, MAX_FILLING_STEPS)
-        measured_s += 0.0 if is_filling else seconds
-        history.append(metrics | {"seconds": seconds, "is_filling": float(is_filling)})
-        print(f"staleness {staleness}, step {len(history)}: {seconds:.2f} s", file=sys.stderr, flush=True)
+        measured_s += 0.0 if is_filling else metrics["seconds"]
+        history.append(metrics | {"is_filling": float(is_filling)})
+        print(f"staleness {staleness}, step {len(history)}: {metrics['seconds']:.2f} s", file=sys.stderr, flush=True)
     await in_flight.close()
     return history
 
@@ -212,18 +147,11 @@ def run_speed(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments.model = save_model(arguments, Path(folder))
         results = measure_speed(arguments)
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "model", "run")}
-    save(
-        arguments.out or f"results/staleness_{arguments.device}/{arguments.shape}.json",
-        {"arguments": settings, "environment": describe_environment(arguments.device), "results": results},
-    )
+    out = arguments.out or f"results/staleness_{arguments.device}/{arguments.shape}.json"
+    environment = describe_environment(arguments.device)
+    save_record(out, {"arguments": describe_settings(arguments), "environment": environment, "results": results})
     show_speed(results)
-
-
-def save(path: str, result: Mapping[str, Any]) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(result, indent=1) + "\n")
-    print(f"raw: {path}")
+    print(f"raw: {out}")
 
 
 SYSTEM_PROMPT = "Use the tool."
@@ -285,7 +213,7 @@ def run_worker(arguments: argparse.Namespace) -> None:
         (root / "finetuned").write_text(str(finetuned))
         return
     SLEEPS = Sleeps(median_s=arguments.median_s, p99_s=arguments.p99_s, seed=arguments.seed)
-    config = build_run(Path((root / "finetuned").read_text()), root, seed=arguments.seed, settings=settings)
+    config = build_config(Path((root / "finetuned").read_text()), root, seed=arguments.seed, settings=settings)
     rollout = config.rollout.model_copy(update={"max_staleness": int(arguments.worker)})
     evaluation = EvaluationSection(interval_steps=arguments.interval, at_start=True)
     name = f"staleness-{arguments.worker}"
@@ -343,12 +271,10 @@ def run_curve(arguments: argparse.Namespace) -> None:
             | json.loads((Path(folder) / str(seed) / f"staleness-{staleness}.json").read_text())
             for staleness, seed in runs
         ]
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "run", "folder", "worker")}
-    save(
-        arguments.out or "results/staleness_curve.json",
-        {"arguments": settings, "environment": describe_environment("cpu"), "results": results},
-    )
+    out, settings = arguments.out or "results/staleness_curve.json", describe_settings(arguments, hidden=("folder",))
+    save_record(out, {"arguments": settings, "environment": describe_environment("cpu"), "results": results})
     show_curve(results)
+    print(f"raw: {out}")
 
 
 def show_curve(results: list[dict[str, Any]]) -> None:
@@ -378,13 +304,10 @@ def main() -> None:
         each.add_argument("--median-s", type=float, default=median_s, help="median of the sleeps")
         each.add_argument("--p99-s", type=float, default=p99_s, help="99th percentile of the sleeps")
         each.add_argument("--out", help="JSON file for the raw result, below results/ by default")
-    speed.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    speed.add_argument("--shape", default="smollm2-135m", choices=[*SHAPES, "pocket"], help="random weights of it")
-    speed.add_argument("--model", help="folder of the model whose tokenizer is used")
+    add_step_arguments(speed)
+    speed.set_defaults(shape="smollm2-135m", max_new_tokens=96)
     speed.add_argument("--tasks", type=int, default=64, help="tasks per step; tasks x group agents run at once")
-    speed.add_argument("--group", type=int, default=8, help="rollouts per task")
     speed.add_argument("--calls", type=int, default=2, help="tool calls per rollout")
-    speed.add_argument("--max-new-tokens", type=int, default=96, help="most tokens per model call")
     speed.add_argument("--seconds", type=float, default=30.0, help="least time measured for each staleness")
     speed.add_argument("--warmup", type=int, default=2, help="steps without sleeps before: compilation, CUDA graphs")
     speed.add_argument("--stale-cache", default="recompute", choices=["recompute", "keep"], help="as in rollout")

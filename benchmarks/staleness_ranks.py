@@ -11,59 +11,46 @@ the next `max_staleness` steps. The first tasks have no sleeps: compilation, CUD
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from ranks import judge, list_tasks, save_model
-from report import describe_environment
-from shapes import SHAPES
-from staleness import Sleeps
+from report import describe_environment, describe_settings, save_record
+from slow_tools import Sleeps, use_tools
+from training_step import (
+    RANDOM_WEIGHTS,
+    add_step_arguments,
+    build_feed,
+    build_parts,
+    build_step_config,
+    build_trainer,
+    list_tasks,
+    load_step_actors,
+    run_ranks,
+    save_model,
+    time_step,
+)
 
-from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.roles import RankRoles, split_ranks
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.experience.batch import BatchSize
-from tunesmith.experience.replay import ReplayBuffer
-from tunesmith.loop import StepParts, run_step
+from tunesmith.loop import StepParts
 from tunesmith.pipeline.rl.staleness import build_in_flight, build_member, build_sampling_rank
-from tunesmith.pipeline.session.actors import load_actors
-from tunesmith.pipeline.session.load_config import build_config
 from tunesmith.pipeline.session.placement import place_engine
 from tunesmith.pipeline.session.policy import Policy
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.shared_step import end_run, follow
-from tunesmith.tasks.selector import build_sequential
-from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Task, WorkflowOutput
+from tunesmith.types import Task
 
 TOTAL_STEPS = 10**6
-
-
-async def use_tools(task: dict[str, Any], model: ChatModel, *, num_calls: int, sleeps: Sleeps) -> WorkflowOutput:
-    """Model calls with a slow tool between them."""
-    messages = [{"role": "user", "content": task["question"]}]
-    for call in range(num_calls + 1):
-        reply = (await model(messages)).choices[0].message.content or ""
-        if call < num_calls:
-            await asyncio.sleep(0.0 if task["is_warm"] else sleeps.draw())
-            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "The tool is done."}]
-    return WorkflowOutput(response=reply)
 
 
 def read_layout(layout: str) -> tuple[int, int]:
@@ -74,26 +61,13 @@ def read_layout(layout: str) -> tuple[int, int]:
 
 def build_settings(arguments: argparse.Namespace) -> RunConfig:
     num_ranks, num_samplers = read_layout(arguments.layouts[0])
-    num_agents = arguments.tasks * arguments.group
-    place = find_place()
-    config = build_config(
-        {
-            "model": {
-                "path": arguments.model,
-                "device": "cpu" if arguments.device == "cpu" else f"cuda:{place.local_rank}",
-                "max_model_len": 1024,
-                "max_tokens": arguments.max_new_tokens,
-            },
-            "algorithm": {"algorithm_type": "grpo", "group_size": arguments.group, "batch_size": arguments.tasks},
-            "trainer": {"learning_rate": 1e-5, "mismatch_stop": 1e9, "mismatch_warn": 1e9},
-            "rollout": {
-                "chat_model": "openai",
-                "max_staleness": arguments.staleness[0],
-                "max_concurrency": num_agents * (arguments.staleness[0] + 1) // (num_samplers or num_ranks),
-            },
-            "engine": {"max_num_seqs": num_agents},
-            "cluster": {"sampling_ranks": num_samplers},
-        }
+    staleness, place = arguments.staleness[0], find_place()
+    num_in_flight = arguments.tasks * arguments.group * (staleness + 1)
+    config = build_step_config(
+        arguments,
+        trainer=RANDOM_WEIGHTS | {"learning_rate": 1e-5},
+        rollout={"max_staleness": staleness, "max_concurrency": num_in_flight // (num_samplers or num_ranks)},
+        cluster={"sampling_ranks": num_samplers},
     )
     if num_samplers and place.rank < num_ranks - num_samplers:
         config = config.model_copy(update={"engine": place_engine(config)})
@@ -117,19 +91,13 @@ def run_worker(arguments: argparse.Namespace) -> None:
     with open_ranks(place, device=torch.device(config.model.device), timeout_s=600) as world:
         roles = split_ranks(world, num_samplers=config.cluster.sampling_ranks, timeout_s=600)
         sleeps = Sleeps(median_s=arguments.median_s, p99_s=arguments.p99_s, seed=1 + world.rank)
-        load = partial(
-            load_actors, config, workflow=partial(use_tools, num_calls=arguments.calls, sleeps=sleeps), judge=judge,
-            build_model=lambda e, o: ChatModel(e, options=o),
-        )  # fmt: skip
+        workflow = partial(use_tools, num_calls=arguments.calls, draw_sleep=sleeps.draw)
         if roles.is_sampler:
-            policy, actors = load()
+            policy, actors = load_step_actors(config, workflow=workflow)
             run_lockstep(build_sampling_rank(config, policy, actors, roles).run(), config.rollout)
         else:
-            policy, actors = load(ranks=roles.trainers)
-            trainer = Trainer(
-                policy.model, config.trainer, config.algorithm, max_model_len=config.model.max_model_len,
-                num_total_steps=TOTAL_STEPS, ranks=roles.trainers,
-            )  # fmt: skip
+            policy, actors = load_step_actors(config, workflow=workflow, ranks=roles.trainers)
+            trainer = build_trainer(config, policy, num_steps=TOTAL_STEPS, ranks=roles.trainers)
             if world.is_first:
                 lead(arguments, config, policy, actors, trainer, roles)
             else:
@@ -141,22 +109,10 @@ def run_worker(arguments: argparse.Namespace) -> None:
 def lead(
     arguments: argparse.Namespace, config: RunConfig, policy: Policy, actors: Actors, trainer: Trainer, roles: RankRoles
 ) -> None:
-    tasks = list_rows(arguments)
-    feed = TaskFeed(tasks, build_sequential(np.zeros((len(tasks), 0)), seed=0))
+    feed = build_feed(list_rows(arguments))
     actors, in_flight = build_in_flight(config, policy, actors, feed, roles, total_steps=TOTAL_STEPS)
     assert in_flight is not None
-    parts = StepParts(
-        tasks=feed,
-        actors=actors,
-        algorithm=resolve_algorithm(config.algorithm),
-        trainer=trainer,
-        replay=ReplayBuffer(config.experience.replay, seed=0),
-        size=BatchSize(num_groups=arguments.tasks, max_tasks=arguments.tasks),
-        group_size=arguments.group,
-        seed=0,
-        max_failure_rate=0.0,
-        in_flight=in_flight,
-    )
+    parts = build_parts(config, feed, actors, trainer, in_flight=in_flight)
     steps = run_lockstep(run_steps(arguments, parts), config.rollout)
     end_run(roles.trainers, None)
     result = {"layout": arguments.layouts[0], "staleness": arguments.staleness[0], "steps": steps}
@@ -172,15 +128,11 @@ async def run_steps(arguments: argparse.Namespace, parts: StepParts) -> list[dic
     num_unmeasured = arguments.warmup + arguments.staleness[0] + arguments.filling
     measured_s = 0.0
     while measured_s < arguments.seconds:
-        started = time.perf_counter()
-        metrics = (await run_step(parts, step=len(history) + 1)).metrics
-        if arguments.device == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        metrics = await time_step(parts, step=len(history) + 1, device=arguments.device)
         is_measured = len(history) >= num_unmeasured
-        measured_s += seconds if is_measured else 0.0
-        history.append(metrics | {"seconds": seconds, "is_measured": float(is_measured)})
-        print(f"{arguments.layouts[0]}, step {len(history)}: {seconds:.2f} s", file=sys.stderr, flush=True)
+        measured_s += metrics["seconds"] if is_measured else 0.0
+        history.append(metrics | {"is_measured": float(is_measured)})
+        print(f"{arguments.layouts[0]}, step {len(history)}: {metrics['seconds']:.2f} s", file=sys.stderr, flush=True)
     await parts.in_flight.close()
     return history
 
@@ -189,16 +141,10 @@ def measure(arguments: argparse.Namespace, layout: str, staleness: int) -> dict[
     num_ranks, _ = read_layout(layout)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        given = ["--worker", str(out), "--layouts", layout, "--staleness", str(staleness)]
-        for name in (
-            "model", "device", "tasks", "group", "calls", "max_new_tokens", "seconds", "warmup", "filling", "median_s",
-            "p99_s",
-        ):  # fmt: skip
-            given += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1" if arguments.device == "cpu" else "8"}
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        command = [sys.executable, *(launcher if num_ranks > 1 else []), __file__, *given]
-        subprocess.run(command, env=environment | os.environ, check=True)
+        run_ranks(
+            num_ranks, "--worker", str(out), "--model", arguments.model, "--layouts", layout,
+            "--staleness", str(staleness), num_threads=1 if arguments.device == "cpu" else 8,
+        )  # fmt: skip
         return json.loads(out.read_text())
 
 
@@ -230,13 +176,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=["1", "2", "1+1"], help="ranks, or trainers+samplers")
     parser.add_argument("--staleness", type=int, nargs="+", default=[1], help="values of max_staleness")
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    parser.add_argument("--shape", default="smollm2-135m", choices=[*SHAPES, "pocket"], help="random weights of it")
-    parser.add_argument("--model", help="folder of the model whose tokenizer is used")
+    add_step_arguments(parser)
+    parser.set_defaults(shape="smollm2-135m", max_new_tokens=96)
     parser.add_argument("--tasks", type=int, default=64, help="tasks per step")
-    parser.add_argument("--group", type=int, default=8, help="rollouts per task")
     parser.add_argument("--calls", type=int, default=2, help="tool calls per rollout")
-    parser.add_argument("--max-new-tokens", type=int, default=96, help="most tokens per model call")
     parser.add_argument("--seconds", type=float, default=30.0, help="least time measured for each layout")
     parser.add_argument("--warmup", type=int, default=3, help="steps without sleeps before")
     parser.add_argument("--filling", type=int, default=2, help="steps with sleeps that are not measured")
@@ -249,15 +192,13 @@ def main() -> None:
         run_worker(arguments)
         return
     with tempfile.TemporaryDirectory() as folder:
-        settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "worker", "model")}
         arguments.model = save_model(arguments, Path(folder))
         results = [
             measure(arguments, layout, staleness) for staleness in arguments.staleness for layout in arguments.layouts
         ]
-    out = Path(arguments.out or f"results/staleness_ranks_{arguments.device}/{arguments.shape}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = arguments.out or f"results/staleness_ranks_{arguments.device}/{arguments.shape}.json"
     environment = describe_environment(arguments.device)
-    out.write_text(json.dumps({"arguments": settings, "environment": environment, "results": results}, indent=1) + "\n")
+    save_record(out, {"arguments": describe_settings(arguments), "environment": environment, "results": results})
     show(results)
     print(f"raw: {out}")
 

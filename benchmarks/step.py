@@ -16,38 +16,31 @@ import gc
 import multiprocessing
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from peer_trl import run_trl_grpo
 from report import publish
 from shapes import SHAPES, save_random_model
 from tqdm import tqdm
+from training_step import (
+    build_feed,
+    build_parts,
+    build_step_config,
+    build_tasks,
+    build_trainer,
+    load_step_actors,
+    time_step,
+)
 
-from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.experience.batch import BatchSize
-from tunesmith.experience.replay import ReplayBuffer
 from tunesmith.judges.numeric import score_numeric
-from tunesmith.loop import StepParts, run_step
-from tunesmith.pipeline.session.actors import load_actors
-from tunesmith.pipeline.session.load_config import build_config
-from tunesmith.rollout.chat_model import ChatModel
+from tunesmith.loop import StepParts
 from tunesmith.storage import load_json_lines
-from tunesmith.tasks.selector import build_sequential
-from tunesmith.tasks.task_feed import TaskFeed
-from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import JudgeOutput, Task, WorkflowOutput
-
-
-async def ask(task: dict[str, Any], model: ChatModel) -> WorkflowOutput:
-    completion = await model([{"role": "user", "content": task["question"]}])
-    return WorkflowOutput(response=completion.choices[0].message.content or "")
+from tunesmith.types import JudgeOutput
 
 
 async def judge(task: dict[str, Any], response: str) -> JudgeOutput:
@@ -71,52 +64,22 @@ def load_questions(path: str, *, num_shots: int) -> list[dict[str, str]]:
 
 def run_ours(arguments: argparse.Namespace, questions: list[dict[str, str]]) -> list[dict[str, float]]:
     """Metrics of each step, starting with the warm-up step."""
-    config = build_config(
-        {
-            "model": {
-                "path": arguments.model,
-                "device": arguments.device,
-                "max_model_len": arguments.max_model_len,
-                "max_tokens": arguments.max_new_tokens,
-                "lora": None if arguments.lora_rank is None else {"r": arguments.lora_rank},
-            },
-            "algorithm": {"algorithm_type": "grpo", "group_size": arguments.group, "batch_size": arguments.tasks},
-            "trainer": {"learning_rate": arguments.learning_rate},
-            "rollout": {"chat_model": "openai", "max_concurrency": arguments.tasks * arguments.group},
-            "engine": {"max_num_seqs": max(256, arguments.tasks * arguments.group)},
-        }
+    config = build_step_config(
+        arguments,
+        model={"lora": None if arguments.lora_rank is None else {"r": arguments.lora_rank}},
+        trainer={"learning_rate": arguments.learning_rate},
+        engine={"max_num_seqs": max(256, arguments.tasks * arguments.group)},
     )
-    policy, actors = load_actors(config, workflow=ask, judge=judge, build_model=lambda e, o: ChatModel(e, options=o))
-    trainer = Trainer(
-        policy.model,
-        config.trainer,
-        config.algorithm,
-        max_model_len=config.model.max_model_len,
-        num_total_steps=arguments.steps + 1,
-    )
-    tasks = [Task(task_id=f"q/{index}", index=index, row=row) for index, row in enumerate(questions)]
-    parts = StepParts(
-        tasks=TaskFeed(tasks, build_sequential(np.zeros((len(tasks), 0)), seed=0)),
-        actors=actors,
-        algorithm=resolve_algorithm(config.algorithm),
-        trainer=trainer,
-        replay=ReplayBuffer(config.experience.replay, seed=0),
-        size=BatchSize(num_groups=arguments.tasks, max_tasks=arguments.tasks),
-        group_size=arguments.group,
-        seed=0,
-        max_failure_rate=0.0,
-    )
+    policy, actors = load_step_actors(config, judge=judge)
+    trainer = build_trainer(config, policy, num_steps=arguments.steps + 1)
+    parts = build_parts(config, build_feed(build_tasks(questions)), actors, trainer)
     return run_lockstep(run_steps(arguments, parts))
 
 
 async def run_steps(arguments: argparse.Namespace, parts: StepParts) -> list[dict[str, float]]:
     history = []
     for step in tqdm(range(1, arguments.steps + 2), desc="tunesmith"):
-        started = time.perf_counter()
-        result = await run_step(parts, step=step)
-        if arguments.device != "cpu":
-            torch.cuda.synchronize()
-        history.append(result.metrics | {"seconds": time.perf_counter() - started})
+        history.append(await time_step(parts, step=step, device=arguments.device))
         await asyncio.sleep(0)
     return history
 
@@ -173,6 +136,23 @@ def describe_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     return {key: value for key, value in vars(arguments).items() if key != "out"} | named
 
 
+def show(arguments: argparse.Namespace, rows: list[dict[str, float]], peers: dict[str, Any]) -> None:
+    """The table: medians over the measured steps."""
+    names = ("seconds", "perf/rollout_s", "perf/train_s")
+    seconds, rollout_s, train_s = (statistics.median(row[name] for row in rows) for name in names)
+    length = statistics.fmean(row["rollout/sampled_tokens_mean"] for row in rows)
+    print(
+        f"\n{arguments.tasks} tasks x {arguments.group} rollouts, {arguments.max_new_tokens} new tokens, "
+        f"{arguments.shots} shots, {Path(arguments.model).name}"
+    )
+    print(f"{'':<28}{'step s':>10}{'rollout s':>11}{'train s':>10}{'tokens/rollout':>16}")
+    print(f"{'tunesmith':<28}{seconds:>10.2f}{rollout_s:>11.2f}{train_s:>10.2f}{length:>16.1f}")
+    for name, peer in peers.items():
+        print(
+            f"{name:<28}{statistics.median(peer.seconds_per_step):>10.2f}{'':>21}{peer.mean_completion_tokens:>16.1f}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="device of all runs")
@@ -214,21 +194,7 @@ def main() -> None:
         peers = {} if arguments.without_peers else run_apart(run_trl, arguments, questions)
         history = run_ours(arguments, questions)
     ours = statistics.median(row["seconds"] for row in history[1:])
-    print(
-        f"\n{arguments.tasks} tasks x {arguments.group} rollouts, {arguments.max_new_tokens} new tokens, "
-        f"{arguments.shots} shots, {Path(arguments.model).name}"
-    )
-    print(f"{'':<28}{'step s':>10}{'rollout s':>11}{'train s':>10}{'tokens/rollout':>16}")
-    rows = history[1:]
-    medians = {key: statistics.median(row[key] for row in rows) for key in ("perf/rollout_s", "perf/train_s")}
-    length = statistics.fmean(row["rollout/sampled_tokens_mean"] for row in rows)
-    print(
-        f"{'tunesmith':<28}{ours:>10.2f}{medians['perf/rollout_s']:>11.2f}{medians['perf/train_s']:>10.2f}{length:>16.1f}"
-    )
-    for name, peer in peers.items():
-        print(
-            f"{name:<28}{statistics.median(peer.seconds_per_step):>10.2f}{'':>21}{peer.mean_completion_tokens:>16.1f}"
-        )
+    show(arguments, history[1:], peers)
     publish(
         name="grpo_step",
         unit="steps an hour",

@@ -20,36 +20,35 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from ranks import ask, judge, list_tasks, save_model
-from report import describe_environment
-from shapes import SHAPES
+from report import describe_environment, describe_settings, save_record
+from training_step import (
+    RANDOM_WEIGHTS,
+    add_step_arguments,
+    build_feed,
+    build_parts,
+    build_step_config,
+    build_trainer,
+    list_tasks,
+    load_step_actors,
+    run_ranks,
+    save_model,
+    time_step,
+)
 
-from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.config import RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
-from tunesmith.experience.batch import BatchSize
-from tunesmith.experience.replay import ReplayBuffer
-from tunesmith.loop import StepParts, run_step
-from tunesmith.pipeline.session.actors import load_actors
-from tunesmith.pipeline.session.load_config import build_config
 from tunesmith.rollout.actors import Actors
-from tunesmith.rollout.chat_model import ChatModel
 from tunesmith.shared_step import end_run, follow
-from tunesmith.tasks.selector import build_sequential
-from tunesmith.tasks.task_feed import TaskFeed
 from tunesmith.trainer.trainer import Trainer
 
 COLUMNS = {
@@ -58,8 +57,8 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def build_settings(arguments: argparse.Namespace, *, local_rank: int) -> RunConfig:
-    engine: dict[str, Any] = {"max_num_seqs": arguments.tasks * arguments.group, "kind": arguments.worker_engine}
+def build_settings(arguments: argparse.Namespace) -> RunConfig:
+    engine: dict[str, Any] = {"kind": arguments.worker_engine}
     if arguments.worker_engine == "vllm":
         engine["tensor_parallel_size"] = arguments.tensor_parallel
         engine["vllm"] = {
@@ -69,50 +68,34 @@ def build_settings(arguments: argparse.Namespace, *, local_rank: int) -> RunConf
         }  # fmt: skip
     if arguments.device == "cpu":
         engine["kv_cache_gib"] = 0.25
-    model: dict[str, Any] = {
-        "path": arguments.model,
-        "device": "cpu" if arguments.device == "cpu" else f"cuda:{local_rank}",
-        "max_model_len": arguments.max_model_len,
-        "max_tokens": arguments.max_new_tokens,
-    }
-    if arguments.lora:
-        model["lora"] = {"r": 16, "alpha": 32, "target_modules": "attention"}
-    return build_config(
-        {
-            "model": model,
-            "algorithm": {
-                "algorithm_type": "grpo", "group_size": arguments.group, "batch_size": arguments.tasks,
-            },
-            "trainer": {
-                "learning_rate": 1e-6, "mismatch_stop": 1e9, "mismatch_warn": 1e9,
-                "max_tokens_per_row": arguments.max_tokens_per_row,
-                "has_gradient_checkpointing": arguments.checkpointing,
-                "has_compiled_layers": not arguments.plain_layers,
-            },
-            "cluster": {"has_sharded_weights": arguments.ranks > 1},
-            "rollout": {"chat_model": "openai", "max_concurrency": arguments.tasks * arguments.group},
-            "engine": engine,
-        }
-    )  # fmt: skip
+    return build_step_config(
+        arguments,
+        model={"lora": {"r": 16, "alpha": 32, "target_modules": "attention"}} if arguments.lora else {},
+        trainer={
+            **RANDOM_WEIGHTS,
+            "max_tokens_per_row": arguments.max_tokens_per_row,
+            "has_gradient_checkpointing": arguments.checkpointing,
+            "has_compiled_layers": not arguments.plain_layers,
+        },
+        cluster={"has_sharded_weights": arguments.ranks > 1},
+        engine=engine,
+    )
 
 
 def run_worker(arguments: argparse.Namespace) -> None:
     """One engine, on this rank; the first writes the metrics of its steps."""
     place = find_place()
-    config = build_settings(arguments, local_rank=place.local_rank)
+    config = build_settings(arguments)
     if place.world_size > 1 and arguments.device == "cpu":
         torch.set_num_threads(1)
     with open_ranks(place, device=torch.device(config.model.device), timeout_s=900) as ranks:
         started = time.perf_counter()
-        policy, actors = load_actors(
-            config, workflow=ask, judge=judge, build_model=lambda e, o: ChatModel(e, options=o), ranks=ranks
-        )
+        policy, actors = load_step_actors(config, ranks=ranks)
         start_s = time.perf_counter() - started
         note(f"rank {ranks.rank}: model and engine ready after {start_s:.1f} s, {read_memory(arguments)}")
-        trainer = Trainer(
-            policy.model, config.trainer, config.algorithm, max_model_len=config.model.max_model_len,
-            num_total_steps=arguments.steps + arguments.warmup,
-            has_separate_sampler=config.engine.has_separate_sampler, ranks=ranks,
+        trainer = build_trainer(
+            config, policy, num_steps=arguments.steps + arguments.warmup, ranks=ranks,
+            has_separate_sampler=config.engine.has_separate_sampler,
         )  # fmt: skip
         note(f"rank {ranks.rank}: trainer ready, {read_memory(arguments)}")
         try:
@@ -150,25 +133,10 @@ def note(text: str) -> None:
 async def run_steps(
     arguments: argparse.Namespace, config: RunConfig, actors: Actors, trainer: Trainer
 ) -> list[dict[str, float]]:
-    tasks = list_tasks(4 * arguments.tasks)
-    parts = StepParts(
-        tasks=TaskFeed(tasks, build_sequential(np.zeros((len(tasks), 0)), seed=0)),
-        actors=actors,
-        algorithm=resolve_algorithm(config.algorithm),
-        trainer=trainer,
-        replay=ReplayBuffer(config.experience.replay, seed=0),
-        size=BatchSize(num_groups=arguments.tasks, max_tasks=arguments.tasks),
-        group_size=arguments.group,
-        seed=0,
-        max_failure_rate=0.0,
-    )
+    parts = build_parts(config, build_feed(list_tasks(4 * arguments.tasks)), actors, trainer)
     history = []
     for step in range(1, arguments.steps + arguments.warmup + 1):
-        started = time.perf_counter()
-        result = await run_step(parts, step=step)
-        if arguments.device != "cpu":
-            torch.cuda.synchronize()
-        history.append(result.metrics | {"seconds": time.perf_counter() - started})
+        history.append(await time_step(parts, step=step, device=arguments.device))
         row = history[-1]
         note(
             f"{arguments.worker_engine}, step {step}: {row['seconds']:.3f} s, rollouts {row['perf/rollout_s']:.3f} s, "
@@ -183,12 +151,9 @@ async def run_steps(
 def measure(engine: str, model: str, *, num_ranks: int) -> dict[str, Any]:
     """Run one engine in processes of its own and read what the first has written."""
     note(f"the model is saved, {engine} starts")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, *(launcher if num_ranks > 1 else []), __file__, *sys.argv[1:], "--model", model]
-        environment = {"GLOO_SOCKET_IFNAME": "lo"} | os.environ if num_ranks > 1 else None
-        subprocess.run([*command, "--worker", str(out), "--worker-engine", engine], check=True, env=environment)
+        run_ranks(num_ranks, "--model", model, "--worker", str(out), "--worker-engine", engine)
         return json.loads(out.read_text())
 
 
@@ -212,11 +177,7 @@ def show(results: list[dict[str, Any]], *, warmup: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="vllm", help="vllm, tunesmith or both, with a comma")
-    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"], help="device of training")
-    parser.add_argument("--shape", default="qwen3-0.6b", choices=[*SHAPES, "pocket"], help="random weights of it")
-    parser.add_argument(
-        "--model", help="folder of the model whose tokenizer is used; default: SmolLM2's, else pocket's"
-    )
+    add_step_arguments(parser)
     parser.add_argument("--lora", action="store_true", help="train an adapter of rank 16 on attention")
     parser.add_argument("--python", help="as engine.vllm.python")
     parser.add_argument("--devices", help="as engine.vllm.devices, with commas")
@@ -229,9 +190,6 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="as trainer.has_gradient_checkpointing")
     parser.add_argument("--max-tokens-per-row", type=int, default=16384, help="as trainer.max_tokens_per_row")
     parser.add_argument("--tasks", type=int, default=64, help="tasks of a step")
-    parser.add_argument("--group", type=int, default=8, help="rollouts per task")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="most tokens per rollout")
-    parser.add_argument("--max-model-len", type=int, default=1024, help="as model.max_model_len")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--out", help="JSON file; default: results/vllm_engine/SHAPE[-lora][-tpN][-ranksN].json")
@@ -248,11 +206,9 @@ def main() -> None:
         f"-tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
     )
     kind += f"-ranks{arguments.ranks}" if arguments.ranks > 1 else ""
-    out = Path(arguments.out or f"results/vllm_engine/{arguments.shape}{kind}.json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    hidden = ("model", "python", "out", "worker", "worker_engine")
-    settings = {key: value for key, value in vars(arguments).items() if key not in hidden}
-    out.write_text(json.dumps({"arguments": settings, "results": results}, indent=1) + "\n")
+    out = arguments.out or f"results/vllm_engine/{arguments.shape}{kind}.json"
+    settings = describe_settings(arguments, hidden=("python", "worker_engine"))
+    save_record(out, {"arguments": settings, "results": results})
     show(results, warmup=arguments.warmup)
     print(f"raw: {out}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -108,9 +107,6 @@ class Chromium:
         text = {} if key == "Escape" else {"text": "\r" if key == "Enter" else key}
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=codes.get(key, 0), **text)
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def _call(self, method: str, params: dict[str, Any], *, session: str | None) -> dict[str, Any]:
         self._number += 1

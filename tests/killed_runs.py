@@ -1,4 +1,4 @@
-"""Start and kill `tunesmith` commands in tests, and read the metrics of their runs."""
+"""Start and kill `tunesmith` commands in tests, kill a process in the middle of a write, and read metrics of runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,3 +48,21 @@ class Zygote:
 def read_metrics(run: Path) -> list[dict]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+
+
+def kill_at_call(number: int, names: Sequence[str] = ("fsync", "rename", "replace", "rmdir", "unlink")) -> None:
+    """Make this process kill itself on entry to its `number`-th call that syncs data or changes names on disk."""
+    calls = 0
+
+    def wrap(call):
+        def killing(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return killing
+
+    for name in names:
+        setattr(os, name, wrap(getattr(os, name)))

@@ -22,7 +22,7 @@ from tunesmith.commands.data import measure_pass_rate, prepare_data
 from tunesmith.commands.export import export_model
 from tunesmith.commands.model import prepare_model
 from tunesmith.commands.offline import finetune, learn_preferences
-from tunesmith.commands.options import ConfigPath, Debug, Judge, Overrides, Workflow
+from tunesmith.commands.options import ConfigPath, Debug, Gpus, Judge, NumRanks, Overrides, Resume, Workflow
 from tunesmith.commands.serve import serve
 from tunesmith.commands.viewer import show, view
 from tunesmith.pipeline.diagnosis.command import doctor
@@ -47,19 +47,20 @@ def tune(
     workflow: Workflow = None,
     judge: Judge = None,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint of this run.")] = False,
+    resume: Resume = False,
     resume_from: Annotated[
         int | None,
         typer.Option(min=0, metavar="STEP", help="Resume from this step, 0: start over. Moves later steps aside."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Train on this many GPUs of this host.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Train on this many processes, also on CPUs.")] = None,
+    gpus: Gpus = None,
+    ranks: NumRanks = None,
     debug: Debug = False,
 ) -> None:
     """Train the model inside an agent with reinforcement learning, as configured in a run file."""
 
     def work() -> None:
         from tunesmith import run_files
+        from tunesmith.commands.training import start_run
 
         chosen = run_files.collect_overrides(overrides, workflow=workflow, judge=judge)
         chosen += run_files.collect_resuming(resume=resume, step=resume_from)
@@ -67,22 +68,7 @@ def tune(
         settings = run_files.load_run_file(config, chosen)
         if gpus is not None and settings.cluster.launcher == "ray":
             raise ValueError(f"--gpus {gpus} counts GPUs of this host: with cluster.launcher=ray use --ranks {gpus}")
-        run_files.check_and_announce("tune", settings, f"{config} is valid, loading libraries")
-        if run_files.is_launcher(settings):
-            from tunesmith.pipeline.session.launch import launch_tuning
-
-            launch_tuning(settings, config, chosen, has_gpus=gpus is not None, is_debug=debug)
-            return
-        from tunesmith import api
-
-        result = api.tune(settings)
-        if not run_files.is_first_rank():
-            return
-        typer.echo(f"run folder: {result.folder}")
-        if result.checkpoint is not None:
-            typer.echo(f"{'trained' if result.has_learned else 'unchanged'} model: {result.checkpoint}")
-        if result.best_checkpoint is not None:
-            typer.echo(f"best model: {result.best_checkpoint}")
+        start_run("tune", settings, config, chosen, has_gpus=gpus is not None, is_debug=debug)
 
     run_guarded(work, is_debug=debug)
 

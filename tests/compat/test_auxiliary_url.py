@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
-import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
+from chat_servers import ChatServer, build_completion
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
 from tunesmith.errors import ConfigError
 
 
-class Elsewhere:
-    """A server that always gives the same answer and records its requests."""
+class Elsewhere(ChatServer):
+    """Always gives the same answer, and records its requests."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[dict, str]] = []
-        self.server = uvicorn.Server(
-            uvicorn.Config(Starlette(routes=[Route("/v1/chat/completions", self.answer, methods=["POST"])]), port=0)
-        )
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        while not self.server.started:
-            self.thread.join(timeout=0.01)
-        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/v1"
+        super().__init__(self.answer)
 
     async def answer(self, request: Request) -> JSONResponse:
         self.requests.append((await request.json(), request.headers["authorization"]))
-        message = {"role": "assistant", "content": "0.25"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return JSONResponse(
-            {"id": "1", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice]}
-        )
-
-    def close(self) -> None:
-        self.server.should_exit = True
-        self.thread.join(timeout=10)
+        return JSONResponse(build_completion("judge", "0.25"))
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from killed_runs import kill_at_call
 from tunesmith.errors import StorageError
 from tunesmith.experience.step_files import JSON_STEPS, StepFiles, load_step_json
 from tunesmith.experience.store import ROLLOUT_STEPS, load_rollouts, save_rollouts
@@ -165,21 +165,3 @@ def test_a_kill_at_any_write_call_loses_no_step(tmp_path):
         if not os.WIFSIGNALED(status):
             break
     assert number > 10
-
-
-def kill_at_call(number: int) -> None:
-    """Make this process kill itself on entry to its `number`-th call that writes data or renames files."""
-    calls = 0
-
-    def wrap(call):
-        def killing(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **kwargs)
-
-        return killing
-
-    for name in ("fsync", "rename", "replace", "unlink"):
-        setattr(os, name, wrap(getattr(os, name)))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
+from test_trainer_gpu import build_samples
 from transformers import PreTrainedModel
 
-from sample_spans import build_spans
 from trainable_models import build_trainable
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, LoraSection, TrainerSection
@@ -19,29 +17,8 @@ from tunesmith.trainer.optimizer import MasterAdamW
 from tunesmith.trainer.packing import pack_samples
 from tunesmith.trainer.scoring_pass import prepare_update
 from tunesmith.trainer.trainer import Trainer
-from tunesmith.types import Distribution, Sample
 
 pytestmark = pytest.mark.gpu
-
-
-def build_samples(seed: int, *, num_groups: int = 8) -> list[Sample]:
-    rng, samples, distribution = random.Random(seed), [], Distribution()
-    for group in range(num_groups):
-        shared = [rng.randrange(97) for _ in range(60)]
-        for run in range(4):
-            ids = shared + [rng.randrange(97) for _ in range(rng.randrange(25, 50))]
-            mask = [time >= 60 for time in range(len(ids))]
-            samples.append(
-                Sample(
-                    token_ids=tuple(ids), is_sampled=tuple(mask),
-                    logprobs=tuple(-4.5 if m else 0.0 for m in mask),
-                    advantages=tuple((1.0 if run % 2 else -0.7) if m else 0.0 for m in mask),
-                    policy_versions=tuple(0 if m else None for m in mask),
-                    distribution_spans=build_spans([distribution if m else None for m in mask]),
-                    group_index=group, trajectory_index=4 * group + run,
-                )
-            )  # fmt: skip
-    return samples
 
 
 def build_model(has_adapter: bool) -> PreTrainedModel:
@@ -63,7 +40,7 @@ def test_gradients_and_totals_equal_those_without_graphs(has_adapter):
     graphs = RowGraphs(model)
     with compiled_layers(model):
         for seed in range(8):
-            samples = build_samples(seed)
+            samples = build_samples(8, seed=seed)
             rows = pack_samples(samples, max_tokens_per_row=700, has_prefix_sharing=True, hidden_size=32)
             inputs = prepare_update(model, samples, rows, algorithm, norm_length=1, chunk_tokens=128).inputs
             found = []
@@ -92,7 +69,7 @@ def test_steps_with_graphs_have_the_losses_of_steps_without(kl_coef):
             model, settings, AlgorithmSection(kl_coef=kl_coef), max_model_len=256, num_total_steps=6,
             reference_model=reference,
         )  # fmt: skip
-        losses.append([trainer.step(build_samples(0))["train/loss"] for _ in range(6)])
+        losses.append([trainer.step(build_samples(8))["train/loss"] for _ in range(6)])
     plain, ours = losses
     assert plain[-1] < plain[0]
     assert ours == pytest.approx(plain, rel=0.05, abs=5e-3)
@@ -103,15 +80,15 @@ def test_moved_weights_are_captured_again():
     settings = TrainerSection(learning_rate=1e-3, mismatch_stop=1e9, has_row_graphs=True)
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=256, num_total_steps=9)
     for _ in range(3):
-        trainer.step(build_samples(0))
+        trainer.step(build_samples(8))
     assert trainer._graphs.num_captured
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    trainer.step(build_samples(0))
+    trainer.step(build_samples(8))
     assert not trainer._graphs.num_captured
     for _ in range(2):
-        trainer.step(build_samples(0))
+        trainer.step(build_samples(8))
     assert trainer._graphs.num_captured
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
 
@@ -121,7 +98,7 @@ def test_rows_are_not_captured_while_an_autograd_graph_is_referenced(caplog):
     settings = TrainerSection(learning_rate=3e-3, mismatch_stop=1e9, has_row_graphs=True)
     trainer = Trainer(model, settings, AlgorithmSection(), max_model_len=256, num_total_steps=6)
     kept = [parameter.clone() for parameter in model.parameters()]
-    losses = [trainer.step(build_samples(0))["train/loss"] for _ in range(6)]
+    losses = [trainer.step(build_samples(8))["train/loss"] for _ in range(6)]
     assert losses[-1] < losses[0]
     assert not trainer._graphs.num_captured
     assert "an output of the model with a pending backward" in caplog.text

@@ -34,8 +34,8 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
-def build_samples(num_groups: int, *, prompt: int = 60, answer: int = 50) -> list[Sample]:
-    rng, samples = random.Random(0), []
+def build_samples(num_groups: int, *, prompt: int = 60, answer: int = 50, seed: int = 0) -> list[Sample]:
+    rng, samples = random.Random(seed), []
     for group in range(num_groups):
         shared = [rng.randrange(97) for _ in range(prompt)]
         for run in range(4):

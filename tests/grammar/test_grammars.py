@@ -59,9 +59,7 @@ def accepts(grammar: str, text: str) -> bool:
 
 
 def list_allowed(matcher: TokenMatcher) -> list[int]:
-    mask = np.zeros(VOCAB_SIZE // 8, dtype=np.uint8)
-    assert matcher.fill_mask(mask)
-    return np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+    return np.flatnonzero(np.unpackbits(COMPILER.fill_masks([matcher])[0], bitorder="little")).tolist()
 
 
 BYTES = {text: byte for byte, text in bytes_to_unicode().items()}

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from fakes import full_disk
+from killed_runs import kill_at_call
 from tunesmith.errors import StorageError
 from tunesmith.model.checkpoint import (
     find_checkpoints,
@@ -234,24 +235,6 @@ def save_step(root: Path, model: PreTrainedModel, step: int) -> None:
     state = {"m": torch.full((5,), float(step))}
     save(root / f"global_step_{step}", fill(model, step), trainer_state=state, run_state={"step": step})
     remove_old_checkpoints(root, num_kept=1)
-
-
-def kill_at_call(number: int) -> None:
-    """Make this process kill itself at its `number`-th call that syncs data or changes names on disk."""
-    calls = 0
-
-    def wrap(call):
-        def killing(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **kwargs)
-
-        return killing
-
-    for name in ("fsync", "rename", "replace", "rmdir", "unlink"):
-        setattr(os, name, wrap(getattr(os, name)))
 
 
 def test_a_kill_at_any_disk_call_leaves_the_old_or_the_new_checkpoint(tmp_path):

@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import runpy
-import threading
 from pathlib import Path
 
 import pytest
-import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
+from chat_servers import ChatServer, build_completion
 from tunesmith.monitor.metrics_file import load_metrics
 
 pytest.importorskip("agentscope", reason="needs AgentScope, which the extra `agentscope` installs")
@@ -104,37 +101,23 @@ prompt, metrics = tune_prompt(
 """
 
 
-class Server:
-    """An OpenAI-compatible server whose models answer in their own ways."""
-
-    def __init__(self) -> None:
-        routes = [Route("/v1/chat/completions", self.answer, methods=["POST"])]
-        self.server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), port=0, log_level="error"))
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        while not self.server.started:
-            self.thread.join(timeout=0.01)
-        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}/v1"
-
-    async def answer(self, request: Request) -> JSONResponse:
-        body = await request.json()
-        name, text = body["model"], json.dumps(body["messages"])
-        if name == "down":
-            return JSONResponse({"error": {"message": "out of memory"}}, status_code=400)
-        replies = {"terse": "no", "right": "It is 5.", "proposer": "Say 5.", "obedient": "It is 5." * ("Say 5" in text)}
-        message = {"role": "assistant", "content": replies[name] or "I do not know."}
-        num_tokens = {"prompt_tokens": 10, "completion_tokens": len(message["content"]), "total_tokens": 11}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": name, "choices": [choice]}
-        return JSONResponse(reply | {"usage": num_tokens})
+async def answer(request: Request) -> JSONResponse:
+    """Each model answers in its own way."""
+    body = await request.json()
+    name, text = body["model"], json.dumps(body["messages"])
+    if name == "down":
+        return JSONResponse({"error": {"message": "out of memory"}}, status_code=400)
+    replies = {"terse": "no", "right": "It is 5.", "proposer": "Say 5.", "obedient": "It is 5." * ("Say 5" in text)}
+    reply = replies[name] or "I do not know."
+    num_tokens = {"prompt_tokens": 10, "completion_tokens": len(reply), "total_tokens": 11}
+    return JSONResponse(build_completion(name, reply) | {"usage": num_tokens})
 
 
 @pytest.fixture(scope="module")
 def server():
-    server = Server()
+    server = ChatServer(answer)
     yield server
-    server.server.should_exit = True
-    server.thread.join(timeout=10)
+    server.close()
 
 
 @pytest.fixture

@@ -160,9 +160,6 @@ class Broken:
         raise RuntimeError
 
 
-BROKEN = "<test_runner.Broken>"
-
-
 @pytest.mark.parametrize(
     ("response", "text"),
     [

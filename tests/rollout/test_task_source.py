@@ -71,6 +71,6 @@ def test_a_rank_with_room_for_all_tasks_leaves_the_others_their_share():
 
 
 def test_trees_are_not_handed_out_on_demand():
-    with pytest.raises(ValueError, match=r"rollout\.assignment=balanced with rollout\.branching: set plan"):
+    with pytest.raises(ValueError, match=r"rollout\.assignment=balanced with rollout\.branching: set rollout"):
         check_branching(BranchingSection(), "balanced", group_size=4, temperature=1.0)
     check_branching(None, "balanced", group_size=4, temperature=1.0)

@@ -222,7 +222,7 @@ def run_tune(
 def serve(
     config: RunConfig | PathLike, *, judge_func: JudgeType | None = None, overrides: Sequence[str] = ()
 ) -> TuneResult:
-    """Train on what programs outside of this process do with tasks that they take over HTTP (docs/serve.md)."""
+    """Train agents that run as programs of their own and take tasks over HTTP (docs/serve.md)."""
     settings = load_settings(RunConfig, config, overrides, load_run_file)
     build_model = choose_chat_model(settings)
     with agent_output(is_shown=settings.rollout.has_agent_output):

@@ -19,4 +19,7 @@ Workflow = Annotated[
 Judge = Annotated[
     str | None, typer.Option(help="Judge, in the same form. Without a judge the workflow returns the reward.")
 ]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint of this run.")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="Train on this many GPUs of this host.")]
+NumRanks = Annotated[int | None, typer.Option("--ranks", min=1, help="Train on this many processes, also on CPUs.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors and of failed rollouts.")]

@@ -46,11 +46,11 @@ class ClusterSection(Section):
     def _check_launcher(self) -> ClusterSection:
         if self.launcher == "ray":
             if self.num_workers is None:
-                raise ValueError("cluster.launcher=ray needs cluster.num_workers, the number of workers (one a GPU)")
+                raise ValueError("cluster.launcher=ray needs cluster.num_workers, the number of workers (one per GPU)")
             return self
         for name in ("max_restarts", "ray_namespace"):
             if (value := getattr(self, name)) is not None:
-                raise ValueError(f"cluster.{name}={value!r} has an effect with cluster.launcher=ray only: set both")
+                raise ValueError(f"cluster.{name}={value!r} has an effect only with cluster.launcher=ray: set both")
         return self
 
     @property

@@ -375,7 +375,7 @@ class RunConfig(Section):
         if self.cluster.sampling_ranks and not self.rollout.max_staleness:
             raise ValueError(
                 f"cluster.sampling_ranks={self.cluster.sampling_ranks} needs rollout.max_staleness of 1 or more: "
-                "samplers go on while the other ranks train, so tokens are one step old when they are trained"
+                "samplers continue while the other ranks train, so tokens are one step old when they are trained"
             )
         return self
 

@@ -64,7 +64,7 @@ class Transcript:
     question: str
     segments: tuple[Segment, ...] = ()
     finish: Finish | None = None
-    """None while it goes on."""
+    """None while the rollout is running."""
     protocol: Protocol = "tags"
 
     @property

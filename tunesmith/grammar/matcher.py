@@ -38,17 +38,6 @@ class TokenMatcher:
         if not self.matcher.consume_token(token_id):
             raise ValueError(f"the grammar rejects token {token_id}: {_shorten(self.matcher.get_error())}")
 
-    def fill_mask(self, mask_Y: NDArray[np.uint8]) -> bool:
-        """Write the bits of the ids that may follow, lowest bit first; False if the grammar allows none."""
-        mask = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
-        mask_Y[:] = mask[: len(mask_Y)]
-        return bool(mask_Y.any())
-
-    @property
-    def is_finished(self) -> bool:
-        """Nothing but an end-of-sequence token may follow."""
-        return bool(self.matcher.is_stopped())
-
 
 class GrammarCompiler:
     """Grammars for one tokenizer; llguidance's copy of the vocabulary is built at the first use."""

@@ -37,6 +37,14 @@ def run_ours(compute_terms, policy, reference, labels, groups=None, **args) -> t
         reference_logprobs=[row.tolist() for row in reference],
     )
     terms = compute_terms(scores, **args)
+    losses, logprobs = compute_token_losses(terms, policy)
+    loss = (torch.from_numpy(terms.weights_E) * losses).sum()
+    loss.backward()
+    return loss.item(), logprobs.grad, terms.metrics
+
+
+def compute_token_losses(terms, policy) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each token, and the logprobs that take its gradient."""
     logprobs = torch.cat([row.detach() for row in policy]).requires_grad_()
     losses = compute_preference_losses(
         TokenScores(
@@ -46,9 +54,7 @@ def run_ours(compute_terms, policy, reference, labels, groups=None, **args) -> t
             constants_N=torch.from_numpy(terms.constants_E),
         )
     )
-    loss = (torch.from_numpy(terms.weights_E) * losses.losses_N).sum()
-    loss.backward()
-    return loss.item(), logprobs.grad, terms.metrics
+    return losses.losses_N, logprobs
 
 
 def differentiate(policy, loss: torch.Tensor) -> tuple[float, torch.Tensor]:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_preference import DPO_GROUPS, DPO_LABELS, LENGTHS, PeerTrainer, assert_same, differentiate, draw
+from test_preference import (
+    DPO_GROUPS,
+    DPO_LABELS,
+    LENGTHS,
+    PeerTrainer,
+    assert_same,
+    compute_token_losses,
+    differentiate,
+    draw,
+)
 from test_preference import run_ours as run_with_reference
 from torch.nn import functional
 
 from token_batches import build_scores
-from tunesmith.algorithms.losses.clipped import TokenScores
-from tunesmith.algorithms.losses.preference import compute_dpo_terms, compute_preference_losses
+from tunesmith.algorithms.losses.preference import compute_dpo_terms
 from tunesmith.algorithms.losses.reference_free import compute_orpo_terms, compute_simpo_terms
 
 CHOSEN, REJECTED = [0, 3, 4], [1, 2, 5]
@@ -25,16 +33,8 @@ def run_ours(compute_terms, policy, labels=DPO_LABELS, groups=DPO_GROUPS, **args
         logprobs=[row.tolist() for row in policy],
     )
     terms = compute_terms(scores, **args)
-    logprobs = torch.cat([row.detach() for row in policy]).requires_grad_()
-    losses = compute_preference_losses(
-        TokenScores(
-            logprobs_N=logprobs,
-            old_logprobs_N=torch.zeros_like(logprobs),
-            advantages_N=torch.from_numpy(terms.advantages_E),
-            constants_N=torch.from_numpy(terms.constants_E),
-        )
-    )
-    loss = losses.losses_N.sum()
+    losses, logprobs = compute_token_losses(terms, policy)
+    loss = losses.sum()
     loss.backward()
     return loss.item(), logprobs.grad, terms.metrics
 

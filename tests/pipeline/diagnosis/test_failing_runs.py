@@ -276,7 +276,9 @@ def test_a_held_out_reward_that_falls_while_training_rises(run, tmp_path):
 
 
 def test_a_held_out_reward_without_significant_gain(run, tmp_path):
-    diagnosis = run("evaluation.at_start=true", steps=1, eval_dataset=DatasetConfig(path=str(tmp_path / "test.jsonl")))
+    diagnosis = run(
+        "evaluation.at_start=true", steps=1, eval_dataset=DatasetConfig(path=str(tmp_path / "data/test.jsonl"))
+    )
     finding = find(diagnosis, "evaluation")
     assert finding.severity == "note" and finding.settings == {"evaluation.num_samples": 4}
     assert find(diagnosis, "evaluation-time").settings == {"evaluation.interval_steps": 400}

@@ -228,7 +228,7 @@ def test_mistakes_in_settings_are_named(values, tmp_path):
         build_section(FlywheelConfig, values | {"roles": {"author": "big"}})
     with pytest.raises(ConfigError, match="roles.policy='a:b' must be a model"):
         build_section(FlywheelConfig, values | {"roles": {"policy": "a:b"}})
-    with pytest.raises(ConfigError, match="which is no sentence"):
+    with pytest.raises(ConfigError, match="each hint must be a sentence"):
         build_section(FlywheelConfig, values | {"hints": ["W"]})
     with pytest.raises(ConfigError, match="hints"):
         build_section(FlywheelConfig, values | {"hints": "Wait, I check."})

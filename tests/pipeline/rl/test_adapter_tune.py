@@ -9,40 +9,25 @@ from peft import PeftModel
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+from small_runs import build_small_run, list_apples, write_splits
+from tunesmith import AlgorithmConfig
 from tunesmith.errors import ModelError
 
 LORA = "model.lora.r=4"
 WEIGHTS = "adapter_model.safetensors"
 
 
-async def ask(task, model):
-    completion = await model([{"role": "user", "content": task["question"]}])
-    return WorkflowOutput(response=completion.choices[0].message.content)
-
-
-async def judge_length(task, response):
-    return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
-
-
 @pytest.fixture
 def run(tmp_path, pocket_folder):
-    rows = [{"question": f"Tom has {n} apples. How many?", "answer": str(n)} for n in range(6)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_splits(tmp_path / "data", list_apples(6))
+    algorithm = AlgorithmConfig(group_size=4, batch_size=2, learning_rate=1e-2)
 
     def call(*overrides, path=pocket_folder, name="x", steps=2):
-        return tune(
-            workflow_func=ask,
-            judge_func=judge_length,
-            train_dataset=DatasetConfig(path=str(tmp_path / "train.jsonl"), total_steps=steps),
-            model=TunerModelConfig(model_path=str(path), max_model_len=128, max_tokens=6),
-            algorithm=AlgorithmConfig(group_size=4, batch_size=2, learning_rate=1e-2),
+        start = build_small_run(
+            tmp_path, str(path), data, "monitor.trackers=[]", steps=steps, max_tokens=6, algorithm=algorithm,
             experiment_name=name,
-            overrides=(
-                "rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192", "monitor.trackers=[]",
-                f"checkpoint_root_dir={tmp_path / 'runs'}", *overrides,
-            ),
         )  # fmt: skip
+        return start(*overrides)
 
     return call
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tunesmith import JudgeOutput, WorkflowOutput
+from small_runs import ask, judge_letters, list_apples, write_splits
+from tunesmith import JudgeOutput
 from tunesmith.compat.chat_models import build_openai_chat_model
 from tunesmith.errors import ConfigError, DataError, ModelError
 from tunesmith.experience.store import load_rollouts
@@ -18,20 +19,10 @@ from tunesmith.pipeline.rl.tune import run_tuning
 from tunesmith.pipeline.session.load_config import load_config
 
 
-async def ask(task, model):
-    completion = await model([{"role": "user", "content": task["question"]}])
-    return WorkflowOutput(response=completion.choices[0].message.content)
-
-
-async def judge_letters(task, response):
-    return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
-
-
 @pytest.fixture
 def run(tmp_path, pocket_folder):
     """Trains for two steps with an algorithm and overrides; returns the result."""
-    rows = [{"question": f"Tom has {n} apples. How many?"} for n in range(6)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_splits(tmp_path, list_apples(6))
     experts = [
         {
             "messages": [

@@ -8,56 +8,27 @@ import json
 
 import pytest
 
+from small_runs import build_small_run, list_apples, write_splits
 from tunesmith import (
     AlgorithmConfig,
     CheckpointEnd,
     DatasetConfig,
     EvaluationEnd,
-    JudgeOutput,
     StepEnd,
     Stop,
-    TunerModelConfig,
-    WorkflowOutput,
-    tune,
 )
 from tunesmith.errors import CallbackError, ConfigError
 from tunesmith.experience.store import load_rollouts
 
 
-async def ask(task, model):
-    completion = await model([{"role": "user", "content": task["question"]}])
-    return WorkflowOutput(response=completion.choices[0].message.content)
-
-
-async def judge_letters(task, response):
-    return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
-
-
 @pytest.fixture
 def run(tmp_path, pocket_folder):
-    rows = [{"question": f"Tom has {n} apples. How many?"} for n in range(4)]
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def call(*overrides, **arguments):
-        defaults = {
-            "workflow_func": ask,
-            "judge_func": judge_letters,
-            "train_dataset": DatasetConfig(path=str(tmp_path / "train.jsonl"), total_steps=4),
-            "eval_dataset": {"held_out": DatasetConfig(path=str(tmp_path / "test.jsonl"))},
-            "model": TunerModelConfig(model_path=pocket_folder, max_model_len=128, max_tokens=4),
-            "algorithm": AlgorithmConfig(
-                group_size=3, batch_size=2, learning_rate=1e-3, save_interval_steps=3, eval_interval_steps=2
-            ),
-            "experiment_name": "x",
-        }
-        settings = (
-            "rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192",
-            f"checkpoint_root_dir={tmp_path / 'runs'}",
-        )  # fmt: skip
-        return tune(**(defaults | arguments), overrides=(*settings, *overrides))
-
-    return call
+    data = write_splits(tmp_path / "data", list_apples(4))
+    algorithm = AlgorithmConfig(
+        group_size=3, batch_size=2, learning_rate=1e-3, save_interval_steps=3, eval_interval_steps=2
+    )
+    held_out = {"held_out": DatasetConfig(path=data, split="test")}
+    return build_small_run(tmp_path, pocket_folder, data, steps=4, eval_dataset=held_out, algorithm=algorithm)
 
 
 def read_rows(folder):

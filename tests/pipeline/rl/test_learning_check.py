@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+from small_runs import ask, build_small_run, list_apples, write_splits
+from tunesmith import AlgorithmConfig, JudgeOutput, WorkflowOutput
 from tunesmith.errors import ConfigError, RolloutError
 from tunesmith.pipeline.rl.learning_check import UpdateLog, find_cause
 from tunesmith.types import Group, Task, Trajectory
 
 SUMMARY = "warning: no step changed the weights; the model is the one that the run started from"
-
-
-async def ask(task, model):
-    completion = await model([{"role": "user", "content": task["question"]}])
-    return WorkflowOutput(response=completion.choices[0].message.content)
-
-
-async def judge_text(task, response):
-    return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
 
 
 async def judge_equally(task, response):
@@ -30,23 +20,7 @@ async def judge_equally(task, response):
 @pytest.fixture
 def run(tmp_path, pocket_folder):
     """Calls tune() with small settings."""
-    rows = [{"question": f"Tom has {n} apples. How many?"} for n in range(6)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def call(*overrides, **arguments):
-        defaults = {
-            "workflow_func": ask,
-            "judge_func": judge_text,
-            "train_dataset": DatasetConfig(path=str(tmp_path / "train.jsonl"), total_steps=2),
-            "model": TunerModelConfig(model_path=pocket_folder, max_model_len=128, max_tokens=4),
-            "algorithm": AlgorithmConfig(group_size=4, batch_size=2, learning_rate=1e-3),
-            "experiment_name": "x",
-        }
-        fixed = ("rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192")
-        place = f"checkpoint_root_dir={tmp_path / 'runs'}"
-        return tune(**(defaults | arguments), overrides=(*fixed, place, *overrides))
-
-    return call
+    return build_small_run(tmp_path, pocket_folder, write_splits(tmp_path / "data", list_apples(6)))
 
 
 def read_warnings(capsys) -> list[str]:

@@ -10,10 +10,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tunesmith import AlgorithmConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+from small_runs import build_small_run, list_apples, write_splits
+from tunesmith import AlgorithmConfig
 from tunesmith.algorithms.advantages.group import compute_multi_step_grpo_advantages
 from tunesmith.algorithms.losses.clipped import compute_ppo_clip_losses
-from tunesmith.api import DatasetConfig
 from tunesmith.errors import ConfigError
 from tunesmith.run_files import check_paths, load_run_file
 
@@ -31,36 +31,12 @@ OWN = textwrap.dedent(
 )
 
 
-async def ask(task, model):
-    completion = await model([{"role": "user", "content": task["question"]}])
-    return WorkflowOutput(response=completion.choices[0].message.content)
-
-
-async def judge_letters(task, response):
-    return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
-
-
 @pytest.fixture
 def run(tmp_path, pocket_folder):
-    rows = [{"question": f"Tom has {n} apples. How many?"} for n in range(6)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "own.py").write_text(OWN)
-
-    def call(*overrides, **arguments):
-        defaults = {
-            "workflow_func": ask,
-            "judge_func": judge_letters,
-            "train_dataset": DatasetConfig(path=str(tmp_path / "train.jsonl"), total_steps=2),
-            "model": TunerModelConfig(model_path=pocket_folder, max_model_len=128, max_tokens=6),
-            "algorithm": AlgorithmConfig(group_size=4, batch_size=2, learning_rate=1e-3, save_interval_steps=1),
-        }
-        settings = (
-            "rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192",
-            f"checkpoint_root_dir={tmp_path / 'runs'}",
-        )  # fmt: skip
-        return tune(**(defaults | arguments), overrides=(*settings, *overrides))
-
-    return call
+    algorithm = AlgorithmConfig(group_size=4, batch_size=2, learning_rate=1e-3, save_interval_steps=1)
+    data = write_splits(tmp_path / "data", list_apples(6))
+    return build_small_run(tmp_path, pocket_folder, data, max_tokens=6, algorithm=algorithm, experiment_name=None)
 
 
 def read_metrics(result):

@@ -6,7 +6,6 @@ an error of one rank, a missing model, branching rollouts, and tasks that are ha
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -20,14 +19,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_resume import AGENT
 from typer.testing import CliRunner
 
 from forked_ranks import ForkedRanks
 from killed_runs import read_metrics
+from run_folders import AGENT, write_run_folder
 from tunesmith.cli import app
 from tunesmith.experience.store import load_rollouts
-from tunesmith.model.prepare import prepare_model
 
 pytestmark = pytest.mark.timeout(900)  # each run starts several interpreters
 NOT_COMPARED = ("engine/", "cluster/", "train/num_tokens")
@@ -40,32 +38,12 @@ NEEDS_ALL = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    prepare_model("pocket", folder / "pocket")
-    (folder / "agent.py").write_text(AGENT)
-    questions = [f"Tom has {n} apples and buys {n + 3} more. How many apples does Tom have now?" for n in range(12)]
-    (folder / "data").mkdir()
-    for split in ("train", "test"):
-        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
-    config = {
-        "workflow": "agent.py:workflow",
-        "judge": "agent.py:judge",
-        "checkpoint_root_dir": "runs",
-        "total_steps": 6,
-        "save_interval_steps": 2,
-        "model": {"path": "pocket", "max_model_len": 128, "max_tokens": 12, "device": "cpu"},
-        "train_dataset": {
-            "path": "data",
-            "task_selector": {"selector_type": "difficulty_based", "args": {"m": 4, "tau": 0.1, "do_sample": True}},
-        },
-        "experience": {"refill_budget": 2, "replay": {"num_groups": 1}},
-        "eval_datasets": {"held_out": {"path": "data", "split": "test"}},
-        "algorithm": {"batch_size": 4, "group_size": 4},
-        "engine": {"kv_cache_tokens": 8192},
-        "rollout": {"chat_model": "openai"},
-        "trainer": {"learning_rate": 1e-3, "num_minibatches": 2},
-        "evaluation": {"interval_steps": 3, "at_start": True, "max_tasks": 4},
-    }
-    (folder / "run.yaml").write_text(json.dumps(config))
+    write_run_folder(
+        folder,
+        total_steps=6,
+        algorithm={"batch_size": 4, "group_size": 4},
+        trainer={"learning_rate": 1e-3, "num_minibatches": 2},
+    )
     return folder
 
 

@@ -2,72 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import subprocess
-import textwrap
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
 from killed_runs import Zygote, read_metrics
+from run_folders import write_run_folder
 from tunesmith.experience.store import load_rollouts
-from tunesmith.model.prepare import prepare_model
 
 NUM_STEPS = 6
 NUM_KILLS = 10
-AGENT = textwrap.dedent(
-    """
-    from tunesmith import JudgeOutput, WorkflowOutput
-
-    async def workflow(task, model):
-        messages = [{"role": "user", "content": task["question"]}]
-        first = await model(messages)
-        messages += [
-            {"role": "assistant", "content": first.choices[0].message.content},
-            {"role": "user", "content": "How many?"},
-        ]
-        second = await model(messages)
-        return WorkflowOutput(response=second.choices[0].message.content)
-
-    async def judge(task, response):
-        return JudgeOutput(reward=float(len(response) % 5), metrics={"length": float(len(response))})
-    """
-)
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
-    prepare_model("pocket", folder / "pocket")
-    (folder / "agent.py").write_text(AGENT)
-    questions = [f"Tom has {n} apples and buys {n + 3} more. How many apples does Tom have now?" for n in range(12)]
-    (folder / "data").mkdir()
-    for split in ("train", "test"):
-        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
-    config = {
-        "workflow": "agent.py:workflow",
-        "judge": "agent.py:judge",
-        "checkpoint_root_dir": "runs",
-        "total_steps": NUM_STEPS,
-        "save_interval_steps": 2,
-        "model": {"path": "pocket", "max_model_len": 128, "max_tokens": 12, "device": "cpu"},
-        "train_dataset": {
-            "path": "data",
-            "task_selector": {"selector_type": "difficulty_based", "args": {"m": 4, "tau": 0.1, "do_sample": True}},
-        },
-        "experience": {"refill_budget": 2, "replay": {"num_groups": 1}},
-        "steps_per_file": 2,
-        "eval_datasets": {"held_out": {"path": "data", "split": "test"}},
-        "algorithm": {"batch_size": 3, "group_size": 4},
-        "engine": {"kv_cache_tokens": 8192},
-        "rollout": {"chat_model": "openai"},
-        "trainer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2},
-        "evaluation": {"interval_steps": 3, "at_start": True, "max_tasks": 4},
-    }
-    (folder / "run.yaml").write_text(json.dumps(config))
+    write_run_folder(
+        folder,
+        total_steps=NUM_STEPS,
+        steps_per_file=2,
+        algorithm={"batch_size": 3, "group_size": 4},
+        trainer={"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2},
+    )
     zygote = Zygote(folder)
     yield folder, zygote
     zygote.close()

@@ -12,13 +12,13 @@ import time
 import openai
 import pytest
 
-from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, Stop, TunerModelConfig, WorkflowOutput, tune
+from small_runs import build_small_run, write_splits
+from tunesmith import AlgorithmConfig, DatasetConfig, Stop, TunerModelConfig, WorkflowOutput
 from tunesmith.errors import ConfigError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
 from tunesmith.trainer.trainer import Trainer
 
-PLAIN = ("rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192")
 NUM_STEPS = 5
 
 
@@ -33,37 +33,19 @@ async def ask_several_times(task, model):
     return WorkflowOutput(response=reply)
 
 
-async def judge_length(task, response):
-    return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
-
-
 @pytest.fixture
 def data(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    rows = [{"question": f"Tom has {n} apples.", "number": n} for n in range(12)]
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder)
+    return write_splits(tmp_path / "data", [{"question": f"Tom has {n} apples.", "number": n} for n in range(12)])
 
 
 @pytest.fixture
 def run(tmp_path, data, pocket_folder):
     """Calls tune() with small settings; arguments and overrides may be given."""
-
-    def call(*overrides, **arguments):
-        defaults = {
-            "workflow_func": ask_several_times,
-            "judge_func": judge_length,
-            "train_dataset": DatasetConfig(path=data, total_steps=NUM_STEPS),
-            "model": TunerModelConfig(model_path=pocket_folder, max_model_len=256, max_tokens=6),
-            "algorithm": AlgorithmConfig(group_size=2, batch_size=2, learning_rate=1e-3),
-            "experiment_name": "x",
-        }
-        paths = (f"checkpoint_root_dir={tmp_path / 'runs'}", "rollout.max_staleness=1")
-        return tune(**(defaults | arguments), overrides=(*PLAIN, *paths, *overrides))
-
-    return call
+    algorithm = AlgorithmConfig(group_size=2, batch_size=2, learning_rate=1e-3)
+    return build_small_run(
+        tmp_path, pocket_folder, data, "rollout.max_staleness=1", steps=NUM_STEPS, max_model_len=256, max_tokens=6,
+        workflow_func=ask_several_times, algorithm=algorithm,
+    )  # fmt: skip
 
 
 def read_metrics(result, *, kind="train"):

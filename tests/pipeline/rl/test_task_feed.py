@@ -9,26 +9,18 @@ from pathlib import Path
 import pytest
 import yaml
 
+from small_runs import build_small_run, write_splits
 from tunesmith import (
     AlgorithmConfig,
     DatasetConfig,
     JudgeOutput,
     TaskSelectorConfig,
-    TunerModelConfig,
-    WorkflowOutput,
-    tune,
 )
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.model.checkpoint import RUN_STATE
 
-PLAIN = ("rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192")
 RECIPE = Path(__file__).parents[3] / "recipes" / "data_augment"
-
-
-async def ask(task, model):
-    completion = await model([{"role": "user", "content": task["question"]}])
-    return WorkflowOutput(response=completion.choices[0].message.content)
 
 
 async def judge_parity(task, response):
@@ -40,32 +32,16 @@ async def judge_parity(task, response):
 
 @pytest.fixture
 def data(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
     rows = [{"question": f"Tom has {n} apples.", "number": n, "answer": str(n), "easy": 1 - n / 7} for n in range(8)]
     rows = [row | {"qwen2.5_7b_pass_rate": row["easy"] * 0.9, "qwen3_30b_pass_rate": row["easy"]} for row in rows]
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder)
+    return write_splits(tmp_path / "data", rows)
 
 
 @pytest.fixture
 def run(tmp_path, data, pocket_folder):
     """Calls tune() with small settings; arguments and overrides may be given."""
-
-    def call(*overrides, **arguments):
-        defaults = {
-            "workflow_func": ask,
-            "judge_func": judge_parity,
-            "train_dataset": DatasetConfig(path=data, total_steps=2),
-            "model": TunerModelConfig(model_path=pocket_folder, max_model_len=128, max_tokens=4),
-            "algorithm": AlgorithmConfig(group_size=2, batch_size=2, learning_rate=1e-3),
-            "experiment_name": "x",
-        }
-        paths = (f"checkpoint_root_dir={tmp_path / 'runs'}",)
-        return tune(**(defaults | arguments), overrides=(*PLAIN, *paths, *overrides))
-
-    return call
+    algorithm = AlgorithmConfig(group_size=2, batch_size=2, learning_rate=1e-3)
+    return build_small_run(tmp_path, pocket_folder, data, judge_func=judge_parity, algorithm=algorithm)
 
 
 def read_metrics(result):

@@ -19,51 +19,23 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+from small_runs import ask, build_small_run, list_apples, write_splits
+from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput
 from tunesmith.engine.event_loop import shutdown as leftovers
 from tunesmith.errors import ConfigError, DataError, ModelError, RolloutError, StorageError
 from tunesmith.experience.store import load_rollouts
 from tunesmith.monitor.console import LINE_METRICS
 
-PLAIN = ("rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192")
-
-
-async def ask(task, model):
-    completion = await model([{"role": "user", "content": task["question"]}])
-    return WorkflowOutput(response=completion.choices[0].message.content)
-
-
-async def judge_length(task, response):
-    return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
-
 
 @pytest.fixture
 def data(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for split in ("train", "test"):
-        rows = [{"question": f"Tom has {n} apples. How many?", "answer": str(n)} for n in range(6)]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder)
+    return write_splits(tmp_path / "data", list_apples(6))
 
 
 @pytest.fixture
 def run(tmp_path, data, pocket_folder):
     """Calls tune() with small settings; arguments and overrides may be given."""
-
-    def call(*overrides, **arguments):
-        defaults = {
-            "workflow_func": ask,
-            "judge_func": judge_length,
-            "train_dataset": DatasetConfig(path=data, total_steps=1),
-            "model": TunerModelConfig(model_path=pocket_folder, max_model_len=128, max_tokens=6),
-            "algorithm": AlgorithmConfig(group_size=4, batch_size=2, learning_rate=1e-3),
-            "experiment_name": "x",
-        }
-        paths = (f"checkpoint_root_dir={tmp_path / 'runs'}",)
-        return tune(**(defaults | arguments), overrides=(*PLAIN, *paths, *overrides))
-
-    return call
+    return build_small_run(tmp_path, pocket_folder, data, steps=1, max_tokens=6)
 
 
 def read_metrics(result):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 
-from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
+from small_runs import build_small_run, list_apples, write_splits
+from tunesmith import TunerModelConfig
 from tunesmith.config import SftConfig
 from tunesmith.errors import StorageError, TunesmithError
 from tunesmith.experience.store import load_rollouts
@@ -18,38 +18,13 @@ from tunesmith.pipeline.sft.folder import open_offline_folder
 NUM_STEPS = 4
 
 
-async def ask(task, model):
-    completion = await model([{"role": "user", "content": task["question"]}])
-    return WorkflowOutput(response=completion.choices[0].message.content)
-
-
-async def judge(task, response):
-    return JudgeOutput(reward=float(sum(map(ord, response)) % 7))
-
-
 @pytest.fixture
 def run(tmp_path, pocket_folder):
     """Calls tune() with a checkpoint every step, a replay buffer, and rollouts merged by two steps."""
-    rows = [{"question": f"Tom has {n} apples. How many?"} for n in range(6)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def call(*overrides, **arguments):
-        defaults = {
-            "workflow_func": ask,
-            "judge_func": judge,
-            "train_dataset": DatasetConfig(path=str(tmp_path / "train.jsonl"), total_steps=NUM_STEPS),
-            "model": TunerModelConfig(model_path=pocket_folder, max_model_len=128, max_tokens=4),
-            "algorithm": AlgorithmConfig(group_size=4, batch_size=2, learning_rate=1e-3),
-            "experiment_name": "x",
-        }
-        fixed = (
-            "rollout.chat_model=openai", "model.device=cpu", "engine.kv_cache_tokens=8192", "save_interval_steps=1",
-            "experience.replay.num_groups=1", "steps_per_file=2", "trainer.mismatch_stop=100",
-            f"checkpoint_root_dir={tmp_path / 'runs'}",
-        )  # fmt: skip
-        return tune(**(defaults | arguments), overrides=(*fixed, *overrides))
-
-    return call
+    return build_small_run(
+        tmp_path, pocket_folder, write_splits(tmp_path / "data", list_apples(6)), "save_interval_steps=1",
+        "experience.replay.num_groups=1", "steps_per_file=2", "trainer.mismatch_stop=100", steps=NUM_STEPS,
+    )  # fmt: skip
 
 
 def test_resuming_before_a_damaged_checkpoint_reproduces_the_metrics(run, capsys):

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from tunesmith.config import PipelineConfig, PreferenceConfig
 from tunesmith.errors import ConfigError, DataError
 from tunesmith.model.load import load_tokenizer
-from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.pipeline.data.preference_pairs import PreferenceReader, add_probes
 from tunesmith.pipeline.session.load_config import build_section
 from tunesmith.pipeline.sft.preference import run_preference
@@ -26,15 +25,6 @@ TALK = [
     {"role": "user", "content": "What is 6 * 7?"},
 ]
 PAIR = {"prompt": "What is 6 * 7?", "chosen": "It is 42.", "rejected": "It is 13."}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("model")
-    tokenizer = build_pocket_tokenizer()
-    tokenizer.save_pretrained(place)
-    build_pocket_model(tokenizer, hidden_size=96, num_layers=1).save_pretrained(place)
-    return place
 
 
 @pytest.fixture(scope="module")

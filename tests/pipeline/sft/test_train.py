@@ -38,15 +38,6 @@ from tunesmith.pipeline.sft.train import run_sft
 QUIET = {"trackers": (), "has_progress": False}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("model")
-    tokenizer = build_pocket_tokenizer()
-    tokenizer.save_pretrained(place)
-    build_pocket_model(tokenizer, hidden_size=96, num_layers=1).save_pretrained(place)
-    return place
-
-
 @pytest.fixture
 def data(tmp_path):
     return write_rows(tmp_path / "rows.jsonl", [build_row(number) for number in range(12)])

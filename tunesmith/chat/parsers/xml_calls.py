@@ -21,7 +21,7 @@ from tunesmith.chat.parsers.call_format import (
     find_parameter,
     load_json,
 )
-from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN
+from tunesmith.chat.parsers.hermes import CALL_CLOSE, CALL_OPEN, ClosingTag
 
 FUNCTION_OPEN, FUNCTION_CLOSE = "<function=", "</function>"
 GLM_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -80,22 +80,21 @@ class _QwenReader:
 
 
 class _GlmReader:
-    """Reads one call; a call whose closing tag is missing at the end of the reply counts."""
+    """Reads one call."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
-        self._position = len(CALL_OPEN)
+        self._tag = ClosingTag()
 
     def read(self, text: str, *, is_end: bool) -> Block | None:
-        end = text.find(CALL_CLOSE, self._position)
-        if end < 0 and not is_end:
-            self._position = max(len(CALL_OPEN), len(text) - len(CALL_CLOSE) + 1)
+        ends = self._tag.find(text, is_end=is_end)
+        if ends is None:
             return None
-        body_end, length = (len(text), len(text)) if end < 0 else (end, end + len(CALL_CLOSE))
+        body_end, length = ends
         found = _GLM_BODY.fullmatch(text, len(CALL_OPEN), body_end)
         arguments = [] if found is None else _GLM_ARGUMENT.findall(found.group(2))
         call = None if found is None else _build_call(found.group(1), arguments, self._tools)
-        is_cut = end < 0 and not arguments  # without a closing tag, the name alone may be incomplete
+        is_cut = body_end == length and not arguments  # without a closing tag, the name alone may be incomplete
         return Block(length=len(CALL_OPEN)) if call is None or is_cut else Block(length=length, calls=(call,))
 
 

@@ -96,8 +96,8 @@ class EngineSection(Section):
         num_devices = len(self.vllm.devices or ())
         if num_devices not in (0, self.tensor_parallel_size):
             raise ValueError(
-                f"vllm.devices lists {num_devices} GPUs, and tensor_parallel_size={self.tensor_parallel_size} needs as "
-                "many: change one of them"
+                f"vllm.devices lists {num_devices} GPUs, and tensor_parallel_size={self.tensor_parallel_size} needs "
+                f"{self.tensor_parallel_size}: change one of them"
             )
         return self
 

@@ -42,7 +42,9 @@ def check_branching(section: BranchingSection | None, assignment: str, *, group_
     if section is None:
         return
     if assignment == "balanced":
-        raise ValueError("rollout.assignment=balanced with rollout.branching: set plan, or leave branching out")
+        raise ValueError(
+            "rollout.assignment=balanced with rollout.branching: set rollout.assignment=plan, or leave out branching"
+        )
     if group_size < 2:
         raise ValueError(f"rollout.branching needs algorithm.group_size of at least 2; it is {group_size}")
     if section.initial_rollouts is not None and section.initial_rollouts >= group_size:
@@ -51,4 +53,6 @@ def check_branching(section: BranchingSection | None, assignment: str, *, group_
             f"algorithm.group_size={group_size}: lower it, or leave out rollout.branching"
         )
     if temperature == 0:
-        raise ValueError("rollout.branching with model.temperature=0: a branch would repeat its parent")
+        raise ValueError(
+            "rollout.branching with model.temperature=0: a branch would repeat its parent; raise the temperature"
+        )

@@ -70,7 +70,7 @@ def check_serve(section: ServeSection | None, *, num_ranks: int, launcher: str, 
         return
     if launcher == "ray":
         raise ValueError(
-            "serve with cluster.launcher=ray: workers reach the ranks of one host only; leave launcher out"
+            "tunesmith serve with cluster.launcher=ray: workers reach the ranks of one host only; leave out launcher"
         )
     if section.mode == "online" and num_ranks > 1:
         raise ValueError(
@@ -83,4 +83,6 @@ def check_serve(section: ServeSection | None, *, num_ranks: int, launcher: str, 
             "own model endpoint: write {rank} where the address has the number of the rank"
         )
     if has_branching:
-        raise ValueError("rollout.branching with serve: workers in other processes cannot be run again from a branch")
+        raise ValueError(
+            "rollout.branching with tunesmith serve: workers in other processes cannot be rerun from a branch point"
+        )

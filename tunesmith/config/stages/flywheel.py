@@ -104,7 +104,7 @@ class FlywheelConfig(Section):
     def _check_hints(self) -> Self:
         for hint in self.hints:
             if len(hint.split()) < 2:
-                raise ValueError(f"hints has {hint!r}, which is no sentence")
+                raise ValueError(f"hints contains {hint!r}: each hint must be a sentence of two words or more")
         return self
 
     def to_run_config(self) -> RunConfig:

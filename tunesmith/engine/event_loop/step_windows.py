@@ -45,7 +45,7 @@ class StepWindows:
         self._loop.is_stepping = True
 
     def stop(self) -> None:
-        """Let no engine step; their requests wait, and everything else on the event loop goes on."""
+        """Let no engine step; their requests wait, and everything else on the event loop continues."""
         self._is_counting = self._loop.is_stepping = False
 
     def release(self) -> None:

@@ -169,7 +169,7 @@ def load_columns(path: Path) -> tuple[dict[str, Series], dict[str, Series]]:
 
 
 def find_state(paths: RunPaths, config: RunConfig | OfflineConfig, *, num_steps: int, is_stopped: bool) -> RunState:
-    """Whether the run goes on, and how it ended."""
+    """Whether the run is still running, and how it ended."""
     if is_locked(paths.lock):
         return "running"
     if is_stopped:

@@ -16,7 +16,6 @@ from tunesmith.pipeline.flywheel.roles import Finding, Role, RoleRequest, StepDr
 from tunesmith.pipeline.flywheel.steps import Step
 
 MAX_CHARS = 24_000
-NONE = re.compile(r"<none\s*/?>", re.IGNORECASE)
 FAULTS = {
     "find_redundant": "The answer is right, but the work may be wasteful. Find the earliest redundant step: one that "
     "repeats what is known already, makes a call whose result is not used, or reasons at much greater length than it "

@@ -120,7 +120,7 @@ def build_limits(config: RunConfig, *, total_steps: int = 0) -> InFlightLimits:
 
 
 async def run_beside_rollouts(in_flight: InFlightGroups | None, work: Callable[[], None]) -> None:
-    """Run blocking work; with rollouts in flight in a thread, so that their tools go on."""
+    """Run blocking work; with rollouts in flight in a thread, so that their tools continue."""
     if in_flight is None:
         work()
     else:

@@ -93,11 +93,11 @@ class InFlightGroups:
         return groups
 
     async def run_beside(self, work: Callable[[], T]) -> T:
-        """Run blocking work in a thread, while workflows go on; a cancellation waits for its end."""
+        """Run blocking work in a thread, while workflows continue; a cancellation waits for its end."""
         return await self._site.run_beside(work)
 
     async def train(self, update: Callable[[], T], *, policy_version: int) -> T:
-        """Run the update that makes the weights of `policy_version`, while workflows go on."""
+        """Run the update that makes the weights of `policy_version`, while workflows continue."""
         return await self._site.train(update, policy_version=policy_version)
 
     def held(self) -> AbstractAsyncContextManager[None]:

@@ -170,7 +170,7 @@ class OwnGroups:
             raise self._error
 
     async def run_beside(self, work: Callable[[], T]) -> T:
-        """Run an update or a save in a thread, while workflows go on; a cancellation waits for its end."""
+        """Run an update or a save in a thread, while workflows continue; a cancellation waits for its end."""
         return await self._thread.run(work)
 
     async def train(self, update: Callable[[], T], *, policy_version: int) -> T:

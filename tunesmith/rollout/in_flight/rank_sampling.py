@@ -71,7 +71,7 @@ class SamplingClock(Protocol):
     def begin(self) -> None: ...
 
     def stop(self) -> None:
-        """Let no engine step; their requests wait, and everything else goes on."""
+        """Let no engine step; their requests wait, and everything else continues."""
 
     def release(self) -> None:
         """Let the engines step without windows."""

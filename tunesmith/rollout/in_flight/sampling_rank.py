@@ -132,7 +132,7 @@ class SamplingRank:
                 raise RankError(f"a sampling rank received {type(message).__name__}, which it does not know")
 
     async def _change_weights(self, message: TakeWeights) -> None:
-        """Between two steps of the engine; workflows go on."""
+        """Between two steps of the engine; workflows continue."""
         self._own.pause()
         await self._own.run_beside(lambda: self._take_weights(message.num_elements))
         self._own.resume(message.policy_version)

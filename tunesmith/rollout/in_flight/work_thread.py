@@ -1,4 +1,4 @@
-"""A thread for blocking work of the run, beside which workflows go on."""
+"""A thread for blocking work of the run, beside which workflows continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WorkThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tunesmith-trainer", initializer=prepare)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run work while the event loop goes on; a cancellation waits for its end."""
+        """Run work while the event loop continues; a cancellation waits for its end."""
         context = copy_context()
         running = asyncio.wrap_future(self._executor.submit(context.run, work))
         try:

@@ -79,7 +79,7 @@ class Session:
         self.gate: asyncio.Event | None = None
         """Calls wait while it is not set; None: they never wait."""
         self.keeps_cache = False
-        """Calls go on over keys and values of older weights (`rollout.stale_cache=keep`)."""
+        """Calls continue over keys and values of older weights (`rollout.stale_cache=keep`)."""
         self.engine_error: str | None = None
         """Type and message of the first engine error."""
         self.num_calls = 0

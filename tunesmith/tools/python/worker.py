@@ -150,7 +150,7 @@ class Call:
 
     @property
     def is_child_kept(self) -> bool:
-        """The process of a session goes on unless it ended or broke a limit."""
+        """The process of a session continues unless it ended or broke a limit."""
         return self._config["is_session"] and self._has_answered and self._outcome != "output_limit"
 
     def run(self, requests: int, wake: int) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Run:
         return not self.paths.metrics.is_file()
 
     def find_state(self) -> State:
-        """Whether the run goes on, and how it ended."""
+        """Whether the run is still running, and how it ended."""
         if self.is_comparison:
             return "comparison"
         if is_locked(self.paths.lock):

@@ -1,0 +1,56 @@
+"""A folder with a run file, an agent of two turns, tasks and the pocket model, for commands in their own processes."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from tunesmith.model.prepare import prepare_model
+
+AGENT = textwrap.dedent(
+    """
+    from tunesmith import JudgeOutput, WorkflowOutput
+
+    async def workflow(task, model):
+        messages = [{"role": "user", "content": task["question"]}]
+        first = await model(messages)
+        messages += [
+            {"role": "assistant", "content": first.choices[0].message.content},
+            {"role": "user", "content": "How many?"},
+        ]
+        second = await model(messages)
+        return WorkflowOutput(response=second.choices[0].message.content)
+
+    async def judge(task, response):
+        return JudgeOutput(reward=float(len(response) % 5), metrics={"length": float(len(response))})
+    """
+)
+
+
+def write_run_folder(folder: Path, **settings: Any) -> None:
+    """Write `run.yaml` and what it names; the run selects tasks by difficulty, refills, replays and evaluates."""
+    prepare_model("pocket", folder / "pocket")
+    (folder / "agent.py").write_text(AGENT)
+    questions = [f"Tom has {n} apples and buys {n + 3} more. How many apples does Tom have now?" for n in range(12)]
+    (folder / "data").mkdir()
+    for split in ("train", "test"):
+        (folder / "data" / f"{split}.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
+    config = {
+        "workflow": "agent.py:workflow",
+        "judge": "agent.py:judge",
+        "checkpoint_root_dir": "runs",
+        "save_interval_steps": 2,
+        "model": {"path": "pocket", "max_model_len": 128, "max_tokens": 12, "device": "cpu"},
+        "train_dataset": {
+            "path": "data",
+            "task_selector": {"selector_type": "difficulty_based", "args": {"m": 4, "tau": 0.1, "do_sample": True}},
+        },
+        "experience": {"refill_budget": 2, "replay": {"num_groups": 1}},
+        "eval_datasets": {"held_out": {"path": "data", "split": "test"}},
+        "engine": {"kv_cache_tokens": 8192},
+        "rollout": {"chat_model": "openai"},
+        "evaluation": {"interval_steps": 3, "at_start": True, "max_tasks": 4},
+    }
+    (folder / "run.yaml").write_text(json.dumps(config | settings))
