@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import random
 import statistics
 import subprocess
@@ -35,6 +34,7 @@ import torch
 from ranks import judge, list_tasks, save_model
 from report import describe_environment
 from shapes import SHAPES
+from sleeps import Sleeps
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import EvaluationSection, RunConfig
@@ -61,26 +61,9 @@ from tunesmith.tools.calculator import CALCULATOR_TOOL
 from tunesmith.trainer.trainer import Trainer
 from tunesmith.types import WorkflowOutput
 
-DECK_SIZE = 1024
 MAX_FILLING_STEPS = 3
 """Steps that are not measured while groups in flight have no age yet; the first with older tokens compiles its loss."""
 COUNTS = ("num_dropped_groups", "num_overtaking_groups", "num_mixed_turns")
-
-
-class Sleeps:
-    """Log-normal durations in seconds, from shuffled decks of equally likely quantiles."""
-
-    def __init__(self, *, median_s: float, p99_s: float, seed: int) -> None:
-        sigma = math.log(p99_s / median_s) / statistics.NormalDist().inv_cdf(0.99) if median_s else 0.0
-        quantiles = [statistics.NormalDist().inv_cdf((i + 0.5) / DECK_SIZE) for i in range(DECK_SIZE)]
-        self._deck = [median_s * math.exp(sigma * z) for z in quantiles]
-        self._rng = random.Random(seed)
-        self._left: list[float] = []
-
-    def draw(self) -> float:
-        if not self._left:
-            self._left = self._rng.sample(self._deck, DECK_SIZE)
-        return self._left.pop()
 
 
 SLEEPS = Sleeps(median_s=0.0, p99_s=0.0, seed=0)

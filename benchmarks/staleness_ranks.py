@@ -28,7 +28,7 @@ import torch
 from ranks import judge, list_tasks, save_model
 from report import describe_environment
 from shapes import SHAPES
-from staleness import Sleeps
+from sleeps import Sleeps
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.place import find_place
