@@ -122,10 +122,10 @@ def run_worker(arguments: argparse.Namespace) -> None:
             build_model=lambda e, o: ChatModel(e, options=o),
         )  # fmt: skip
         if roles.is_sampler:
-            policy, actors = load()
+            policy, actors = load(has_trainer=False)
             run_lockstep(build_sampling_rank(config, policy, actors, roles).run(), config.rollout)
         else:
-            policy, actors = load(ranks=roles.trainers)
+            policy, actors = load(ranks=roles.trainers, has_rollouts=not roles.samplers)
             trainer = Trainer(
                 policy.model, config.trainer, config.algorithm, max_model_len=config.model.max_model_len,
                 num_total_steps=TOTAL_STEPS, ranks=roles.trainers,
