@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.algorithm import AlgorithmSection, CorrectionSection
+from tunesmith.config.algorithm import AlgorithmSection, check_bounds
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
 from tunesmith.config.cluster import ClusterSection, check_sharded_weights
 from tunesmith.config.engine.engine import EngineSection
@@ -335,14 +335,7 @@ class RunConfig(Section):
     def _check_correction(self) -> RunConfig:
         correction, replay = self.algorithm.correction, self.experience.replay
         has_older = replay.num_groups or self.rollout.max_staleness or self.is_online
-        is_off_policy = has_older or self.engine.has_separate_sampler
-        for bound in ("cap", "floor"):
-            value, default = getattr(correction, bound), getattr(CorrectionSection(), bound)
-            if correction.importance == "auto" and value != default and not is_off_policy:
-                raise ValueError(
-                    f"algorithm.correction.{bound}={value} has no effect: with importance=auto only steps that train "
-                    "tokens of older weights limit weights; set experience.replay.num_groups, or importance=token"
-                )
+        check_bounds(correction, is_off_policy=bool(has_older or self.engine.has_separate_sampler))
         return self
 
     @model_validator(mode="after")
