@@ -316,7 +316,7 @@ class Trainer:
         try:
             check_finite(update)
             if is_first and not self._algorithm.is_supervised:
-                check_mismatch(update, self._settings)
+                check_mismatch(update, self._settings, has_console=self._ranks.is_first)
             update.metrics.update(self._update_critic(rows, prepared))
         except TrainingError:
             self._optimizer.clear_gradients()
