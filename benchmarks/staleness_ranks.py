@@ -93,10 +93,12 @@ def run_worker(arguments: argparse.Namespace) -> None:
         sleeps = Sleeps(median_s=arguments.median_s, p99_s=arguments.p99_s, seed=1 + world.rank)
         workflow = partial(use_tools, num_calls=arguments.calls, draw_sleep=sleeps.draw)
         if roles.is_sampler:
-            policy, actors = load_step_actors(config, workflow=workflow)
+            policy, actors = load_step_actors(config, workflow=workflow, has_trainer=False)
             run_lockstep(build_sampling_rank(config, policy, actors, roles).run(), config.rollout)
         else:
-            policy, actors = load_step_actors(config, workflow=workflow, ranks=roles.trainers)
+            policy, actors = load_step_actors(
+                config, workflow=workflow, ranks=roles.trainers, has_rollouts=not roles.samplers
+            )
             trainer = build_trainer(config, policy, num_steps=TOTAL_STEPS, ranks=roles.trainers)
             if world.is_first:
                 lead(arguments, config, policy, actors, trainer, roles)

@@ -109,11 +109,12 @@ def build_step_config(arguments: argparse.Namespace, **sections: Mapping[str, An
 
 
 def load_step_actors(
-    config: RunConfig, *, workflow: Callable[..., Any] = ask, judge: Callable[..., Any] = judge, ranks: Ranks = Ranks()
+    config: RunConfig, *, workflow: Callable[..., Any] = ask, judge: Callable[..., Any] = judge, **options: Any
 ) -> tuple[Policy, Actors]:
-    """The policy and the actors; workflows call the model through the in-process endpoint."""
+    """The policy and the actors; workflows call the model through the in-process endpoint. `options` are further
+    arguments of `load_actors`."""
     return load_actors(
-        config, workflow=workflow, judge=judge, build_model=lambda e, o: ChatModel(e, options=o), ranks=ranks
+        config, workflow=workflow, judge=judge, build_model=lambda e, o: ChatModel(e, options=o), **options
     )
 
 

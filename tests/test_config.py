@@ -80,12 +80,14 @@ def test_a_knob_without_effect_is_refused(section, values, message):
         section.model_validate(values)
 
 
-def test_the_cap_of_importance_weights_is_accepted_where_rollouts_are_off_policy():
-    values = {"model": {"path": "m"}, "algorithm": {"correction": {"cap": 3}}}
-    with pytest.raises(ValidationError, match="cap=3.0 has no effect"):
+@pytest.mark.parametrize(("bound", "value"), [("cap", 3.0), ("floor", 0.5)])
+def test_bounds_of_importance_weights_are_accepted_where_rollouts_are_off_policy(bound, value):
+    values = {"model": {"path": "m"}, "algorithm": {"correction": {bound: value}}}
+    with pytest.raises(ValidationError, match=f"{bound}={value} has no effect"):
         RunConfig.model_validate(values)
-    for changes in ({"engine": {"weight_format": "fp8"}}, {"experience": {"replay": {"num_groups": 2}}}):
-        assert RunConfig.model_validate(values | changes).algorithm.correction.cap == 3
+    off_policy = {"engine": {"weight_format": "fp8"}}, {"experience": {"replay": {"num_groups": 2}}}
+    for changes in (*off_policy, {"serve": {"mode": "online"}}):
+        assert getattr(RunConfig.model_validate(values | changes).algorithm.correction, bound) == value
 
 
 def test_sections_are_frozen():

@@ -124,9 +124,8 @@ async def run_step(
     metrics |= {} if parts.branching is None else parts.branching.stats.compute()
     if in_flight is not None:
         metrics |= compute_staleness(groups, advantages, policy_version=policy_version) | in_flight.compute_metrics()
-    num_sampled = metrics["rollout/num_sampled_tokens"] - metrics.get("rollout/num_inherited_tokens", 0.0)
     sampling_s = (sampled if parts.actors.remote is None else trained) - started  # other ranks go on during the update
-    metrics["perf/sampled_tokens_per_s"] = num_sampled / sampling_s
+    metrics["perf/sampled_tokens_per_s"] = count_sampled(metrics, has_older=in_flight is not None) / sampling_s
     metrics |= parts.tasks.give_feedback(compute_pass_rates(batch.collected, parts.outcome_key), batch.collected)
     if parts.baseline_sampling is not None:
         metrics |= compute_baseline_metrics(batch.collected)
@@ -139,6 +138,13 @@ async def run_step(
     metrics |= parts.actors.compute_recorder_stats() | parts.trainer.take_times()
     metrics["perf/step_s"] = time.perf_counter() - started
     return StepResult(batch=batch, advantages=advantages[: len(batch.groups)], metrics=metrics)
+
+
+def count_sampled(metrics: dict[str, float], *, has_older: bool) -> float:
+    """Tokens sampled in a step; `has_older`: those of its groups may have been sampled in earlier ones."""
+    if has_older:
+        return metrics["engine/num_sampled_tokens"]
+    return metrics["rollout/num_sampled_tokens"] - metrics.get("rollout/num_inherited_tokens", 0.0)
 
 
 def finish_batch(

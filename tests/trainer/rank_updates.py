@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import socket
 from pathlib import Path
@@ -129,25 +130,31 @@ def run_case(
 
 
 def run_narrow(ranks: Ranks, *, is_sharded: bool = True) -> dict[str, object]:
-    """Two updates of a model with 16-bit weights; what it hands on before and after, and its state."""
+    """Two updates of a model with 16-bit weights; what it hands on before and after, its state, and its warnings."""
     model = build_trainable(dtype=torch.bfloat16)
     samples = [each for each in load_samples(()) if ranks.is_alone or each.group_index % ranks.world_size == ranks.rank]
     if not ranks.is_alone and is_sharded:
         model = model.to("meta") if not ranks.is_first else model
         shard_model(model, ranks, torch.device("cpu"))
-    settings = TrainerSection(**(SETTINGS | {"mismatch_stop": 1e9}))
+    settings = TrainerSection(**(SETTINGS | {"mismatch_stop": 1e9, "mismatch_warn": 1e-30}))
     section = AlgorithmSection(algorithm_type="reinforceplusplus")
     trainer = Trainer(
         model, settings, section, max_model_len=64, num_total_steps=9, ranks=ranks, has_sharded_gradients=True
     )
     before = {name: weight.clone() for name, weight in iter_whole_weights(model)}
     masters = {name: part.dtype for name, part in trainer._optimizer._masters.items()}
+    warnings: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = warnings.append
+    logging.getLogger("tunesmith.trainer.metrics").addHandler(handler)
     trainer.step(samples)
     trainer.step(samples)
+    logging.getLogger("tunesmith.trainer.metrics").removeHandler(handler)
     state = trainer.state_dict()["optimizer"]
     after = {name: weight.clone() for name, weight in iter_whole_weights(model)}
     saved = gather_state(model)
-    return {"before": before, "after": after, "saved": saved, "state": state, "masters": masters}
+    found = {"before": before, "after": after, "saved": saved, "state": state, "masters": masters}
+    return found | {"num_warnings": len(warnings)}
 
 
 def run_split(name: str, world: Ranks, num_samplers: int) -> torch.Tensor:

@@ -70,3 +70,20 @@ def test_the_gradient_is_that_of_the_corrected_loss(monkeypatch):
     assert abs(metrics["correction/mean_weight"] - weight.mean().item()) < 1e-4
     assert (gradients[0] - expected).norm() < 1e-5 * expected.norm()
     assert metrics["mismatch/max_log_ratio"] < 1e-4, "the mismatch is measured on tokens of the newest version"
+
+
+def test_the_newest_version_is_that_of_the_whole_step():
+    """The first of two minibatches has only tokens of an older version, whose mismatch is not measured."""
+    samples = build_batch([1.0, -0.7, 0.4, -1.2], [0, 0, 1, 1])
+    samples = [
+        replace(each, policy_versions=tuple(each.group_index if m else None for m in each.is_sampled))
+        for each in samples
+    ]
+    settings = TrainerSection(num_minibatches=2, mismatch_warn=1e9, mismatch_stop=1e9)
+    metrics = [
+        Trainer(
+            build_trainable(), settings, AlgorithmSection(algorithm_type="grpo"), max_model_len=64, num_total_steps=9
+        ).step(samples, policy_version=version)
+        for version in (None, 1)
+    ]
+    assert metrics[0] == metrics[1] and "mismatch/kl" not in metrics[0]

@@ -43,8 +43,9 @@ def compute_reference(start: torch.Tensor, gradients: list[torch.Tensor], norms:
     return x
 
 
-def test_the_relative_update_is_the_change_over_the_size_of_the_weights():
-    model = nn.Linear(3, 2, bias=False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_relative_update_is_the_change_over_the_size_of_the_weights(dtype):
+    model = nn.Linear(3, 2, bias=False, dtype=dtype)
     optimizer = MasterAdamW(model, TrainerSection())
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, 2.0, 2.0], [0.0, 0.0, 4.0]]))

@@ -57,6 +57,7 @@ def test_sharded_16_bit_weights_are_rounded_masters(num_ranks, results):
     alone = run_narrow(ALONE)
     first, *others = [result["narrow"] for result in results[num_ranks]]
     whole = results[num_ranks][0]["narrow, whole weights"]["after"]
+    assert alone["num_warnings"] == first["num_warnings"] == 2 and not any(each["num_warnings"] for each in others)
     assert set(first["masters"].values()) == {torch.float32}
     assert first["state"].keys() == alone["state"].keys() and not any(each["state"] for each in others)
     for name, weight in alone["before"].items():

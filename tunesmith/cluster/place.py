@@ -53,6 +53,11 @@ def find_place(environment: Mapping[str, str] = os.environ) -> Place:
     )
 
 
+def shows_console(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process prints lines that every rank would print: it is the first rank, or the only process."""
+    return "WORLD_SIZE" not in environment or environment.get("RANK", "0") == "0"
+
+
 def is_ray_worker() -> bool:
     """Whether this process is a rank that Ray has started."""
     return RAY_WORKER in os.environ

@@ -111,3 +111,14 @@ class AlgorithmSection(Section):
     """Teacher model of on_policy_distill and jsd."""
     expert: ExpertSection | None = None
     """Expert demonstrations of mix and mix_chord."""
+
+
+def check_bounds(correction: CorrectionSection, *, is_off_policy: bool) -> None:
+    """Raise for bounds of importance weights in a run that never computes them."""
+    for bound in ("cap", "floor"):
+        value, default = getattr(correction, bound), CorrectionSection.model_fields[bound].default
+        if correction.importance == "auto" and value != default and not is_off_policy:
+            raise ValueError(
+                f"algorithm.correction.{bound}={value} has no effect: with importance=auto only steps that train "
+                "tokens of older weights limit weights; set experience.replay.num_groups, or importance=token"
+            )

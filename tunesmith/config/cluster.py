@@ -46,7 +46,9 @@ class ClusterSection(Section):
     def _check_launcher(self) -> ClusterSection:
         if self.launcher == "ray":
             if self.num_workers is None:
-                raise ValueError("cluster.launcher=ray needs cluster.num_workers, the number of workers (one per GPU)")
+                raise ValueError(
+                    "cluster.launcher=ray needs cluster.num_workers, the number of workers (one per GPU): set it"
+                )
             return self
         for name in ("max_restarts", "ray_namespace"):
             if (value := getattr(self, name)) is not None:

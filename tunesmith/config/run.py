@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tunesmith.config.algorithm import AlgorithmSection, CorrectionSection
+from tunesmith.config.algorithm import AlgorithmSection, check_bounds
 from tunesmith.config.callbacks import CallbacksSection, EarlyStoppingSection, KeepBestSection, check_metric_name
 from tunesmith.config.cluster import ClusterSection, check_sharded_weights
 from tunesmith.config.engine.engine import EngineSection
@@ -334,12 +334,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_correction(self) -> RunConfig:
         correction, replay = self.algorithm.correction, self.experience.replay
-        is_off_policy = replay.num_groups or self.rollout.max_staleness or self.engine.has_separate_sampler
-        if correction.importance == "auto" and correction.cap != CorrectionSection().cap and not is_off_policy:
-            raise ValueError(
-                f"algorithm.correction.cap={correction.cap} has no effect: with importance=auto only steps that train "
-                "tokens of older weights truncate weights; set experience.replay.num_groups, or importance=token"
-            )
+        has_older = replay.num_groups or self.rollout.max_staleness or self.is_online
+        check_bounds(correction, is_off_policy=bool(has_older or self.engine.has_separate_sampler))
         return self
 
     @model_validator(mode="after")
@@ -375,7 +371,8 @@ class RunConfig(Section):
         if self.cluster.sampling_ranks and not self.rollout.max_staleness:
             raise ValueError(
                 f"cluster.sampling_ranks={self.cluster.sampling_ranks} needs rollout.max_staleness of 1 or more: "
-                "samplers continue while the other ranks train, so tokens are one step old when they are trained"
+                "samplers continue while the other ranks train, so tokens are one step old when they are trained; set "
+                "rollout.max_staleness=1"
             )
         return self
 

@@ -48,8 +48,9 @@ class LocalEngine:
         *,
         max_model_len: int,
         lockstep: bool = True,
+        has_trainer: bool = True,
     ) -> None:
-        """Stop strings need a tokenizer.
+        """Stop strings need a tokenizer. `has_trainer`: whether the model is also trained on its device.
 
         In lockstep the engine steps when every coroutine waits. Otherwise a thread steps whenever there is work, for
         an event loop that must stay responsive; agents and engine then compete for the interpreter lock.
@@ -62,7 +63,9 @@ class LocalEngine:
         self._vocab_size = model.get_input_embeddings().num_embeddings
         self.grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
         """The grammars that requests name in their distribution."""
-        self._runner = ModelRunner(model, settings, max_model_len=max_model_len, grammars=self.grammars)
+        self._runner = ModelRunner(
+            model, settings, max_model_len=max_model_len, grammars=self.grammars, has_trainer=has_trainer
+        )
         self._output_processor, self._stepper = self._build_stepper()
         self._is_paused = False
         self._lock = threading.RLock()

@@ -159,8 +159,9 @@ def check_finite(update: Update) -> None:
         )
 
 
-def check_mismatch(update: Update, limits: TrainerSection) -> None:
-    """Warn or raise TrainingError if sampler and trainer logprobs differ by more than the limits."""
+def check_mismatch(update: Update, limits: TrainerSection, *, has_console: bool = True) -> None:
+    """Warn or raise TrainingError if sampler and trainer logprobs differ by more than the limits; of several ranks one
+    has the console."""
     mismatch = update.mismatch_kl
     if mismatch is None:
         return
@@ -169,7 +170,7 @@ def check_mismatch(update: Update, limits: TrainerSection) -> None:
             f"sampler and trainer logprobs differ: KL {mismatch:.3g} per token is above "
             f"trainer.mismatch_stop={limits.mismatch_stop:g}; {MISMATCH_CAUSES}"
         )
-    if mismatch > limits.mismatch_warn:
+    if mismatch > limits.mismatch_warn and has_console:
         logger.warning(
             "sampler and trainer logprobs differ: KL %.3g per token is above trainer.mismatch_warn=%g; %s",
             mismatch, limits.mismatch_warn, MISMATCH_CAUSES,

@@ -70,7 +70,8 @@ class MasterAdamW:
         """Evenly spaced elements of some master matrices, as float64."""
         matrices = [master for master in self._masters.values() if master.ndim >= 2] or list(self._masters.values())
         chosen = matrices[:: -(-len(matrices) // NUM_SAMPLED_MATRICES)]
-        return [each.flatten()[:: -(-each.numel() // NUM_SAMPLED_ELEMENTS)].double() for each in chosen]
+        strided = [each.flatten()[:: -(-each.numel() // NUM_SAMPLED_ELEMENTS)] for each in chosen]
+        return [each.to(torch.float64, copy=True) for each in strided]
 
     def compute_changed_ratio(self, before: list[Tensor]) -> Tensor:
         """Share of the elements of `sample_weights` that changed by more than `MIN_RELATIVE_CHANGE`."""

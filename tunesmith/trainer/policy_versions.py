@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tunesmith.cluster.ranks import Ranks
 from tunesmith.trainer.batch import EventIndex
 from tunesmith.types import Sample
 
@@ -19,6 +20,15 @@ def has_older_tokens(samples: Sequence[Sample], newest_version: int | None) -> b
 def find_newest_version(samples: Sequence[Sample]) -> int:
     """The newest policy version that sampled a token; 0 if there is none."""
     return max(find_versions(samples), default=0)
+
+
+def gather_facts(samples: Sequence[Sample], ranks: Ranks) -> tuple[int, list[int] | None]:
+    """The newest policy version in a step's samples over all ranks, and their groups; no groups on a single rank."""
+    newest = find_newest_version(samples)
+    if ranks.is_alone:
+        return newest, None
+    gathered = ranks.all_gather_objects((newest, [sample.group_index for sample in samples]))
+    return max(each for each, _ in gathered), sorted({group for _, part in gathered for group in part})
 
 
 def find_versions(samples: Sequence[Sample]) -> set[int]:

@@ -49,7 +49,7 @@ from tunesmith.trainer.metrics import (
     read_totals,
 )
 from tunesmith.trainer.packing import pack_samples, split_minibatches
-from tunesmith.trainer.policy_versions import find_newest_version, has_older_tokens
+from tunesmith.trainer.policy_versions import gather_facts, has_older_tokens
 from tunesmith.trainer.reference import Reference, check_dropouts, check_extra_model
 from tunesmith.trainer.scoring_pass import (
     PreparedUpdate,
@@ -168,11 +168,8 @@ class Trainer:
             self._settings, step=self.num_steps, num_total_steps=self._num_total_steps
         )
         samples = attach_token_masks(samples, self._grammars)
-        groups = None
-        if not self._ranks.is_alone:
-            gathered = self._ranks.all_gather_objects((find_newest_version(samples), [s.group_index for s in samples]))
-            policy_version = max(newest for newest, _ in gathered) if policy_version is None else policy_version
-            groups = sorted({group for _, part in gathered for group in part})
+        newest, groups = gather_facts(samples, self._ranks)
+        policy_version = newest if policy_version is None else policy_version
         proximal = self._score_proximal_policy(samples, policy_version)
         step_terms = self._compute_step_terms(samples, proximal)
         updates: list[Update] = []
@@ -319,7 +316,7 @@ class Trainer:
         try:
             check_finite(update)
             if is_first and not self._algorithm.is_supervised:
-                check_mismatch(update, self._settings)
+                check_mismatch(update, self._settings, has_console=self._ranks.is_first)
             update.metrics.update(self._update_critic(rows, prepared))
         except TrainingError:
             self._optimizer.clear_gradients()

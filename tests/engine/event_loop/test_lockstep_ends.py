@@ -124,9 +124,17 @@ def test_system_exit_in_a_user_task_fails_its_awaiter_and_not_the_run(caplog: py
 
 
 @pytest.mark.parametrize(("number", "ending"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+@pytest.mark.parametrize("rank", [None, 0, 1])
 def test_a_signal_ends_the_run_after_cleanup(
-    number: int, ending: type[BaseException], capfd: pytest.CaptureFixture
+    number: int,
+    ending: type[BaseException],
+    rank: int | None,
+    capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if rank is not None:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
     cleaned = []
 
     async def run() -> None:
@@ -142,7 +150,7 @@ def test_a_signal_ends_the_run_after_cleanup(
     assert cleaned
     assert signal.getsignal(number) is before
     assert ending is KeyboardInterrupt or caught.value.code == 143
-    assert "ending the run" in capfd.readouterr().err
+    assert ("ending the run" in capfd.readouterr().err) == (rank != 1), "one line for all ranks"
 
 
 def test_a_second_interrupt_reaches_code_that_blocks_the_loop() -> None:

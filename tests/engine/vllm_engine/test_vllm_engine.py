@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -263,6 +264,10 @@ def test_requests_fail_with_one_sentence_when_vllm_dies(environment):
             r"could not start: Free memory on device 0 \(3/80\) is less; lower engine.vllm.gpu_memory_share",
         ),
         ({"log": "Traceback\nKeyError: 'x'"}, "vLLM could not start: KeyError: 'x'; its log is"),
+        (
+            {"runner": "pooling"},
+            "could not start: This model does not support .*generate`; .*set engine.kind=tunesmith",
+        ),
     ],
 )
 def test_a_vllm_that_cannot_start_says_why(environment, args, message):
@@ -290,6 +295,7 @@ def test_a_killed_program_leaves_no_process_behind(engine, tmp_path):
         "time.sleep(600)\n"
     )
     (started, *_) = map(json.loads, (engine._process.folder / "calls.jsonl").read_text().splitlines())
+    shutil.copy(engine._process.folder / "config.json", tmp_path)
     arguments = started | {"model": str(tmp_path)}
     del arguments["call"]
     program = subprocess.Popen([sys.executable, str(script), str(tmp_path), json.dumps(arguments)])

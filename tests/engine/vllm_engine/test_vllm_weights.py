@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -69,3 +70,13 @@ def test_weights_that_need_no_conversion_are_gathered_one_at_a_time():
 
     found = weights.iter_weights(build_tiny("llama"), gather)
     assert taken == [] and next(found)[0] == "one" and taken == ["one"]
+
+
+@pytest.mark.parametrize("has_own_head", [True, False])
+def test_the_architecture_for_vllm_is_that_of_the_model(has_own_head, tmp_path):
+    """Also where the config names none, as that of a model with new weights."""
+    model = copy.deepcopy(build_tiny("qwen3"))
+    model.config.architectures = None
+    weights.save_config(model, tmp_path, has_own_head=has_own_head)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    assert model.config.architectures is None

@@ -75,6 +75,10 @@ def test_groups_continue_over_steps_and_nothing_too_old_is_trained(run):
     assert any(row.get("correction/mean_weight", 1) != 1 for row in rows)
     assert rows[-1]["staleness/num_in_flight"] == 0, "the last step starts no task that no step would train"
     assert sum(row["staleness/num_overtaking_groups"] for row in rows) > 0
+    for line in (result.folder / "metrics.jsonl").read_text().splitlines():
+        if (row := json.loads(line))["kind"] == "train":
+            rate = row["engine/num_sampled_tokens"] / row["perf/rollout_s"]
+            assert row["perf/sampled_tokens_per_s"] == pytest.approx(rate), "not of tokens sampled in earlier steps"
 
 
 def test_equal_seeds_give_equal_runs(run):

@@ -17,6 +17,7 @@ import threading
 from types import FrameType
 from typing import Any, TypeVar
 
+from tunesmith.cluster.place import shows_console
 from tunesmith.errors import RolloutError, exit_on_signal
 from tunesmith.user_lines import find_calling_line, find_error_line
 
@@ -84,7 +85,10 @@ class SignalHandlers:
         self.signal_number = number
         name = signal.Signals(number).name
         if self._num_signals == 1 and not self._main.done():
-            os.write(2, f"tunesmith: {name}: ending the run; a second signal interrupts the running code\n".encode())
+            if shows_console():
+                os.write(
+                    2, f"tunesmith: {name}: ending the run; a second signal interrupts the running code\n".encode()
+                )
             self._main.cancel()
             self._loop.call_soon_threadsafe(lambda: None)
         elif self._num_signals <= 2:

@@ -349,6 +349,7 @@ def start_process(
         "model": str(folder),
         "dtype": str(model.dtype).removeprefix("torch."),
         "load_format": "dummy",
+        "runner": "generate",
         "worker_extension_cls": f"{RECEIVER_MODULE}.WeightReceiver",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",

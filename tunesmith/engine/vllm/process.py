@@ -48,6 +48,10 @@ START_CAUSES = {
     ),
     r".*(CUDA out of memory|OutOfMemoryError).*": "lower engine.vllm.gpu_memory_share, or use more GPUs",
     r".*(Address already in use|EADDRINUSE).*": "another process took a port of vLLM's ranks: start again",
+    r"This model does not support `--runner generate`": "vLLM cannot sample from this model: set engine.kind=tunesmith",
+    r"Model architectures .* (are not supported|failed to be inspected)": (
+        "vLLM cannot sample from this model: set engine.kind=tunesmith"
+    ),
     r".*(World size|world_size).*(available GPUs|larger).*": (
         "lower engine.tensor_parallel_size, or list more GPUs in engine.vllm.devices"
     ),
@@ -119,6 +123,8 @@ class VllmProcess:
             return error
         if ROOT_CAUSE in error:
             error = f"vLLM could not start: {explain_log(read_end(self.log_path))}"
+        elif (cause := find_cause(error)) is not None:
+            error = f"vLLM could not start: {cause}"
         return f"{error}; its log is {self.log_path}"
 
     def explain_end(self) -> str:
@@ -158,13 +164,19 @@ def read_end(path: Path) -> str:
         return ""
 
 
+def find_cause(line: str) -> str | None:
+    """A known cause that a line names, with what to change."""
+    for pattern, advice in START_CAUSES.items():
+        if found := re.search(pattern, line):
+            return f"{found.group()[:400].rstrip('. ')}; {advice}"
+    return None
+
+
 def explain_log(text: str) -> str:
     """The cause that a log names: a known one with what to change, else its last error, else its last line."""
     lines = [re.sub(r"^(\([^)]*\) )?(ERROR [^\]]*\] ?)?", "", line).strip() for line in text.splitlines()]
-    for line in reversed(lines):
-        for pattern, advice in START_CAUSES.items():
-            if found := re.search(pattern, line):
-                return f"{found.group()[:400].rstrip('. ')}; {advice}"
+    if (cause := next(filter(None, map(find_cause, reversed(lines))), None)) is not None:
+        return cause
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     known = [line for line in errors if ROOT_CAUSE not in line and "See stack trace" not in line]
     last = (known or errors or [line for line in lines if line] or ["its log is empty"])[-1]

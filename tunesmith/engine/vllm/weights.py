@@ -22,6 +22,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from tunesmith.engine.vllm.connection import Connection
 
+SHARDED_PREFIX = "FSDP"
+"""Of the name of a class that FSDP2 has put in place of a module's own."""
 CHUNK_BYTES = 2**30
 """Weights that are copied and handed over at once; at least one tensor."""
 BASE_LAYER = ".base_layer."
@@ -89,8 +91,13 @@ def push_weights(
 
 
 def save_config(model: PreTrainedModel, folder: Path, *, has_own_head: bool) -> None:
-    """Write the architecture for vLLM; `has_own_head`: with an LM head that is not tied to the embeddings."""
+    """Write the architecture for vLLM; `has_own_head`: with an LM head that is not tied to the embeddings.
+
+    The config of a model that was not loaded from a checkpoint names no class, and vLLM would take it for a model
+    without a head.
+    """
     config = copy(model.config)
+    config.architectures = [type(model).__name__.removeprefix(SHARDED_PREFIX)]
     if has_own_head:
         config.tie_word_embeddings = False
     config.save_pretrained(folder)

@@ -68,14 +68,16 @@ class ModelRunner:
         *,
         max_model_len: int,
         grammars: GrammarCompiler | None = None,
+        has_trainer: bool = True,
     ) -> None:
-        """`grammars` computes the masks of requests that have a grammar."""
+        """`grammars` computes the masks of requests that have a grammar; `has_trainer`: whether the model is also
+        trained on this device, whose memory is then shared."""
         verify_model(model)
         self._grammars = grammars
         self.model = model
         shapes = probe_layers(model)
         fp8 = _build_fp8_weights(model) if settings.weight_format == "fp8" else None  # before memory is measured
-        self.num_blocks = count_blocks(shapes, settings, model, max_model_len=max_model_len)
+        self.num_blocks = count_blocks(shapes, settings, model, max_model_len=max_model_len, has_trainer=has_trainer)
         self.max_batched_tokens = settings.max_batched_tokens or DEFAULT_BATCHED_TOKENS[model.device.type != "cpu"]
         self.has_graphs = model.device.type == "cuda" and settings.cuda_decode != "eager"
         self.cache = KVCache(
@@ -289,7 +291,12 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
 
 
 def count_blocks(
-    shapes: Sequence[LayerShape], settings: EngineSection, model: PreTrainedModel, *, max_model_len: int
+    shapes: Sequence[LayerShape],
+    settings: EngineSection,
+    model: PreTrainedModel,
+    *,
+    max_model_len: int,
+    has_trainer: bool = True,
 ) -> int:
     """Blocks of the KV cache: as many as the settings allow, or as fit on the device."""
     if settings.kv_cache_tokens is not None:
@@ -301,7 +308,7 @@ def count_blocks(
     elif model.device.type == "cpu":
         num_bytes = int(MIN_CACHE_GIB * 2**30)
     else:
-        num_bytes = measure_cache_bytes(model)
+        num_bytes = measure_cache_bytes(model, has_trainer=has_trainer)
     max_tokens = settings.max_num_seqs * (max_model_len + 4 * settings.page_size)
     num_blocks = num_bytes // block_bytes
     if settings.kv_cache_gib is None:
@@ -314,10 +321,11 @@ def count_blocks(
     return num_blocks
 
 
-def measure_cache_bytes(model: PreTrainedModel) -> int:
-    """Bytes for the KV cache: free memory less the trainer's states and activations, times `CACHE_FRACTION`."""
+def measure_cache_bytes(model: PreTrainedModel, *, has_trainer: bool) -> int:
+    """Bytes for the KV cache: free memory less activations and the states of a trainer on the same device, times
+    `CACHE_FRACTION`."""
     free, total = torch.cuda.mem_get_info(model.device)
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    num_trained = sum(each.numel() for each in model.parameters() if each.requires_grad) if has_trainer else 0
     sharded_bytes = SHARDED_BYTES_PER_PARAMETER * (1 - 1 / count_ranks())
     remaining = free - (TRAINER_BYTES_PER_PARAMETER - sharded_bytes) * num_trained - ACTIVATION_FRACTION * total
     return max(int(CACHE_FRACTION * remaining), int(MIN_CACHE_GIB * 2**30))

@@ -151,8 +151,8 @@ def run_tuning(
         roles = split_ranks(ranks, num_samplers=config.cluster.sampling_ranks, timeout_s=config.cluster.timeout_s)
         load = partial(load_actors, own_config, workflow=workflow, judge=judge, build_model=build_model)
         if roles.is_sampler:
-            return run_sampler(own_config, load, roles)
-        load = partial(load, ranks=roles.trainers)
+            return run_sampler(own_config, partial(load, has_trainer=False), roles)
+        load = partial(load, ranks=roles.trainers, has_rollouts=not roles.samplers)
         if plan is None:
             return run_follower(own_config, load, roles, custom, server)
         return run_leader(config, plan, load, roles, server)

@@ -19,17 +19,26 @@ def load_actors(
     judge: JudgeType | None,
     build_model: BuildModel,
     ranks: Ranks = Ranks(),
+    has_rollouts: bool = True,
+    has_trainer: bool = True,
 ) -> tuple[Policy, Actors]:
-    """Load the models of a run; the policy and the actors share one engine and one endpoint."""
+    """Load the models of a run; the policy and the actors share one engine and one endpoint.
+
+    A rank that runs no rollouts loads no auxiliary models; one without a trainer keeps no memory for it.
+    """
     set_num_threads(config.num_cpu_threads)
     is_balanced = config.rollout.assignment == "balanced"
     is_sharded = config.cluster.has_sharded_weights and not ranks.is_alone
     policy = load_policy(
-        config.model, config.engine, build_model=build_model, sharded_over=ranks if is_sharded else None
+        config.model,
+        config.engine,
+        build_model=build_model,
+        sharded_over=ranks if is_sharded else None,
+        has_trainer=has_trainer,
     )
     auxiliaries = {
         name: load_auxiliary(section, config.engine, device=config.model.device, build_model=build_model)
-        for name, section in config.auxiliary_models.items()
+        for name, section in (config.auxiliary_models if has_rollouts else {}).items()
     }
     actors = Actors(
         engine=policy.engine,

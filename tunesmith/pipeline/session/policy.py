@@ -128,15 +128,24 @@ def load_policy(
     build_model: BuildModel,
     is_recorded: bool = True,
     sharded_over: Ranks | None = None,
+    has_trainer: bool = True,
 ) -> Policy:
-    """Load a model with its engine and endpoint; `sharded_over`: ranks that share the weights and one engine."""
+    """Load a model with its engine and endpoint; `sharded_over`: ranks that share the weights and one engine;
+    `has_trainer`: whether this process trains the model."""
     tokenizer = load_section_tokenizer(section)
     if sharded_over is None:
         model = load_section_model(section)
     else:
         model = load_sharded_model(section.path, section, sharded_over, base_path=section.base_path)
     check_vocabulary(model, tokenizer)
-    engine = build_engine(model, tokenizer, engine_section, max_model_len=section.max_model_len, ranks=sharded_over)
+    engine = build_engine(
+        model,
+        tokenizer,
+        engine_section,
+        max_model_len=section.max_model_len,
+        ranks=sharded_over,
+        has_trainer=has_trainer,
+    )
     renderer = Renderer(
         tokenizer,
         tool_call_parser=section.tool_call_parser,
@@ -163,10 +172,11 @@ def build_engine(
     *,
     max_model_len: int,
     ranks: Ranks | None,
+    has_trainer: bool,
 ) -> LocalEngine | VllmEngine | DistantEngine:
     """The engine of this process; of several `ranks` that share a model, only the first one has vLLM."""
     if section.kind == "tunesmith":
-        return LocalEngine(model, tokenizer, section, max_model_len=max_model_len)
+        return LocalEngine(model, tokenizer, section, max_model_len=max_model_len, has_trainer=has_trainer)
     if ranks is None:
         return VllmEngine(model, tokenizer, section, max_model_len=max_model_len)
     engine: VllmEngine | DistantEngine

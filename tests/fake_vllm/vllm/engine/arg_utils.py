@@ -9,6 +9,7 @@ class AsyncEngineArgs:
     model: str
     dtype: str
     load_format: str
+    runner: str
     worker_extension_cls: str
     skip_tokenizer_init: bool
     generation_config: str

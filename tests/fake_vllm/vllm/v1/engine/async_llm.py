@@ -38,6 +38,11 @@ class AsyncLLM:
         self.running: set[str] = set()
         self.num_received = 0
         self.record("start", **asdict(args))
+        (architecture,) = json.loads((self.folder / "config.json").read_text())["architectures"] or [""]
+        if args.runner != "generate" or not architecture.endswith("ForCausalLM"):
+            raise ValueError(
+                "1 validation error\n  This model does not support `--runner generate`. [type=value_error]"
+            )
         if args.log:
             print(args.log, flush=True)
             raise RuntimeError("Engine core initialization failed. See root cause above.")
