@@ -44,6 +44,8 @@ def build_peer(name: str, *, model: str, port: int, device: str, num_agents: int
     program = "from transformers.cli.transformers import main; main()"
     command = ["-c", program, "serve", model, "--continuous-batching", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--device", device, "--dtype", "float32" if device == "cpu" else "bfloat16", "--log-level", "error"]
+    # Else the first request fills nearly all memory of the device with a cache and an attention mask over it.
+    command += ["--cb-num-blocks", str(2 * max(num_agents, 32)), "--cb-max-batch-tokens", str(4 * MAX_MODEL_LEN)]
     return Peer(command=tuple(command), model=model, fields={})
 
 

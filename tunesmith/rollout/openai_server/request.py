@@ -290,7 +290,14 @@ def _parse_variables(body: Mapping[str, Any], uses_variable: Callable[[str], boo
     reserved = variables.keys() & {"messages", "tools", "conversation", "tokenize", "add_generation_prompt"}
     if reserved:
         raise RequestError(f"chat_template_kwargs cannot set {sorted(reserved)}", param="chat_template_kwargs")
-    return tuple(sorted(variables.items()))
+    unused = {name for name in variables if not uses_variable(name)}
+    named = sorted(name for name in unused if variables[name] is not None)
+    if named:
+        raise RequestError(
+            f"chat_template_kwargs: this model's chat template does not use {', '.join(named)}; leave it out",
+            param="chat_template_kwargs",
+        )
+    return tuple(sorted((name, value) for name, value in variables.items() if name not in unused))
 
 
 def _parse_tool_choice(choice: Any, tools: tuple[Mapping[str, Any], ...]) -> tuple[ToolChoice, str | None]:
