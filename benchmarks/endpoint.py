@@ -328,19 +328,21 @@ def measure_peer(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
     result: dict[str, Any] = {"latency": []}
     try:
-        with start_peer(peer, port=port, ready_s=arguments.peer_ready_s) as ready_s:
-            result["ready_s"] = ready_s
+        with start_peer(peer, port=port, ready_s=arguments.peer_ready_s) as started:
+            result["ready_s"] = started.ready_s
             shape = {"num_tokens": LATENCY_TOKENS, "is_growing": False}
             result["first_call_s"] = run(1, num_calls=1, limit_s=arguments.peer_ready_s, **shape).seconds
             for num_agents in arguments.agents:
                 row: dict[str, Any] = {"agents": num_agents}
                 try:
-                    warm = run(num_agents, num_calls=2, **shape)
-                    num_calls = max(1, min(NUM_CALLS.get(num_agents, 10), int(limit_s / warm.seconds)))
+                    num_warm = 2 if name == "vllm" else 1
+                    call_s = run(num_agents, num_calls=num_warm, **shape).seconds / num_warm
+                    num_calls = max(1, min(NUM_CALLS.get(num_agents, 10), int(limit_s / 2 / call_s)))
                     measured = run(num_agents, num_calls=num_calls, **shape)
                     row[name] = describe(measured) | {"calls_per_agent": num_calls}
                 except (RuntimeError, asyncio.IncompleteReadError, OSError) as error:
                     row["error"] = f"{type(error).__name__} within {limit_s:g} s: {error}"
+                    result["output"] = started.read_end(60)
                 result["latency"].append(row)
                 print(f"{name}: {row}", flush=True)
             if name == "vllm":
