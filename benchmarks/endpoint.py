@@ -331,7 +331,11 @@ def measure_peer(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         with start_peer(peer, port=port, ready_s=arguments.peer_ready_s) as started:
             result["ready_s"] = started.ready_s
             shape = {"num_tokens": LATENCY_TOKENS, "is_growing": False}
-            result["first_call_s"] = run(1, num_calls=1, limit_s=arguments.peer_ready_s, **shape).seconds
+            try:
+                result["first_call_s"] = run(1, num_calls=1, limit_s=arguments.peer_ready_s, **shape).seconds
+            except OSError:
+                result["output"] = started.read_end(60)
+                raise
             for num_agents in arguments.agents:
                 row: dict[str, Any] = {"agents": num_agents}
                 try:
