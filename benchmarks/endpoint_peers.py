@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,7 +41,8 @@ class StartedPeer:
     def read_end(self, num_lines: int) -> list[str]:
         """The last lines of its output; of a slow transformers server they are stack traces."""
         self.output.seek(0)
-        return self.output.read().decode(errors="replace").splitlines()[-num_lines:]
+        lines = self.output.read().decode(errors="replace").splitlines()[-num_lines:]
+        return [re.sub(r'File ".*/([^/]+/[^/]+)"', r'File "\1"', line) for line in lines]
 
 
 class PeerError(Exception):
