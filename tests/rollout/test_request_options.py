@@ -69,6 +69,7 @@ SCHEMA = {"name": "x", "schema": {"type": "object"}}
         ({"response_format": {"type": "json_schema", "json_schema": {**SCHEMA, "x": 1}}}, "json_schema has 'x'"),
         ({"response_format": "json_schema"}, "response_format must be an object with a type"),
         ({"messages": [*USER, {"role": "assistant", "content": "{", "prefix": True}]}, "continue_final_message"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "an object names one tool"),
         ({"messages": [*USER, {"role": "assistant", "audio": {"id": "a"}}]}, "audio is not supported"),
     ],
 )

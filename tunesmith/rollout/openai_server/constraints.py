@@ -85,7 +85,7 @@ def _parse_response_format(raw: Any) -> Constraint | None:
     if kind == "json_schema":
         wrapper = raw.get("json_schema")
         schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
-        if not isinstance(schema, dict):
+        if not (isinstance(wrapper, dict) and isinstance(schema, dict)):
             raise ConstraintError("response_format.json_schema.schema must be a JSON schema", param=param)
         allowed = ("name", "description", "schema", "strict")
         _check_keys(wrapper, allowed, where="response_format.json_schema", param=param)

@@ -306,7 +306,10 @@ def _parse_tool_choice(choice: Any, tools: tuple[Mapping[str, Any], ...]) -> tup
         return choice or "auto", None
     if isinstance(choice, dict):
         function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
+        if choice.get("type", "function") != "function" or not isinstance(function, dict):
+            form = '{"type": "function", "function": {"name": ...}}'
+            raise RequestError(f"tool_choice={shorten(choice)}; an object names one tool: {form}", param="tool_choice")
+        name = function.get("name")
         if name not in names:
             raise RequestError(f"tool_choice names {name!r}; tools has {names}", param="tool_choice")
         return "required", name
