@@ -318,25 +318,37 @@ def measure_peer(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         name, model=arguments.model, port=port, device=arguments.device.type, num_agents=max(arguments.agents)
     )
 
-    def run(num_agents: int, *, num_calls: int, num_tokens: int, is_growing: bool) -> Measured:
-        keys = ["none"] * num_agents
+    limit_s = arguments.peer_limit_s
+
+    def run(num_agents: int, *, num_calls: int, limit_s: float = limit_s, **shape: Any) -> Measured:
+        keys, fields = ["none"] * num_agents, dict(peer.fields)
         return asyncio.run(
-            run_load(
-                port, keys, model=peer.model, num_calls=num_calls, num_tokens=num_tokens, is_growing=is_growing,
-                fields=dict(peer.fields), limit_s=arguments.peer_limit_s,
-            )
-        )  # fmt: skip
+            run_load(port, keys, model=peer.model, num_calls=num_calls, fields=fields, limit_s=limit_s, **shape)
+        )
 
     result: dict[str, Any] = {"latency": []}
     try:
-        with start_peer(peer, port=port, ready_s=arguments.peer_ready_s) as ready_s:
-            result["ready_s"] = ready_s
+        with start_peer(peer, port=port, ready_s=arguments.peer_ready_s) as started:
+            result["ready_s"] = started.ready_s
+            shape = {"num_tokens": LATENCY_TOKENS, "is_growing": False}
+            try:
+                result["first_call_s"] = run(1, num_calls=1, limit_s=arguments.peer_ready_s, **shape).seconds
+            except OSError:
+                result["output"] = started.read_end(60)
+                raise
             for num_agents in arguments.agents:
-                shape = {"num_tokens": LATENCY_TOKENS, "is_growing": False}
-                run(num_agents, num_calls=2, **shape)
-                measured = run(num_agents, num_calls=NUM_CALLS.get(num_agents, 10), **shape)
-                result["latency"].append({"agents": num_agents, name: describe(measured)})
-                print(f"{name}: {num_agents} agents {describe(measured)}", flush=True)
+                row: dict[str, Any] = {"agents": num_agents}
+                try:
+                    num_warm = 2 if name == "vllm" else 1
+                    call_s = run(num_agents, num_calls=num_warm, **shape).seconds / num_warm
+                    num_calls = max(1, min(NUM_CALLS.get(num_agents, 10), int(limit_s / 2 / call_s)))
+                    measured = run(num_agents, num_calls=num_calls, **shape)
+                    row[name] = describe(measured) | {"calls_per_agent": num_calls}
+                except (RuntimeError, asyncio.IncompleteReadError, OSError) as error:
+                    row["error"] = f"{type(error).__name__} within {limit_s:g} s: {error}"
+                    result["output"] = started.read_end(60)
+                result["latency"].append(row)
+                print(f"{name}: {row}", flush=True)
             if name == "vllm":
                 shape = {"num_tokens": arguments.new_tokens, "is_growing": True}
                 measured = [run(max(arguments.agents), num_calls=arguments.turns, **shape) for _ in range(2)][1]
@@ -358,7 +370,9 @@ def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
     print(f"\n{title}\n{'agents':>8}{'':>14}{'p50 ms':>10}{'p99 ms':>10}{'calls/s':>10}{'cpu us/call':>13}")
     for row in rows:
         for name, cell in row.items():
-            if name != "agents":
+            if name == "error":
+                print(f"{row['agents']:>8}  {cell}")
+            elif name != "agents":
                 cpu = f"{cell['cpu_us_per_call']:>13.0f}" if "cpu_us_per_call" in cell else ""
                 print(
                     f"{row['agents']:>8}{name:>14}{cell['p50_ms']:>10.2f}{cell['p99_ms']:>10.2f}"
@@ -409,7 +423,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="measured repeats of the conversations")
     parser.add_argument("--peers", nargs="*", choices=["vllm", "transformers"], default=[])
     parser.add_argument("--peer-ready-s", type=float, default=150.0, help="time that a peer gets to start")
-    parser.add_argument("--peer-limit-s", type=float, default=30.0, help="longest time of one load on a peer")
+    parser.add_argument(
+        "--peer-limit-s", type=float, default=30.0, help="longest time of one load; slow peers get fewer calls"
+    )
     parser.add_argument("--parts", nargs="+", default=["cost", "latency", "rollouts"], help="what is measured")
     parser.add_argument(
         "--profile", action="store_true", help="print profiles: of the cost at the last number of agents, of rollouts"

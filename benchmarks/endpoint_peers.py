@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 MAX_MODEL_LEN = 2048
 
@@ -26,6 +28,21 @@ class Peer:
     model: str
     fields: Mapping[str, object]
     """Fields of a request that make every reply as long as `max_tokens`, where the server has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedPeer:
+    """A server that runs."""
+
+    ready_s: float
+    """Seconds until it answered."""
+    output: IO[bytes]
+
+    def read_end(self, num_lines: int) -> list[str]:
+        """The last lines of its output; of a slow transformers server they are stack traces."""
+        self.output.seek(0)
+        lines = self.output.read().decode(errors="replace").splitlines()[-num_lines:]
+        return [re.sub(r'File ".*/([^/]+/[^/]+)"', r'File "\1"', line) for line in lines]
 
 
 class PeerError(Exception):
@@ -41,15 +58,20 @@ def build_peer(name: str, *, model: str, port: int, device: str, num_agents: int
             "--gpu-memory-utilization", "0.5", "--uvicorn-log-level", "warning",
         ]  # fmt: skip
         return Peer(command=tuple(command), model="policy", fields={"ignore_eos": True})
-    program = "from transformers.cli.transformers import main; main()"
+    program = (
+        "import faulthandler; faulthandler.dump_traceback_later(60, repeat=True); "
+        "from transformers.cli.transformers import main; main()"
+    )
     command = ["-c", program, "serve", model, "--continuous-batching", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--device", device, "--dtype", "float32" if device == "cpu" else "bfloat16", "--log-level", "error"]
+    # Without these the first request fills most of the memory with a cache and an attention mask over all of it.
+    command += ["--cb-num-blocks", str(2 * max(num_agents, 32)), "--cb-max-batch-tokens", str(4 * MAX_MODEL_LEN)]
     return Peer(command=tuple(command), model=model, fields={})
 
 
 @contextlib.contextmanager
-def start_peer(peer: Peer, *, port: int, ready_s: float) -> Iterator[float]:
-    """Run a server until the block ends; yields the seconds until it answered."""
+def start_peer(peer: Peer, *, port: int, ready_s: float) -> Iterator[StartedPeer]:
+    """Run a server until the block ends."""
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "TQDM_DISABLE": "1",
     }  # fmt: skip
@@ -65,7 +87,7 @@ def start_peer(peer: Peer, *, port: int, ready_s: float) -> Iterator[float]:
                     reason = "ended" if process.poll() is not None else f"was not ready after {seconds:.0f} s"
                     raise PeerError(f"the server {reason}: {_read_end(output)}")
                 time.sleep(0.5)
-            yield time.perf_counter() - started
+            yield StartedPeer(ready_s=time.perf_counter() - started, output=output)
         finally:
             _end(process)
 

@@ -22,7 +22,6 @@ from shapes import SHAPES, save_random_model
 
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.place import find_place
-from tunesmith.cluster.ranks import Ranks
 from tunesmith.config import RunConfig
 from tunesmith.experience.batch import BatchSize
 from tunesmith.experience.replay import ReplayBuffer

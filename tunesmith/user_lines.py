@@ -58,9 +58,9 @@ def find_waiting_line(coroutine: Any) -> str | None:
 
 
 def find_definition_line(function: Callable[..., Any]) -> str | None:
-    """The first line of a function; None if it is not written in Python."""
+    """The first line of a function; None if it is not written in Python, or is part of this package."""
     code = getattr(getattr(function, "func", function), "__code__", None)
-    return None if code is None else format_line((code, code.co_firstlineno))
+    return None if code is None or code.co_filename.startswith(PACKAGE) else format_line((code, code.co_firstlineno))
 
 
 def find_user_line(lines: Iterable[Line]) -> str | None:

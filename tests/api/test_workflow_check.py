@@ -216,3 +216,20 @@ def test_a_task_must_be_a_row_or_an_object(pocket_folder):
     done = CliRunner().invoke(app, ["check", "agent.py:workflow", "--task", "first", "--model", pocket_folder])
     assert done.exit_code == 1
     assert "--task='first' must be the number of a row" in done.stderr
+
+
+def test_a_file_alone_names_its_function_workflow(pocket_folder, tmp_path):
+    lines = (
+        "from tunesmith import WorkflowOutput",
+        "def workflow(task, model):",
+        "    client = model.as_sync_openai_client()",
+        "    messages = [{'role': 'user', 'content': task['question']}]",
+        "    client.chat.completions.create(model=model.model_name, messages=messages, max_tokens=2)",
+        "    return WorkflowOutput(reward=0.25)",
+    )
+    (tmp_path / "agent.py").write_text("\n".join(lines))
+    result = check(str(tmp_path / "agent.py"), task=TASK, model=pocket_folder, overrides=["model.max_model_len=256"])
+    assert result.reward == 0.25
+    (tmp_path / "other.py").write_text("")
+    with pytest.raises(ConfigError, match="has no function 'workflow'"):
+        check(str(tmp_path / "other.py"), task=TASK, model=pocket_folder)

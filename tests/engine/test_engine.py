@@ -206,6 +206,7 @@ def test_resuming_the_same_version_again_finds_no_cached_block() -> None:
         ([97], {}, "must lie in"),
         ([-1], {}, "must lie in"),
         ([1], {"max_tokens": 0}, "max_tokens=0"),
+        ([1], {"stop_token_ids": (3, 97)}, "stop_token_ids must lie in .*; got 97"),
         ([1], {"distribution": Distribution(temperature=-1.0)}, "temperature=-1.0"),
         ([1], {"distribution": Distribution(top_p=0.0)}, "top_p=0.0"),
         ([1], {"distribution": Distribution(logit_bias=((97, 1.0),))}, "logit_bias"),

@@ -60,6 +60,30 @@ async def test_a_recorded_reply_is_continued_with_its_ids():
     assert three.prompt_ids[: len(two.prompt_ids + two.sampled_ids)] == two.prompt_ids + two.sampled_ids
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_stop_string_that_the_client_appends_is_not_repeated(is_stream):
+    service = build_service("a <stop> b", "done")
+    bound = service.open(seed=1)
+    reply = await bound.model.client.chat.completions.create(
+        model="m", messages=[USER], stop=["<stop>"], stream=is_stream
+    )
+    texts = [chunk.choices[0].delta.content or "" async for chunk in reply] if is_stream else []
+    text = "".join(texts) if is_stream else reply.choices[0].message.content
+    assert text == "a "
+    await ask(bound.model, USER, {"role": "assistant", "content": text + "<stop> seen "}, **CONTINUED)
+    one, two = service.close(bound)
+    assert two.prompt_ids == one.prompt_ids + one.sampled_ids + tuple(TOKENIZER.encode(" seen "))
+
+
+async def test_a_text_without_the_sampled_stop_string_does_not_continue_the_reply():
+    service = build_service("a <stop> b", "done")
+    bound = service.open(seed=1)
+    await ask(bound.model, USER, stop=["<stop>"])
+    await ask(bound.model, USER, {"role": "assistant", "content": "a  seen "}, **CONTINUED)
+    _, two = service.close(bound)
+    assert decode(two.prompt_ids).endswith("assistant\na  seen ")
+
+
 async def test_an_end_of_sequence_token_is_not_part_of_a_continued_reply():
     service = build_service("I stop", "and continue")
     bound = service.open(seed=1)

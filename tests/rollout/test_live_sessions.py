@@ -131,6 +131,8 @@ async def test_requests_without_a_session_or_with_a_wrong_reward_are_refused():
         status, message = read_error(await served.client.post("/v1/chat/completions", json=BODY))
         assert status == 400
         assert "send the header X-Session-Id" in message
+        unknown = await served.client.post("/v1/embeddings", json=BODY, headers={"X-Session-Id": "s"})
+        assert read_error(unknown) == (404, "POST /v1/embeddings: not found")
         assert (
             await served.client.post("/v1/chat/completions", json={}, headers={"X-Session-Id": "s"})
         ).status_code == 400

@@ -192,6 +192,16 @@ async def test_a_client_without_keys_uses_the_url():
         assert reply.json()["content"] == [{"type": "text", "text": "fine"}]
 
 
+async def test_the_base_url_of_a_model_serves_both_kinds_of_clients():
+    service = build_service("fine")
+    async with service.serve() as url:
+        bound = service.open(seed=1)
+        assert bound.model.base_url == url
+        async with anthropic.AsyncAnthropic(base_url=bound.model.base_url, api_key=bound.model.api_key) as client:
+            assert (await ask(client)).content[0].text == "fine"
+            assert (await client.messages.count_tokens(model="m", messages=USER)).input_tokens > 0
+
+
 async def test_the_tool_runner_of_the_sdk_continues_without_a_thread():
     if not hasattr(anthropic, "beta_async_tool"):
         pytest.skip("this Anthropic SDK has no tool runner")

@@ -17,7 +17,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 def build_parser() -> RequestParser:
-    return RequestParser(lambda name: name == "reasoning_effort")
+    return RequestParser(lambda name: name in ("reasoning_effort", "a", "b"))
 
 
 BODIES = [
@@ -55,6 +55,40 @@ def test_defaults_and_types_of_values_are_told_apart():
     assert parser.parse({**body, "logprobs": True}, DEFAULTS).has_logprobs
     with pytest.raises(RequestError, match="logprobs must be bool"):
         parser.parse({**body, "logprobs": 1}, DEFAULTS)
+
+
+SCHEMA = {"name": "x", "schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"max_tokens": 3, "max_completion_tokens": 7}, "max_tokens=3 and max_completion_tokens=7 are one limit"),
+        ({"chat_template_kwargs": {"thinking": False, "a": 1}}, "chat template does not use thinking; leave it out"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format has 'schema'; with this type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {**SCHEMA, "x": 1}}}, "json_schema has 'x'"),
+        ({"response_format": "json_schema"}, "response_format must be an object with a type"),
+        ({"messages": [*USER, {"role": "assistant", "content": "{", "prefix": True}]}, "continue_final_message"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "an object names one tool"),
+        ({"messages": [*USER, {"role": "assistant", "audio": {"id": "a"}}]}, "audio is not supported"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(body, sentence):
+    with pytest.raises(RequestError, match=sentence):
+        build_parser().parse({"messages": USER, **body}, DEFAULTS)
+
+
+def test_names_for_one_limit_may_agree_and_unused_template_variables_may_be_null():
+    body = {"max_tokens": 3, "max_completion_tokens": 3, "chat_template_kwargs": {"thinking": None, "a": 1}}
+    request = build_parser().parse({"messages": USER, **body}, DEFAULTS)
+    assert request.sampling.max_tokens == 3
+    assert request.prompt.variables == (("a", 1),)
+
+
+def test_a_refusal_is_the_text_of_a_message_without_content():
+    refusal = {"role": "assistant", "content": None, "refusal": "I cannot."}
+    request = build_parser().parse({"messages": [*USER, refusal, *USER]}, DEFAULTS)
+    assert request.prompt.messages[1].content == "I cannot."
 
 
 @pytest.mark.parametrize("body", [{"unknown": 1}, {"temperature": -1}, {"n": 0}, {"tool_choice": "required"}])

@@ -31,10 +31,10 @@ def check(
 ) -> WorkflowCheck:
     """Run a workflow on one task, twice with the same seed, and find what would keep it from training well.
 
-    `target` is a workflow, its name as `file.py:function`, a run file, or a RunConfig. `task` is the index of a row of
-    the training set, or of the data set `data`, or the row itself as a mapping. `model` is the path of the model, and
-    `overrides` ("a.b=value") set any key of a run file. Raises ConfigError if one of them is missing; errors of the
-    workflow are findings. Nothing is trained or written.
+    `target` is a workflow, its name as `file.py:function` (`file.py` is its function `workflow`), a run file, or a
+    RunConfig. `task` is the index of a row of the training set, or of the data set `data`, or the row itself as a
+    mapping. `model` is the path of the model, and `overrides` ("a.b=value") set any key of a run file. Raises
+    ConfigError if one of them is missing; errors of the workflow are findings. Nothing is trained or written.
     """
     settings, workflow = load_target(target, model=model, judge=judge, data=data, overrides=overrides)
     workflow, judge_func = load_functions(settings, workflow, judge if callable(judge) else None)
@@ -47,6 +47,10 @@ def check(
         return run_outside_of_loops(
             lambda: run_check(settings, row, workflow=workflow, judge=judge_func, build_model=build_model)
         )
+
+
+DEFAULT_WORKFLOW = "workflow"
+"""The function of a Python file that is checked if none is named."""
 
 
 def load_target(
@@ -68,6 +72,7 @@ def load_target(
     if not any(change.startswith("model.path=") for change in changes):
         raise ConfigError("model is missing: name the model that runs the workflow (--model, model=)")
     if isinstance(target, str):
+        target = f"{target}:{DEFAULT_WORKFLOW}" if target.endswith(".py") else target
         return load_run_file(None, [f"workflow={target}", *changes]), None
     if isinstance(target, Path):
         raise ConfigError(f"{target} is not a run file (YAML); name a workflow as file.py:function")

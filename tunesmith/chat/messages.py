@@ -92,6 +92,14 @@ def load_arguments(text: str) -> Any:
         return text
 
 
+REFUSED_KEYS = {
+    "audio": "send text as content",
+    "function_call": "send tool_calls",
+    "prefix": "set continue_final_message in the request",
+}
+"""Keys of assistant messages that would change the prompt -> what to send instead."""
+
+
 def parse_messages(raw: Any, *, first: int = 0) -> tuple[Message, ...]:
     """Parse the `messages` of a request, from index `first` on."""
     if not isinstance(raw, list) or not raw:
@@ -115,8 +123,10 @@ def _parse_message(fields: Any, index: int) -> Message:
     if role != "assistant":
         call_id = _get_text(fields, "tool_call_id", where)
         return Message(role=role, content=content, tool_call_id=call_id, name=name)
-    if fields.get("function_call"):
-        raise ValueError(f"{where}.function_call is not supported; send tool_calls")
+    for key, advice in REFUSED_KEYS.items():
+        if fields.get(key):
+            raise ValueError(f"{where}.{key} is not supported; {advice}")
+    content = content or _get_text(fields, "refusal", where) or ""
     raw_calls = fields.get("tool_calls") or []
     if not isinstance(raw_calls, list):
         raise ValueError(f"{where}.tool_calls must be a list")

@@ -12,7 +12,10 @@ from tunesmith.pipeline.session.process import run_guarded
 
 
 def check(
-    target: Annotated[str, typer.Argument(help="Workflow, as file.py:function or module:function, or a run file.")],
+    target: Annotated[
+        str,
+        typer.Argument(help="Workflow: file.py (its `workflow`), file.py:function, module:function; or a run file."),
+    ],
     task: Annotated[str, typer.Option(help="Row of the data set, from 0, or the task itself as a JSON object.")] = "0",
     model: Annotated[str | None, typer.Option(help="Model: folder or hub id. Overrides the file.")] = None,
     judge: Annotated[str | None, typer.Option(help="Judge, as file.py:function. Overrides the file.")] = None,

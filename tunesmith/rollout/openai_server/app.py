@@ -69,6 +69,8 @@ def build_app(endpoint: ChatEndpoint, *, max_body_bytes: int | None = None) -> S
             endpoint, messages.count_tokens, max_body_bytes=max_body_bytes, build_error_body=build_message_error
         ),
     }
+    for path in ("messages", "messages/count_tokens"):
+        posted[f"v1/{path}"] = posted[path]  # Anthropic's clients append /v1 to the base URL, which ends with /v1
     routes = [Route("/health", get_health)]
     for prefix in ("", KEY_PREFIX + "{key}"):
         routes += [Route(f"{prefix}/v1/{path}", app, methods=["POST"]) for path, app in posted.items()]

@@ -136,10 +136,15 @@ class PendingChatCompletion:
         reason = build_finish_reason(completion, has_calls=bool(message.tool_calls), is_stopped=parser.is_stopped)
         return message, reason, parser.stop_string
 
+    def record_reply(self, index: int, message: Message, stop_string: str | None) -> None:
+        """Store the reply of a choice for later calls; `stop_string` ended its text."""
+        cut_stop = "" if self.request.keeps_stop else stop_string or ""
+        self.session.record_reply(self.call, index, message, cut_stop=cut_stop)
+
     def build_choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """One choice of a complete response."""
         message, reason, stop_string = self.parse_completion(completion)
-        self.session.record_reply(self.call, index, message)
+        self.record_reply(index, message, stop_string)
         choice: dict[str, Any] = {
             "index": index,
             "message": build_message(message),
@@ -227,7 +232,7 @@ class ChatChoiceStream:
         deltas = [self._parser.feed(self._detokenizer.finish()), self._parser.finish()]
         chunks = [self._build_chunk(delta) for delta in deltas if delta]
         message = join_deltas(self._deltas)
-        self._pending.session.record_reply(self._pending.call, self._index, message)
+        self._pending.record_reply(self._index, message, self._parser.stop_string)
         last = self._build_chunk(Delta())
         last["choices"][0]["finish_reason"] = build_finish_reason(
             completion, has_calls=bool(message.tool_calls), is_stopped=self._parser.is_stopped

@@ -72,7 +72,12 @@ def parse_constraint(body: Mapping[str, Any]) -> Constraint | None:
 
 def _parse_response_format(raw: Any) -> Constraint | None:
     param = "response_format"
-    kind = raw.get("type") if isinstance(raw, dict) else raw
+    if raw is None:
+        return None
+    if not isinstance(raw, dict):
+        raise ConstraintError("response_format must be an object with a type", param=param)
+    kind = raw.get("type")
+    _check_keys(raw, ("type", "json_schema") if kind == "json_schema" else ("type",), where=param, param=param)
     if kind is None or kind == "text":
         return None
     if kind == "json_object":
@@ -80,10 +85,19 @@ def _parse_response_format(raw: Any) -> Constraint | None:
     if kind == "json_schema":
         wrapper = raw.get("json_schema")
         schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
-        if not isinstance(schema, dict):
+        if not (isinstance(wrapper, dict) and isinstance(schema, dict)):
             raise ConstraintError("response_format.json_schema.schema must be a JSON schema", param=param)
+        allowed = ("name", "description", "schema", "strict")
+        _check_keys(wrapper, allowed, where="response_format.json_schema", param=param)
         return _parse_kind("json", schema, param=param)
     raise ConstraintError(f"response_format.type={kind!r}; allowed: text, json_object, json_schema", param=param)
+
+
+def _check_keys(given: Mapping[str, Any], allowed: Sequence[str], *, where: str, param: str) -> None:
+    """Raise ConstraintError for a key without effect, such as a schema beside type json_object."""
+    for key, value in given.items():
+        if key not in allowed and value is not None:
+            raise ConstraintError(f"{where} has {key!r}; with this type it has only {', '.join(allowed)}", param=param)
 
 
 def _parse_structured(raw: Any) -> Constraint | None:

@@ -290,7 +290,14 @@ def _parse_variables(body: Mapping[str, Any], uses_variable: Callable[[str], boo
     reserved = variables.keys() & {"messages", "tools", "conversation", "tokenize", "add_generation_prompt"}
     if reserved:
         raise RequestError(f"chat_template_kwargs cannot set {sorted(reserved)}", param="chat_template_kwargs")
-    return tuple(sorted(variables.items()))
+    unused = {name for name in variables if not uses_variable(name)}
+    named = sorted(name for name in unused if variables[name] is not None)
+    if named:
+        raise RequestError(
+            f"chat_template_kwargs: this model's chat template does not use {', '.join(named)}; leave it out",
+            param="chat_template_kwargs",
+        )
+    return tuple(sorted((name, value) for name, value in variables.items() if name not in unused))
 
 
 def _parse_tool_choice(choice: Any, tools: tuple[Mapping[str, Any], ...]) -> tuple[ToolChoice, str | None]:
@@ -299,7 +306,10 @@ def _parse_tool_choice(choice: Any, tools: tuple[Mapping[str, Any], ...]) -> tup
         return choice or "auto", None
     if isinstance(choice, dict):
         function = choice.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
+        if choice.get("type", "function") != "function" or not isinstance(function, dict):
+            form = '{"type": "function", "function": {"name": ...}}'
+            raise RequestError(f"tool_choice={shorten(choice)}; an object names one tool: {form}", param="tool_choice")
+        name = function.get("name")
         if name not in names:
             raise RequestError(f"tool_choice names {name!r}; tools has {names}", param="tool_choice")
         return "required", name

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tunesmith.rollout.openai_server.fields import MAX_NUMBER, RequestError, get_field, get_number
+from tunesmith.rollout.openai_server.fields import MAX_NUMBER, RequestError, get_field, get_number, shorten
 from tunesmith.types import MIN_TEMPERATURE, Distribution, Sampling
 
 SAMPLING_FIELDS = frozenset({
@@ -44,7 +44,7 @@ def parse_sampling(body: Mapping[str, Any], defaults: Sampling, *, num_top: int)
         ),
         min_tokens=get_number(body, "min_tokens", int, old.min_tokens, low=0, high=math.inf),
     )
-    limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    limit = _choose_limit(body)
     stop = body.get("stop")
     return replace(
         defaults,
@@ -56,6 +56,17 @@ def parse_sampling(body: Mapping[str, Any], defaults: Sampling, *, num_top: int)
         top_logprobs=num_top,
         return_entropy=get_field(body, "return_entropy", bool, defaults.return_entropy),
     )
+
+
+def _choose_limit(body: Mapping[str, Any]) -> str:
+    """The field that limits the sampled tokens, of two names for the same."""
+    old, new = body.get("max_tokens"), body.get("max_completion_tokens")
+    if old is not None and new is not None and old != new:
+        raise RequestError(
+            f"max_tokens={shorten(old)} and max_completion_tokens={shorten(new)} are one limit: give one of them",
+            param="max_tokens",
+        )
+    return "max_tokens" if new is None else "max_completion_tokens"
 
 
 def _parse_stop(stop: Any) -> tuple[str, ...]:

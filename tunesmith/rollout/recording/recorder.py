@@ -278,8 +278,8 @@ class Session:
         if is_in_flight and not is_empty and self._is_recorded:
             self._turns[choice_id] = turn
 
-    def record_reply(self, call: SessionCall, choice: int, reply: Message) -> None:
-        """Store the parsed reply of a choice, so that later calls can extend or continue its turn."""
+    def record_reply(self, call: SessionCall, choice: int, reply: Message, *, cut_stop: str = "") -> None:
+        """Store the parsed reply, so that later calls can extend or continue its turn; `cut_stop` was cut off it."""
         choice_id = (call.index, choice)
         turn = self._turns.get(choice_id)
         if turn is None:
@@ -290,7 +290,8 @@ class Session:
             has_reasoning = reply.reasoning is not None
             is_cut = turn.stop_reason in ("stop", "length") and turn.prompt_ids == call.prompt_ids
             sampled = self._renderer.decode_text(turn.sampled_ids, has_reasoning=has_reasoning) if is_cut else ""
-            text, whole_text = None if has_reasoning else reply.content, sampled and call.prompt.reply_start + sampled
+            text = None if has_reasoning else reply.content + cut_stop
+            whole_text = sampled and call.prompt.reply_start + sampled
             recorded = ReplyText(choice_id=choice_id, turn=turn, text=text, whole_text=whole_text)
             self._reply_texts.add((call.keys, call.scope), recorded)
         digest, keys = call.conversation.identify_reply(reply)

@@ -2,7 +2,8 @@
 
 A request with `continue_final_message` sends the assistant's text so far: what was sampled, and what the agent
 appended, such as the result of a tool. The recorded reply whose text is the longest beginning of it is continued: its
-prompt ids, its sampled ids, then the encoded rest. Sampled text is never tokenized again.
+prompt ids, its sampled ids, then the encoded rest. Sampled text is never tokenized again. A stop string that was
+sampled is part of this text, also where the response left it out.
 
 An agent may also append to the assistant's message and then add other messages. That extends the turn only if all its
 sampled ids are text that the message begins with: not if it ended by an end-of-sequence token, which the template
@@ -51,7 +52,7 @@ class ReplyText:
     choice_id: ChoiceId
     turn: Turn
     text: str | None
-    """None if the reply has reasoning, which a request cannot continue."""
+    """Up to the end of the stop string; None if the reply has reasoning, which a request cannot continue."""
     whole_text: str
     """With the stop string and what was sampled after it, without reasoning; empty if sampled ids are not text."""
 

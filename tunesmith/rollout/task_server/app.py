@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,7 +96,8 @@ def answer_refusal(request: Request, error: Exception) -> Response:
 def answer_unknown(request: Request, error: Exception) -> Response:
     """No such route, or another method."""
     assert isinstance(error, HTTPException)
-    return answer_error(error.status_code, f"{request.method} {request.url.path}: {error.detail.lower()}")
+    path = re.sub(r"^/t/[^/]*", "", request.url.path)  # without the key of a session
+    return answer_error(error.status_code, f"{request.method} {path}: {error.detail.lower()}")
 
 
 def answer_nobody(request: Request, error: Exception) -> Response:
