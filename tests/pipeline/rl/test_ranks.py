@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from test_resume import AGENT
 from typer.testing import CliRunner
 
-from forked_ranks import ForkedRanks
+from forked_programs import ForkedPrograms
 from killed_runs import read_metrics
 from tunesmith.cli import app
 from tunesmith.experience.store import load_rollouts
@@ -77,7 +77,7 @@ def start(folder: Path, name: str, *arguments: str) -> subprocess.Popen:
     )
 
 
-def run(folder: Path, name: str, *arguments: str, forks: ForkedRanks | None = None) -> Path:
+def run(folder: Path, name: str, *arguments: str, forks: ForkedPrograms | None = None) -> Path:
     """A finished run: of processes that the command starts, or of forks in their place."""
     process = start(folder, name, *arguments) if forks is None else fork(forks, folder, name, *arguments)
     output, _ = process.communicate(timeout=300)
@@ -85,7 +85,7 @@ def run(folder: Path, name: str, *arguments: str, forks: ForkedRanks | None = No
     return folder / "runs/AgentScope" / name
 
 
-def fork(forks: ForkedRanks, folder: Path, name: str, *arguments: str) -> subprocess.Popen:
+def fork(forks: ForkedPrograms, folder: Path, name: str, *arguments: str) -> subprocess.Popen:
     return forks.start(folder, "tune", "run.yaml", "--set", f"name={name}", *arguments)
 
 
