@@ -11,6 +11,7 @@ killed as ranks do.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
@@ -46,6 +47,11 @@ class Fork:
         status = int.from_bytes(self.connection.recv(8), "big", signed=True)
         self.connection.close()
         return status
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the program has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def start_fork(path: str, words: list[str], folder: Path, environment: Mapping[str, str], output: list[int]) -> Fork:

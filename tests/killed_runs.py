@@ -48,7 +48,7 @@ class Zygote:
     def close(self) -> None:
         """End the command that a failed test has left running, if there is one."""
         if self._running is not None:
-            os.kill(self._running.pid, signal.SIGKILL)
+            self._running.kill()
             self.wait()
 
 

@@ -95,8 +95,8 @@ def alone(folder, forks):
 
 
 @pytest.fixture(scope="module")
-def pair(folder):
-    return run(folder, "pair", "--ranks", "2")
+def pair(folder, forks):
+    return run(folder, "pair", "--ranks", "2", forks=forks)
 
 
 def assert_equal_runs(found: Path, expected: Path) -> None:
@@ -126,6 +126,13 @@ def test_two_ranks_make_the_run_of_one(alone, pair):
     rows = [row for row in read_metrics(pair) if row["kind"] == "train"]
     assert {row["cluster/num_ranks"] for row in rows} == {2}
     assert not any("cluster/num_ranks" in row for row in read_metrics(alone))
+
+
+def test_the_command_starts_ranks_of_its_own_interpreter(folder, pair):
+    """The other runs are forks."""
+    found = run(folder, "started", "--ranks", "2", "--set", "total_steps=1", "--set", "evaluation.at_start=false")
+    rows, expected = ([row for row in read_metrics(each) if row["kind"] == "train"] for each in (found, pair))
+    assert rows == expected[:1]
 
 
 @pytest.mark.parametrize(
