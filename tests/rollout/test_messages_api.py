@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import httpx
 import pytest
 from served import ADD, SUB, build_service, get_engine
 
 from tunesmith.rollout.openai_server.messages_api.request import translate_request
 
-anthropic = pytest.importorskip("anthropic", reason="the Anthropic SDK is not installed: pip install anthropic")
-pytestmark = pytest.mark.anyio
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(
+        importlib.util.find_spec("anthropic") is None,
+        reason="the Anthropic SDK is not installed: pip install anthropic",
+    ),
+]
 
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [
     {"name": name, "description": "d", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
     for name in ("add", "sub")
 ]
+
+
+@pytest.fixture(scope="module")
+def anthropic():
+    """The SDK, whose import takes seconds: only a worker that runs these tests needs it."""
+    return importlib.import_module("anthropic")
 
 
 async def ask(client, *, stream: bool = False, **fields):
@@ -48,7 +61,7 @@ async def test_text_in_text_out():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("is_http", [False, True])
-async def test_a_tool_conversation_is_one_sequence(stream, is_http):
+async def test_a_tool_conversation_is_one_sequence(stream, is_http, anthropic):
     service = build_service(f"<think>hm</think>\n\nso {ADD}{SUB}", "done")
     async with service.serve() as url:
         bound = service.open(seed=1)
@@ -131,7 +144,7 @@ async def test_tool_choice_and_thinking():
         ({"extra_body": {"temperature": -1.0}}, "temperature"),
     ],
 )
-async def test_fields_that_cannot_be_honoured_are_refused(fields, message):
+async def test_fields_that_cannot_be_honoured_are_refused(fields, message, anthropic):
     service = build_service("fine")
     bound = service.open(seed=1)
     with pytest.raises(anthropic.BadRequestError, match=message) as caught:
@@ -168,7 +181,7 @@ def test_a_strict_tool_stays_strict():
     assert fields["tools"] == [{"type": "function", "function": function}]
 
 
-async def test_errors_have_the_form_of_the_api():
+async def test_errors_have_the_form_of_the_api(anthropic):
     service = build_service("fine")
     client = service.open(seed=1).model.as_anthropic_client()
     for changed, error in (({"api_key": "wrong"}, anthropic.AuthenticationError),):
@@ -192,7 +205,7 @@ async def test_a_client_without_keys_uses_the_url():
         assert reply.json()["content"] == [{"type": "text", "text": "fine"}]
 
 
-async def test_the_tool_runner_of_the_sdk_continues_without_a_thread():
+async def test_the_tool_runner_of_the_sdk_continues_without_a_thread(anthropic):
     if not hasattr(anthropic, "beta_async_tool"):
         pytest.skip("this Anthropic SDK has no tool runner")
 
