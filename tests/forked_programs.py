@@ -153,7 +153,10 @@ class ForkServer:
     def __init__(self, path: str, pids: str) -> None:
         import torch
 
-        import tunesmith.api  # noqa: F401
+        import tunesmith.api
+        import tunesmith.cli
+        import tunesmith.cluster.launch  # noqa: F401
+        from tunesmith.engine.event_loop.clock import frozen_objects
 
         torch.set_num_threads(1)
         sys.path.remove(str(Path(__file__).parent))
@@ -167,6 +170,8 @@ class ForkServer:
         self._selector.register(sys.stdin, selectors.EVENT_READ)
         self._forks: dict[int, socket.socket] = {}
         gc.freeze()  # collections of the programs skip what is imported here
+        with frozen_objects():  # counts them, so that the programs need not
+            pass
         print("ready", flush=True)
 
     def run(self) -> None:

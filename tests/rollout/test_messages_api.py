@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import httpx
 import pytest
@@ -10,25 +11,25 @@ from served import ADD, SUB, build_service, get_engine
 
 from tunesmith.rollout.openai_server.messages_api.request import translate_request
 
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.skipif(
-        importlib.util.find_spec("anthropic") is None,
-        reason="the Anthropic SDK is not installed: pip install anthropic",
-    ),
-]
+if importlib.util.find_spec("anthropic") is None:
+    pytest.skip("the Anthropic SDK is not installed: pip install anthropic", allow_module_level=True)
+
+
+class DeferredSdk:
+    """The SDK, whose import takes seconds: only the process that runs these tests needs it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("anthropic"), name)
+
+
+anthropic = DeferredSdk()
+pytestmark = pytest.mark.anyio
 
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [
     {"name": name, "description": "d", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
     for name in ("add", "sub")
 ]
-
-
-@pytest.fixture(scope="module")
-def anthropic():
-    """The SDK, whose import takes seconds: only a worker that runs these tests needs it."""
-    return importlib.import_module("anthropic")
 
 
 async def ask(client, *, stream: bool = False, **fields):
@@ -61,7 +62,7 @@ async def test_text_in_text_out():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("is_http", [False, True])
-async def test_a_tool_conversation_is_one_sequence(stream, is_http, anthropic):
+async def test_a_tool_conversation_is_one_sequence(stream, is_http):
     service = build_service(f"<think>hm</think>\n\nso {ADD}{SUB}", "done")
     async with service.serve() as url:
         bound = service.open(seed=1)
@@ -144,7 +145,7 @@ async def test_tool_choice_and_thinking():
         ({"extra_body": {"temperature": -1.0}}, "temperature"),
     ],
 )
-async def test_fields_that_cannot_be_honoured_are_refused(fields, message, anthropic):
+async def test_fields_that_cannot_be_honoured_are_refused(fields, message):
     service = build_service("fine")
     bound = service.open(seed=1)
     with pytest.raises(anthropic.BadRequestError, match=message) as caught:
@@ -181,7 +182,7 @@ def test_a_strict_tool_stays_strict():
     assert fields["tools"] == [{"type": "function", "function": function}]
 
 
-async def test_errors_have_the_form_of_the_api(anthropic):
+async def test_errors_have_the_form_of_the_api():
     service = build_service("fine")
     client = service.open(seed=1).model.as_anthropic_client()
     for changed, error in (({"api_key": "wrong"}, anthropic.AuthenticationError),):
@@ -205,7 +206,7 @@ async def test_a_client_without_keys_uses_the_url():
         assert reply.json()["content"] == [{"type": "text", "text": "fine"}]
 
 
-async def test_the_tool_runner_of_the_sdk_continues_without_a_thread(anthropic):
+async def test_the_tool_runner_of_the_sdk_continues_without_a_thread():
     if not hasattr(anthropic, "beta_async_tool"):
         pytest.skip("this Anthropic SDK has no tool runner")
 
