@@ -14,12 +14,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import hypothesis
 import pytest
-import torch
 
 from file_order import put_long_files_first
 from skip_summary import pytest_terminal_summary as pytest_terminal_summary
 
-torch.set_num_threads(1)
 hypothesis.settings.register_profile(
     "tunesmith",
     deadline=None,
@@ -32,6 +30,9 @@ hypothesis.settings.load_profile("tunesmith")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch  # not at the top: the process that only hands out tests to others does not need it
+
+    torch.set_num_threads(1)
     put_long_files_first(items)
     if torch.cuda.is_available():
         return

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 STARTED_FIRST = (
-    "pipeline/rl/test_ranks.py",
-    "pipeline/rl/test_killed_ranks.py",
-    "pipeline/rl/test_resume.py",
-    "pipeline/sft/test_sft_resume.py",
-    "pipeline/rl/test_early_stopping.py",
-    "recipes/test_et_agent_recipe.py",
     "docs/test_snippets.py",
-    "pipeline/rl/test_callbacks.py",
-    "pipeline/stages/test_pipeline.py",
-    "pipeline/stages/test_rounds.py",
+    "engine/cuda/test_fx_passes.py",
+    "pipeline/diagnosis/test_failing_runs.py",
+    "pipeline/rl/test_algorithm_runs.py",
+    "pipeline/rl/test_early_stopping.py",
+    "pipeline/rl/test_killed_ranks.py",
+    "pipeline/rl/test_ranks.py",
+    "pipeline/rl/test_resume.py",
+    "trainer/test_combinations.py",
+    "trainer/test_compiled_layers.py",
+    "trainer/test_rank_updates.py",
 )
 """Files that take longest. If one of them were the last, one of two workers would wait for the other."""
 

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from program_process import start_program_process
+from forked_programs import Fork, start_forked_programs
 
 LOG = "zygote.log"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Zygote:
-    """Runs `tunesmith` commands in `folder`, forked from a process that has imported everything. Their output is in
-    `zygote.log`."""
+    """Runs `tunesmith` commands in `folder`, one at a time, forked from a process that has imported everything. Their
+    output is in `zygote.log`."""
 
     folder: Path
+    _running: Fork | None = None
 
     def run(self, arguments: list[str], *, kill_after_s: float | None = None) -> int:
         pid = self.start(arguments)
@@ -35,14 +36,21 @@ class Zygote:
 
     def start(self, arguments: list[str]) -> int:
         """Start a command; returns its process id."""
-        return start_program_process().start(["tunesmith", *arguments], folder=self.folder, log=LOG)
+        assert self._running is None, "a command is running"
+        self._running = start_forked_programs().fork(["tunesmith", *arguments], folder=self.folder, log=LOG)
+        return self._running.pid
 
     def wait(self) -> int:
         """The exit status of the command that was started last."""
-        return start_program_process().wait()
+        status = self._running.wait()
+        self._running = None
+        return status
 
     def close(self) -> None:
-        start_program_process().kill()
+        """End the command that a failed test has left running, if there is one."""
+        if self._running is not None:
+            self._running.kill()
+            self.wait()
 
 
 def read_metrics(run: Path) -> list[dict]:

@@ -18,8 +18,7 @@ from tunesmith.algorithms.scores import BatchScores
 from tunesmith.algorithms.token_selection import find_top_entropy_tokens
 from tunesmith.config import AlgorithmSection
 
-trl = pytest.importorskip("trl")
-gmpo = pytest.importorskip("trl.experimental.gmpo")
+trl = pytest.importorskip("trl")  # imports its trainers, which takes seconds, when they are named
 
 LENGTHS = [7, 1, 4, 9, 3, 9]
 MAX_LENGTH = 12
@@ -58,6 +57,14 @@ def draw(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
+def load_trainer() -> type:
+    return trl.GRPOTrainer
+
+
+def load_gmpo_trainer() -> type:
+    return pytest.importorskip("trl.experimental.gmpo").GMPOTrainer
+
+
 def run_trl(data: dict[str, torch.Tensor], **settings) -> tuple[float, torch.Tensor]:
     """TRL's loss code, with a model replaced by its logprobs."""
     options = {
@@ -71,7 +78,7 @@ def run_trl(data: dict[str, torch.Tensor], **settings) -> tuple[float, torch.Ten
         vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
         use_bias_correction_kl=options.pop("use_bias_correction_kl"),
     )  # fmt: skip
-    trainer = object.__new__(options.pop("trainer", trl.GRPOTrainer))
+    trainer = object.__new__(options.pop("load_trainer", load_trainer)())
     trainer.__dict__ |= options | {
         "args": args, "model": SimpleNamespace(training=True), "accelerator": Accelerator(),
         "current_gradient_accumulation_steps": 1, "max_completion_length": MAX_LENGTH,
@@ -161,7 +168,7 @@ CASES = {
         },
     ),
     "vespo": ({"algorithm_type": "vespo", "loss_aggregation": "token-mean"}, {"loss_type": "vespo"}),
-    "gmpo": ({"algorithm_type": "gmpo"}, {"trainer": gmpo.GMPOTrainer, "epsilon_low": 0.4, "epsilon_high": 0.4}),
+    "gmpo": ({"algorithm_type": "gmpo"}, {"load_trainer": load_gmpo_trainer, "epsilon_low": 0.4, "epsilon_high": 0.4}),
     "dapo on tokens of high entropy": (
         {"algorithm_type": "dapo", "loss_args": NO_DUAL_CLIP, "top_entropy_fraction": 0.2},
         {"loss_type": "dapo", "epsilon_high": 0.28, "top_entropy_quantile": 0.2},

@@ -10,15 +10,14 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from forked_programs import LOG, start_forked_programs
 from markdown_pages import PAGES, ROOT, Snippet, find_snippets, iter_inline_code
-from program_process import LOG, ProgramProcess, start_program_process
 from shell_commands import check_line, find_errors, is_shell, iter_commands
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
@@ -47,13 +46,6 @@ RUN_BY_OTHERS = {
     "docs/python.md": "tests/api/test_python_guide.py",
 }
 """Pages whose programs are run by a test of their own."""
-
-
-@pytest.fixture
-def programs() -> Iterator[ProgramProcess]:
-    process = start_program_process()
-    yield process
-    process.kill()
 
 
 def select(*languages: str) -> list[Any]:
@@ -179,9 +171,7 @@ def drop_own_functions(section: AlgorithmSection) -> AlgorithmSection:
     [page for page in PAGES if any(each.is_run for each in find_snippets(page))],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
-def test_programs_of_a_page_run_in_order(
-    page: Path, tmp_path: Path, pocket_folder: str, programs: ProgramProcess
-) -> None:
+def test_programs_of_a_page_run_in_order(page: Path, tmp_path: Path, pocket_folder: str) -> None:
     """The snippets marked `run`, in the order of the page, in a folder with its files and models/pocket."""
     shutil.copytree(pocket_folder, tmp_path / "models" / "pocket")
     for number, snippet in enumerate(find_snippets(page)):
@@ -193,6 +183,6 @@ def test_programs_of_a_page_run_in_order(
         if snippet.is_run and language in ("python", "bash"):
             lines = [f"python {name}"] if language == "python" else iter_commands(snippet.replaced_text)
             for command in map(shlex.split, lines):
-                status = programs.run(command, folder=tmp_path)
+                status = start_forked_programs().run(command, folder=tmp_path)
                 log = (tmp_path / LOG).read_text(encoding="utf-8", errors="replace")
                 assert status == 0, f"{snippet.place}: {command} ended with {status}:\n{log[-8000:]}"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from forked_ranks import ForkedRanks
+from forked_programs import ForkedPrograms, start_forked_programs
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedRanks]:
+def forks() -> ForkedPrograms:
     """Starts commands whose ranks need not import anything."""
-    found = ForkedRanks(tmp_path_factory.mktemp("forks"))
-    yield found
-    found.close()
+    return start_forked_programs()

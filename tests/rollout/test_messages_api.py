@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Any
+
 import httpx
 import pytest
 from served import ADD, SUB, build_service, get_engine
 
 from tunesmith.rollout.openai_server.messages_api.request import translate_request
 
-anthropic = pytest.importorskip("anthropic", reason="the Anthropic SDK is not installed: pip install anthropic")
+if importlib.util.find_spec("anthropic") is None:
+    pytest.skip("the Anthropic SDK is not installed: pip install anthropic", allow_module_level=True)
+
+
+class DeferredSdk:
+    """The SDK, whose import takes seconds: only the process that runs these tests needs it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("anthropic"), name)
+
+
+anthropic = DeferredSdk()
 pytestmark = pytest.mark.anyio
 
 USER = [{"role": "user", "content": "hi"}]

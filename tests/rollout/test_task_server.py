@@ -13,7 +13,7 @@ import pytest
 from single_run import TASK, build_service
 
 from tunesmith.rollout.runner import Agent, run_trajectory
-from tunesmith.rollout.task_server.app import ServerLimits
+from tunesmith.rollout.task_server.app import EXCEPTION_HANDLERS, ServerLimits
 from tunesmith.rollout.task_server.queue import TaskQueue
 from tunesmith.rollout.task_server.serve import serve_tasks
 from tunesmith.types import JudgeOutput, Trajectory
@@ -317,3 +317,8 @@ async def test_more_requests_than_the_limit_are_refused():
         waiting.cancel()
         await asyncio.sleep(0.1)
         assert (await served.client.get("/health")).json() == {"status": "ok", "num_waiting": 0, "num_open": 0}
+
+
+def test_errors_are_answered_without_a_thread():
+    """The end of the server would interrupt it, which is logged with a traceback."""
+    assert all(map(asyncio.iscoroutinefunction, EXCEPTION_HANDLERS.values()))

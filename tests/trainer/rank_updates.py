@@ -171,13 +171,13 @@ def run_split(name: str, world: Ranks, num_samplers: int) -> torch.Tensor:
 
 
 def run_all(folder: Path) -> None:
-    """Run the cases on three ranks, then on two of them, and save the results of each rank."""
+    """Run the cases on three ranks, then on two of them, and save the results of each rank. Forks this process."""
     ports = {}
     with socket.socket() as one, socket.socket() as other:
         for num_ranks, free in ((3, one), (2, other)):
             free.bind(("127.0.0.1", 0))
             ports[num_ranks] = free.getsockname()[1]
-    multiprocessing.spawn(run_rank, (ports, folder), nprocs=3)
+    multiprocessing.start_processes(run_rank, (ports, folder), nprocs=3, start_method="fork")
 
 
 def run_rank(rank: int, ports: dict[int, int], folder: Path) -> None:

@@ -52,8 +52,10 @@ def test_an_error_of_the_work_beside_the_device_is_that_of_the_step():
 
 @pytest.fixture
 def collections():
-    """Generations that were collected."""
+    """Generations that were collected; no objects are frozen."""
     seen: list[int] = []
+    num_frozen = gc.get_freeze_count()
+    gc.unfreeze()
 
     def note(phase: str, info: dict[str, int]) -> None:
         if phase == "stop":
@@ -63,7 +65,10 @@ def collections():
     gc.callbacks.append(note)
     yield seen
     gc.callbacks.remove(note)
-    gc.unfreeze()
+    if num_frozen:
+        gc.freeze()
+    else:
+        gc.unfreeze()
     gc.enable()
 
 

@@ -7,17 +7,30 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 
 import pytest
 import torch
-from rank_updates import ALONE, SPLIT, is_run, list_cases, run_all, run_case, run_narrow
+from rank_updates import ALONE, SPLIT, is_run, list_cases, run_case, run_narrow
+
+from forked_programs import LOG, start_forked_programs
+
+PROGRAM = f"""
+import sys
+sys.path[:0] = {sys.path}
+from pathlib import Path
+from rank_updates import run_all
+run_all(Path())
+"""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Of each rank, by number of ranks and by case; the processes are started once."""
     folder = tmp_path_factory.mktemp("ranks")
-    run_all(folder)
+    (folder / "program.py").write_text(PROGRAM)
+    status = start_forked_programs().run(["python", "program.py"], folder=folder)
+    assert status == 0, (folder / LOG).read_text()
     return {number: [torch.load(folder / f"{rank} of {number}.pt") for rank in range(number)] for number in (2, 3)}
 
 

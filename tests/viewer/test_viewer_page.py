@@ -130,6 +130,10 @@ def test_the_keyboard_moves_through_a_run(browser, served):
     browser.wait("document.activeElement.dataset.main !== undefined")
     browser.press("j")
     assert browser.evaluate("document.activeElement.value") == "j", "keys type while a filter has the focus"
+    for _ in range(2):  # another theme draws the page again
+        browser.evaluate("document.querySelector('button[aria-label=\"dark or light\"]').click()")
+        browser.evaluate("new Promise((done) => setTimeout(done, 20))")
+    assert browser.evaluate("document.activeElement.value") == "j", "what is typed survives changes of the page"
 
 
 def test_a_filter_is_part_of_the_link(browser, served):

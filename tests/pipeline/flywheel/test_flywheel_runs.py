@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from policies import call, make_transcript, result, think
 
+from forked_programs import start_forked_programs
 from tunesmith.config import FlywheelConfig
 from tunesmith.errors import ConfigError, DataError, RolloutError
 from tunesmith.pipeline.flywheel.journal import Plan, Record
@@ -47,6 +44,19 @@ def author(request):
     if request.goal == "reflect":
         return "I think again."
     return [f"{each} In short." for each in request.thoughts]
+"""
+PROGRAM = """
+import json
+from pathlib import Path
+from tunesmith.config import FlywheelConfig
+from tunesmith.pipeline.flywheel.run import run_flywheel
+from tunesmith.pipeline.session.load_config import build_section
+from tunesmith.rollout.chat_model import ChatModel
+
+config = build_section(FlywheelConfig, json.loads(Path("values.json").read_text()))
+run_flywheel(
+    config, out_dir=Path("killed"), build_model=lambda endpoint, options: ChatModel(endpoint, options=options)
+)
 """
 
 
@@ -133,20 +143,13 @@ def test_equal_seeds_give_equal_trajectories_and_others_do_not(values, tmp_path)
 def test_a_killed_flywheel_resumes_after_the_last_complete_batch_and_gives_the_same(values, tmp_path):
     run(values, tmp_path / "whole")
     (tmp_path / "values.json").write_text(json.dumps(values))
-    script = (
-        "import json, sys; from pathlib import Path; sys.path.insert(0, '.');"
-        "from tunesmith.config import FlywheelConfig; from tunesmith.pipeline.flywheel.run import run_flywheel;"
-        "from tunesmith.pipeline.session.load_config import build_section;"
-        "from tunesmith.rollout.chat_model import ChatModel;"
-        "run_flywheel(build_section(FlywheelConfig, json.load(open('values.json'))), out_dir=Path('killed'),"
-        "build_model=lambda endpoint, options: ChatModel(endpoint, options=options))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    process = start_forked_programs().fork(["python", "program.py"], folder=tmp_path)
     attempts = tmp_path / "killed" / "attempts.jsonl"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (attempts.exists() and '"batch"' in attempts.read_text()):
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     assert attempts.exists() and '"batch"' in attempts.read_text()
     before = attempts.read_text()
@@ -157,14 +160,14 @@ def test_a_killed_flywheel_resumes_after_the_last_complete_batch_and_gives_the_s
     assert read_attempts(tmp_path / "killed") == read_attempts(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("num_bytes", [0, 20, 500, 3000, -1, -30])
-def test_a_journal_that_ends_anywhere_is_continued(values, tmp_path, num_bytes):
+def test_a_journal_that_ends_anywhere_is_continued(values, tmp_path):
     run(values | {"num_iterations": 1}, tmp_path / "out")
     path = tmp_path / "out" / "attempts.jsonl"
     whole, rows = path.read_bytes(), read_attempts(tmp_path / "out")
-    path.write_bytes(whole[:num_bytes])
-    run(values | {"num_iterations": 1}, tmp_path / "out")
-    assert read_attempts(tmp_path / "out") == rows
+    for num_bytes in (0, 20, 500, 3000, -1, -30):
+        path.write_bytes(whole[:num_bytes])
+        run(values | {"num_iterations": 1}, tmp_path / "out")
+        assert read_attempts(tmp_path / "out") == rows, num_bytes
 
 
 def test_a_finished_flywheel_samples_nothing_again(values, tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
 """`tune --ranks` on CPU processes: equal to one rank, resumed on any number of ranks, stopped when one is killed.
 
-`TUNESMITH_ALL_RANKS=1` adds launches: a run that is resumed on 3, and on 2, 3 and 1 ranks, the kill of the first rank,
-an error of one rank, a missing model, branching rollouts, and tasks that are handed out on demand.
+`TUNESMITH_ALL_RANKS=1` adds launches: a run in new interpreters, one that is resumed on 3, and on 2, 3 and 1 ranks, the
+kill of the first rank, an error of one rank, a missing model, branching rollouts, and tasks that are handed out on
+demand.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from forked_ranks import ForkedRanks
+from forked_programs import LOG, ForkedPrograms
 from killed_runs import read_metrics
 from run_folders import AGENT, write_run_folder
 from tunesmith.cli import app
@@ -55,7 +56,7 @@ def start(folder: Path, name: str, *arguments: str) -> subprocess.Popen:
     )
 
 
-def run(folder: Path, name: str, *arguments: str, forks: ForkedRanks | None = None) -> Path:
+def run(folder: Path, name: str, *arguments: str, forks: ForkedPrograms | None = None) -> Path:
     """A finished run: of processes that the command starts, or of forks in their place."""
     process = start(folder, name, *arguments) if forks is None else fork(forks, folder, name, *arguments)
     output, _ = process.communicate(timeout=300)
@@ -63,7 +64,7 @@ def run(folder: Path, name: str, *arguments: str, forks: ForkedRanks | None = No
     return folder / "runs/AgentScope" / name
 
 
-def fork(forks: ForkedRanks, folder: Path, name: str, *arguments: str) -> subprocess.Popen:
+def fork(forks: ForkedPrograms, folder: Path, name: str, *arguments: str) -> subprocess.Popen:
     return forks.start(folder, "tune", "run.yaml", "--set", f"name={name}", *arguments)
 
 
@@ -73,8 +74,8 @@ def alone(folder, forks):
 
 
 @pytest.fixture(scope="module")
-def pair(folder):
-    return run(folder, "pair", "--ranks", "2")
+def pair(folder, forks):
+    return run(folder, "pair", "--ranks", "2", forks=forks)
 
 
 def assert_equal_runs(found: Path, expected: Path) -> None:
@@ -104,6 +105,38 @@ def test_two_ranks_make_the_run_of_one(alone, pair):
     rows = [row for row in read_metrics(pair) if row["kind"] == "train"]
     assert {row["cluster/num_ranks"] for row in rows} == {2}
     assert not any("cluster/num_ranks" in row for row in read_metrics(alone))
+
+
+@NEEDS_ALL
+def test_the_command_starts_ranks_of_its_own_interpreter(folder, pair):
+    """The other runs are forks."""
+    found = run(folder, "started", "--ranks", "2", "--set", "total_steps=1", "--set", "evaluation.at_start=false")
+    rows, expected = ([row for row in read_metrics(each) if row["kind"] == "train"] for each in (found, pair))
+    assert rows == expected[:1]
+
+
+LAUNCHER = f"""
+import sys
+from tunesmith.cluster.launch import launch_ranks
+from tunesmith.errors import RankError
+
+sys.executable = {sys.executable!r}
+launch_ranks(2, ["--help"])
+try:
+    launch_ranks(2, ["tune", "nowhere.yaml"])
+except RankError as error:
+    print(f"the launcher says: {{error}}")
+"""
+
+
+def test_ranks_are_processes_of_the_interpreter_and_their_errors_reach_the_launcher(forks, tmp_path):
+    """Commands that import no torch."""
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    status = forks.run(["python", "launcher.py"], folder=tmp_path)
+    log = (tmp_path / LOG).read_text()
+    assert status == 0, log
+    assert log.count("Usage: ") == 2
+    assert "the launcher says: config file nowhere.yaml does not exist" in log
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from safetensors.numpy import load_file
 from killed_runs import read_metrics
 from tunesmith.model.prepare import prepare_model
 
-pytestmark = pytest.mark.timeout(900)  # each run starts several interpreters
+pytestmark = pytest.mark.timeout(900)
 FAKE = Path(__file__).parents[2] / "fake_vllm"
 NEEDS_ALL = pytest.mark.skipif(
     os.environ.get("TUNESMITH_ALL_RANKS") != "1", reason="TUNESMITH_ALL_RANKS=1 runs all launches of ranks"
@@ -68,23 +67,29 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder: Path, name: str, *arguments: str) -> Path:
-    """The run's folder; what vLLM received is in the folder `received NAME`."""
-    path = os.pathsep.join([str(FAKE), str(folder / "site"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    received = folder / f"received {name}"
-    received.mkdir(exist_ok=True)
-    extra = json.dumps({"received": str(received)})
-    command = [sys.executable, "-m", "tunesmith", "tune", "run.yaml", "--set", f"name={name}", *arguments]
-    command += ["--set", f"engine.vllm.args.additional_config={extra}"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "runs/AgentScope" / name
+@pytest.fixture(scope="module")
+def run(folder, forks):
+    """Makes a run; returns its folder. What vLLM received is in the folder `received NAME`."""
+
+    def call(name: str, *arguments: str) -> Path:
+        path = os.pathsep.join([str(FAKE), str(folder / "site"), os.environ.get("PYTHONPATH", "")])
+        received = folder / f"received {name}"
+        received.mkdir(exist_ok=True)
+        extra = json.dumps({"received": str(received)})
+        settings = [f"name={name}", f"engine.vllm.python={sys.executable}"]
+        settings += [f"engine.vllm.args.additional_config={extra}"]
+        chosen = [part for each in settings for part in ("--set", each)]
+        process = forks.start(folder, "tune", "run.yaml", *chosen, *arguments, environment={"PYTHONPATH": path})
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, output
+        return folder / "runs/AgentScope" / name
+
+    return call
 
 
 @pytest.fixture(scope="module")
-def pair(folder):
-    return run(folder, "pair", "--ranks", "2")
+def pair(run):
+    return run("pair", "--ranks", "2")
 
 
 def read_weights(run_folder: Path, step: int) -> dict[str, np.ndarray]:
@@ -110,8 +115,8 @@ def test_the_first_rank_samples_and_all_train(pair):
 
 
 @pytest.fixture(scope="module")
-def alone(folder):
-    return run(folder, "alone")
+def alone(run):
+    return run("alone")
 
 
 def assert_equal_runs(found: Path, expected: Path) -> None:
@@ -132,8 +137,8 @@ def test_two_ranks_make_the_run_of_one(alone, pair):
 
 @NEEDS_ALL
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_run_resumes_on_another_number_of_ranks(folder, pair, alone, num_ranks):
+def test_a_run_resumes_on_another_number_of_ranks(run, pair, alone, num_ranks):
     name = f"resumed-{num_ranks}"
-    run(folder, name, "--ranks", "2", "--set", "total_steps=2")
-    resumed = run(folder, name, "--resume", "--ranks", str(num_ranks))
+    run(name, "--ranks", "2", "--set", "total_steps=2")
+    resumed = run(name, "--resume", "--ranks", str(num_ranks))
     assert_equal_runs(resumed, alone)

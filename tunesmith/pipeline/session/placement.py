@@ -6,7 +6,6 @@ from tunesmith.cluster.place import Place, is_ray_worker
 from tunesmith.config import EngineSection, ModelSection, RolloutSection, RunConfig, ServeSection
 from tunesmith.config.serve.serve import check_serve
 from tunesmith.errors import ConfigError
-from tunesmith.model.load import resolve_device
 
 
 def place_config(config: RunConfig, place: Place, *, num_gpus: int) -> RunConfig:
@@ -76,6 +75,9 @@ def place_model(model: ModelSection, place: Place, *, num_gpus: int) -> ModelSec
             f"{place.local_size} ranks on this host, which has {num_gpus} GPUs: start at most one rank for each GPU, "
             "or set model.device=cpu"
         )
+    # imports transformers, which the launcher of ranks does not wait for
+    from tunesmith.model.load import resolve_device
+
     return model.model_copy(update={"device": str(resolve_device(f"cuda:{place.local_rank}"))})
 
 

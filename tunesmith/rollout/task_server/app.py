@@ -88,24 +88,24 @@ def build_task_app(
     return Starlette(routes=[offers, Mount("/", limited)], exception_handlers=EXCEPTION_HANDLERS)
 
 
-def answer_refusal(request: Request, error: Exception) -> Response:
+async def answer_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, QueueError)
     return answer_error(error.status, str(error))
 
 
-def answer_unknown(request: Request, error: Exception) -> Response:
+async def answer_unknown(request: Request, error: Exception) -> Response:
     """No such route, or another method."""
     assert isinstance(error, HTTPException)
     path = re.sub(r"^/t/[^/]*", "", request.url.path)  # without the key of a session
     return answer_error(error.status_code, f"{request.method} {path}: {error.detail.lower()}")
 
 
-def answer_nobody(request: Request, error: Exception) -> Response:
+async def answer_nobody(request: Request, error: Exception) -> Response:
     """The client is gone."""
     return Response(status_code=400)
 
 
-def answer_failure(request: Request, error: Exception) -> Response:
+async def answer_failure(request: Request, error: Exception) -> Response:
     """An error of ours; the traceback is logged by the server."""
     return answer_error(500, f"the server failed: {type(error).__name__}: {error}")
 
@@ -121,6 +121,7 @@ EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
     ClientDisconnect: answer_nobody,
     Exception: answer_failure,
 }
+"""Coroutines: Starlette runs plain functions in a thread, and logs a traceback if the server ends meanwhile."""
 
 
 class _Handlers:

@@ -1,5 +1,5 @@
 // Small components that several pages use.
-import { html, useState } from "./vendor/htm-preact.js";
+import { html, useEffect, useState } from "./vendor/htm-preact.js";
 import { num, rewardColor, signed } from "./format.js";
 import { setParams } from "./route.js";
 
@@ -65,10 +65,12 @@ export function Tabs({ name, value, options }) {
     onClick=${() => setParams({ [name]: key })}>${label}</button>`)}</span>`;
 }
 
-// An input that writes one setting into the URL when typing pauses or ends.
+// An input that writes one setting into the URL when typing ends. What is typed stays when the page is drawn again.
 export function Filter({ name, label, value, type = "text", width = 110, isMain = false, placeholder = "" }) {
-  return html`<label class="filter">${label}<input type=${type} step="any" value=${value || ""} placeholder=${placeholder}
-    data-main=${isMain ? "" : undefined} style=${{ width: `${width}px` }}
+  const [typed, setTyped] = useState(null);
+  useEffect(() => setTyped(null), [value]);
+  return html`<label class="filter">${label}<input type=${type} step="any" value=${typed ?? value ?? ""} placeholder=${placeholder}
+    data-main=${isMain ? "" : undefined} style=${{ width: `${width}px` }} onInput=${(event) => setTyped(event.target.value)}
     onChange=${(event) => setParams({ [name]: event.target.value.trim(), page: "" })} /></label>`;
 }
 

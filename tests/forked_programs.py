@@ -1,34 +1,76 @@
-"""Runs `tunesmith` commands and the ranks that they start as forks of one process that has imported everything.
+"""Runs `tunesmith` commands, the ranks that they start, and Python programs as forks of a process that has imported
+everything.
 
-Each rank of a run imports torch and transformers, which takes longer than the runs of tests. Here the launcher starts
-this file in place of Python; it passes its arguments, environment and files to the process, which forks, waits for the
+Importing torch and transformers takes longer than the short programs of tests; the process does it once for all tests
+of a pytest worker. A test asks the process for a fork. Where a program would start Python, as the launcher of ranks
+does, it starts this file in its place: it passes its arguments, environment and output to the process, waits for the
 fork, passes signals on to it, and ends as the fork has ended. So the launcher sees processes that start, fail and are
 killed as ranks do.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import gc
 import json
 import os
+import runpy
 import selectors
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+ROOT = Path(__file__).parent.parent
 INTERPRETER = "TUNESMITH_TEST_INTERPRETER"
+LOG = "program.log"
 
 
-class ForkedRanks:
-    """The process, from the side of the tests; `folder` is for its own files."""
+@dataclass(frozen=True)
+class Fork:
+    """A running program."""
 
-    def __init__(self, folder: Path) -> None:
-        self._socket, self._pids = folder / "forks.socket", folder / "forks.pids"
-        self._interpreter = folder / "forked-python"
+    pid: int
+    connection: socket.socket
+
+    def wait(self) -> int:
+        """The exit status; that of a program that a signal has killed is the negative number of the signal."""
+        status = int.from_bytes(self.connection.recv(8), "big", signed=True)
+        self.connection.close()
+        return status
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the program has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def start_fork(path: str, words: list[str], folder: Path, environment: Mapping[str, str], output: list[int]) -> Fork:
+    """Let the process at the socket run what `python WORDS` would. `output`: descriptors for stdout and stderr."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    request = json.dumps({"words": words, "folder": str(folder), "environment": dict(environment)}).encode()
+    socket.send_fds(connection, [len(request).to_bytes(8, "big")], output)
+    connection.sendall(request)
+    return Fork(int.from_bytes(connection.recv(8), "big"), connection)
+
+
+class ForkedPrograms:
+    """The process, from the side of the tests."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="forks-"))
+        self._socket, self._pids = self._folder / "socket", self._folder / "pids"
+        self._interpreter = self._folder / "forked-python"
         words = [sys.executable, "-S", "-E", str(Path(__file__)), "fork", str(self._socket)]
         self._interpreter.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         self._interpreter.chmod(0o755)
@@ -36,6 +78,7 @@ class ForkedRanks:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             INTERPRETER: str(self._interpreter),
         }
         self._process = subprocess.Popen(
@@ -43,6 +86,17 @@ class ForkedRanks:
             env=self._environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._process.stdout.readline().strip() == "ready"
+
+    def run(self, words: list[str], *, folder: Path) -> int:
+        """Run `tunesmith ARGUMENTS` or `python FILE` in the folder; returns the exit status."""
+        return self.fork(words, folder=folder).wait()
+
+    def fork(self, words: list[str], *, folder: Path, log: str = LOG) -> Fork:
+        """Start such a program; its output is appended to the log in the folder."""
+        assert words[0] in ("tunesmith", "python"), f"only tunesmith and python are run, not {words[0]!r}"
+        words = ["-m", *words] if words[0] == "tunesmith" else words[1:]
+        with (folder / log).open("ab") as file:
+            return start_fork(str(self._socket), words, folder, self._environment, [file.fileno()] * 2)
 
     def start(
         self, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None, log: IO[str] | None = None
@@ -68,20 +122,25 @@ class ForkedRanks:
 
     def close(self) -> None:
         self._process.stdin.close()
+        self._process.stdout.close()
         self._process.wait(timeout=30)
+        shutil.rmtree(self._folder)
 
 
-def wait_for_fork(path: str, arguments: list[str]) -> None:
+@functools.cache
+def start_forked_programs() -> ForkedPrograms:
+    """The process of this pytest worker, started when it is first needed."""
+    process = ForkedPrograms()
+    atexit.register(process.close)
+    return process
+
+
+def wait_for_fork(path: str, words: list[str]) -> None:
     """Let the process at the socket fork, and end as its fork ends."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(path)
-    request = json.dumps({"arguments": arguments, "folder": str(Path.cwd()), "environment": dict(os.environ)}).encode()
-    socket.send_fds(connection, [len(request).to_bytes(8, "big")], [1, 2])
-    connection.sendall(request)
-    pid = int.from_bytes(connection.recv(8), "big")
+    fork = start_fork(path, words, Path.cwd(), os.environ, [1, 2])
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _: os.kill(pid, received))
-    status = int.from_bytes(connection.recv(8), "big", signed=True)
+        signal.signal(number, lambda received, _: os.kill(fork.pid, received))
+    status = fork.wait()
     if status < 0:
         signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
         os.kill(os.getpid(), -status)
@@ -94,9 +153,13 @@ class ForkServer:
     def __init__(self, path: str, pids: str) -> None:
         import torch
 
-        import tunesmith.api  # noqa: F401
+        import tunesmith.api
+        import tunesmith.cli
+        import tunesmith.cluster.launch  # noqa: F401
+        from tunesmith.engine.event_loop.clock import frozen_objects
 
         torch.set_num_threads(1)
+        sys.path.remove(str(Path(__file__).parent))
         self._pids = Path(pids)
         self._pids.touch()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -106,11 +169,14 @@ class ForkServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(sys.stdin, selectors.EVENT_READ)
         self._forks: dict[int, socket.socket] = {}
+        gc.freeze()  # collections of the programs skip what is imported here
+        with frozen_objects():  # counts them, so that the programs need not
+            pass
         print("ready", flush=True)
 
     def run(self) -> None:
         while True:
-            for key, _ in self._selector.select(timeout=0.02):
+            for key, _ in self._selector.select(timeout=0.02 if self._forks else None):
                 if key.fileobj is sys.stdin:
                     for pid in self._forks:
                         os.kill(pid, signal.SIGKILL)
@@ -133,7 +199,7 @@ class ForkServer:
             self._listener.close()
             for each in (connection, *self._forks.values()):
                 each.close()
-            run_command(request, files)
+            run_program(request, files)
         for file in files:
             os.close(file)
         waiting = int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
@@ -158,22 +224,22 @@ class ForkServer:
             connection.close()
 
 
-def run_command(request: dict, files: list[int]) -> None:
-    """Become the command. Does not return."""
-    from tunesmith.cli import main
-
+def run_program(request: dict, files: list[int]) -> None:
+    """Become the program. Does not return."""
     for number, file in enumerate(files, start=1):
         os.dup2(file, number)
+        os.close(file)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     sys.executable = os.environ[INTERPRETER]
-    sys.argv = ["tunesmith", *request["arguments"][2:]]
-    sys.path.remove(str(Path(__file__).parent))
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    added = [each for each in os.environ["PYTHONPATH"].split(os.pathsep) if each not in sys.path]
+    sys.path[:0] = ["", *added]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # programs in the background ignore it
     status = 0
     try:
-        main()
+        run_words(request["words"])
     except SystemExit as ending:
         status = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except BaseException:  # noqa: BLE001 - reported by the exit status and in the output
@@ -182,6 +248,17 @@ def run_command(request: dict, files: list[int]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def run_words(words: list[str]) -> None:
+    if words[:2] == ["-m", "tunesmith"]:
+        from tunesmith.cli import main
+
+        sys.argv = words[1:]
+        main()
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":
