@@ -40,7 +40,20 @@ def test_text_by_bytes_equals_that_of_the_tokenizer(seed):
     for _ in range(200):
         ids = [rng.randrange(len(tokenizer) + 3) for _ in range(rng.randrange(30))]
         shown = [token_id for token_id in ids if token_id not in hidden]
-        assert renderer.decode(ids) == tokenizer.backend_tokenizer.decode(shown, skip_special_tokens=False)
+        text = tokenizer.backend_tokenizer.decode(shown, skip_special_tokens=False)
+        assert renderer.decode(ids) == renderer.decode(tuple(ids)) == text
+        assert renderer.decode_text(tuple(ids), has_reasoning=False) == (text if shown == ids else "")
+
+
+def test_changed_ids_are_decoded_again():
+    """The last reply is decoded once, though it is asked for twice."""
+    renderer = build_renderer(QWEN25)
+    ids = list(renderer.encode("a b"))
+    first = renderer.decode(ids)
+    ids += ids
+    assert renderer.decode(ids) == first * 2
+    assert renderer.decode(tuple(ids)) == first * 2
+    assert renderer.decode(tuple(ids[:-1])) != first * 2
 
 
 def test_bytes_are_used_only_where_the_text_of_ids_is_the_text_of_their_bytes():
