@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tunesmith.config import EngineSection
 from tunesmith.engine.core.block_manager import BlockPool
 from tunesmith.engine.core.output_processor import OutputProcessor, RequestState, StepOutput, deliver_output
+from tunesmith.engine.core.policy_facts import PolicyFacts
 from tunesmith.engine.core.request import Request, check_sampling
 from tunesmith.engine.core.scheduler import Scheduler
 from tunesmith.engine.core.stop_strings import StopMatcher
@@ -29,7 +30,6 @@ from tunesmith.engine.event_loop.clock import Clock, build_clock
 from tunesmith.engine.worker.async_step import AsyncStepper
 from tunesmith.engine.worker.model_runner import ModelRunner
 from tunesmith.engine.worker.sync_step import SyncStepper
-from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.model.device_errors import explain_device_error
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.types import Completion, DeferredTokens, OnTokens, Sampling
@@ -37,7 +37,7 @@ from tunesmith.types import Completion, DeferredTokens, OnTokens, Sampling
 MEMORY_ADVICE = "lower engine.kv_cache_gib, engine.max_num_seqs or engine.max_batched_tokens"
 
 
-class LocalEngine:
+class LocalEngine(PolicyFacts):
     """Continuous batching on a model in this process; implements `tunesmith.types.Engine`."""
 
     def __init__(
@@ -55,14 +55,9 @@ class LocalEngine:
         In lockstep the engine steps when every coroutine waits. Otherwise a thread steps whenever there is work, for
         an event loop that must stay responsive; agents and engine then compete for the interpreter lock.
         """
+        super().__init__(model, tokenizer, max_model_len=max_model_len)
         self._settings = settings
-        self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
         self._is_lockstep = lockstep
-        self._eos_ids = collect_eos_ids(model, tokenizer)
-        self._vocab_size = model.get_input_embeddings().num_embeddings
-        self.grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
-        """The grammars that requests name in their distribution."""
         self._runner = ModelRunner(
             model, settings, max_model_len=max_model_len, grammars=self.grammars, has_trainer=has_trainer
         )
@@ -87,14 +82,6 @@ class LocalEngine:
     @property
     def policy_version(self) -> int:
         return self._output_processor.policy_version
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return self._eos_ids
 
     @property
     def has_work(self) -> bool:
@@ -330,13 +317,3 @@ class LocalEngine:
             self._cancelled.extend(deliver_output(output))
             for _ in range(output.num_dequeued):
                 self._queue_places.release()
-
-
-def collect_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """End-of-sequence ids of the generation config, the model config and the tokenizer together."""
-    ids: set[int] = set()
-    for holder in (model.generation_config, model.config, tokenizer):
-        eos = getattr(holder, "eos_token_id", None)
-        if eos is not None:
-            ids.update(eos if isinstance(eos, list | tuple) else [eos])
-    return frozenset(ids)

@@ -6,36 +6,23 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tunesmith.engine.engine import collect_eos_ids
+from tunesmith.engine.core.policy_facts import PolicyFacts
 from tunesmith.errors import EngineError
-from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.types import Completion, OnTokens, Sampling
 
 
-class DistantEngine:
+class DistantEngine(PolicyFacts):
     """Implements `tunesmith.types.Engine` on a rank that runs no tasks."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, max_model_len: int
     ) -> None:
-        self._max_model_len = max_model_len
-        self._eos_ids = collect_eos_ids(model, tokenizer)
-        vocab_size = model.get_input_embeddings().num_embeddings
-        self.grammars = GrammarCompiler(tokenizer, vocab_size=vocab_size, eos_ids=self._eos_ids)
-        """For the trainer, as `VllmEngine.grammars`."""
+        super().__init__(model, tokenizer, max_model_len=max_model_len)
         self._policy_version = 0
 
     @property
     def policy_version(self) -> int:
         return self._policy_version
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return self._eos_ids
 
     async def generate(
         self,

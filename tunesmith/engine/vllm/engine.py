@@ -24,15 +24,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunesmith.config import EngineSection
 from tunesmith.engine.core.output_processor import RequestState, StepOutput, deliver_output, find_first_stop
+from tunesmith.engine.core.policy_facts import PolicyFacts
 from tunesmith.engine.core.request import MAX_TOP_LOGPROBS, Request, check_sampling
 from tunesmith.engine.core.stop_strings import StopMatcher
-from tunesmith.engine.engine import collect_eos_ids
 from tunesmith.engine.vllm.connection import Connection
 from tunesmith.engine.vllm.parameters import build_parameters, check_parameters, has_reply_penalties
 from tunesmith.engine.vllm.process import VllmProcess
 from tunesmith.engine.vllm.weights import GatherWeights, push_weights, save_config
 from tunesmith.errors import EngineError
-from tunesmith.grammar.matcher import GrammarCompiler
 from tunesmith.types import Completion, OnTokens, Sampling, StopReason, TokenDetails, TopLogprobs
 
 PAUSE_TIMEOUT_S = 120.0
@@ -43,7 +42,7 @@ RECEIVER_MODULE = "tunesmith_weight_receiver"
 """Name under which vLLM's workers import it."""
 
 
-class VllmEngine:
+class VllmEngine(PolicyFacts):
     """Requests to a vLLM process that samples from a copy of the model; implements `tunesmith.types.Engine`."""
 
     def __init__(
@@ -57,13 +56,8 @@ class VllmEngine:
     ) -> None:
         """Start vLLM and wait until it is ready. Stop strings need a tokenizer; `gather` yields the weights of a model
         that is sharded over ranks."""
-        self._model, self._tokenizer, self._settings = model, tokenizer, settings
-        self._gather = gather
-        self._max_model_len = max_model_len
-        self._eos_ids = collect_eos_ids(model, tokenizer)
-        self._vocab_size = model.get_input_embeddings().num_embeddings
-        self.grammars = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, eos_ids=self._eos_ids)
-        """For the trainer, which may train tokens that another engine has sampled under a grammar."""
+        super().__init__(model, tokenizer, max_model_len=max_model_len)
+        self._model, self._settings, self._gather = model, settings, gather
         self._devices = list_devices(model.device, settings)
         self._states: dict[int, RequestState] = {}
         """Requests that are not complete, by id."""
@@ -93,14 +87,6 @@ class VllmEngine:
     @property
     def policy_version(self) -> int:
         return self._policy_version
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        return self._eos_ids
 
     async def generate(
         self,
