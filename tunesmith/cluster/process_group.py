@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tunesmith.cluster.place import Place
+from tunesmith.cluster.rank_errors import is_launched, watch_launcher
 from tunesmith.cluster.ranks import Ranks
 from tunesmith.errors import ConfigError
 
@@ -28,6 +29,8 @@ def open_ranks(place: Place, *, device: torch.device, timeout_s: float) -> Itera
     if place.world_size == 1:
         yield Ranks()
         return
+    if is_launched():
+        watch_launcher()
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)

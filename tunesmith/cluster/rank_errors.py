@@ -1,9 +1,11 @@
-"""What a rank leaves for its launcher when it fails, in the file that torchrun reads."""
+"""What a rank leaves for its launcher when it fails, in the file that torchrun reads; a rank ends with its launcher."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +13,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable with the path of the file, set by torchrun."""
 LAUNCHED = "TUNESMITH_LAUNCHED"
 """Variable that is set if `tunesmith` itself has started this rank, and prints its error."""
+WATCH_INTERVAL_S = 0.5
+GRACE_S = 30.0
 
 
 def is_launched() -> bool:
@@ -29,3 +33,16 @@ def record_rank_error(message: str, *, kind: str) -> None:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     except OSError:
         return  # the launcher then reports the exit status
+
+
+def watch_launcher() -> None:
+    """From now on, end this process once its launcher was killed: with SIGTERM, and after `GRACE_S` at once."""
+    threading.Thread(target=_watch, args=(os.getppid(),), name="tunesmith-launcher-watch", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_INTERVAL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
