@@ -20,7 +20,7 @@ from tunesmith.pipeline.diagnosis.diagnose import OFFLINE_CHECKS, RL_CHECKS, SHA
 from tunesmith.pipeline.diagnosis.record import load_record
 
 DOCS = Path(__file__).parents[3] / "docs" / "doctor.md"
-STOPS = [id_ for id_ in range(768) if id_ % 8 == 3]
+STOPS = list(range(3, 608, 8))
 """Token ids that end an answer of the untrained model after 8 tokens on average."""
 
 
