@@ -24,218 +24,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
-import gc
-import json
 import pstats
 import statistics
 import sys
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
-from endpoint_load import GROUP_SIZE, Measured, build_question, draw_length, run_load
+from endpoint_load import Measured, draw_length, run_load
 from endpoint_peers import MAX_MODEL_LEN, PeerError, build_peer, find_free_port, start_peer
+from endpoint_setup import LATENCY_TOKENS, InstantEngine, Setup
+from endpoint_tables import describe, print_docs, print_rollouts, print_table
 from report import publish
 from stack_samples import StackSamples
 from transformers import PreTrainedTokenizerBase
 
-from tunesmith.chat.renderer import Renderer
-from tunesmith.config import EngineSection, ModelSection, RolloutSection
+from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
-from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.load import load_model, load_tokenizer, resolve_device, resolve_dtype
-from tunesmith.rollout.chat_model import ChatModel
-from tunesmith.rollout.service import BoundModel, ModelService
-from tunesmith.types import Completion, OnTokens, Sampling
 
 NUM_CALLS = {1: 100, 64: 20, 512: 8}
 """Agents -> calls of each in the measurements of latency."""
-LATENCY_TOKENS = 16
-MODEL = "policy"
-Prompts = list[list[tuple[int, ...]]]
-"""For each agent the prompt ids of its calls."""
-
-
-class InstantEngine:
-    """Implements `tunesmith.types.Engine`: every completion is the same text, at once."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._text_ids = tokenizer.encode(" ".join(build_question(agent, 0) for agent in range(0, 80, GROUP_SIZE)))
-        self.eos_ids = frozenset({tokenizer.eos_token_id})
-        self.max_model_len = 10**6
-        self.policy_version = 0
-
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        order: tuple[int, ...] = (),
-        on_tokens: OnTokens | None = None,
-    ) -> Completion:
-        await asyncio.sleep(0)
-        ids = tuple(self._text_ids[: sampling.max_tokens])
-        logprobs = (-1.0,) * len(ids)
-        if on_tokens is not None:
-            on_tokens(ids, logprobs)
-        return Completion(
-            sampled_ids=ids, logprobs=logprobs, policy_versions=(self.policy_version,) * len(ids), stop_reason="length"
-        )
-
-    def pause(self) -> None:
-        pass
-
-    def resume(self, policy_version: int) -> None:
-        self.policy_version = policy_version
-
-    def compute_stats(self) -> dict[str, float]:
-        return {}
-
-
-class Setup:
-    """An engine behind the endpoint, and the agents that call it."""
-
-    def __init__(self, engine: Any, tokenizer: PreTrainedTokenizerBase, *, model: str) -> None:
-        section = ModelSection(path=model)
-        renderer = Renderer(
-            tokenizer,
-            tool_call_parser=section.tool_call_parser,
-            reasoning_parser=section.reasoning_parser,
-            enable_thinking=section.enable_thinking,
-        )
-        self._engine = engine
-        self._service = ModelService(
-            engine, renderer, model_name=MODEL, sampling=Sampling(max_tokens=LATENCY_TOKENS), build_model=ChatModel
-        )
-        self.prompts: Prompts = []
-        """Those of the last agents in process."""
-        self.ways: dict[str, Callable[..., Awaitable[Measured]]] = {
-            "in process": self.run_in_process, "no client": self.run_without_client, "http": self.run_over_http,
-        }  # fmt: skip
-
-    def run(self, work: Callable[..., Awaitable[Measured]], *arguments: int, **shape: int) -> Measured:
-        """Run agents with an empty KV cache."""
-        self._engine.pause()
-        self._engine.resume(self._engine.policy_version + 1)
-        gc.collect()
-
-        async def measure() -> Measured:
-            started = time.process_time()
-            measured = await work(*arguments, **shape)
-            return replace(measured, cpu_s=time.process_time() - started)
-
-        return run_lockstep(measure(), RolloutSection(max_concurrency=512))
-
-    def compute_engine_stats(self) -> dict[str, float]:
-        """Metrics of the engine since the last call."""
-        return self._engine.compute_stats()
-
-    def _open(self, num_agents: int) -> list[BoundModel]:
-        return [self._service.open(seed=index, order=(index,)) for index in range(num_agents)]
-
-    async def run_in_process(self, num_agents: int, **shape: int) -> Measured:
-        """Agents that call `model.client`."""
-
-        async def call(client: Any, fields: dict[str, Any]) -> str:
-            extra = {"ignore_eos": fields.pop("ignore_eos")}
-            reply = await client.chat.completions.create(**fields, extra_body=extra)
-            return reply.choices[0].message.content
-
-        return await self._run_agents(call, num_agents, **shape)
-
-    async def run_without_client(self, num_agents: int, **shape: int) -> Measured:
-        """Agents that give the endpoint JSON values and receive JSON values."""
-
-        async def call(client: Any, fields: dict[str, Any]) -> str:
-            reply = await self._service.endpoint.complete(client.api_key, fields)
-            return reply["choices"][0]["message"]["content"]
-
-        return await self._run_agents(call, num_agents, **shape)
-
-    async def _run_agents(
-        self,
-        call_model: Callable[[Any, dict[str, Any]], Awaitable[str]],
-        num_agents: int,
-        *,
-        num_calls: int,
-        num_tokens: int,
-        is_growing: bool,
-    ) -> Measured:
-        latencies: list[float] = []
-        bound = self._open(num_agents)
-
-        async def act(index: int, client: Any) -> None:
-            messages: list[dict[str, str]] = []
-            for call in range(num_calls):
-                messages.append({"role": "user", "content": build_question(index, call)})
-                length = draw_length(index, call, num_tokens, is_growing=is_growing)
-                started = time.perf_counter()
-                fields = {"model": MODEL, "messages": messages, "max_tokens": length, "ignore_eos": True}
-                text = await call_model(client, fields)
-                latencies.append(time.perf_counter() - started)
-                messages.append({"role": "assistant", "content": text})
-                if not is_growing:
-                    messages.clear()
-
-        started = time.perf_counter()
-        await asyncio.gather(*(act(index, each.model.client) for index, each in enumerate(bound)))
-        seconds = time.perf_counter() - started
-        turns = [self._service.close(each) for each in bound]
-        self.prompts = [[turn.prompt_ids for turn in each] for each in turns]
-        num_sampled = sum(len(turn.sampled_ids) for each in turns for turn in each)
-        return Measured(latencies_s=latencies, num_tokens=num_sampled, seconds=seconds)
-
-    async def run_over_http(self, num_agents: int, *, num_calls: int, num_tokens: int, is_growing: bool) -> Measured:
-        """Agents in other processes."""
-        async with self._service.serve() as url:
-            bound = self._open(num_agents)
-            keys = [each.model.api_key for each in bound]
-            fields = {"ignore_eos": True}
-            port = urlsplit(url).port
-            assert port is not None
-            measured = await run_load(
-                port, keys, model=MODEL, num_calls=num_calls, num_tokens=num_tokens, is_growing=is_growing,
-                fields=fields,
-            )  # fmt: skip
-            for each in bound:
-                self._service.close(each)
-        return measured
-
-    async def run_direct(self, *, num_tokens: int, is_growing: bool) -> Measured:
-        """The calls of the last agents in process, given to the engine as token ids."""
-        latencies: list[float] = []
-        num_sampled = 0
-
-        async def act(index: int, prompts: list[tuple[int, ...]]) -> None:
-            nonlocal num_sampled
-            for call, prompt_ids in enumerate(prompts):
-                length = draw_length(index, call, num_tokens, is_growing=is_growing)
-                sampling = Sampling(max_tokens=length, ignore_eos=True, seed=1000 * index + call)
-                started = time.perf_counter()
-                completion = await self._engine.generate(prompt_ids, sampling, order=(index, call))
-                latencies.append(time.perf_counter() - started)
-                num_sampled += len(completion.sampled_ids)
-
-        started = time.perf_counter()
-        await asyncio.gather(*(act(*each) for each in enumerate(self.prompts)))
-        return Measured(latencies_s=latencies, num_tokens=num_sampled, seconds=time.perf_counter() - started)
-
-
-def describe(measured: Measured) -> dict[str, float]:
-    """Percentiles of the latency in milliseconds, and rates."""
-    ordered = sorted(measured.latencies_s)
-    cost = {} if measured.cpu_s is None else {"cpu_us_per_call": 1e6 * measured.cpu_s / len(ordered)}
-    return cost | {
-        "p50_ms": 1e3 * statistics.median(ordered),
-        "p99_ms": 1e3 * ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))],
-        "calls_per_s": len(ordered) / measured.seconds,
-        "tokens_per_s": measured.num_tokens / measured.seconds,
-    }
 
 
 def measure_cost(tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -364,50 +174,6 @@ def build_setup(tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespac
     num_agents = max(arguments.agents)
     settings = EngineSection(max_num_seqs=num_agents, kv_cache_tokens=max(num_agents, 2) * MAX_MODEL_LEN)
     return Setup(LocalEngine(model, tokenizer, settings, max_model_len=MAX_MODEL_LEN), tokenizer, model=arguments.model)
-
-
-def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    print(f"\n{title}\n{'agents':>8}{'':>14}{'p50 ms':>10}{'p99 ms':>10}{'calls/s':>10}{'cpu us/call':>13}")
-    for row in rows:
-        for name, cell in row.items():
-            if name == "error":
-                print(f"{row['agents']:>8}  {cell}")
-            elif name != "agents":
-                cpu = f"{cell['cpu_us_per_call']:>13.0f}" if "cpu_us_per_call" in cell else ""
-                print(
-                    f"{row['agents']:>8}{name:>14}{cell['p50_ms']:>10.2f}{cell['p99_ms']:>10.2f}"
-                    f"{cell['calls_per_s']:>10.0f}{cpu}"
-                )
-
-
-def print_rollouts(rollouts: Mapping[str, Any]) -> None:
-    for name, rate in rollouts["tokens_per_s"].items():
-        key = name.replace(" ", "_")
-        share, in_steps = rollouts.get(f"share_{key}"), rollouts.get(f"step_share_{key}", 0.0)
-        print(f"rollouts of {rollouts['agents']} agents, {name:<11}{rate:>10,.0f} tok/s", end="")
-        print("" if share is None else f", the endpoint costs {100 * share:.1f} %", end="")
-        print(f", {100 * in_steps:.0f} % of the time in engine steps" if in_steps else "")
-    if "client_share_http" in rollouts:
-        print(
-            f"the busiest process of agents over HTTP computes {100 * rollouts['client_share_http']:.0f} % of the time"
-        )
-
-
-def print_docs(path: str) -> None:
-    """The table and the rates of docs/endpoint.md from a result."""
-    details = json.loads(Path(path).read_text())["details"]
-    names = {"no client": "no client", "in process": "in process", "http": "HTTP"}
-    columns = {"CPU a call": "cpu_us_per_call", "p50": "p50_ms", "p99": "p99_ms"}
-    titles = [f"{column}, {name}" for column in columns for name in names.values()]
-    print(f"| agents | {' | '.join(titles)} |")
-    print("|---:" * (1 + len(titles)) + "|")
-    for row in details["cost"]:
-        values = [
-            row[name][key] / (1e3 if key == "cpu_us_per_call" else 1) for key in columns.values() for name in names
-        ]
-        print(f"| {row['agents']} | {' | '.join(f'{value:.3g} ms' for value in values)} |")
-    print("calls/s with the most agents:", {name: round(row[name]["calls_per_s"]) for name in names})
-    print_rollouts(details["rollouts"])
 
 
 def main() -> None:
