@@ -2,8 +2,8 @@
 
 Rows of samples have other lengths in every step, so their activations have other sizes. The allocator gives a tensor a
 block that it has kept only if the block is large enough; for a row a little longer than all before it asks the driver
-for new memory, which takes tenths of a second in a step of seconds, and on several ranks all wait for the one. Sizes
-that are rounded up fit the blocks of earlier steps.
+for new memory, which can take tenths of a second, and on several ranks all wait for the one. Sizes that are rounded up
+fit the blocks of earlier steps.
 """
 
 from __future__ import annotations

@@ -22,12 +22,15 @@ def find_newest_version(samples: Sequence[Sample]) -> int:
     return max(find_versions(samples), default=0)
 
 
-def gather_facts(samples: Sequence[Sample], ranks: Ranks) -> tuple[int, list[int] | None]:
-    """The newest policy version in a step's samples over all ranks, and their groups; no groups on a single rank."""
-    newest = find_newest_version(samples)
+def gather_facts(samples: Sequence[Sample], ranks: Ranks, newest: int | None) -> tuple[int, list[int] | None]:
+    """The newest policy version of a step, and the groups of its samples; no groups on a single rank.
+
+    `newest` is the version if it is known, the same on all ranks; else it is that of all ranks' samples.
+    """
+    found = find_newest_version(samples) if newest is None else newest
     if ranks.is_alone:
-        return newest, None
-    gathered = ranks.all_gather_objects((newest, [sample.group_index for sample in samples]))
+        return found, None
+    gathered = ranks.all_gather_objects((found, [sample.group_index for sample in samples]))
     return max(each for each, _ in gathered), sorted({group for _, part in gathered for group in part})
 
 

@@ -168,8 +168,7 @@ class Trainer:
             self._settings, step=self.num_steps, num_total_steps=self._num_total_steps
         )
         samples = attach_token_masks(samples, self._grammars)
-        newest, groups = gather_facts(samples, self._ranks)
-        policy_version = newest if policy_version is None else policy_version
+        policy_version, groups = gather_facts(samples, self._ranks, policy_version)
         proximal = self._score_proximal_policy(samples, policy_version)
         step_terms = self._compute_step_terms(samples, proximal)
         updates: list[Update] = []

@@ -1,9 +1,9 @@
 """Prefills as CUDA graphs: one graph per number of tokens, for forwards that a GPU computes before they are queued.
 
-A forward of a small model takes the GPU a few milliseconds, and the host 20 to queue its kernels one by one. A graph is
-queued at once. All that it depends on is in tensors: token ids, positions, cache slots, block tables, spans and tiles,
-so one graph serves any requests with up to its number of tokens. Padding tokens are written to the scratch block, and
-padding tiles belong to a request without tokens.
+The host takes tens of milliseconds to queue the kernels of a forward one by one, a GPU less to run them if model and
+prompts are small. A graph is queued at once. All that it depends on is in tensors: token ids, positions, cache slots,
+block tables, spans and tiles, so one graph serves any requests with up to its number of tokens. Padding tokens are
+written to the scratch block, and padding tiles belong to a request without tokens.
 
 Axes: T tokens of a graph, S slots (the maximum number of requests), P columns of the block table, I tiles, N last
 tokens, C hidden size.
