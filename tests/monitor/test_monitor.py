@@ -4,6 +4,7 @@ import builtins
 import io
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import get_args
@@ -57,6 +58,15 @@ def test_a_resumed_run_shows_each_step_once(tmp_path):
     run(tmp_path, [2], committed_step=1)
     assert [record["step"] for record in load_metrics(RunPaths(tmp_path).metrics)] == [1, 2]
     assert load_scalars(tmp_path)["train/loss"] == [(1, -0.5), (2, -1.0)]
+
+
+@pytest.mark.parametrize("passed_s", [0, -90], ids=["within a second", "on a host whose clock is behind"])
+def test_a_run_resumed_at_an_odd_time_shows_each_step_once(tmp_path, monkeypatch, passed_s):
+    start_s = time.time()
+    for attempt in range(3):
+        monkeypatch.setattr(time, "time", lambda attempt=attempt: start_s + attempt * passed_s)
+        run(tmp_path, [attempt + 1, attempt + 2], committed_step=attempt or None)
+    assert load_scalars(tmp_path)["train/loss"] == [(1, -0.5), (2, -1.0), (3, -1.5), (4, -2.0)]
 
 
 def test_a_new_run_shows_no_old_metrics(tmp_path):
