@@ -8,8 +8,8 @@ reported. All types are also scored on transformers' answers: KL divergence of t
 agreement of the most likely token. The case `families` does the same for the tiny random models of the tests, one for
 each family and variant. Needs llama-cpp-python.
 
-    python benchmarks/export_roundtrip.py --model models/smollm2-135m-instruct --prompts gsm8k/test.jsonl
-    python benchmarks/export_roundtrip.py --case families
+    python -m benchmarks.commands.export_roundtrip --model models/smollm2-135m-instruct --prompts gsm8k/test.jsonl
+    python -m benchmarks.commands.export_roundtrip --case families
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import llama_cpp
 import torch
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-from report import publish
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.shared.report import publish
 from tunesmith.config import ExportSection
 from tunesmith.model.checkpoint import hidden_progress_bars
 from tunesmith.pipeline.export.run import ExportResult, run_export
@@ -262,7 +262,7 @@ def run_questions(arguments: argparse.Namespace, report: ExportResult, console: 
 
 def run_families(work: Path, console: Console) -> list[dict[str, Any]]:
     """Tiny random models of the tests: every family, tied and untied, biases, grouped queries, scaled positions."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "pipeline" / "export"))
     from exported_models import CONFIGS, CORPUS, save_tiny  # tests/ is not a package
 
     rows = []

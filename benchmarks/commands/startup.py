@@ -1,6 +1,7 @@
 """Seconds from the start of a command to its error, or to the first line of its run, for one or more source trees.
 
-    python benchmarks/startup.py --tree before=/path/to/old/checkout --tree after=. --out results/startup.json
+    python -m benchmarks.commands.startup --tree before=/path/to/old/checkout --tree after=. \\
+        --out results/commands/startup.json
 
 Each command runs `--repeats` times in its own process, alternating between trees. The minimum is reported, as wall time
 and as CPU time, which other programs on the machine affect less. A run is killed at its first line.
@@ -19,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from report import publish
+from benchmarks.shared.report import publish
 
 RUN = """\
 model: {path: ./model, device: cpu, max_model_len: 256, max_tokens: 8}

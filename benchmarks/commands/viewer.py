@@ -5,7 +5,7 @@ into files of 100 steps. Times are measured from the start of the process and fr
 Chromium until the first curve is drawn; then a step, a search on numbers (which builds the index) and a search for text
 that occurs nowhere (which reads every reply) are timed over HTTP. Caches of the file system are warm.
 
-python benchmarks/viewer.py --sizes 1000 100000 1000000 --out results/viewer.json
+python -m benchmarks.commands.viewer --sizes 1000 100000 1000000 --out results/commands/viewer.json
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from typing import Any
 import httpx
 import pyarrow
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "viewer"))
 
 from chromium import Chromium, find_chromium
+from viewer_runs import TOKENIZER, build_tool_turns
+
 from tunesmith.experience.store import merge_rollouts, save_rollouts
 from tunesmith.monitor.metrics_file import format_line
 from tunesmith.storage import RunPaths, save_text
 from tunesmith.types import Group, Task, Trajectory
-from viewer_runs import TOKENIZER, build_tool_turns
 
 GROUP_SIZE, NUM_GROUPS, STEPS_PER_FILE, NUM_DISTINCT, NUM_METRICS = 8, 32, 100, 16, 100
 TEXT_LIMIT_S, NUM_PAGES = 15.0, 7
@@ -181,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1000, 100_000, 1_000_000])
     parser.add_argument("--folder", default=None, help="keep the run folders here")
-    parser.add_argument("--out", default="results/viewer.json")
+    parser.add_argument("--out", default="results/commands/viewer.json")
     options = parser.parse_args()
     folder = Path(options.folder or tempfile.mkdtemp())
     rows = []

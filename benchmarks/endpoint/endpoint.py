@@ -1,6 +1,6 @@
 """What the OpenAI-compatible endpoint costs: latency of a call, and the share of rollout throughput.
 
-Three measurements, each in process (`model.client`) and over HTTP (agents in other processes, see `endpoint_load.py`):
+Three measurements, each in process (`model.client`) and over HTTP (agents in other processes, see `load.py`):
 
 - `cost`: calls to an engine that answers at once, so all that is left is the endpoint. Processor time a call is that of
   the process that serves, with the client's own in process and without it over HTTP.
@@ -14,9 +14,10 @@ In process the agent's own client is part of what is measured: `no client` are t
 as JSON values, and the difference is what the OpenAI client costs. `--table FILE` prints the rows of docs/endpoint.md
 from a result.
 
-    python benchmarks/endpoint.py --model models/smollm2-135m-instruct --device cuda --peers vllm transformers \\
-        --out results/endpoint_cuda.json
-    python benchmarks/endpoint.py --model models/pocket --device cpu --agents 1 64 --out results/endpoint_cpu.json
+    python -m benchmarks.endpoint.endpoint --model models/smollm2-135m-instruct --device cuda \\
+        --peers vllm transformers --out results/endpoint/endpoint_cuda.json
+    python -m benchmarks.endpoint.endpoint --model models/pocket --device cpu --agents 1 64 \\
+        --out results/endpoint/endpoint_cpu.json
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from endpoint_load import Measured, draw_length, run_load
-from endpoint_peers import MAX_MODEL_LEN, PeerError, build_peer, find_free_port, start_peer
-from endpoint_setup import LATENCY_TOKENS, InstantEngine, Setup
-from endpoint_tables import describe, print_docs, print_rollouts, print_table
-from report import publish
-from stack_samples import StackSamples
 from transformers import PreTrainedTokenizerBase
 
+from benchmarks.endpoint.load import Measured, draw_length, run_load
+from benchmarks.endpoint.peers import MAX_MODEL_LEN, PeerError, build_peer, find_free_port, start_peer
+from benchmarks.endpoint.setup import LATENCY_TOKENS, InstantEngine, Setup
+from benchmarks.endpoint.stack_samples import StackSamples
+from benchmarks.endpoint.tables import describe, print_docs, print_rollouts, print_table
+from benchmarks.shared.report import publish
 from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.model.load import load_model, load_tokenizer, resolve_device, resolve_dtype
@@ -196,7 +197,7 @@ def main() -> None:
     parser.add_argument(
         "--profile", action="store_true", help="print profiles: of the cost at the last number of agents, of rollouts"
     )
-    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    parser.add_argument("--out", help="JSON file for the result, results/endpoint/NAME.json")
     arguments = parser.parse_args()
     if arguments.device.type == "cpu":
         torch.set_num_threads(1)

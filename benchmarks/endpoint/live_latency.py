@@ -4,7 +4,7 @@ Users in threads send short conversations and feedback one after the other; a ca
 for its end. Reported are the latencies of calls, those of calls that ran while a step was trained (longer than the
 median by half an update), and the time of the updates from the run's metrics.
 
-    python benchmarks/live_latency.py --model models/pocket --users 16 --out results/live_latency.json
+    python -m benchmarks.endpoint.live_latency --model models/pocket --users 16 --out results/endpoint/live_latency.json
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 
 import httpx
-from report import publish
+
+from benchmarks.shared.report import publish
 
 RUN = """
 name: live
@@ -75,7 +76,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="conversations a step")
     parser.add_argument("--tokens", type=int, default=32, help="largest number of tokens of a reply")
     parser.add_argument("--steps", type=int, default=10, help="training steps")
-    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    parser.add_argument("--out", help="JSON file for the result, results/endpoint/NAME.json")
     arguments = parser.parse_args()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

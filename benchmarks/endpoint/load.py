@@ -108,7 +108,7 @@ async def run_load(
         first += count
     try:
         for load in loads:
-            process = await asyncio.create_subprocess_exec(sys.executable, __file__, **PIPES)
+            process = await asyncio.create_subprocess_exec(sys.executable, "-m", "benchmarks.endpoint.load", **PIPES)
             processes.append(process)
             await _exchange(process, json.dumps(asdict(load)))
         async with asyncio.timeout(limit_s):

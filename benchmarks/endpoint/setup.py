@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from endpoint_load import GROUP_SIZE, Measured, build_question, draw_length, run_load
 from transformers import PreTrainedTokenizerBase
 
+from benchmarks.endpoint.load import GROUP_SIZE, Measured, build_question, draw_length, run_load
 from tunesmith.chat.renderer import Renderer
 from tunesmith.config import ModelSection, RolloutSection
 from tunesmith.engine.event_loop.clock import run_lockstep

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from endpoint_load import Measured
+from benchmarks.endpoint.load import Measured
 
 
 def describe(measured: Measured) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Agents of two turns with a slow tool between them: as a coroutine, in `asyncio.to_thread`, or in the user's own pool.
 
-    python benchmarks/threaded_tools.py --out results/threaded_tools.json [--before BEFORE.json]
+    python -m benchmarks.endpoint.threaded_tools --out results/endpoint/threaded_tools.json [--before BEFORE.json]
 
 A tool in a thread should take no longer than one that is awaited. The model is the pocket model with random weights, on
 one CPU thread. `--before` includes the figures of an earlier version, written by this script, in the results.
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import publish
 
+from benchmarks.shared.report import publish
 from tunesmith.config import RolloutSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.model.prepare import prepare_model

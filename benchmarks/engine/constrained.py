@@ -1,7 +1,7 @@
 """Sampling under a grammar, penalties or top logprobs against free sampling, in tokens per second.
 
-    python benchmarks/constrained.py --out results/constrained_cpu.json
-    python benchmarks/constrained.py --device cuda --model FOLDER --sequences 8 64 256 --out OUT.json
+    python -m benchmarks.engine.constrained --out results/engine/constrained_cpu.json
+    python -m benchmarks.engine.constrained --device cuda --model FOLDER --sequences 8 64 256 --out OUT.json
 
 All requests run at once and sample the same number of tokens, with logprobs; prompts share nothing. The grammar is a
 JSON schema of an array that is longer than any reply. Without `--model` it is the pocket model with random weights.
@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from report import publish
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.shared.report import publish
 from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep

@@ -7,7 +7,7 @@ of an idle machine. The engine returns a logprob with every token, `generate` to
 are medians over the turns, and the ratio is the median over turns of both sides' times in that turn, which a change of
 the machine's load affects least. The raw output has wall times too.
 
-    python benchmarks/decode_lengths.py --shape pocket --points 1000x8 8000x2
+    python -m benchmarks.engine.decode_lengths --shape pocket --points 1000x8 8000x2
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import asyncio
 
 import torch
-from report import publish
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES, build_random_model
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from benchmarks.shared.report import publish
+from benchmarks.shared.shapes import SHAPES, build_random_model
 from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep

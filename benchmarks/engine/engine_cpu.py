@@ -5,7 +5,7 @@ answer has for each of 64 questions, which `generate` processes in left-padded b
 samples 8 completions for each of 16 prompts. Both sides sample at temperature 1 and alternate; the fastest repeat
 counts.
 
-    python benchmarks/engine_cpu.py --case ragged --model models/smollm2-135m-instruct --prompts gsm8k/test.jsonl
+    python -m benchmarks.engine.engine_cpu --case ragged --model models/smollm2-135m-instruct --prompts gsm8k/test.jsonl
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from report import publish
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -35,6 +34,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from benchmarks.shared.report import publish
 from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep

@@ -3,7 +3,8 @@
 Random weights of a real shape, with logits as spread as a trained model's. `decode` and `engine` are as in rollout.py.
 The mismatch is that of a run: logprobs of the sampled tokens by the engine and by the trainer's scoring pass (k3).
 
-    python benchmarks/fp8.py --shape qwen2.5-7b --sequences 256 --out results/rollout_cuda/fp8_qwen2.5-7b.json
+    python -m benchmarks.engine.fp8 --shape qwen2.5-7b --sequences 256 \\
+        --out results/engine/rollout_cuda/fp8_qwen2.5-7b.json
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import statistics
 from typing import Any
 
 import torch
-from decoding import Decoding
-from kernels import profile_kernels
-from own_mismatch import build_prompts, build_rollout, build_samples, measure, spread_logits
-from report import publish
-from shapes import SHAPES, build_random_model
 from transformers import PreTrainedModel
 
+from benchmarks.engine.decoding import Decoding
+from benchmarks.shared.kernels import profile_kernels
+from benchmarks.shared.report import publish
+from benchmarks.shared.shapes import SHAPES, build_random_model
+from benchmarks.training.own_mismatch import build_prompts, build_rollout, build_samples, measure, spread_logits
 from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.model.forward.attention import use_plan_attention
@@ -109,7 +110,7 @@ def main() -> None:
     parser.add_argument("--scored", type=int, default=64, help="sequences whose mismatch is measured")
     parser.add_argument("--repeats", type=int, default=3, help="measured repeats")
     parser.add_argument("--profile", action="store_true", help="also profile the kernels of decoding")
-    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    parser.add_argument("--out", help="JSON file for the result, results/engine/NAME.json")
     arguments = parser.parse_args()
     model = build_random_model(arguments.shape, dtype=torch.bfloat16, device=CUDA)
     use_plan_attention(model)

@@ -4,7 +4,7 @@ The sampler multiplies matrices rounded to e4m3 as `engine.weight_format=fp8` do
 inputs with one per token); the trainer uses the weights themselves. Both compute in float32, so what is measured is the
 rounding to FP8 alone. Answers are sampled from the rounded model.
 
-    python benchmarks/fp8_emulated.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
+    python -m benchmarks.engine.fp8_emulated --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import copy
 from pathlib import Path
 
 import torch
-from report import publish
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from benchmarks.shared.report import publish
 from tunesmith.storage import load_json_lines
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="number of questions")
     parser.add_argument("--answers", type=int, default=4, help="answers to each question")
     parser.add_argument("--tokens", type=int, default=48, help="tokens of an answer")
-    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    parser.add_argument("--out", help="JSON file for the result, results/engine/NAME.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ are available at once. What remains is the work of the interpreter: scheduling, 
 conditions, logprobs, prefix digests; and for agents the endpoint, chat templates, tokenization, detokenization,
 recording and judging. A device hides this work while a burst takes longer on the device than on the host.
 
-    python benchmarks/host_cost.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
+    python -m benchmarks.engine.host_cost --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from agent_load import build_agents, compute_part_costs, load_tasks
-from report import publish
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerBase
 
+from benchmarks.engine.agent_load import build_agents, compute_part_costs, load_tasks
+from benchmarks.shared.report import publish
 from tunesmith.config import EngineSection
 from tunesmith.engine.batch.decode_burst import BurstInput, BurstOutput
 from tunesmith.engine.batch.input_batch import InputBatch
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="tokens per prompt of plain requests")
     parser.add_argument("--new-tokens", type=int, default=256, help="tokens sampled per request")
     parser.add_argument("--repeats", type=int, default=5, help="measured repeats")
-    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    parser.add_argument("--out", help="JSON file for the result, results/engine/NAME.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(arguments.model)

@@ -6,7 +6,7 @@ one dictionary a token (`dict`), in flat lists (`flat`), and not at all (`none`)
 A figure is the median of whole calls, prefill included, after one warm-up call; the prefix cache is emptied before each
 call, and Python's garbage collector is paused during it. The last line is one JSON object.
 
-    python benchmarks/peer_vllm.py --shape qwen3-0.6b --sequences 256 512
+    python -m benchmarks.engine.peer_vllm --shape qwen3-0.6b --sequences 256 512
 """
 
 from __future__ import annotations
@@ -40,7 +40,15 @@ def run_vllm(
     shape: str, *, sequences: Sequence[int], prompt_tokens: int, new_tokens: int, group: int, repeats: int
 ) -> dict[str, Any]:
     """Run this file and return its JSON object; its other output is shown."""
-    command = [sys.executable, __file__, "--shape", shape, "--sequences", *map(str, sequences)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.engine.peer_vllm",
+        "--shape",
+        shape,
+        "--sequences",
+        *map(str, sequences),
+    ]
     command += ["--prompt-tokens", str(prompt_tokens), "--new-tokens", str(new_tokens)]
     command += ["--group", str(group), "--repeats", str(repeats)]
     with tempfile.TemporaryDirectory() as folder:
@@ -59,8 +67,9 @@ def build_prompts(vocab_size: int, num_sequences: int, num_tokens: int, group: i
 def build_engine(shape: str, folder: Path, *, max_model_len: int, memory: float) -> tuple[Any, int]:
     """vLLM's engine with random weights, and the size of the vocabulary."""
     import torch
-    from shapes import SHAPES
     from vllm import LLM
+
+    from benchmarks.shared.shapes import SHAPES
 
     config = copy.deepcopy(SHAPES[shape])
     config.architectures = [{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[

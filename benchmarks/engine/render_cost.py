@@ -4,7 +4,7 @@ Each agent calls the model, appends the reply and a tool result, and calls again
 `apply_chat_template`; `compiled` renders the template that transformers compiles; `local` also leaves out the messages
 that the text after a reply cannot depend on. The benchmark asserts that all three produce the same prompts.
 
-    python benchmarks/render_cost.py --model models/smollm2-135m-instruct --out results/render_cost.json
+    python -m benchmarks.engine.render_cost --model models/smollm2-135m-instruct --out results/engine/render_cost.json
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from host_cost import build_engine
-from report import publish
 
+from benchmarks.engine.host_cost import build_engine
+from benchmarks.shared.report import publish
 from tunesmith.chat.messages import parse_messages, parse_tools
 from tunesmith.chat.renderer import Prompt, Renderer
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10, help="turns per agent")
     parser.add_argument("--new-tokens", type=int, default=48, help="tokens per turn")
     parser.add_argument("--repeats", type=int, default=3, help="measured repeats")
-    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    parser.add_argument("--out", help="JSON file for the result, results/engine/NAME.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(arguments.model)

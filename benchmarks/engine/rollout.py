@@ -7,8 +7,9 @@ reports the CPU time of a call. Each figure has a floor (the necessary bytes and
 device reaches in a large copy and a large matrix product) and the share of it. Peers run on the same prompts and
 lengths.
 
-    python benchmarks/rollout.py --shape qwen3-0.6b --sequences 256 512 --out results/rollout_cuda/qwen3-0.6b.json
-    python benchmarks/rollout.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl --agents 512
+    python -m benchmarks.engine.rollout --shape qwen3-0.6b --sequences 256 512 \\
+        --out results/engine/rollout_cuda/qwen3-0.6b.json
+    python -m benchmarks.engine.rollout --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl --agents 512
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agent_load import measure_agents
-from decoding import Decoding
-from kernels import profile_kernels
-from peer_generate import run_continuous_batching, run_generate
-from peer_vllm import run_vllm
-from report import publish
-from shapes import SHAPES, build_random_model
 from transformers import PreTrainedModel
 
+from benchmarks.engine.agent_load import measure_agents
+from benchmarks.engine.decoding import Decoding
+from benchmarks.engine.peer_generate import run_continuous_batching, run_generate
+from benchmarks.engine.peer_vllm import run_vllm
+from benchmarks.shared.kernels import profile_kernels
+from benchmarks.shared.report import publish
+from benchmarks.shared.shapes import SHAPES, build_random_model
 from tunesmith.config import EngineSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep
@@ -289,7 +290,7 @@ def main() -> None:
     )
     parser.add_argument("--vllm", action="store_true", help="first run vLLM on --shape, in its own process")
     parser.add_argument("--continuous-batching", action="store_true", help="also run transformers' generate_batch")
-    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    parser.add_argument("--out", help="JSON file for the result, results/engine/NAME.json")
     arguments = parser.parse_args()
     if arguments.agents and (arguments.model is None or arguments.questions is None):
         parser.error("--agents needs --model and --questions, because agents exchange text")

@@ -5,8 +5,8 @@ a process of its own: the recipe's reinforcement learning (`rl`) and the same wi
 random questions, with a constant sigma, and from the prompted model. `rft_rollouts` is fine-tuned on plain rollouts
 that sampled as many tokens as the flywheel, with as many updates. Every model answers the same test questions.
 
-    python benchmarks/et_agent.py --seeds 0 1 2 3 4 --jobs 16 --minutes 13 --out results/et_agent/pocket.json
-    python benchmarks/et_agent.py --table results/et_agent/pocket.json        # the tables again, and the figure
+    python -m benchmarks.et_agent.et_agent --seeds 0 1 2 3 4 --jobs 16 --minutes 13 --out results/et_agent/pocket.json
+    python -m benchmarks.et_agent.et_agent --table results/et_agent/pocket.json    # the tables again, and the figure
 
 The same command resumes after a kill or after `--minutes`. Results of what is complete are always written.
 """
@@ -28,16 +28,16 @@ from statistics import fmean
 from typing import Any
 
 import yaml
-from et_agent_jobs import ARMS, EVALUATION, ROOT, Job, Plan, read_done
-from et_agent_orderings import (
+
+from benchmarks.et_agent.jobs import ARMS, EVALUATION, ROOT, Job, Plan, read_done
+from benchmarks.et_agent.orderings import (
     build_radar,
     format_models,
     format_orderings,
     judge_orderings,
     summarize_models,
 )
-from report import publish
-
+from benchmarks.shared.report import publish
 from tunesmith.pipeline.eval.radar_plot import can_plot, save_radar_plot
 from tunesmith.pipeline.selection.diversity import measure_diversity, measure_text_spreads
 from tunesmith.pipeline.selection.rft import read_trajectories

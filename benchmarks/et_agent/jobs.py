@@ -1,4 +1,4 @@
-"""The jobs of benchmarks/et_agent.py: parts of recipes/et_agent/pocket.yaml that run as pipelines of their own.
+"""The jobs of et_agent.py: parts of recipes/et_agent/pocket.yaml that run as pipelines of their own.
 
 A job has some stages of the recipe, changed for its arm. What its settings refer to in stages of other jobs becomes a
 path, which is known once those jobs are done, so a job is built when it starts.
@@ -18,9 +18,9 @@ import yaml
 
 from tunesmith.config.stages.rounds import STAGE, map_texts
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "et_agent" / "pocket.yaml"
-RANDOM = f"{Path(__file__).parent / 'et_agent_random.py'}:select"
+RANDOM = f"{Path(__file__).parent / 'random_questions.py'}:select"
 LAST_SHARED = "prompted"
 FLYWHEEL, PLAIN = ("flywheel", "rft_filter"), ("rollouts", "rollouts_filter")
 CURRICULUM, SELECTIONS = "curriculum", "selection"

@@ -1,4 +1,4 @@
-"""The orderings of ET-Agent's paper on the results of benchmarks/et_agent.py, each with an interval and a verdict.
+"""The orderings of ET-Agent's paper on the results of et_agent.py, each with an interval and a verdict.
 
 A difference is paired by question: the mean over the rollouts of one model minus that of another on the same question
 of the same seed. Intervals are 95 % percentile bootstrap intervals over the questions of all seeds, so they do not

@@ -1,4 +1,4 @@
-"""A stage of benchmarks/et_agent.py: questions at random, where the recipe has Pareto sampling."""
+"""A stage of et_agent.py: questions at random, where the recipe has Pareto sampling."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     tunesmith demo                                     prints its folder, checkpoints/demo/<time>-seed0
     python recipes/algorithms/prepare_data.py DEMO     writes demonstrations and preferences
-    python benchmarks/algorithms.py --demo DEMO --work WORK --only gspo rloo
+    python -m benchmarks.learning.algorithms --demo DEMO --work WORK --only gspo rloo
 
 Each recipe runs in its own process, one after another, from the demo's fine-tuned model and with the same seed.
 Algorithms that train on rewards run `--steps` steps with `--scale` times the recipe's batch size; the others run their
@@ -27,7 +27,7 @@ import yaml
 
 from tunesmith.storage import load_json_lines
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes" / "algorithms"
 EVALUATION = ROOT / "recipes" / "pocket" / "config.yaml"
 PREFERENCES = ("dpo", "kto", "orpo", "simpo")
@@ -110,7 +110,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="steps of algorithms that train on rewards")
     parser.add_argument("--scale", type=float, default=0.5, help="factor on their batch size")
     parser.add_argument("--tasks", type=int, default=200, help="number of held-out problems")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "algorithms_pocket.json", help="JSON file")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "results" / "learning" / "algorithms_pocket.json", help="JSON file"
+    )
     args = parser.parse_args()
     args.demo, args.work = args.demo.absolute(), args.work.absolute()
     return args

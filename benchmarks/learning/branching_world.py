@@ -13,7 +13,8 @@ The first table compares grpo and arpo where their total number of executed tool
 inherits are not executed again), and the calls after which each first reached given accuracies. The second compares
 the last evaluation of each other method with that of grpo. Every run is a process of its own with one thread:
 
-    python benchmarks/branching_world.py --seeds 0 1 2 --jobs 12 --out results/branching/world_pocket.json
+    python -m benchmarks.learning.branching_world --seeds 0 1 2 --jobs 12 \\
+        --out results/learning/branching/world_pocket.json
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from report import publish
 
+from benchmarks.shared.report import publish
 from tunesmith.pipeline.eval.statistics import compare_paired
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "tool_agent" / "search_agent.yaml"
 SHARED = ("world", "pretraining", "base", "pretrained", "habits", "sft")
 """Stages before reinforcement learning."""

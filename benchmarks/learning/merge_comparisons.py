@@ -1,6 +1,7 @@
 """Merge separate `tunesmith eval` runs on the same tasks into one comparison, with intervals and paired tests.
 
-python benchmarks/merge_comparisons.py base/comparison.json sft/comparison.json --outcome-key exact --out FOLDER
+python -m benchmarks.learning.merge_comparisons base/comparison.json sft/comparison.json --outcome-key exact \\
+    --out FOLDER
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The pictures of README.md, drawn from recorded runs.
 
-    python benchmarks/plot_readme.py curves --demo results/demo_metrics --gsm8k results/gsm8k_grpo_gpu --out docs/images
-    python benchmarks/plot_readme.py record --rollouts RUN/rollouts/step_000040.parquet --model RUN/global_step_40 \\
-        --task train/7 --out results/demo_rollout.json
-    python benchmarks/plot_readme.py rollout --trajectory results/demo_rollout.json --out docs/images
+    python -m benchmarks.learning.plot_readme curves --demo results/runs/demo_metrics \\
+        --gsm8k results/runs/gsm8k_grpo_gpu --out docs/images
+    python -m benchmarks.learning.plot_readme record --rollouts RUN/rollouts/step_000040.parquet \\
+        --model RUN/global_step_40 --task train/7 --out results/runs/demo_rollout.json
+    python -m benchmarks.learning.plot_readme rollout --trajectory results/runs/demo_rollout.json --out docs/images
 
 `curves` draws the accuracy of the demo's rollouts by step and that of SmolLM2 on GSM8K; `record` writes one trajectory,
 token by token, from the Parquet file of a step; `rollout` draws it, sampled tokens coloured by their probability.

@@ -1,7 +1,8 @@
 """Negative control: with randomly permuted rewards nothing is learned.
 
-    python benchmarks/bots_pocket.py --out graded
-    python benchmarks/shuffled_rewards.py --config graded/run.yaml --data graded/tasks.jsonl --seeds 3 --out FILE
+    python -m benchmarks.tasks.bots_pocket --out graded
+    python -m benchmarks.learning.shuffled_rewards --config graded/run.yaml --data graded/tasks.jsonl --seeds 3 \\
+        --out FILE
 
 Each seed trains twice from the same model on the same tasks: with the judge's rewards, and with the rewards of each
 step shuffled over all its trajectories. The shuffled rewards have the same values, groups have variance and updates are
@@ -18,8 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from report import publish
-
+from benchmarks.shared.report import publish
 from tunesmith.compat.chat_models import choose_chat_model
 from tunesmith.pipeline.rl.tune import run_tuning
 from tunesmith.pipeline.session.load_function import load_functions

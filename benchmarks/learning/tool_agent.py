@@ -9,7 +9,7 @@ intervals.
 - efficiency: the reward of few calls and short thoughts with small sigmas, which decay to 0.
 - collapse: the same with large sigmas that stay.
 
-    python benchmarks/tool_agent.py --model models/smollm2-135m-instruct --device cuda --out smollm2.json
+    python -m benchmarks.learning.tool_agent --model models/smollm2-135m-instruct --device cuda --out smollm2.json
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from report import publish
 
+from benchmarks.shared.report import publish
 from tunesmith.pipeline.prepare.world_expert import write_conversations
 from tunesmith.retrieval.index.build import build_index
 from tunesmith.tasks.world import generate

@@ -1,6 +1,6 @@
 """CPU time of handing the groups of a rank to the first one: whole, and as outlines, which are sent before the update.
 
-python benchmarks/group_exchange.py --out results/group_exchange.json
+python -m benchmarks.ranks.group_exchange --out results/ranks/group_exchange.json
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import describe_environment
 
+from benchmarks.shared.report import describe_environment
 from tunesmith.rollout.rank_shares import outline_group
 from tunesmith.types import Distribution, Group, Task, Trajectory, Turn
 

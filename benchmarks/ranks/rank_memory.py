@@ -7,7 +7,8 @@ Weights, gradients, masters and moments follow from the number of parameters and
 The rest of what was measured is the KV cache, as large as `--kv-cache-gib` said, and activations with their work space.
 These are scaled by layers x hidden size, which is how checkpointed activations grow; so the sums are estimates.
 
-    python benchmarks/rank_memory.py results/ranks_cuda/qwen2.5-7b.json --out results/ranks_cuda/memory.json
+    python -m benchmarks.ranks.rank_memory results/ranks/ranks_cuda/qwen2.5-7b.json \\
+        --out results/ranks/ranks_cuda/memory.json
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import json
 from pathlib import Path
 
-from shapes import SHAPES, count_parameters
+from benchmarks.shared.shapes import SHAPES, count_parameters
 
 GIB = 2**30
 CAPACITY_GIB = 139.8

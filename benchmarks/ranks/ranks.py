@@ -6,8 +6,8 @@ for the slowest rank, collectives of gradients and weights, and handing groups b
 results also have the seconds of rollouts and of the update of each rank and step: a rank whose GPU or host is slower
 has long rollouts and a short `train_wait_s`, and the others wait for it.
 
-    python benchmarks/ranks.py --gpus 1,2,4 --shape qwen3-0.6b --tasks 64 --group 8 --max-new-tokens 256
-    python benchmarks/ranks.py --gpus 1,2 --device cpu --shape pocket --tasks 4 --max-new-tokens 16
+    python -m benchmarks.ranks.ranks --gpus 1,2,4 --shape qwen3-0.6b --tasks 64 --group 8 --max-new-tokens 256
+    python -m benchmarks.ranks.ranks --gpus 1,2 --device cpu --shape pocket --tasks 4 --max-new-tokens 16
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import describe_environment, describe_settings, save_record
-from shapes import SHAPES, count_multiplied
-from training_step import (
+
+from benchmarks.shared.report import describe_environment, describe_settings, save_record
+from benchmarks.shared.shapes import SHAPES, count_multiplied
+from benchmarks.shared.training_step import (
     RANDOM_WEIGHTS,
     add_step_arguments,
     build_feed,
@@ -41,7 +42,6 @@ from training_step import (
     run_ranks,
     save_model,
 )
-
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.ranks import Ranks
@@ -273,7 +273,7 @@ def main() -> None:
     parser.add_argument("--max-tokens-per-row", type=int, default=16384, help="as trainer.max_tokens_per_row")
     parser.add_argument("--kv-cache-gib", type=float, help="as engine.kv_cache_gib")
     parser.add_argument("--independent", action="store_true", help="also as many processes that share nothing")
-    parser.add_argument("--out", help="JSON file; default: results/ranks_DEVICE/SHAPE.json")
+    parser.add_argument("--out", help="JSON file; default: results/ranks/ranks_DEVICE/SHAPE.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
@@ -286,7 +286,7 @@ def main() -> None:
             if arguments.independent and number > 1:
                 results.append(measure(arguments, number, model, is_independent=True))
             results.append(measure(arguments, number, model))
-    out = arguments.out or f"results/ranks_{arguments.device}/{arguments.shape}.json"
+    out = arguments.out or f"results/ranks/ranks_{arguments.device}/{arguments.shape}.json"
     save_record(out, {"arguments": describe_settings(arguments), "results": results})
     show(results, shape=arguments.shape, warmup=arguments.warmup)
     print(f"raw: {out}")

@@ -3,7 +3,7 @@
 torchrun starts one process a GPU; TRL trains data-parallel through accelerate, and each process samples with a vLLM of
 its own. Times of a step are those of the first rank, which waits for the others in every step.
 
-    python benchmarks/ranks_trl.py --gpus 2 --shape qwen3-0.6b --model TOKENIZER --vllm-memory 0.35
+    python -m benchmarks.ranks.ranks_trl --gpus 2 --shape qwen3-0.6b --model TOKENIZER --vllm-memory 0.35
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from peer_trl import run_trl_grpo
-from questions import list_questions
-from report import describe_environment
+from benchmarks.shared.peer_trl import run_trl_grpo
+from benchmarks.shared.questions import list_questions
+from benchmarks.shared.report import describe_environment
 
 
 def score(response: str, answer: str) -> float:
@@ -33,8 +33,6 @@ def score(response: str, answer: str) -> float:
 
 def run_worker(arguments: argparse.Namespace) -> None:
     """One rank; the first writes the seconds of the measured steps."""
-    here = Path(__file__).resolve().parent
-    sys.path = [each for each in sys.path if Path(each).resolve() != here]  # it has files named as packages
     num_ranks, out = int(os.environ["WORLD_SIZE"]), Path(arguments.worker)
     questions = list_questions((arguments.steps + 1) * arguments.tasks * num_ranks)
 
@@ -78,7 +76,17 @@ def measure(arguments: argparse.Namespace, num_ranks: int, model: str) -> dict[s
         names = ("tasks", "group", "max_new_tokens", "micro_batch", "vllm_memory", "steps")
         given = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        command = [sys.executable, *launcher, __file__, "--worker", str(out), "--model", model, *given]
+        command = [
+            sys.executable,
+            *launcher,
+            "-m",
+            "benchmarks.ranks.ranks_trl",
+            "--worker",
+            str(out),
+            "--model",
+            model,
+            *given,
+        ]
         environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "8"} | os.environ
         process = subprocess.Popen(command, start_new_session=True, env=environment)
         deadline = time.monotonic() + arguments.limit_s
@@ -103,7 +111,7 @@ def measure(arguments: argparse.Namespace, num_ranks: int, model: str) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", default="2", help="numbers of GPUs, with commas")
-    parser.add_argument("--shape", default="qwen3-0.6b", help="random weights of this shape, see shapes.py")
+    parser.add_argument("--shape", default="qwen3-0.6b", help="random weights of this shape, see shared/shapes.py")
     parser.add_argument("--model", help="folder of the model whose tokenizer is used")
     parser.add_argument("--tasks", type=int, default=64, help="tasks per GPU and step")
     parser.add_argument("--group", type=int, default=8, help="rollouts per task")
@@ -112,7 +120,7 @@ def main() -> None:
     parser.add_argument("--vllm-memory", type=float, default=0.35, help="share of the GPU memory for vLLM")
     parser.add_argument("--steps", type=int, default=3, help="measured steps after one warm-up step")
     parser.add_argument("--limit-s", type=float, default=420.0, help="most seconds for one number of GPUs")
-    parser.add_argument("--out", help="JSON file; default: results/ranks_cuda/trl_SHAPE.json")
+    parser.add_argument("--out", help="JSON file; default: results/ranks/ranks_cuda/trl_SHAPE.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
@@ -123,13 +131,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         build = (
-            "import sys, torch; from pathlib import Path; from shapes import save_random_model; "
+            "import sys, torch; from pathlib import Path; from benchmarks.shared.shapes import save_random_model; "
             "save_random_model(sys.argv[1], Path(sys.argv[2]), tokenizer=sys.argv[3], device=torch.device('cuda'))"
         )
         command = [sys.executable, "-c", build, arguments.shape, str(model), arguments.model]
-        subprocess.run(command, cwd=Path(__file__).parent, check=True)
+        subprocess.run(command, check=True)
         results = [measure(arguments, int(number), str(model)) for number in arguments.gpus.split(",")]
-    out = Path(arguments.out or f"results/ranks_cuda/trl_{arguments.shape}.json")
+    out = Path(arguments.out or f"results/ranks/ranks_cuda/trl_{arguments.shape}.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "worker", "model")}
     out.write_text(json.dumps({"arguments": settings, "results": results}, indent=1) + "\n")

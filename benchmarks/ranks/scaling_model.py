@@ -13,7 +13,8 @@
 What these terms do not explain on two GPUs is a fifth, `rest`, which is kept constant: it is there with any number
 of ranks above one. A prediction for more GPUs than were measured is a prediction, not a measurement.
 
-    python benchmarks/scaling_model.py results/ranks_cuda/qwen*.json --out results/ranks_cuda/prediction.json
+    python -m benchmarks.ranks.scaling_model results/ranks/ranks_cuda/qwen*.json \\
+        --out results/ranks/ranks_cuda/prediction.json
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from shapes import count_parameters
+
+from benchmarks.shared.shapes import count_parameters
 
 GPUS_A_HOST = 8
 

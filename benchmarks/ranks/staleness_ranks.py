@@ -1,11 +1,12 @@
-"""Rollouts in flight on one and two GPUs: trained tokens a second with slow tools (`staleness.py`).
+"""Rollouts in flight on one and two GPUs: trained tokens a second with slow tools (`training/staleness.py`).
 
 Each layout is a run of its own: `1` samples and trains on one GPU, `2` on two, and `1+1` trains on one GPU while the
 other samples (`cluster.sampling_ranks: 1`). All have the same agents in flight: those of `--tasks` tasks a step and of
 the next `max_staleness` steps. The first tasks have no sleeps: compilation, CUDA graphs.
 
-    python benchmarks/staleness_ranks.py --layouts 1 2 1+1 --staleness 1
-    python benchmarks/staleness_ranks.py --device cpu --shape pocket --tasks 2 --group 2 --max-new-tokens 8 --seconds 2
+    python -m benchmarks.ranks.staleness_ranks --layouts 1 2 1+1 --staleness 1
+    python -m benchmarks.ranks.staleness_ranks --device cpu --shape pocket --tasks 2 --group 2 --max-new-tokens 8 \\
+        --seconds 2
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import describe_environment, describe_settings, save_record
-from slow_tools import Sleeps, use_tools
-from training_step import (
+
+from benchmarks.shared.report import describe_environment, describe_settings, save_record
+from benchmarks.shared.training_step import (
     RANDOM_WEIGHTS,
     add_step_arguments,
     build_feed,
@@ -35,7 +36,7 @@ from training_step import (
     save_model,
     time_step,
 )
-
+from benchmarks.training.slow_tools import Sleeps, use_tools
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.cluster.roles import RankRoles, split_ranks
@@ -187,7 +188,7 @@ def main() -> None:
     parser.add_argument("--filling", type=int, default=2, help="steps with sleeps that are not measured")
     parser.add_argument("--median-s", type=float, default=1.0, help="median of the sleeps")
     parser.add_argument("--p99-s", type=float, default=20.0, help="99th percentile of the sleeps")
-    parser.add_argument("--out", help="JSON file; default: results/staleness_ranks_DEVICE/SHAPE.json")
+    parser.add_argument("--out", help="JSON file; default: results/ranks/staleness_ranks_DEVICE/SHAPE.json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
@@ -198,7 +199,7 @@ def main() -> None:
         results = [
             measure(arguments, layout, staleness) for staleness in arguments.staleness for layout in arguments.layouts
         ]
-    out = arguments.out or f"results/staleness_ranks_{arguments.device}/{arguments.shape}.json"
+    out = arguments.out or f"results/ranks/staleness_ranks_{arguments.device}/{arguments.shape}.json"
     environment = describe_environment(arguments.device)
     save_record(out, {"arguments": describe_settings(arguments), "environment": environment, "results": results})
     show(results)

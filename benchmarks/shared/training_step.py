@@ -1,7 +1,8 @@
 """Set-up of a GRPO training step: tasks, agent and judge, config, models, trainer, and the processes of ranks.
 
-The benchmarks of a whole step (`step.py`, `ranks.py`, `staleness.py`, `staleness_ranks.py`, `vllm_engine.py`) build it
-here and keep what they measure. Their options are attributes of `arguments`, which `add_step_arguments` declares.
+The benchmarks of a whole step (`step.py`, `staleness.py` and `vllm_engine.py` in `training/`, `ranks.py` and
+`staleness_ranks.py` in `ranks/`) build it here and keep what they measure. Their options are attributes of `arguments`,
+which `add_step_arguments` declares.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from questions import list_questions
-from shapes import SHAPES, save_random_model
 
+from benchmarks.shared.questions import list_questions
+from benchmarks.shared.shapes import SHAPES, save_random_model
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.cluster.place import find_place
 from tunesmith.config import RunConfig
@@ -166,7 +167,8 @@ async def time_step(parts: StepParts, *, step: int, device: str) -> dict[str, fl
 def build_rank_command(num_ranks: int, *overrides: str) -> list[str]:
     """This script with its own options and `overrides`, which take precedence; under torchrun for several ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return [sys.executable, *(launcher if num_ranks > 1 else []), *sys.argv, *overrides]
+    module = ["-m", sys.modules["__main__"].__spec__.name]
+    return [sys.executable, *(launcher if num_ranks > 1 else []), *module, *sys.argv[1:], *overrides]
 
 
 def run_ranks(num_ranks: int, *overrides: str, num_threads: int | None = None) -> None:

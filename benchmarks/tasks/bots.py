@@ -1,7 +1,7 @@
 """BOTS: the time of one selection and update, and the rollouts that it saves a simulated learner.
 
-    python benchmarks/bots.py speed --num-tasks 1000000
-    python benchmarks/bots.py simulate --seeds 5
+    python -m benchmarks.tasks.bots speed --num-tasks 1000000
+    python -m benchmarks.tasks.bots simulate --seeds 5
 
 `speed` times `select` and `feedback` together on one core. `simulate` trains learners on a graded set in which most
 tasks are too easy or too hard: a task is solved with probability sigmoid(ability - difficulty), and an ability grows
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from report import publish
 
+from benchmarks.shared.report import publish
 from tunesmith.tasks.bots import BotsSelector
 from tunesmith.tasks.selector import RandomSelector, Selector
 

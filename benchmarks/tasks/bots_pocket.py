@@ -1,8 +1,8 @@
 """Build the graded task set on which random batches and BOTS train the pocket model.
 
-    python benchmarks/bots_pocket.py --out graded
-    python benchmarks/bots_train.py grade --measured graded/measured.jsonl --out graded/train.jsonl
-    python benchmarks/bots_train.py train --config graded/run.yaml --data graded/train.jsonl --seeds 5 --out FILE
+    python -m benchmarks.tasks.bots_pocket --out graded
+    python -m benchmarks.tasks.bots_train grade --measured graded/measured.jsonl --out graded/train.jsonl
+    python -m benchmarks.tasks.bots_train train --config graded/run.yaml --data graded/train.jsonl --seeds 5 --out FILE
 
 The demonstrations solve long problems with the calculator, short ones almost never and medium ones half of the time, so
 most tasks are too easy or too hard for the fine-tuned model. Its pass rate on every task is measured as by `tunesmith
@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 
 import yaml
-from bots_train import SHARES, name_grade
 
+from benchmarks.tasks.bots_train import SHARES, name_grade
 from tunesmith import measure_pass_rates
 from tunesmith.pipeline.demo.run import DemoSettings, finetune, load_agent, save_base
 from tunesmith.storage import load_json_lines

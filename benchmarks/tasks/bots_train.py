@@ -4,8 +4,8 @@ First measure the pass rates of the training tasks, then build a graded set in w
 hard, then train:
 
     tunesmith pass-rate run.yaml --field pass_rate --out measured.jsonl --runs 8
-    python benchmarks/bots_train.py grade --measured measured.jsonl --field pass_rate --out graded/train.jsonl
-    python benchmarks/bots_train.py train --config run.yaml --data graded/train.jsonl --field pass_rate --seeds 5
+    python -m benchmarks.tasks.bots_train grade --measured measured.jsonl --field pass_rate --out graded/train.jsonl
+    python -m benchmarks.tasks.bots_train train --config run.yaml --data graded/train.jsonl --field pass_rate --seeds 5
 
 The run file names the workflow, the judge, the model, a held-out set and the evaluation interval. The figure is one
 over the share of rollouts after which BOTS reaches the final held-out accuracy of random sampling, both as means of
@@ -23,9 +23,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from bots import find_share
-from report import publish
-
+from benchmarks.shared.report import publish
+from benchmarks.tasks.bots import find_share
 from tunesmith.compat.chat_models import choose_chat_model
 from tunesmith.config import RunConfig
 from tunesmith.pipeline.eval.statistics import compute_bootstrap_interval

@@ -1,6 +1,6 @@
 """The time of group-wise Pareto sampling over a large pool of questions.
 
-    python benchmarks/pareto.py --num-questions 1000000 --out results/pareto.json
+    python -m benchmarks.tasks.pareto --num-questions 1000000 --out results/tasks/pareto.json
 
 Two pools of questions with 16 rollouts each. `binary`: correctness 0 or 1 and small counts of tool calls, so that many
 questions share a point. `distinct`: correctness in [0, 1] and continuous costs, so that all points differ. The time is
@@ -14,8 +14,8 @@ import time
 from typing import Any
 
 import numpy as np
-from report import publish
 
+from benchmarks.shared.report import publish
 from tunesmith.tasks.pareto import select_pareto
 
 NUM_RUNS = 16

@@ -1,6 +1,6 @@
 """Time and peak memory of generating worlds of several sizes, each in a process of its own.
 
-python benchmarks/world.py --sizes 1000 100000 1000000 --out results/world.json
+python -m benchmarks.tasks.world --sizes 1000 100000 1000000 --out results/tasks/world.json
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
         return
     rows = []
     for size in arguments.sizes:
-        command = [sys.executable, __file__, "--child", "--sizes", str(size)]
+        command = [sys.executable, "-m", "benchmarks.tasks.world", "--child", "--sizes", str(size)]
         command += ["--num-train", str(arguments.num_train), "--num-test", str(arguments.num_test)]
         rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
         print(json.dumps(rows[-1]), flush=True)

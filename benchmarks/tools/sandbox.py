@@ -1,6 +1,6 @@
 """Latency and throughput of the Python tool, beside a fresh interpreter and a cold bubblewrap for each call.
 
-    taskset -c 0,1 python benchmarks/sandbox.py --out results/sandbox.json
+    taskset -c 0,1 python -m benchmarks.tools.sandbox --out results/tools/sandbox.json
 
 Calls of all ways alternate in short rounds, so that other load on the machine meets all of them. Latencies are those of
 one call at a time; the throughput of a round is that of `--workers` calls at a time. The fresh interpreter isolates
@@ -20,8 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
-from report import publish
-
+from benchmarks.shared.report import publish
 from tunesmith.config import PythonToolSection
 from tunesmith.errors import SandboxError
 from tunesmith.tools.python.installed import find_installed_files

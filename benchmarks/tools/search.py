@@ -1,6 +1,6 @@
 """Searches per second and latency of `tunesmith search serve`, beside servers that search one request at a time.
 
-    python benchmarks/search.py --sizes 1000 100000 1000000 --out results/search.json
+    python -m benchmarks.tools.search --sizes 1000 100000 1000000 --out results/tools/search.json
 
 The passages are worlds (`tunesmith.tasks.world`), the queries their training questions, each once per round. Servers:
 
@@ -37,6 +37,7 @@ from typing import Any
 from tunesmith.retrieval import IndexSettings, SearchIndex, build_index
 from tunesmith.tasks.world import generate
 
+SCRIPT = (sys.executable, "-m", "benchmarks.tools.search")
 TOP_N = 4
 PACKAGES = ("tunesmith", "bm25s", "PyStemmer", "numba", "numpy", "faiss-cpu", "sentence-transformers", "flashrag-dev")
 
@@ -229,7 +230,7 @@ def read_memory_mib(pid: int) -> dict[str, float]:
 def run_child(*arguments: str) -> dict[str, float]:
     """Wall and CPU seconds and peak memory of this script in a child process."""
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([*SCRIPT, *arguments], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = status
     assert status == 0, arguments
@@ -254,11 +255,11 @@ def measure_size(
     command = [sys.executable, "-m", "tunesmith", "search", "serve", str(ours), "--port", "0", "--set", "cache_mb=0"]
     commands = {
         "ours": command,
-        "same_index_serial": [sys.executable, __file__, "--serve", "same_index_serial", str(ours)],
+        "same_index_serial": [*SCRIPT, "--serve", "same_index_serial", str(ours)],
     }
     if model is None:
         report["flashrag_build"] = run_child("--build-flashrag", str(corpus / "documents.jsonl"), str(flashrag))
-        commands["flashrag_serial"] = [sys.executable, __file__, "--serve", "flashrag_serial", str(flashrag)]
+        commands["flashrag_serial"] = [*SCRIPT, "--serve", "flashrag_serial", str(flashrag)]
     with ExitStack() as stack:
         servers = {name: stack.enter_context(start(each)) for name, each in commands.items()}
         report["cases"] = [

@@ -2,7 +2,7 @@
 
 CPU time of the process, in rounds that take turns, so that other load on the machine hardly matters; without a server.
 
-    python benchmarks/search_cpu.py --sizes 1000 100000 1000000 --out results/search_cpu.json
+    python -m benchmarks.tools.search_cpu --sizes 1000 100000 1000000 --out results/tools/search_cpu.json
 
 The first two search the same index and must return the same rankings. numba is needed.
 """
@@ -20,8 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from search import PACKAGES, TOP_N, has_package, open_flashrag, write_flashrag_index
-
+from benchmarks.tools.search import PACKAGES, TOP_N, has_package, open_flashrag, write_flashrag_index
 from tunesmith.retrieval import SearchIndex, build_index
 from tunesmith.tasks.world import generate
 

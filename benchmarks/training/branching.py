@@ -4,8 +4,9 @@ The groups come from the code that runs branching rollouts, with random tokens: 
 results between them. Rows of the table: all rollouts from the task (GRPO), half of them (ARPO's default), a quarter.
 With prefix sharing off every rollout is a row of its own tokens. Logprobs are random, so only times and counts matter.
 
-    python benchmarks/branching.py --out results/branching/update_cpu_pocket.json
-    python benchmarks/branching.py --device cuda --shape qwen2.5-1.5b --out results/branching/update_cuda_1.5b.json
+    python -m benchmarks.training.branching --out results/training/branching/update_cpu_pocket.json
+    python -m benchmarks.training.branching --device cuda --shape qwen2.5-1.5b \\
+        --out results/training/branching/update_cuda_1.5b.json
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from report import publish
-from shapes import SHAPES, build_random_model
 from transformers import PreTrainedModel
 
+from benchmarks.shared.report import publish
+from benchmarks.shared.shapes import SHAPES, build_random_model
 from tunesmith.config import AlgorithmSection, BranchingSection, TrainerSection
 from tunesmith.experience.samples import build_samples
 from tunesmith.model.forward.attention import use_plan_attention

@@ -4,7 +4,7 @@ The same rows, batches and learning rate in float32; in bfloat16 as the trainer 
 rounding interval of each weight; and in bfloat16 with masters that start at the weights, where updates are rounded away
 until they add up to half a bfloat16 step.
 
-    python benchmarks/masters.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
+    python -m benchmarks.training.masters --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from report import publish
-from sft import write_rows
 
+from benchmarks.shared.report import publish
+from benchmarks.training.sft import write_rows
 from tunesmith.config import SftConfig
 from tunesmith.pipeline.session.load_config import build_section
 from tunesmith.pipeline.sft.train import run_sft
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="updates")
     parser.add_argument("--max-model-len", type=int, default=1024, help="longest conversation in tokens")
     parser.add_argument("--learning-rate", type=float, default=2e-5, help="constant learning rate")
-    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    parser.add_argument("--out", help="JSON file for the result, results/training/NAME.json")
     arguments = parser.parse_args()
     arguments.warmup = 0
     if arguments.device == "cpu":

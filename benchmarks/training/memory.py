@@ -5,7 +5,7 @@ records the resident set, the used and free memory of malloc, Arrow's pool, and 
 `--trim` free memory is returned to the system before each record, so the rest is in use; with `--trace` the Python
 lines whose allocations have grown since the first record are listed. Writes JSON.
 
-    python benchmarks/memory.py --steps 2000 --out results/memory_cpu_equal.json
+    python -m benchmarks.training.memory --steps 2000 --out results/training/memory_cpu_equal.json
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ float32. "exact" is a float32 forward with the same bfloat16 weights. With `--sh
 compared on random weights instead, with both values of `model.residual_dtype`, and the cost of each
 (`own_mismatch.py`).
 
-    python benchmarks/mismatch.py --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
-    python benchmarks/mismatch.py --shape qwen3-0.6b --device cuda --out results/train_cuda/mismatch_qwen3-0.6b.json
+    python -m benchmarks.training.mismatch --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
+    python -m benchmarks.training.mismatch --shape qwen3-0.6b --device cuda \\
+        --out results/training/train_cuda/mismatch_qwen3-0.6b.json
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from own_mismatch import describe, measure_shape
-from report import publish
-from shapes import SHAPES
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
+from benchmarks.shared.report import publish
+from benchmarks.shared.shapes import SHAPES
+from benchmarks.training.own_mismatch import describe, measure_shape
 from tunesmith.storage import load_json_lines
 
 
@@ -152,7 +153,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64, help="with --shape: prompt tokens per sequence")
     parser.add_argument("--new-tokens", type=int, default=128, help="with --shape: sampled tokens per sequence")
     parser.add_argument("--repeats", type=int, default=3, help="with --shape: timed repeats")
-    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    parser.add_argument("--out", help="JSON file for the result, results/training/NAME.json")
     arguments = parser.parse_args()
     files = (arguments.model, arguments.questions)
     if any(files) if arguments.shape is not None else not all(files):

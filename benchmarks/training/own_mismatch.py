@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shapes import build_random_model
 from transformers import PreTrainedModel
 
+from benchmarks.shared.shapes import build_random_model
 from tunesmith.config import AlgorithmSection, EngineSection, TrainerSection
 from tunesmith.engine.engine import LocalEngine
 from tunesmith.engine.event_loop.clock import run_lockstep

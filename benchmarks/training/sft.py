@@ -4,7 +4,8 @@ Both train the same model, or the same new adapter on it, on the same tokens in 
 same learning rate and AdamW. Tunesmith runs as users run it: a file of conversations and `run_sft`. Tokens are those of
 the rows, prompts included and padding excluded, over the seconds of all steps after the warm-up.
 
-    python benchmarks/sft.py --device cpu --mode lora --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
+    python -m benchmarks.training.sft --device cpu --mode lora --model models/smollm2-135m-instruct \\
+        --questions gsm8k/train.jsonl
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peer_trl_sft import PeerRun, run_trl_sft
-from report import publish
 
+from benchmarks.shared.report import publish
+from benchmarks.training.peer_trl_sft import PeerRun, run_trl_sft
 from tunesmith.config import SftConfig
 from tunesmith.model.checkpoint import save_model_files
 from tunesmith.model.load import load_section_model, load_section_tokenizer
@@ -188,7 +189,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--trl-padding-free", action="store_true", help="also run TRL padding-free")
     parser.add_argument("--without-peers", action="store_true", help="do not run TRL")
-    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    parser.add_argument("--out", help="JSON file for the result, results/training/NAME.json")
     return parser.parse_args()
 
 

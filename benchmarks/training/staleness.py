@@ -7,8 +7,8 @@ agent. Sleeps are stratified: every 1024 of them have the quantiles of the distr
 `curve` trains an agent on the pocket model, on a CPU, with a calculator that sleeps, and prints held-out
 accuracy over sampled tokens. Each seed and staleness is a process of its own, `--jobs` at a time.
 
-    python benchmarks/staleness.py speed --device cuda
-    python benchmarks/staleness.py curve --jobs 2 --out results/staleness_curve.json
+    python -m benchmarks.training.staleness speed --device cuda
+    python -m benchmarks.training.staleness curve --jobs 2 --out results/training/staleness_curve.json
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import describe_environment, describe_settings, save_record
-from slow_tools import Sleeps, use_tools
-from training_step import (
+
+from benchmarks.shared.report import describe_environment, describe_settings, save_record
+from benchmarks.shared.training_step import (
     RANDOM_WEIGHTS,
     add_step_arguments,
     build_feed,
@@ -44,7 +44,7 @@ from training_step import (
     save_model,
     time_step,
 )
-
+from benchmarks.training.slow_tools import Sleeps, use_tools
 from tunesmith.config import EvaluationSection, RunConfig
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.judges.numeric import judge_number
@@ -147,7 +147,7 @@ def run_speed(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments.model = save_model(arguments, Path(folder))
         results = measure_speed(arguments)
-    out = arguments.out or f"results/staleness_{arguments.device}/{arguments.shape}.json"
+    out = arguments.out or f"results/training/staleness_{arguments.device}/{arguments.shape}.json"
     environment = describe_environment(arguments.device)
     save_record(out, {"arguments": describe_settings(arguments), "environment": environment, "results": results})
     show_speed(results)
@@ -258,7 +258,9 @@ def run_curve(arguments: argparse.Namespace) -> None:
             ]  # fmt: skip
             Path(folder).mkdir(exist_ok=True)
             with (Path(folder) / f"{worker}-{seed}.log").open("w") as log:
-                done = subprocess.run([sys.executable, __file__, *given], stdout=log, stderr=log, check=False)
+                done = subprocess.run(
+                    [sys.executable, "-m", "benchmarks.training.staleness", *given], stdout=log, stderr=log, check=False
+                )
             if done.returncode:
                 raise SystemExit(Path(log.name).read_text())
             print(f"seed {seed}: {worker} is done", file=sys.stderr, flush=True)
@@ -271,7 +273,10 @@ def run_curve(arguments: argparse.Namespace) -> None:
             | json.loads((Path(folder) / str(seed) / f"staleness-{staleness}.json").read_text())
             for staleness, seed in runs
         ]
-    out, settings = arguments.out or "results/staleness_curve.json", describe_settings(arguments, hidden=("folder",))
+    out, settings = (
+        arguments.out or "results/training/staleness_curve.json",
+        describe_settings(arguments, hidden=("folder",)),
+    )
     save_record(out, {"arguments": settings, "environment": describe_environment("cpu"), "results": results})
     show_curve(results)
     print(f"raw: {out}")

@@ -4,8 +4,9 @@ Both train the same model on the same questions with the same number of tasks, r
 sampling temperature, plain AdamW and no reference model. Tunesmith runs as users run it: an async workflow that calls
 the OpenAI-compatible endpoint in process. The figure is steps per hour, so that higher is better.
 
-    python benchmarks/step.py --device cpu --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
-    python benchmarks/step.py --device cuda --model models/smollm2-135m-instruct --shape qwen3-0.6b --tasks 64 ...
+    python -m benchmarks.training.step --device cpu --model models/smollm2-135m-instruct --questions gsm8k/train.jsonl
+    python -m benchmarks.training.step --device cuda --model models/smollm2-135m-instruct --shape qwen3-0.6b \\
+        --tasks 64 ...
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peer_trl import run_trl_grpo
-from report import publish
-from shapes import SHAPES, save_random_model
 from tqdm import tqdm
-from training_step import (
+
+from benchmarks.shared.peer_trl import run_trl_grpo
+from benchmarks.shared.report import publish
+from benchmarks.shared.shapes import SHAPES, save_random_model
+from benchmarks.shared.training_step import (
     build_feed,
     build_parts,
     build_step_config,
@@ -35,7 +37,6 @@ from training_step import (
     load_step_actors,
     time_step,
 )
-
 from tunesmith.engine.event_loop.clock import run_lockstep
 from tunesmith.judges.numeric import score_numeric
 from tunesmith.loop import StepParts
@@ -177,7 +178,7 @@ def main() -> None:
     )
     parser.add_argument("--lora-rank", type=int, help="train an adapter of this rank instead of all weights")
     parser.add_argument("--without-peers", action="store_true", help="do not run TRL")
-    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    parser.add_argument("--out", help="JSON file for the result, results/training/NAME.json")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         torch.set_num_threads(1)

@@ -6,7 +6,7 @@ per sample. The peers are the same architecture with transformers' SDPA attentio
 and with compiled layers. The table ends with the speed that the device reaches in a large matrix product and a large
 copy.
 
-    python benchmarks/train.py --shape qwen3-0.6b --out results/train_cuda/qwen3-0.6b.json
+    python -m benchmarks.training.train --shape qwen3-0.6b --out results/training/train_cuda/qwen3-0.6b.json
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kernels import profile_kernels
-from report import publish
-from shapes import SHAPES, build_random_model
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from benchmarks.shared.kernels import profile_kernels
+from benchmarks.shared.report import publish
+from benchmarks.shared.shapes import SHAPES, build_random_model
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.config import AlgorithmSection, TrainerSection
 from tunesmith.experience.trie import Trie
@@ -265,7 +265,7 @@ def main() -> None:
         help="as trainer.has_row_graphs; default: small models only",
     )
     parser.add_argument("--profile", action="store_true", help="also profile the GPU")
-    parser.add_argument("--out", help="JSON file for the result, results/NAME.json")
+    parser.add_argument("--out", help="JSON file for the result, results/training/NAME.json")
     arguments = parser.parse_args()
     model = build_random_model(arguments.shape, dtype=torch.bfloat16, device=torch.device("cuda"))
     use_plan_attention(model)

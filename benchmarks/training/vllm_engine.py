@@ -8,12 +8,15 @@ weights are trained sharded over as many GPUs (`cluster.has_sharded_weights`), a
 The first run on a machine compiles kernels, once: start-up, rollouts and updates of the first step are then a minute
 longer. `--eager` and `--plain-layers` leave out what vLLM and the trainer compile with torch.compile.
 
-    python benchmarks/vllm_engine.py --shape qwen3-0.6b
-    python benchmarks/vllm_engine.py --shape qwen3-0.6b --tasks 16 --max-new-tokens 64 --steps 1 --warmup 1 --eager
-    python benchmarks/vllm_engine.py --shape qwen2.5-7b --ranks 2 --tensor-parallel 2 --tasks 32 --checkpointing
-    python benchmarks/vllm_engine.py --shape qwen2.5-7b --lora --tasks 32 --gpu-memory-share 0.4
-    python benchmarks/vllm_engine.py --shape qwen2.5-7b --lora --tasks 32 --devices 0,1 --tensor-parallel 2
-    python benchmarks/vllm_engine.py --shape pocket --device cpu --tasks 2 --group 4 --max-new-tokens 16 --eager
+    python -m benchmarks.training.vllm_engine --shape qwen3-0.6b
+    python -m benchmarks.training.vllm_engine --shape qwen3-0.6b --tasks 16 --max-new-tokens 64 --steps 1 \\
+        --warmup 1 --eager
+    python -m benchmarks.training.vllm_engine --shape qwen2.5-7b --ranks 2 --tensor-parallel 2 --tasks 32 \\
+        --checkpointing
+    python -m benchmarks.training.vllm_engine --shape qwen2.5-7b --lora --tasks 32 --gpu-memory-share 0.4
+    python -m benchmarks.training.vllm_engine --shape qwen2.5-7b --lora --tasks 32 --devices 0,1 --tensor-parallel 2
+    python -m benchmarks.training.vllm_engine --shape pocket --device cpu --tasks 2 --group 4 --max-new-tokens 16 \\
+        --eager
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import describe_environment, describe_settings, save_record
-from training_step import (
+
+from benchmarks.shared.report import describe_environment, describe_settings, save_record
+from benchmarks.shared.training_step import (
     RANDOM_WEIGHTS,
     add_step_arguments,
     build_feed,
@@ -42,7 +46,6 @@ from training_step import (
     save_model,
     time_step,
 )
-
 from tunesmith.cluster.place import find_place
 from tunesmith.cluster.process_group import open_ranks
 from tunesmith.config import RunConfig
@@ -192,7 +195,9 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=64, help="tasks of a step")
     parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--out", help="JSON file; default: results/vllm_engine/SHAPE[-lora][-tpN][-ranksN].json")
+    parser.add_argument(
+        "--out", help="JSON file; default: results/training/vllm_engine/SHAPE[-lora][-tpN][-ranksN].json"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--worker-engine", default="vllm", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -206,7 +211,7 @@ def main() -> None:
         f"-tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
     )
     kind += f"-ranks{arguments.ranks}" if arguments.ranks > 1 else ""
-    out = arguments.out or f"results/vllm_engine/{arguments.shape}{kind}.json"
+    out = arguments.out or f"results/training/vllm_engine/{arguments.shape}{kind}.json"
     settings = describe_settings(arguments, hidden=("python", "worker_engine"))
     save_record(out, {"arguments": settings, "results": results})
     show(results, warmup=arguments.warmup)

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/frameworks.md from results/frameworks.json: `python tests/frameworks/outcome_table.py`."""
+"""Writes the tables of docs/frameworks.md from results/endpoint/frameworks.json: `python tests/frameworks/outcome_table.py`."""
 
 from __future__ import annotations
 
