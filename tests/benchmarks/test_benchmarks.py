@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "benchmarks").glob("*/*.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -25,15 +25,14 @@ def test_imports_of_a_benchmark_exist(script: Path) -> None:
 
 
 def test_a_missing_name_is_found() -> None:
-    assert "no_such_function" not in list_names(ROOT / "benchmarks" / "shapes.py")
-    assert {"SHAPES", "count_parameters"} <= list_names(ROOT / "benchmarks" / "shapes.py")
+    assert "no_such_function" not in list_names(ROOT / "benchmarks" / "shared" / "shapes.py")
+    assert {"SHAPES", "count_parameters"} <= list_names(ROOT / "benchmarks" / "shared" / "shapes.py")
 
 
 def find_source(module: str) -> Path | None:
     """The file of a module of this repository; None for those of libraries."""
-    if module.split(".")[0] != "tunesmith":
-        path = ROOT / "benchmarks" / f"{module}.py"
-        return path if path.exists() else None
+    if module.split(".")[0] not in ("benchmarks", "tunesmith"):
+        return None
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, f"there is no module {module}"
     return Path(spec.origin)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import et_agent_jobs as jobs  # noqa: E402 - benchmarks are no package
-import et_agent_orderings as orderings  # noqa: E402
+from benchmarks.et_agent import jobs, orderings
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rendering import make_prompt
 
 import call_templates as families
 from call_templates import build_family_tokenizer
 from chat_templates import CHATML, LLAMA3, QWEN3, QWEN25
-from rendering import make_prompt
 from tunesmith.chat.messages import parse_tools
 from tunesmith.chat.parsers import CALL_FORMATS
 from tunesmith.chat.renderer import Renderer

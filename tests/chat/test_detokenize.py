@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+from rendering import NEXT, USER, build_renderer, extend, make_prompt
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from chat_templates import QWEN25
-from rendering import NEXT, USER, build_renderer, extend, make_prompt
 from tunesmith.chat.renderer import Renderer
 
 

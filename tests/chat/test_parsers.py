@@ -6,9 +6,9 @@ import json
 import random
 
 import pytest
+from rendering import USER, build_renderer, make_prompt, to_text
 
 from chat_templates import CHATML, QWEN3, QWEN25, THINKING
-from rendering import USER, build_renderer, make_prompt, to_text
 from tunesmith.chat.renderer import Renderer
 
 

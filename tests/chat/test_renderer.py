@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from rendering import CALL, NEXT, TOOLS, USER, build_renderer, extend, make_prompt, to_text
 
 from chat_templates import CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25
-from rendering import CALL, NEXT, TOOLS, USER, build_renderer, extend, make_prompt, to_text
 from tunesmith.chat.messages import parse_messages
 from tunesmith.chat.renderer import Prompt
 

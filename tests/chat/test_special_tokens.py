@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from rendering import CALL, NEXT, TOOLS, USER, extend, make_prompt
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from chat_templates import CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25
 from fakes import build_chat_tokenizer
-from rendering import CALL, NEXT, TOOLS, USER, extend, make_prompt
 from tunesmith.chat.renderer import Renderer
 from tunesmith.chat.special_tokens import ESCAPE, FIRST_CODE_POINT
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from jinja2 import Environment
 from jinja2.exceptions import TemplateError
+from rendering import CALL, TOOLS, USER, build_renderer, make_prompt
 
 from chat_templates import CHATML, GEMMA2, LLAMA3, QWEN3, QWEN25, THINKING
 from fakes import build_chat_tokenizer
-from rendering import CALL, TOOLS, USER, build_renderer, make_prompt
 from tunesmith.chat.call_probe import SENTINEL
 from tunesmith.chat.messages import Message, ToolCall, parse_messages
 from tunesmith.chat.template import ChatTemplate

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import typer.main
-
 from markdown_pages import ROOT
+
 from tunesmith.cli import app
 
 COMMANDS = {"tunesmith", "make", "python", "python3", "pip"}

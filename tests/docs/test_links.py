@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from markdown_pages import PAGES, ROOT, find_anchors, iter_inline_code, iter_links
+
 from tunesmith.pipeline.session.load_config import STAGES, describe_options
 
 NAME = re.compile(r"tunesmith(?:\.[a-z_0-9]+)+(?:[.:]\w+)*")

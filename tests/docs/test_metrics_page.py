@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from markdown_pages import INLINE_CODE, ROOT, iter_prose
+
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput, tune
 
 PAGE = ROOT / "docs" / "guides" / "metrics.md"

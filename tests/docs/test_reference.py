@@ -9,9 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from markdown_pages import INLINE_CODE, ROOT, find_anchors, iter_prose
 from typer.main import get_command
 
-from markdown_pages import INLINE_CODE, ROOT, find_anchors, iter_prose
 from tunesmith.cli import app
 from tunesmith.compat.trinity_yaml import RULES
 from tunesmith.config import RunConfig

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown_pages import PAGES, ROOT, Snippet, find_snippets, iter_inline_code
 from omegaconf import OmegaConf
+from shell_commands import check_line, find_errors, is_shell, iter_commands
 
 from forked_programs import LOG, start_forked_programs
-from markdown_pages import PAGES, ROOT, Snippet, find_snippets, iter_inline_code
-from shell_commands import check_line, find_errors, is_shell, iter_commands
 from tunesmith.algorithms.algorithm import resolve_algorithm
 from tunesmith.compat.trinity_yaml import is_trinity_file, translate_trinity_file
 from tunesmith.config import AlgorithmSection, PipelineConfig, PreferenceConfig, RunConfig, Section, SftConfig

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/frameworks.md from results/endpoint/frameworks.json: `python tests/frameworks/outcome_table.py`."""
+"""Writes the tables of docs/frameworks.md from results/endpoint/: `python tests/frameworks/outcome_table.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from cases import FEATURES
 
 ROOT = Path(__file__).parents[2]
-OUTCOMES = ROOT / "results" / "frameworks.json"
+OUTCOMES = ROOT / "results" / "endpoint" / "frameworks.json"
 PAGE = ROOT / "docs" / "frameworks.md"
 OUTCOMES_START = "<!-- outcomes, written by tests/frameworks/outcome_table.py -->\n"
 FEATURES_START = "<!-- features, written by tests/frameworks/outcome_table.py -->\n"

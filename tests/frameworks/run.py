@@ -2,8 +2,8 @@
 
 The environments are made in FOLDER by uv, two at a time, again whenever their pinned packages change, and also import
 the packages of the interpreter that runs this script, after their own. After each framework its outcome is written to
-`results/endpoint/frameworks.json` and to the tables of `docs/frameworks.md`, so an interrupted run keeps what it has checked.
-With NAMEs, only the frameworks are checked whose names contain one of them.
+`results/endpoint/frameworks.json` and to the tables of `docs/frameworks.md`, so an interrupted run keeps what it has
+checked. With NAMEs, only the frameworks are checked whose names contain one of them.
 """
 
 from __future__ import annotations

@@ -8,14 +8,14 @@ STARTED_FIRST = (
     "docs/test_snippets.py",
     "engine/cuda/test_fx_passes.py",
     "pipeline/diagnosis/test_failing_runs.py",
-    "pipeline/rl/test_algorithm_runs.py",
+    "pipeline/rl/algorithms/test_algorithm_runs.py",
     "pipeline/rl/test_early_stopping.py",
-    "pipeline/rl/test_killed_ranks.py",
-    "pipeline/rl/test_ranks.py",
+    "pipeline/rl/ranks/test_killed_ranks.py",
+    "pipeline/rl/ranks/test_ranks.py",
     "pipeline/rl/test_resume.py",
-    "trainer/test_combinations.py",
-    "trainer/test_compiled_layers.py",
-    "trainer/test_rank_updates.py",
+    "trainer/losses/test_combinations.py",
+    "trainer/layers/test_compiled_layers.py",
+    "trainer/sharding/test_rank_updates.py",
 )
 """Files that take longest. If one of them were the last, one of two workers would wait for the other."""
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 INTERPRETER = "TUNESMITH_TEST_INTERPRETER"
 LOG = "program.log"
 

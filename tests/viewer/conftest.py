@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from viewer_runs import write_run
 
 from tunesmith.viewer.answers.table import Answers
 from tunesmith.viewer.reading.run import Run, open_runs
-from viewer_runs import write_run
 
 
 @pytest.fixture(scope="session")

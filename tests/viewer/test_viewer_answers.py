@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from viewer_runs import GROUP_SIZE, HOSTILE, NUM_STEPS, build_tool_turns, build_turn, encode, write_comparison
 
 import call_templates as families
 from chat_templates import LLAMA3, QWEN25
@@ -15,7 +16,6 @@ from tunesmith.viewer.answers.table import Answers, UnknownAnswerError
 from tunesmith.viewer.answers.tokens import build_tokens
 from tunesmith.viewer.answers.trie import build_trie
 from tunesmith.viewer.reading.run import StoredRollout, open_runs
-from viewer_runs import GROUP_SIZE, HOSTILE, NUM_STEPS, build_tool_turns, build_turn, encode, write_comparison
 
 
 def store(turns, *, advantage=0.5, turn_advantages=None, run_index=0, reward=1.0):

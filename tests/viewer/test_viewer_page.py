@@ -9,13 +9,13 @@ import time
 
 import pytest
 import uvicorn
-
 from chromium import Chromium, find_chromium
+from viewer_runs import HOSTILE, write_comparison, write_run, write_step
+
 from tunesmith.storage import RunPaths
 from tunesmith.viewer.export import export_report
 from tunesmith.viewer.reading.run import open_runs
 from tunesmith.viewer.server import build_app, open_socket
-from viewer_runs import HOSTILE, write_comparison, write_run, write_step
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="needs Chromium (apt-get install chromium)")
 

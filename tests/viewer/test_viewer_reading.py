@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from viewer_runs import GROUP_SIZE, NUM_STEPS, encode, write_comparison, write_run, write_step
 
 from tunesmith.errors import StorageError
 from tunesmith.experience.step_files import StepFiles
@@ -19,7 +20,6 @@ from tunesmith.viewer.reading.metrics_log import Column, MetricsLog
 from tunesmith.viewer.reading.rollout_files import RolloutFiles
 from tunesmith.viewer.reading.rollout_index import RolloutIndex, find_known, read_numbers
 from tunesmith.viewer.reading.run import open_runs
-from viewer_runs import GROUP_SIZE, NUM_STEPS, encode, write_comparison, write_run, write_step
 
 
 def test_metrics_are_followed_line_by_line(tmp_path):

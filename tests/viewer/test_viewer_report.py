@@ -11,13 +11,13 @@ import re
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
+from viewer_runs import HOSTILE, write_run
 
 from tunesmith.cli import app
 from tunesmith.errors import StorageError
 from tunesmith.viewer.export import export_report
 from tunesmith.viewer.reading.run import open_runs
 from tunesmith.viewer.show import Wanted, clean, print_step
-from viewer_runs import HOSTILE, write_run
 
 
 def read_report(path):

@@ -7,13 +7,13 @@ import socket
 
 import pytest
 from starlette.testclient import TestClient
+from viewer_runs import HOSTILE
 
 from tunesmith.errors import StorageError
 from tunesmith.viewer.answers.table import Answers
 from tunesmith.viewer.bundle import STATIC
 from tunesmith.viewer.reading.run import open_runs
 from tunesmith.viewer.server import build_app, open_socket
-from viewer_runs import HOSTILE
 
 MODULES = sorted(STATIC.glob("*.js"))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests.tiny_models import CONFIGS, build_tiny
+from tiny_models import CONFIGS, build_tiny
 from tunesmith.engine.cpu.decoder_trace import trace_decoder
 from tunesmith.model.forward.attention import CausalPlan, run_body, use_plan_attention
 

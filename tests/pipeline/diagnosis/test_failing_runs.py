@@ -8,8 +8,8 @@ import time
 
 import openai
 import pytest
-
 from suggested_settings import check_settings
+
 from tunesmith import AlgorithmConfig, DatasetConfig, JudgeOutput, TunerModelConfig, WorkflowOutput
 from tunesmith.pipeline.diagnosis.record import load_record
 

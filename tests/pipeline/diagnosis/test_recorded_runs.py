@@ -9,7 +9,7 @@ import pytest
 
 from tunesmith.pipeline.diagnosis.diagnose import diagnose
 
-RESULTS = Path(__file__).parents[3] / "results"
+RESULTS = Path(__file__).parents[3] / "results" / "runs"
 RUNS = {
     "demo_run/metrics.jsonl": "demo_run/config.yaml",
     "gsm8k_grpo_gpu/metrics_grpo.jsonl": "gsm8k_grpo_gpu/grpo.yaml",

@@ -11,8 +11,8 @@ import math
 
 import numpy as np
 import pytest
-
 from suggested_settings import check_settings
+
 from tunesmith.config import ModelSection, RunConfig
 from tunesmith.pipeline.diagnosis.drift import (
     find_entropy,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from exported_models import CONFIGS, TOKENIZERS, build_random_model, build_tokenizer
 from transformers import PreTrainedModel
 
-from exported_models import CONFIGS, TOKENIZERS, build_random_model, build_tokenizer
 from tunesmith.pipeline.export.gguf.architecture import describe_architecture
 from tunesmith.pipeline.export.gguf.vocabulary import describe_vocabulary
 from tunesmith.pipeline.export.gguf.writer import GgufHeader, write_gguf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from exported_models import CHAT, CONFIGS, NUM_EMBEDDINGS, build_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers
 from tokenizers.models import BPE, Unigram, WordPiece
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Split, Whitespace
@@ -12,7 +13,6 @@ from tokenizers.pre_tokenizers import Sequence as PreTokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import GPT2Tokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from exported_models import CHAT, CONFIGS, NUM_EMBEDDINGS, build_tokenizer
 from tunesmith.errors import ModelError
 from tunesmith.model.pocket import build_pocket_model, build_pocket_tokenizer
 from tunesmith.pipeline.export.gguf.vocabulary import (

@@ -14,6 +14,7 @@ gguf = pytest.importorskip("gguf")
 
 from exported_models import CHAT, CONFIGS, build_random_model, build_tokenizer  # noqa: E402
 from gguf_files import build_header, write_tiny_gguf  # noqa: E402
+
 from tunesmith.config import ExportSection  # noqa: E402
 from tunesmith.errors import ModelError  # noqa: E402
 from tunesmith.model.load import load_model  # noqa: E402

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 gguf = pytest.importorskip("gguf")
 llama_cpp = pytest.importorskip("llama_cpp")
 
-from llama_cpp.llama_chat_format import Jinja2ChatFormatter  # noqa: E402
-
 from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny  # noqa: E402
 from gguf_files import build_header, write_tiny_gguf  # noqa: E402
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter  # noqa: E402
+
 from tunesmith.config import ExportSection  # noqa: E402
 from tunesmith.errors import ModelError, StorageError  # noqa: E402
 from tunesmith.model.prepare import prepare_model  # noqa: E402

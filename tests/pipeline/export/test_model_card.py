@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-
 from exported_models import CONFIGS, build_random_model, build_tokenizer, save_tiny
+
 from tunesmith.config import ExportSection, LoraSection, RunConfig, SftConfig
 from tunesmith.model.checkpoint import save_checkpoint
 from tunesmith.model.load import load_model

@@ -12,6 +12,7 @@ pytest.importorskip("llama_cpp")
 
 from exported_models import build_tokenizer
 from gguf_files import write_tiny_gguf
+
 from tunesmith.errors import ModelError
 from tunesmith.pipeline.export.llama_cpp import GgufModel
 from tunesmith.pipeline.export.verify import (

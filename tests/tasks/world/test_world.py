@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from world_solver import Solver, Triple, read_facts
 
 from tunesmith.config import DatasetSection
 from tunesmith.errors import ConfigError
@@ -26,7 +27,6 @@ from tunesmith.tasks.world.questions import Question
 from tunesmith.tasks.world.records import build_record, state_fact, write_record, write_result
 from tunesmith.tasks.world.schema import RELATIONS
 from tunesmith.tasks.world.world import build_row
-from world_solver import Solver, Triple, read_facts
 
 SMALL = WorldConfig(num_documents=600, num_train=300, num_test=150)
 PAGE = Path(__file__).parents[3] / "docs" / "world.md"

@@ -13,6 +13,7 @@ import textwrap
 import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from web_search_recordings import BING, SERPER, ReplayServer
 
 from search_corpora import PASSAGES, build_small_index, needs_bm25, write_corpus
 from tunesmith.config import ToolSection
@@ -24,7 +25,6 @@ from tunesmith.tools.search.settings import SearchToolSection
 from tunesmith.tools.search.sources import FoundPassage, read_bing
 from tunesmith.tools.search.tool import SearchTool, build_search_tool, format_passages
 from tunesmith.tools.tool import ToolInputError
-from web_search_recordings import BING, SERPER, ReplayServer
 
 DOCS = [{"id": "a", "contents": "A\n" + "x" * 30}, {"id": "b", "contents": "B\nshort"}]
 CLOSED_PORT = "http://127.0.0.1:9"

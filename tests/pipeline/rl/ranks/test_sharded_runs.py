@@ -18,7 +18,7 @@ from killed_runs import read_metrics
 from tunesmith.model.prepare import prepare_model
 
 pytestmark = pytest.mark.timeout(900)
-FAKE = Path(__file__).parents[2] / "fake_vllm"
+FAKE = Path(__file__).parents[3] / "fake_vllm"
 NEEDS_ALL = pytest.mark.skipif(
     os.environ.get("TUNESMITH_ALL_RANKS") != "1", reason="TUNESMITH_ALL_RANKS=1 runs all launches of ranks"
 )
