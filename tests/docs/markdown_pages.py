@@ -1,4 +1,4 @@
-"""The pages at the root, in docs/ and in recipes/: fenced snippets with the directives above them, links, anchors.
+"""Pages at the root, in docs/, benchmarks/ and recipes/: fenced snippets with their directives, links, anchors.
 
 A directive is an HTML comment on the lines above a fence, invisible on GitHub and on the site:
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "recipes").rglob("*.md")),
 ]

@@ -138,12 +138,16 @@ def check_python(words: list[str]) -> str | None:
     if words[:2] == ["-m", "pytest"]:
         missing = [word for word in words[2:] if "/" in word and not (ROOT / word).exists()]
         return f"no such tests: {missing}" if missing else None
+    if words[:1] == ["-m"] and words[1].startswith("benchmarks."):
+        words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
     if not words or words[0].startswith("-") or "/" not in words[0]:
         return None
     script = ROOT / words[0]
     if not script.exists():
         return f"no script {words[0]}"
     source = script.read_text(encoding="utf-8")
+    for module in re.findall(r"^from (benchmarks\.[\w.]+) import", source, re.MULTILINE):
+        source += (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
     unknown = [word for word in words[1:] if word.startswith("--") and word.partition("=")[0] not in source]
     return f"{words[0]} has no option {unknown}" if unknown else None
 
