@@ -101,7 +101,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
     errors = [
         f"{page.name}:{line}: {code}: {error}"
         for line, code in iter_inline_code(page)
-        if code.startswith(("tunesmith ", "make ", "python "))
+        if code.startswith(("tunesmith ", "make ", "python -m benchmarks.", "python tests/", "python recipes/"))
         if (error := check_line(f"{code} ...")) is not None
     ]
     assert not errors, "\n".join(errors)
