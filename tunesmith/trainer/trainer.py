@@ -29,6 +29,7 @@ from tunesmith.model.adapters.dropout import active_dropout, find_dropouts
 from tunesmith.model.device_errors import explain_device_error, is_device_error
 from tunesmith.model.forward.attention import check_plan_attention
 from tunesmith.model.forward.logprobs import choose_chunk_tokens
+from tunesmith.model.forward.rotary import fix_rotary_frequencies
 from tunesmith.model.torch_modes import default_modes
 from tunesmith.model.value_model import ValueModel
 from tunesmith.trainer.critic import Critic
@@ -113,6 +114,8 @@ class Trainer:
         check_extra_model(self._algorithm, "values", critic_model)
         models = [each for each in (model, reference_model, teacher_model) if each is not None]
         check_plan_attention(*models)
+        for each in models if critic_model is None else [*models, critic_model]:
+            fix_rotary_frequencies(each, max_model_len=max_model_len)
         self._model = model.eval()
         self._critic = None if critic_model is None else Critic(critic_model, algorithm.critic, settings, ranks)
         self._reference: Reference | None = None
