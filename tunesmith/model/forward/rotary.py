@@ -15,9 +15,9 @@ FIXED = "fixed"
 
 
 @torch.no_grad()
-def fix_rotary_frequencies(model: nn.Module, *, max_model_len: int) -> None:
+def fix_rotary_frequencies(*models: nn.Module | None, max_model_len: int) -> None:
     """Keep the frequencies of a sequence of `max_model_len` tokens for sequences of every length; idempotent."""
-    for module in model.modules():
+    for module in [module for model in models if model is not None for module in model.modules()]:
         rope_type = getattr(module, "rope_type", None)
         of_layer_type = rope_type if isinstance(rope_type, dict) else {None: rope_type}
         changing = [name for name, value in of_layer_type.items() if depends_on_length(value)]
