@@ -72,9 +72,8 @@ def test_frequencies_are_those_of_the_longest_context(max_model_len, length):
 def test_frequencies_of_single_layer_types_are_fixed():
     parameters = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}, "full_attention": LONGROPE}
     sizes = GEMMA_SIZES | {"head_dim": 8}
-    config = Gemma3TextConfig(
-        **sizes, **SLIDING, rope_parameters=copy.deepcopy(parameters), layer_types=["sliding_attention"] * 2 + ["full_attention"]
-    )  # fmt: skip
+    layer_types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = Gemma3TextConfig(**sizes, **SLIDING, rope_parameters=copy.deepcopy(parameters), layer_types=layer_types)
     model = AutoModelForCausalLM.from_config(config).eval()
     use_plan_attention(model)
     fix_rotary_frequencies(model, max_model_len=64)
