@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from transformers import (
-    AfmoeConfig,
     AutoModelForCausalLM,
     DiffLlamaConfig,
     DogeConfig,
@@ -130,13 +129,6 @@ def test_an_architecture_that_a_plan_would_compute_wrongly_is_refused(kind) -> N
 
 def test_a_window_of_the_whole_context_needs_no_layer_that_passes_it() -> None:
     model = AutoModelForCausalLM.from_config(PhimoeConfig(**MOE_SIZES, sliding_window=256)).eval()
-    use_plan_attention(model)
-    verify_model(model)
-
-
-def test_modeling_code_that_views_the_output_of_attention_runs() -> None:
-    sizes = SIZES | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    model = AutoModelForCausalLM.from_config(AfmoeConfig(**sizes, num_dense_layers=1, sliding_window=8)).eval()
     use_plan_attention(model)
     verify_model(model)
 
